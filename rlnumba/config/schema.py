@@ -152,12 +152,39 @@ class DeployConfig(Section):
     num_infer_gpus: int = key(
         0, "GPUs that generate while others train, with `[async]`; 0: the training GPUs generate.", minimum=0
     )
+    tensor_parallel_size: int = key(
+        1,
+        "Of num_infer_gpus so many compute one model together, each with a part of its weights and of the KV cache; "
+        "the text is that of one (vLLM). `auto` (0): as few as it fits in.",
+        minimum=0,
+        words={"auto": 0},
+    )
     update_weights_bucket_megabytes: int = key(
         1024, "Weights are sent to the inference GPUs in parts of this size (verl).", minimum=1
     )
     weight_sync_timeout: float = key(600.0, "Seconds in which these must have taken new weights (TRL).", above=0)
     max_restarts: int = key(3, "How often an inference process that has ended is started anew.", minimum=0)
     dist_timeout_seconds: float = key(600.0, "How long a rank waits for the others before the run ends.", above=0)
+
+    def __post_init__(self):
+        if self.tensor_parallel_size == "auto":
+            object.__setattr__(self, "tensor_parallel_size", 0)
+        super().__post_init__()
+        if self.tensor_parallel_size != 1 and not self.num_infer_gpus:
+            raise ConfigError(
+                f"deploy.tensor_parallel_size ({self.tensor_parallel_size or 'auto'}) cuts the model of GPUs that "
+                "generate while others train: it needs deploy.num_infer_gpus above 0, and [async]"
+            )
+        if self.tensor_parallel_size and self.num_infer_gpus % self.tensor_parallel_size:
+            raise ConfigError(
+                f"deploy.num_infer_gpus ({self.num_infer_gpus}) must be a multiple of "
+                f"deploy.tensor_parallel_size ({self.tensor_parallel_size})"
+            )
+
+    @property
+    def num_engines(self):
+        """Inference engines, each of tensor_parallel_size GPUs: int."""
+        return self.num_infer_gpus // self.tensor_parallel_size
 
 
 RECOMPUTE_MODULES = ("norm", "rope", "swiglu")
@@ -356,6 +383,15 @@ class Run:
     def __post_init__(self):
         if self.train.optimizer_in_backward and self.num_ranks > 1:
             self.refuse_ranks("train.optimizer_in_backward")
+        if self.deploy.tensor_parallel_size != 1:
+            size = self.deploy.tensor_parallel_size or "auto"
+            if self.lora is not None:
+                raise ConfigError(f"deploy.tensor_parallel_size ({size}) is for models without [lora]")
+            if self.gemm == "cublas":
+                raise ConfigError(
+                    f"deploy.tensor_parallel_size ({size}) needs gemm = native: a product by cublas depends on its "
+                    "columns"
+                )
         if self.deploy.num_infer_gpus and self.asynchronous is None:
             raise ConfigError(
                 f"deploy.num_infer_gpus ({self.deploy.num_infer_gpus}) are for asynchronous training: they need the "

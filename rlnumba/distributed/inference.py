@@ -14,8 +14,11 @@ sends is handled by one thread of all. A process is one of this host (SpawnedPro
 (ray_engines.RayProcess): Engines knows a Process alone.
 """
 
+import contextlib
 import math
+import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +27,8 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import NamedTuple
 
-from rlnumba.distributed.inference_worker import Alive, Done, Failed, Interrupt, Refused, Updated
+from rlnumba.distributed.inference_group import Failed
+from rlnumba.distributed.inference_worker import Alive, Done, Interrupt, Refused, Updated
 from rlnumba.distributed.launch import how_ended
 from rlnumba.errors import UserError
 
@@ -33,6 +37,8 @@ MAIN = "import sys; sys.path[:] = {path!r}; from rlnumba.distributed.inference_w
 POLL_S = 0.1
 # Seconds in which a process must have started; longer than without a sign of life, because it may compile kernels.
 START_S = 300.0
+# Seconds in which the processes of an engine end after they were killed.
+END_S = 10.0
 # How often a process may refuse one version, each time of which it is sent again.
 MAX_REFUSALS = 3
 
@@ -111,10 +117,13 @@ class SpawnedProcess(Process):
         self._outbox.put(message)
 
     def end(self):
+        """Kill the process, and those that it has started."""
         self._outbox.put(None)
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self._reader.join()
+        # Until no process has the other end of the connection open, and all memory is given back.
+        self._reader.join(END_S)
         self.connection.close()
 
     def _send_all(self):

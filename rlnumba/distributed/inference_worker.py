@@ -2,26 +2,26 @@
 
 It ends when the trainer's end of the connection closes, however that happens. Of the trainer's messages those about
 weights go to a WeightReceiver at once, and groups wait for the weights that they ask for. Between two decode steps new
-weights become the live ones.
+weights become the live ones. Where the model is cut over several GPUs, this process leads those of the others
+(inference_group.py).
 """
 
 import os
 import sys
 import time
-import traceback
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from rlnumba.config import EngineConfig, LoraConfig
+from rlnumba.distributed.communicator import TIMEOUT_S
+from rlnumba.distributed.inference_group import Failed, Followers, choose_device
 from rlnumba.distributed.weight_sync import Begin, Bucket, Finish, Staging, WeightReceiver, WeightsRefused
 from rlnumba.engine.core import Engine
 from rlnumba.engine.groups import GroupEngine, GroupRequest
-from rlnumba.errors import UserError
-from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.errors import CommunicationError
 from rlnumba.model.lora import adapter_of_run
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_model, load_model
-from rlnumba.runtime import ahead_of_time, device
+from rlnumba.model.transformer import find_model
 
 # Seconds between two signs of life, unless a step takes longer.
 HEARTBEAT_S = 1.0
@@ -32,7 +32,8 @@ class Setup(NamedTuple):
 
     model: folder or hub id; gpu: the number of its GPU, which num_sharing processes use, None on the cpu device.
     staging: (bytes of a version, number of versions, descriptor). in_flight, keep_cache: whether running completions go
-    on with new weights, and with their keys and values.
+    on with new weights, and with their keys and values. followers: of further processes that have a part of the model
+    each, (gpu, num_sharing); timeout_s: how long these processes wait for each other.
     """
 
     model: str
@@ -48,6 +49,8 @@ class Setup(NamedTuple):
     bucket_bytes: int
     in_flight: bool
     keep_cache: bool
+    followers: tuple = ()
+    timeout_s: float = TIMEOUT_S
 
 
 class Interrupt(NamedTuple):
@@ -83,44 +86,37 @@ class Refused(NamedTuple):
     reason: str
 
 
-class Failed(NamedTuple):
-    """From an inference process, which then ends: a failure that would come again. trace: of a bug, else None."""
-
-    message: str
-    trace: str | None
-
-
 def main(descriptor):
     """Serve the connection of a file descriptor until it closes."""
-    connection = Connection(descriptor)
+    connection, code = Connection(descriptor), 0
     try:
         setup = connection.recv()
-        Server(connection, setup).run()
+        followers = Followers(setup, connection)
+        Server(connection, setup, followers).run()
     except (EOFError, OSError):
         pass  # the trainer has ended
-    except UserError as error:
-        connection.send(Failed(str(error), None))
+    except CommunicationError as error:
+        failure, code = followers.failure(), 1
+        if failure is not None:
+            connection.send(failure)
+        else:  # the trainer starts all processes of the engine anew
+            print(f"rlnumba: {error} ({followers.ended()})", file=sys.stderr)
     except Exception as error:  # reported by the trainer
-        connection.send(Failed(f"internal error: {type(error).__name__}: {error}", traceback.format_exc()))
+        connection.send(Failed.of(error))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     # Not through exit handlers, which may wait for threads.
-    os._exit(0)
+    os._exit(code)
 
 
 class Server:
     """Serves one connection."""
 
-    def __init__(self, connection, setup):
+    def __init__(self, connection, setup, followers):
         self.connection, self.setup = connection, setup
-        if setup.gpu is None:
-            device.select(setup.device)
-        else:
-            device.use_gpu(setup.gpu, setup.num_sharing)
-            # The trainer compiles what both launch.
-            ahead_of_time.leave_to_another()
-        gemm.set_backend(setup.gemm)
-        model = load_model(setup.model, setup.dtype)
+        choose_device(setup)
+        model = followers.load_model(setup)
+        self.ranks = model.ranks
         if setup.lora is not None:
             model.adapter = adapter_of_run(setup.lora, model.weights, model.dtype.name, setup.model, setup.seed)
         tokenizer = Tokenizer.from_folder(find_model(setup.model))
@@ -148,6 +144,7 @@ class Server:
     def _beat(self, now=False):
         """Send a sign of life if it is time for one."""
         if now or time.monotonic() - self.heard_at > HEARTBEAT_S:
+            self._lead("meet")
             self.heard_at = time.monotonic()
             self.connection.send(Alive(self.groups.num_tokens, self.busy_s))
 
@@ -176,6 +173,14 @@ class Server:
         while self.receiver.ready and (self.setup.in_flight or self.groups.may_change_weights):
             began = time.perf_counter()
             self.groups.engine.synchronize()
+            self._lead("copy_weights", self.receiver.ready[0])
             version = self.receiver.apply()
+            # The followers have copied them, too.
+            self._lead("meet")
             self.groups.update_weights(version, self.setup.keep_cache)
             self.connection.send(Updated(version, time.perf_counter() - began))
+
+    def _lead(self, name, *arguments):
+        """Let the followers, if there are any, do this: inference_group._follow."""
+        if self.ranks is not None:
+            self.ranks.lead(name, *arguments)

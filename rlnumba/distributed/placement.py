@@ -40,6 +40,11 @@ def gpus_of_ranks(count, key):
     return gpus
 
 
+def num_sharing(count):
+    """How many of `count` processes share a GPU, where one has the most; 1 on other devices: int."""
+    return -(-count // device.gpu_count()) if device.name() == "cuda" else 1
+
+
 def _most_ranks_per_gpu():
     text = os.environ.get(RANKS_PER_GPU) or "1"
     if not text.isdecimal() or int(text) == 0:

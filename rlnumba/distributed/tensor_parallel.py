@@ -92,15 +92,18 @@ class TensorParallel:
         self.communicator.objects(None)
 
 
-def follow(model, config):
-    """Do the steps of rank 0's engine until it calls `end`. config: its EngineConfig."""
-    engine = Engine(model, None, config)
+def follow(model, config, others=None):
+    """Do the steps of rank 0's engine until it calls `end`. config: its EngineConfig.
+
+    others: {name: function} of what it leads beside the methods of its runner.
+    """
+    engine, others = Engine(model, None, config), others or {}
     while (call := model.ranks.communicator.objects(None)[0]) is not None:
         method, arguments = call
         if method != "repeat":
             # Rank 0 has read the results of its last step, so the memory that the host's arrays go through is free.
             engine.runner.synchronize()
-        getattr(engine.runner, method)(*arguments)
+        (others.get(method) or getattr(engine.runner, method))(*arguments)
     engine.runner.synchronize()
 
 

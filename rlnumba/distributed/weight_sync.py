@@ -22,6 +22,7 @@ import xxhash
 
 from rlnumba.distributed.communicator import as_bytes
 from rlnumba.distributed.shared_memory import unnamed_file
+from rlnumba.distributed.weight_shards import pieces_of, ranges_of, whole_of
 from rlnumba.errors import UserError
 from rlnumba.runtime import device
 
@@ -53,9 +54,9 @@ class Finish(NamedTuple):
 
 
 def layout_of(trained):
-    """In which two layouts of trained weights, of a Weights or an Adapter, differ: str."""
-    config, flat = trained.config, trained.flat
-    return f"{type(trained).__name__} {config.architecture} {flat.dtype} {flat.shape[0]} {trained.decay_end}"
+    """In which two layouts of trained weights, of a Weights or an Adapter, differ: str; of a shard, the model's."""
+    config, (size, decay_end) = trained.config, whole_of(trained)
+    return f"{type(trained).__name__} {config.architecture} {trained.flat.dtype} {size} {decay_end}"
 
 
 class Staging:
@@ -113,11 +114,12 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """The side of an inference process. trained: as the sender's; bucket_bytes: the same; version: that is live."""
+    """The side of an inference process. trained: as the sender's, or a shard of it; bucket_bytes: the same; version:
+    that is live."""
 
     def __init__(self, trained, staging, bucket_bytes, version=-1):
         self.trained, self.staging, self.version = trained, staging, version
-        self._step = max(bucket_bytes // trained.flat.itemsize, 1)
+        self._step, self._ranges = max(bucket_bytes // trained.flat.itemsize, 1), ranges_of(trained)
         # Of the version that is arriving: its Begin, and which of its parts have arrived.
         self._begin, self._arrived = None, set()
         self.ready = []
@@ -136,12 +138,16 @@ class WeightReceiver:
     def apply(self):
         """Make the oldest version that is ready the live one, and return its number. No kernel may read weights."""
         version = self.ready.pop(0)
+        self.copy(version)
+        return version
+
+    def copy(self, version):
+        """Make a version in staging the live one that is known to be good, as where another process has checked it."""
         flat, memory = self.trained.flat, self.staging.of_version(version).view(self.trained.flat.dtype)
-        for first in range(0, flat.shape[0], self._step):
-            flat[first : first + self._step] = device.asarray(memory[first : first + self._step])
+        for first, source, count in pieces_of(self._ranges, self._step):
+            flat[first : first + count] = device.asarray(memory[source : source + count])
         device.synchronize()
         self.version = version
-        return version
 
     def _take_begin(self, message):
         self._begin = None

@@ -32,6 +32,7 @@ from rlnumba.kernels.nn.dropout import dropout
 from rlnumba.kernels.nn.elementwise import add, cast, scale
 from rlnumba.kernels.nn.lora import keep_blocks, scale_adapters
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD, read_json
+from rlnumba.model.shard import WHOLE
 from rlnumba.model.weights import ALIGNMENT, check_dtype, listed, open_tensors, parameters, write_json, write_tensors
 from rlnumba.runtime import device, memory
 
@@ -165,6 +166,8 @@ class Adapter:
 
     # The embedding and the head have no gradient.
     embed_tokens = norm = lm_head = None
+    # As that of Weights: adapters are not cut.
+    shard = WHOLE
 
     def __init__(self, config, lora, dtype="float32", base="", region="adapter"):
         self.config, self.lora, self.base = config, lora, base

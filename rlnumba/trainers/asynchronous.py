@@ -296,8 +296,8 @@ class RemoteEngines:
 
     def __init__(self, run, policy, pipeline):
         options, deploy, model = run.asynchronous, run.deploy, policy.model
-        self.count = deploy.num_infer_gpus
-        gpus = [None] * (deploy.num_train_gpus + self.count)
+        self.count, size = deploy.num_engines, deploy.tensor_parallel_size
+        gpus = [None] * (deploy.num_train_gpus + deploy.num_infer_gpus)
         if device.name() == "cuda":
             gpus = gpus_of_ranks(len(gpus), "deploy.num_train_gpus + deploy.num_infer_gpus")
             # Once for all processes, which share the cache.
@@ -311,11 +311,13 @@ class RemoteEngines:
             "staging": (sender.staging.nbytes, sender.staging.slots, sender.staging.descriptor),
             "in_flight": options.in_flight_weight_updates,
             "keep_cache": not options.recompute_kv_cache_after_weight_updates,
+            "timeout_s": deploy.dist_timeout_seconds,
         }  # fmt: skip
 
         def setup_of(index):
-            gpu = gpus[deploy.num_train_gpus + index]
-            return Setup(**common, gpu=gpu, num_sharing=gpus.count(gpu))
+            first = deploy.num_train_gpus + index * size
+            (gpu, num_sharing), *followers = ((gpu, gpus.count(gpu)) for gpu in gpus[first : first + size])
+            return Setup(**common, gpu=gpu, num_sharing=num_sharing, followers=tuple(followers))
 
         limits = Limits(
             options.rollout_timeout_s, options.heartbeat_stale_after_s, deploy.weight_sync_timeout, deploy.max_restarts

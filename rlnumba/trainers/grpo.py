@@ -40,6 +40,7 @@ from rlnumba.trainers import dynamic_sampling, evaluation, rollout
 from rlnumba.trainers import entropy as entropies
 from rlnumba.trainers.asynchronous import encoded, start_ahead
 from rlnumba.trainers.core import LateMetrics, Schedule
+from rlnumba.trainers.engine_size import engine_size_of
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.micro_batch import costliest_first
 from rlnumba.trainers.prompt_order import PromptOrder, curriculum_values
@@ -90,6 +91,7 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator
     train = run.train
     # A ConfigError of generation_kwargs comes before anything is loaded.
     sampling_params(train, 0, 1)
+    run = engine_size_of(run, communicator)
     folder = begin_run(algorithm.name, run, resume, communicator)
     rewards = load_rewards(run, reward_funcs) if folder.is_first_rank else None
     if rewards is not None:

@@ -24,8 +24,9 @@ from rlnumba import data
 from rlnumba.config.lora import LoraConfig
 from rlnumba.distributed.communicator import Communicator
 from rlnumba.distributed.peer import arena_bytes
-from rlnumba.distributed.placement import gpus_of_ranks
+from rlnumba.distributed.placement import gpus_of_ranks, num_sharing
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
+from rlnumba.engine.parallel_size import weights_bytes
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed
 from rlnumba.engine.speculation import longest_verified
@@ -33,6 +34,7 @@ from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.logprob import chunked
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD, ModelConfig
 from rlnumba.model.lora import Adapter, lora_of_run
+from rlnumba.model.shard import Shard
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, find_model
 from rlnumba.model.weights import Weights
@@ -43,6 +45,7 @@ from rlnumba.runtime.memory import OutOfMemory
 from rlnumba.runtime.shapes import shapes_only
 from rlnumba.trainers import dpo, graphs, kto, ppo, reward, sft
 from rlnumba.trainers.core import Policy, Schedule, epoch_order
+from rlnumba.trainers.engine_size import with_engine_size
 from rlnumba.trainers.micro_batch import MicroBatch
 
 GIB = 2**30
@@ -95,7 +98,8 @@ class Planner:
     """
 
     def __init__(self, kind, run, on_gpu, total_bytes):
-        self.kind, self.run, self.on_gpu, self.total_bytes = kind, run.on_ranks(), on_gpu, total_bytes
+        run = with_engine_size(run.on_ranks(), on_gpu, total_bytes)
+        self.kind, self.run, self.on_gpu, self.total_bytes = kind, run, on_gpu, total_bytes
         folder = find_model(run.model, weights=False)
         self.config, self.tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
         self.prompts, self._rows = cache(self._prompts), {}
@@ -104,8 +108,7 @@ class Planner:
         """The Plan of `run`, a variant of the run, or of the run itself, for one of its ranks."""
         run = run or self.run
         communicator = PlannedRank(rank, run.num_ranks) if run.num_ranks > 1 else None
-        dtype = run.train.dtype or (self.config.dtype if self.on_gpu else "float32")
-        step = step_of(self, run)
+        dtype, step = self.dtype_of(run), step_of(self, run)
         # Any GPU: micro-batches are padded there.
         with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
             trained = take_step(self.config, dtype, run, step, communicator)
@@ -139,7 +142,7 @@ class Planner:
             regions["peer"] = arena_bytes(run.num_ranks)
             notes["peer"] = "what other GPUs write into"
         if step.prompts:
-            self._add_kv(regions, notes, run, itemsize, step.prompts)
+            self._add_kv(regions, notes, run, itemsize, step.prompts, self.config)
         if self.on_gpu:
             extra = {"operators": operator_bytes(tokens, self.config), "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
@@ -152,9 +155,34 @@ class Planner:
         regions = {name: regions[name] for name in names if regions[name]}
         return Plan(regions, notes, tokens, extra, host)
 
-    def _add_kv(self, regions, notes, run, itemsize, prompts):
-        """The KV cache: on a GPU what gpu_memory_utilization leaves, at most what all sequences can use."""
-        engine, config = run.engine, self.config
+    def engine_regions(self, plan):
+        """{name: bytes} of what each process of an inference engine has: the engine's regions of a Plan of the run, and
+        of several processes their parts."""
+        run, shard = self.run, Shard(0, self.run.deploy.tensor_parallel_size)
+        found = {name: size for name, size in (plan.regions | plan.extra).items() if name in OF_INFERENCE}
+        if shard.count == 1:
+            return found
+        dtype = self.dtype_of(run)
+        regions = {
+            "weights": weights_bytes(self.config, dtype, shard),
+            "engine activations": found.get("engine activations", 0),
+        }
+        prompts, itemsize = step_of(self, run).prompts, device.dtype(dtype).itemsize
+        self._add_kv(regions, {}, run, itemsize, prompts, shard.config_of(self.config))
+        if self.on_gpu:
+            regions |= {"peer": arena_bytes(shard.count), "CUDA context": CONTEXT_BYTES}
+        return regions
+
+    def dtype_of(self, run):
+        """The name of the dtype of weights and activations."""
+        return run.train.dtype or (self.config.dtype if self.on_gpu else "float32")
+
+    def _add_kv(self, regions, notes, run, itemsize, prompts, config):
+        """The KV cache: on a GPU what gpu_memory_utilization leaves, at most what all sequences can use.
+
+        config: of the model, or of the part of it that a process has.
+        """
+        engine = run.engine
         block_bytes = (
             2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BLOCK_SIZE * itemsize
         )
@@ -164,8 +192,10 @@ class Planner:
             notes["kv"] = f"engine.num_gpu_blocks_override = {blocks}"
         elif self.on_gpu:
             others = sum(regions.values()) + GPU_MARGIN_BYTES + CONTEXT_BYTES
-            share = int(self.total_bytes * engine.gpu_memory_utilization) - regions["weights"]
-            room = min(share - regions["engine activations"], self.total_bytes - others)
+            # Of processes that share a GPU each has a part of its memory.
+            own_bytes = self.total_bytes // num_sharing(run.num_ranks + run.deploy.num_infer_gpus)
+            share = int(own_bytes * engine.gpu_memory_utilization) - regions["weights"]
+            room = min(share - regions["engine activations"], own_bytes - others)
             most = engine.max_num_seqs * (blocks_needed(limit, BLOCK_SIZE) + 1)
             blocks = max(min(room // block_bytes, most), 0)
             notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens, engine.gpu_memory_utilization = "
@@ -499,6 +529,8 @@ def describe(planner, plan):
     lines.append(f"{'total':<20}{amount(plan.total):>12}   {share}")
     if plan.host:
         lines.append(f"{'host memory':<20}{amount(plan.host):>12}   moments and master, page-locked")
+    if planner.run.deploy.num_infer_gpus:
+        lines += ["", *_describe_inference(planner, plan)]
     savings = planner.savings(plan)
     if savings:
         lines += ["", "what would save memory, each alone:"]
@@ -506,20 +538,32 @@ def describe(planner, plan):
     return lines
 
 
+def _describe_inference(planner, plan):
+    """The lines about inference processes: list of str."""
+    deploy, regions = planner.run.deploy, planner.engine_regions(plan)
+    size = deploy.tensor_parallel_size
+    cut = f", {size} of them an engine, each with a part of the model" if size > 1 else ""
+    lines = [f"each of {deploy.num_infer_gpus} inference processes{cut}:"]
+    lines += [f"{name:<20}{amount(nbytes):>12}" for name, nbytes in regions.items() if nbytes]
+    return [*lines, f"{'total':<20}{amount(sum(regions.values())):>12}"]
+
+
 def describe_ranks(planner):
     """A line for each rank and inference process of a run, below the headings: GPU, role, GiB by region; list of str.
 
-    An inference process has the engine's regions alone.
+    An inference process has the engine's regions alone; where several are one engine, its role says which part it has.
     """
     run, kind = planner.run, planner.kind
-    num_infer = run.deploy.num_infer_gpus
+    num_infer, size = run.deploy.num_infer_gpus, run.deploy.tensor_parallel_size
     plans = [planner.plan(rank=rank) for rank in range(run.num_ranks)]
-    names = list(plans[0].regions | plans[0].extra)
     role = "train" if kind in ROW_TRAINERS or num_infer else "train, generate"
-    rows = [["rank", "GPU", "role", *names, "total"]]
     of_all = [(str(rank), role, plan.regions | plan.extra) for rank, plan in enumerate(plans)]
-    for_inference = {name: size for name, size in of_all[0][2].items() if name in OF_INFERENCE}
-    of_all += [("-", "generate", for_inference)] * num_infer
+    if num_infer:
+        of_engine = planner.engine_regions(plans[0])
+        roles = ["generate"] if size == 1 else [f"generate {part + 1}/{size}" for part in range(size)]
+        of_all += [("-", role, of_engine) for role in roles * run.deploy.num_engines]
+    names = list(dict.fromkeys(name for _, _, regions in of_all for name in regions))
+    rows = [["rank", "GPU", "role", *names, "total"]]
     gpus = gpus_of_ranks(len(of_all), "deploy.num_train_gpus") if planner.on_gpu else ["none"] * len(of_all)
     for (rank, role, regions), gpu in zip(of_all, gpus, strict=True):
         sizes = [*(regions.get(name, 0) for name in names), sum(regions.values())]

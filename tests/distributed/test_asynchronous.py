@@ -1,5 +1,6 @@
 """Asynchronous GRPO: the synchronous result without staleness, and the same result however the engines are run."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -58,12 +59,29 @@ def inference_processes(of=None):
     return sorted(found)
 
 
+def followers_of(leader):
+    """The processes that have the other parts of the model of an inference process: list of ids."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            _, parent, group = (path / "stat").read_text().rsplit(")", 1)[1].split()[:3]
+            is_rank = b"spawn_main" in (path / "cmdline").read_bytes()
+            if is_rank and int(group) == leader and int(parent) == leader:
+                found.append(int(path.name))
+    return sorted(found)
+
+
 class KillOnce(TrainerCallback):
-    """Kills the first inference process after the second step, when it has the prompts of the third."""
+    """Kills the first inference process, or its follower, after the second step, when it has the prompts of the
+    third."""
+
+    def __init__(self, kills_follower=False):
+        self.kills_follower = kills_follower
 
     def on_log(self, args, state, control, **kwargs):
         if state.global_step == 2:
-            os.kill(inference_processes()[0], signal.SIGKILL)
+            victim = inference_processes()[0]
+            os.kill(followers_of(victim)[0] if self.kills_follower else victim, signal.SIGKILL)
 
 
 def evaluated_run_of(folder, *arguments, **options):
@@ -78,11 +96,15 @@ def synchronous(tmp_path_factory):
     return *train(run), trained_prompts(run)
 
 
-@pytest.mark.parametrize("num_infer_gpus", [0, 2])
-def test_without_staleness_the_result_is_the_synchronous_one(tmp_path, synchronous, num_infer_gpus):
-    """Also if an inference process is killed while it generates."""
+@pytest.mark.parametrize("num_infer_gpus, tensor_parallel_size", [(0, 1), (2, 1), (2, 2)])
+def test_without_staleness_the_result_is_the_synchronous_one(
+    tmp_path, synchronous, num_infer_gpus, tensor_parallel_size
+):
+    """Also if an inference process is killed while it generates, and if the model is cut over several."""
     run = evaluated_run_of(tmp_path / "run", num_infer_gpus, max_staleness=0)
-    with given([KillOnce()] if num_infer_gpus else []):
+    deploy = dataclasses.replace(run.deploy, tensor_parallel_size=tensor_parallel_size)
+    run = dataclasses.replace(run, deploy=deploy)
+    with given([KillOnce(tensor_parallel_size > 1)] if num_infer_gpus else []):
         final, metrics = train(run)
     assert (final, trained_prompts(run)) == (synchronous[0], synchronous[2])
     for name in ("loss", "eval_reward"):

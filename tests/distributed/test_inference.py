@@ -25,9 +25,12 @@ BUCKET_BYTES = 1 << 15
 
 
 class Fixture:
-    """Engines with two processes, and one in this process whose completions are the expected ones."""
+    """Engines with some processes, and one in this process whose completions are the expected ones.
 
-    def __init__(self):
+    followers: of each process, as Setup's.
+    """
+
+    def __init__(self, count=2, followers=()):
         self.model = load_model(MODEL)
         self.sender = WeightSender(self.model.trained, 2, BUCKET_BYTES)
         self.finished, self.expired = queue.SimpleQueue(), queue.SimpleQueue()
@@ -35,9 +38,9 @@ class Fixture:
         setup = Setup(
             model=str(MODEL), dtype="float32", lora=None, seed=0, gemm="auto", engine=EngineConfig(), device="cpu",
             gpu=None, num_sharing=1, staging=(staging.nbytes, staging.slots, staging.descriptor),
-            bucket_bytes=BUCKET_BYTES, in_flight=True, keep_cache=True,
+            bucket_bytes=BUCKET_BYTES, in_flight=True, keep_cache=True, followers=followers,
         )  # fmt: skip
-        self.engines = Engines(lambda index: setup, self.sender, 2, self.finished.put, self.expired.put, LIMITS)
+        self.engines = Engines(lambda index: setup, self.sender, count, self.finished.put, self.expired.put, LIMITS)
         self.version = self.numbers = 0
         self.engines.push(0)
 

@@ -1,0 +1,164 @@
+"""An engine on several GPUs, a process each: the inference process of inference_worker.py and its followers.
+
+    trainer  <->  leader, the inference process       rank 0: scheduler, messages, its shard of the model
+                      followers, started by it        ranks 1, 2, ...: their shards; they replay the leader's steps
+
+The trainer knows the leader alone. The leader checks new weights, which are sent whole, and each process copies its
+shard of them (weight_shards.py). All end together: a follower with its leader, whose connection then closes, and the
+leader with the first follower, whose end its next step meets. A follower keeps the leader's connection to the trainer
+open, which so closes when all processes of the engine have ended, and have given back their memory.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from multiprocessing import Pipe, get_context, reduction
+from multiprocessing.connection import wait
+from typing import NamedTuple
+
+from rlnumba.distributed.launch import how_ended
+from rlnumba.distributed.shared_memory import SharedMemoryCommunicator, make_links
+from rlnumba.distributed.tensor_parallel import TensorParallel, follow
+from rlnumba.distributed.weight_sync import Staging, WeightReceiver
+from rlnumba.errors import CommunicationError, UserError
+from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.model.shard import Shard
+from rlnumba.model.transformer import load_model
+from rlnumba.runtime import ahead_of_time, device
+
+# Seconds in which a follower that has ended can have reported why, and then be waited for.
+REPORT_S, END_S = 2.0, 0.2
+
+
+class Failed(NamedTuple):
+    """From an inference process, which then ends: a failure that would come again. trace: of a bug, else None."""
+
+    message: str
+    trace: str | None
+
+    @classmethod
+    def of(cls, error):
+        """What an exception, which is being handled, is reported as."""
+        if isinstance(error, UserError):
+            return cls(str(error), None)
+        return cls(f"internal error: {type(error).__name__}: {error}", traceback.format_exc())
+
+
+class Followers:
+    """The followers of an inference process, as that has them; there are none where its model is not cut.
+
+    setup: its Setup; connection: to the trainer.
+    """
+
+    def __init__(self, setup, connection):
+        self.count, self._processes, self._reports = len(setup.followers), [], []
+        if not self.count:
+            return
+        self._link, *links = make_links(self.count + 1, setup.timeout_s)
+        context, staging = get_context("spawn"), Descriptor(setup.staging[2])
+        for link in links:
+            own, other = Pipe()
+            process = context.Process(target=_follow, args=(link, other, connection, staging, setup))
+            process.start()
+            self._processes.append(process)
+            self._reports.append(own)
+            link.close()
+            other.close()
+
+    def load_model(self, setup):
+        """This process's model, or its shard of it, which computes with the followers."""
+        return _load_shard(setup, Shard(0, self.count + 1), self._link if self.count else None)
+
+    def failure(self):
+        """What a follower that has ended has reported: Failed; None of one that was killed."""
+        wait([process.sentinel for process in self._processes], REPORT_S)
+        for report in self._reports:
+            with contextlib.suppress(EOFError, OSError):
+                if report.poll():
+                    return report.recv()
+        return None
+
+    def ended(self):
+        """How the followers that have ended did so, for the line of an error: str."""
+        found = []
+        for rank, process in enumerate(self._processes, start=1):
+            # Its files are closed a moment before it can be waited for.
+            process.join(END_S)
+            if process.exitcode is not None:
+                found.append(f"rank {rank} {how_ended(process.exitcode)}")
+        return ", ".join(found)
+
+
+class Descriptor:
+    """A file's descriptor that goes to a process which is being started."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __getstate__(self):
+        return reduction.DupFd(self.number)
+
+    def __setstate__(self, state):
+        self.number = state.detach()
+
+
+def choose_device(setup, rank=0):
+    """Let this process use its device, and the GEMM backend of the run. rank: among the processes of the engine."""
+    gpu, num_sharing = [(setup.gpu, setup.num_sharing), *setup.followers][rank]
+    if gpu is None:
+        device.select(setup.device)
+    else:
+        device.use_gpu(gpu, num_sharing)
+        # The trainer compiles what both launch.
+        ahead_of_time.leave_to_another()
+    gemm.set_backend(setup.gemm)
+
+
+def _load_shard(setup, shard, link):
+    model = load_model(setup.model, setup.dtype, shard=shard)
+    if link is not None:
+        model.ranks = TensorParallel(_connect(link, setup), model.config.vocab_size)
+    return model
+
+
+def _connect(link, setup):
+    """The Communicator of the processes of an engine."""
+    control = SharedMemoryCommunicator(link)
+    if setup.gpu is None:
+        return control
+    from rlnumba.distributed import peer
+
+    return peer.PeerCommunicator(control, peer.Arena(control), _end)
+
+
+def _end(message):
+    """End this process, whose operation with the others does not end."""
+    print(f"rlnumba: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _follow(link, report, connection, staging, setup):
+    """The main function of a follower. connection: the leader's to the trainer, which is kept open."""
+    threading.Thread(target=_end_with_leader, args=(report,), daemon=True).start()
+    try:
+        choose_device(setup, link.rank)
+        model = _load_shard(setup, Shard(link.rank, len(setup.followers) + 1), link)
+        shared = Staging(*setup.staging[:2], staging.number)
+        receiver = WeightReceiver(model.trained, shared, setup.bucket_bytes)
+        follow(model, setup.engine, {"copy_weights": receiver.copy, "meet": lambda: None})
+    except CommunicationError:
+        pass  # another process of the engine has ended
+    except Exception as error:  # reported by the trainer
+        with contextlib.suppress(OSError):
+            report.send(Failed.of(error))
+    # Not through exit handlers, which may wait for threads.
+    os._exit(1)
+
+
+def _end_with_leader(report):
+    """End this process when the leader has ended."""
+    with contextlib.suppress(OSError):
+        report.poll(None)
+    os._exit(1)

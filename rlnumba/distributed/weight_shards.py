@@ -1,0 +1,52 @@
+"""Where a shard's weights are in those of the whole model: what a process of a tensor-parallel engine copies of a push.
+
+Weights are sent whole, as the trainer has them, and all engines read the same bytes. A shard has whole rows of the
+matrices (model/shard.py), which are contiguous there, too, so each process copies ranges.
+"""
+
+from typing import NamedTuple
+
+from rlnumba.model.shard import WHOLE
+from rlnumba.model.weights import parameters
+
+
+class Range(NamedTuple):
+    """`count` elements, from `first` on in the shard's flat buffer and from `source` on in the whole model's."""
+
+    first: int
+    source: int
+    count: int
+
+
+def whole_of(trained):
+    """(elements of the flat buffer, decay_end) of the whole model of which `trained`, a Weights or Adapter, may be a
+    shard."""
+    if trained.shard == WHOLE:
+        return trained.flat.shape[0], trained.decay_end
+    placed = parameters(trained.config)
+    return placed[-1].offset + placed[-1].padded_size, next(p.offset for p in placed if not p.decays)
+
+
+def ranges_of(trained):
+    """The Ranges that make up a Weights or Adapter, without the padding between parameters: list; of a whole one it is
+    one Range."""
+    shard = trained.shard
+    if shard == WHOLE:
+        return [Range(0, 0, trained.flat.shape[0])]
+    found = []
+    for own, whole in zip(trained.parameters, parameters(trained.config), strict=True):
+        columns = whole.size // whole.shape[0]
+        first, source = own.offset, whole.offset
+        for name, rows in whole.rows:
+            part = shard.rows(name, rows)
+            count = (part.stop - part.start) * columns
+            found.append(Range(first, source + part.start * columns, count))
+            first, source = first + count, source + rows * columns
+    return found
+
+
+def pieces_of(ranges, size):
+    """Ranges of at most `size` elements that are together the same as `ranges`: iterator."""
+    for first, source, count in ranges:
+        for at in range(0, count, size):
+            yield Range(first + at, source + at, min(size, count - at))

@@ -1,0 +1,80 @@
+"""On how many GPUs one model is to be: `auto`, and what is said about a number that was asked for.
+
+A product on R GPUs takes nearly an R-th of the time, its gathers take as long on every model. So R is the smallest that
+the model fits in, with room for keys and values; more engines, of fewer GPUs each, make more tokens.
+"""
+
+import sys
+
+from rlnumba.errors import ConfigError
+from rlnumba.model.shard import Shard
+from rlnumba.model.transformer import check_shard
+from rlnumba.model.weights import parameters
+from rlnumba.runtime import device
+
+SIZES = (1, 2, 4, 8)
+# Share of the engine's memory that is to be left for the KV cache.
+KV_SHARE = 0.2
+# Below this the gathers of a layer take longer than what two GPUs save of its products: models of up to 4B.
+SMALL_LAYER_BYTES = 205_000_000  # Qwen3-4B's have 202 MB, Qwen3-8B's 386
+
+
+def weights_bytes(config, dtype, shard):
+    """Bytes of a shard's weights. config: the ModelConfig of the whole model, with the heads that are used."""
+    last = parameters(config, shard)[-1]
+    return (last.offset + last.padded_size) * device.dtype(dtype).itemsize
+
+
+def layer_bytes(config, dtype):
+    """Bytes of the weights of one layer."""
+    of_layer = [p.size for p in parameters(config) if p.name.startswith("model.layers.0.")]
+    return sum(of_layer) * device.dtype(dtype).itemsize
+
+
+def smallest_size(config, dtype, engine_bytes, on_gpu):
+    """The smallest number of GPUs whose shards fit into engine_bytes each, of which KV_SHARE stays free: int.
+
+    config: ModelConfig; on_gpu: whether shards have the limits of GPUs. Raises ConfigError where none does.
+    """
+    limit, reason = (1 - KV_SHARE) * engine_bytes, ""
+    for size in SIZES:
+        shard = Shard(0, size)
+        try:
+            shard.check(config, on_gpu)
+        except ConfigError as error:
+            reason = f"; {error}"
+            continue
+        if weights_bytes(config, dtype, shard) <= limit:
+            return size
+    whole = weights_bytes(config, dtype, Shard()) / 2**30
+    raise ConfigError(
+        f'tensor_parallel_size "auto": {whole:.1f} GiB of weights do not fit into {SIZES[-1]} GPUs of '
+        f"{engine_bytes / 2**30:.1f} GiB for the engine (gpu_memory_utilization), {KV_SHARE:.0%} of it for the KV cache"
+        f"{reason}"
+    )
+
+
+def choose_size(asked, config, dtype, engine_bytes, on_gpu, adapter_folder=None):
+    """On how many GPUs a model is to be: `asked`, or for 0 ("auto") the smallest that fits; checked, int.
+
+    engine_bytes: of a GPU for the engine. adapter_folder: of an adapter on the model, which is not cut. Raises
+    ConfigError for a number that the model cannot be cut into.
+    """
+    if not asked and adapter_folder is not None:
+        return 1
+    size = asked or smallest_size(config, dtype, engine_bytes, on_gpu)
+    shard = Shard(0, size)
+    check_shard(shard, config, adapter_folder)
+    shard.check(config, on_gpu)
+    return size
+
+
+def warn_if_slow(size, config, dtype):
+    """Print a warning where a model on `size` GPUs is slower than on one."""
+    of_layer = layer_bytes(config, dtype)
+    if size > 1 and of_layer < SMALL_LAYER_BYTES:
+        text = (
+            f"tensor_parallel_size {size}: a layer of this model has {of_layer / 1e6:.1f} MB of weights; below "
+            f"{SMALL_LAYER_BYTES / 1e6:.0f} MB one GPU is faster, and several as engines of their own"
+        )
+        print(f"rlnumba: warning: {text}", file=sys.stderr, flush=True)

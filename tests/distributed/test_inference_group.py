@@ -1,0 +1,106 @@
+"""An inference engine of several processes: the text of one, and what happens when one of them ends or stalls."""
+
+import dataclasses
+import os
+import signal
+
+import pytest
+
+from rlnumba import cli
+from rlnumba.config import AsyncConfig, DeployConfig, LoraConfig, to_toml
+from rlnumba.distributed.weight_shards import ranges_of
+from rlnumba.errors import ConfigError
+from rlnumba.model.shard import Shard
+from rlnumba.model.transformer import load_model, save_model
+from tests.close import assert_same_bits
+from tests.distributed.test_asynchronous import followers_of
+from tests.distributed.test_inference import LIMITS, Fixture
+from tests.engine.test_llm import make_model
+from tests.trainers.runs import grpo_run
+
+WIDE = {
+    "vocab_size": 1100, "hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 24,
+    "num_key_value_heads": 12, "head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def running():
+    fixture = Fixture(1, followers=((None, 1),))
+    with fixture.engines:
+        yield fixture
+    assert all(process.process.poll() is not None for process in fixture.engines.processes)
+
+
+def ids_of(running):
+    """The processes of the engine: (leader, follower)."""
+    leader = running.engines.processes[0].process.pid
+    (follower,) = followers_of(leader)
+    return leader, follower
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_follower_that_ends_or_stalls_ends_its_engine(running, how, capfd):
+    """Another engine takes its place, with the newest weights, and draws the same text."""
+    for _ in range(2):
+        running.push()
+        requests = running.submit(2)
+        assert running.wait(2) == running.expected(requests)
+    before, requests = ids_of(running), running.submit(3)
+    os.kill(before[1], how)
+    if how == signal.SIGSTOP:
+        running.engines.limits = LIMITS._replace(stale_s=2.5)
+    found = running.wait(3)
+    running.engines.limits = LIMITS
+    assert found == running.expected(requests)
+    assert not {*before} & {*ids_of(running)} and not any(os.path.exists(f"/proc/{each}/exe") for each in before)
+    reason = "its process ended with exit code 1" if how == signal.SIGKILL else "no sign of life for 2.5 s"
+    assert f"rlnumba: inference process 0: {reason}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("tied, count", [(True, 2), (False, 3)])
+def test_ranges_of_a_shard(tmp_path, tied, count):
+    """What is copied from the whole model's weights is what a shard reads from the model's folder."""
+    model = make_model(**WIDE, tie_word_embeddings=tied)
+    save_model(model, tmp_path)
+    for rank in range(count):
+        shard = load_model(tmp_path, shard=Shard(rank, count)).weights
+        expected = shard.flat.copy()
+        shard.flat[...] = 0
+        for first, source, size in ranges_of(shard):
+            shard.flat[first : first + size] = model.weights.flat[source : source + size]
+        assert_same_bits(shard.flat, expected)
+
+
+def test_sizes_that_do_not_divide(tmp_path, capsys):
+    with pytest.raises(ConfigError, match=r"num_infer_gpus \(3\) must be a multiple of .*tensor_parallel_size \(2\)"):
+        DeployConfig(num_infer_gpus=3, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size \(2\) cuts the model of GPUs that .*num_infer_gpus"):
+        DeployConfig(num_train_gpus=2, tensor_parallel_size=2)
+    run = grpo_run(tmp_path / "run")
+    deploy = DeployConfig(num_infer_gpus=4, tensor_parallel_size=4)
+    options = {"deploy": deploy, "asynchronous": AsyncConfig()}
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size \(4\) is for models without \[lora\]"):
+        dataclasses.replace(run, lora=LoraConfig(), **options)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size \(4\) needs gemm = native"):
+        dataclasses.replace(run, gemm="cublas", **options)
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(dataclasses.replace(run, **options)))
+    for more in ([], ["--dry-run"]):
+        assert cli.run(["--device", "cpu", "grpo", "--config", str(file), *more]) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last == "rlnumba: tensor_parallel_size 4 must divide the model's num_key_value_heads 2"
+    assert not (tmp_path / "run").exists()
+
+
+def test_plan_shows_the_parts(tmp_path, capsys):
+    file, options = tmp_path / "run.toml", ["--deploy.num_infer_gpus", "4", "--async.max_staleness", "1"]
+    file.write_text(to_toml(grpo_run(tmp_path / "run")))
+    options += ["--deploy.tensor_parallel_size", "2"]
+    assert cli.run(["--device", "cpu", "grpo", "--config", str(file), "--dry-run", *options]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.partition("# GiB by region")[2].splitlines()][2:]
+    parts = [["-", "none", "generate", f"{part}/2"] for part in (1, 2, 1, 2)]
+    assert [row[1:5] for row in rows[1:]] == parts and rows[0][1:4] == ["0", "none", "train"]
+    assert cli.run(["--device", "cpu", "plan", "--config", str(file), "--trainer", "grpo", *options]) == 0
+    out = capsys.readouterr().out
+    assert "each of 4 inference processes, 2 of them an engine, each with a part of the model:" in out

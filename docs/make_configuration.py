@@ -175,7 +175,7 @@ def reference():
     blocks += [("[train]: ppo", PPOConfig), ("[critic]: ppo", CriticConfig)]
     blocks += [("[train]: dpo and kto", PreferenceConfig), ("[train]: dpo", DPOConfig), ("[train]: kto", KTOConfig)]
     blocks += [("[train]: reward", RewardConfig), ("[lora]: all trainers", LoraConfig), ("[engine]", EngineConfig)]
-    blocks += [("[deploy]: all trainers", DeployConfig), ("[async]: grpo", AsyncConfig)]
+    blocks += [("[deploy]: all trainers", DeployConfig), ("[async]: grpo and rloo", AsyncConfig)]
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
         parts.append("| --- | --- | --- | --- |")

@@ -10,7 +10,7 @@ import importlib
 _ALGORITHMS = ("DPO", "GRPO", "KTO", "PPO", "RLOO", "Reward", "SFT")
 _TRAINERS = [f"{name}{kind}" for name in _ALGORITHMS for kind in ("Config", "Trainer")]
 _MODULES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
-_MODULES["LoraConfig"] = "rlnumba.config"
+_MODULES |= dict.fromkeys(("LoraConfig", "DeployConfig", "AsyncConfig"), "rlnumba.config")
 _MODULES |= dict.fromkeys(_TRAINERS, "rlnumba.trainers.trainer")
 _MODULES["TrainerCallback"] = "rlnumba.trainers.callbacks"
 __all__ = list(_MODULES)

@@ -33,10 +33,11 @@ DTYPE = click.option("--dtype", type=click.Choice([*device.DTYPES]), help="Defau
 SEED = click.option("--seed", type=click.IntRange(min=0), default=0)
 TENSOR_PARALLEL = click.option(
     *("--tp", "--deploy.tensor_parallel_size", "tensor_parallel_size"),
-    type=click.Choice(["1", "2", "4", "8"]),
+    type=click.Choice(["1", "2", "4", "8", "auto"]),
     default="1",
-    callback=lambda context, option, value: int(value),
-    help="GPUs, or processes of the cpu device, that have a part of the model each; the result is that of one.",
+    callback=lambda context, option, value: 0 if value == "auto" else int(value),
+    help="GPUs, or processes of the cpu device, that have a part of the model each; the result is that of one. auto: "
+    "as few as it fits in.",
 )
 
 NUM_GPUS = click.option(
@@ -45,6 +46,9 @@ NUM_GPUS = click.option(
     default=1,
     help="GPUs, or processes of the cpu device, that share the work, a whole model each; the result is that of one.",
 )
+
+# Of a GPU's memory, for the weights of a model that scores.
+SCORING_SHARE = 0.9
 
 # The exception that a signal raised.
 _signal_error = None
@@ -284,7 +288,8 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, num_gpus
         from rlnumba.model.transformer import load_model
 
         folder, base, config, tokenizer = _open(model, base)
-        _check_ranks(tensor_parallel_size, folder, base, config)
+        share = engine.gpu_memory_utilization
+        tensor_parallel_size = _choose_ranks(tensor_parallel_size, folder, base, config, dtype, share)
         limit = longest_sequence(config, engine)
 
         def encode(row):
@@ -355,7 +360,7 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size,
         from rlnumba.model.transformer import load_model
 
         folder, base, config, tokenizer = _open(model, base)
-        _check_ranks(tensor_parallel_size, folder, base, config)
+        tensor_parallel_size = _choose_ranks(tensor_parallel_size, folder, base, config, dtype, SCORING_SHARE)
         classifies = config.heads == SCORE_HEAD
         if classifies and temperature != 1.0:
             raise ConfigError(f"--temperature does not apply to {config.architecture}, which has no logits")
@@ -395,23 +400,35 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size,
 
 def _check_one_kind(tensor_parallel_size, num_gpus):
     """Raise ConfigError for processes that have a part of the model and such that have all of it at once."""
-    if tensor_parallel_size > 1 and num_gpus > 1:
+    if tensor_parallel_size != 1 and num_gpus > 1:
         raise ConfigError(
-            f"--tp ({tensor_parallel_size}) cuts one model, --num-gpus ({num_gpus}) makes copies of it: set one of them"
+            f"--tp ({tensor_parallel_size or 'auto'}) cuts one model, --num-gpus ({num_gpus}) makes copies of it: set "
+            "one of them"
         )
 
 
-def _check_ranks(count, folder, base, config):
-    """Raise ConfigError if a model, an adapter's with its base, cannot be computed by `count` ranks."""
-    from rlnumba.kernels.gemm import ops as gemm
-    from rlnumba.model.shard import Shard
-    from rlnumba.model.transformer import check_shard
+def _choose_ranks(count, folder, base, config, dtype, share):
+    """How many ranks compute a model, an adapter's with its base: `count`, or for 0 as few as it fits in: int.
 
-    if count > 1 and gemm.backend() == "cublas":
+    share: of a GPU's memory, for weights and what is computed. Raises ConfigError if the model cannot be cut so.
+    """
+    from rlnumba.engine.parallel_size import choose_size, warn_if_slow
+    from rlnumba.kernels.gemm import ops as gemm
+
+    if count == 1:
+        return 1
+    if gemm.backend() == "cublas":
+        if not count:
+            return 1
         raise ConfigError(
             f"tensor_parallel_size {count} needs --gemm native: a product by cublas depends on its columns"
         )
-    check_shard(Shard(0, count), config, None if base is None else folder)
+    on_gpu = device.name() == "cuda"
+    dtype = dtype or (config.dtype if on_gpu else "float32")
+    adapter_folder = None if base is None else folder
+    count = choose_size(count, config, dtype, share * device.memory_info()[1], on_gpu, adapter_folder)
+    warn_if_slow(count, config, dtype)
+    return count
 
 
 def _score_all(model, sequences, temperature, progress):
@@ -581,11 +598,15 @@ def check(model, base, dtype, temperature, max_tokens, seed, tensor_parallel_siz
     _log_device()
     from rlnumba.kernels.gemm import ops as gemm
 
+    if tensor_parallel_size != 1:
+        from rlnumba.config import EngineConfig
+
+        folder, adapter_base, config, _ = _open(model, base)
+        share = EngineConfig().gpu_memory_utilization
+        tensor_parallel_size = _choose_ranks(tensor_parallel_size, folder, adapter_base, config, dtype, share)
     if tensor_parallel_size > 1:
         from rlnumba.distributed import tensor_parallel
 
-        folder, base, config, _ = _open(model, base)
-        _check_ranks(tensor_parallel_size, folder, base, config)
         element, progress = device.dtype(dtype or ("float32" if device.name() == "cpu" else config.dtype)), _Progress()
         options = dtype, max_tokens, temperature, seed, progress.generated
         found = tensor_parallel.check_agreement(tensor_parallel_size, folder, *options)

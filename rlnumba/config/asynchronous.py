@@ -10,7 +10,7 @@ STALENESS = ("cap", "is", "reject")
 
 @dataclass(frozen=True)
 class AsyncConfig(Section):
-    """[async] of `rlnumba grpo`, with the names of TRL's AsyncGRPOConfig, and of NeMo-RL for what that has not."""
+    """[async] of `rlnumba grpo` and `rloo`: the names of TRL's AsyncGRPOConfig, and NeMo-RL's for what that has not."""
 
     section = "async"
 
@@ -23,12 +23,12 @@ class AsyncConfig(Section):
     staleness: list[str] = key(
         ["cap", "is"],
         "What keeps old completions from doing harm: `cap`, prompts are started only as far ahead as max_staleness "
-        "(AReaL); `is`, the loss of a token is weighted by its probability now over that when it was sampled; "
-        "`reject`, groups with an older token are drawn again, which favours short ones.",
+        "(AReaL); `is`, the loss of a token (rloo: of a completion) is weighted by its probability now over that when "
+        "it was sampled; `reject`, groups with an older token are drawn again, which favours short ones.",
         choices=STALENESS,
         single=True,
     )
-    importance_sampling_cap: float = key(2.0, "Upper bound of that weight (train.rollout_is = `token`).", above=0)
+    importance_sampling_cap: float = key(2.0, "Upper bound of that weight (train.rollout_is).", above=0)
     queue_maxsize: int = key(1024, "Most completions that are being generated, or wait to be trained on.", minimum=1)
     order: str = key(
         "start",

@@ -1,11 +1,10 @@
 """The run file of `rlnumba grpo`."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from rlnumba.config.asynchronous import AsyncConfig
 from rlnumba.config.keys import Section, key
-from rlnumba.config.rollout import GroupConfig, PromptRun
+from rlnumba.config.rollout import AheadRun, GroupConfig
 from rlnumba.errors import ConfigError
 
 
@@ -252,48 +251,12 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPORun(PromptRun):
+class GRPORun(AheadRun):
     """A file of `rlnumba grpo`."""
 
     train: GRPOConfig = GRPOConfig()
-    asynchronous: AsyncConfig | None = None
-
-    def weighted(self):
-        """This run with the importance weights that async.staleness asks for in [train]."""
-        if not self.is_stale or "is" not in self.asynchronous.staleness or self.train.rollout_is is not None:
-            return self
-        cap = str(self.asynchronous.importance_sampling_cap)
-        return replace(self, train=replace(self.train, rollout_is="token", rollout_is_threshold=cap))
-
-    @property
-    def is_stale(self):
-        """Whether completions may be of older weights than those that are trained on them: bool."""
-        return self.asynchronous is not None and self.asynchronous.max_staleness > 0
 
     def _check_async(self):
-        train, deploy = self.train.on_ranks(self.num_ranks), self.deploy
-        for name in ("dynamic_sampling", "replay_buffer_size"):
-            if getattr(train, name):
-                raise ConfigError(f"train.{name} and [async] cannot both be set")
-        if self.is_stale and train.sampling_mask_replay:
-            raise ConfigError(
-                f"train.sampling_mask_replay needs completions of the weights that are trained: async.max_staleness "
-                f"must be 0, got {self.asynchronous.max_staleness}"
-            )
-        if self.is_stale and "is" in self.asynchronous.staleness and train.loss_type in ("vespo", "dppo"):
-            raise ConfigError(f"async.staleness `is`: train.loss_type {train.loss_type} has no such weights")
-        if deploy.num_infer_gpus == 0 and deploy.num_train_gpus > 1:
-            raise ConfigError(
-                f"[async] with deploy.num_train_gpus ({deploy.num_train_gpus}) above 1 needs GPUs that generate: "
-                "deploy.num_infer_gpus must be at least 1"
-            )
-        if self.asynchronous.queue_maxsize < train.rollout_batch_size:
-            raise ConfigError(
-                f"async.queue_maxsize ({self.asynchronous.queue_maxsize}) must be at least the completions of a "
-                f"generation, {self._generation_size_key} ({train.rollout_batch_size})"
-            )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.asynchronous is not None:
-            self._check_async()
+        super()._check_async()
+        if self.is_stale and "is" in self.asynchronous.staleness and self.train.loss_type in ("vespo", "dppo"):
+            raise ConfigError(f"async.staleness `is`: train.loss_type {self.train.loss_type} has no such weights")

@@ -7,7 +7,7 @@ A key is translated to one of ours, or accepted with a warning that says why it 
 import sys
 
 ENGINE = "rlnumba generates with an engine of its own"
-DISTRIBUTED = "a run is one process on one device"
+DISTRIBUTED = "the section [deploy] says what a run is spread over"
 LOADER = "rows are in memory, and no process loads them"
 HUB = "nothing is uploaded; final/ is a folder that huggingface_hub can upload"
 NUMBA = "every kernel is compiled by Numba"

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from rlnumba.config.grpo import PolicyLossConfig
+from rlnumba.config.grpo import PolicyLossConfig, parse_bounds
 from rlnumba.config.keys import key
-from rlnumba.config.rollout import GroupConfig, PromptRun
+from rlnumba.config.rollout import AheadRun, GroupConfig
 from rlnumba.errors import ConfigError
 
 
@@ -37,23 +37,37 @@ class RLOOConfig(GroupConfig):
     max_completion_length: int = key(512, "Most tokens of a completion.", minimum=1)
     normalize_advantages: bool = key(False, "Scale the advantages of a generation to mean 0 and standard deviation 1.")
     reward_clip_range: list[float] | None = key(None, "[lowest, highest] reward, before the KL; None: no limits.")
+    rollout_is: str | None = key(
+        None,
+        "Weight the loss of a completion by its probability under the policy over that of the sampler (verl); None: "
+        "not, unless async.staleness has `is`.",
+        choices=("sequence",),
+    )
+    rollout_is_threshold: str = key(
+        "2.0", 'Bounds of rollout_is: "2.0" clamps the ratio there, a pair "0.5_5.0" drops what is outside.'
+    )
 
     @property
     def policy_loss(self):
         """The PolicyLossConfig of the loss."""
         return SequenceLossConfig(
-            epsilon=self.epsilon, epsilon_high=self.epsilon_high, max_completion_length=self.max_completion_length
-        )
+            epsilon=self.epsilon, epsilon_high=self.epsilon_high, max_completion_length=self.max_completion_length,
+            rollout_is=self.rollout_is, rollout_is_threshold=self.rollout_is_threshold,
+        )  # fmt: skip
 
     def __post_init__(self):
         super().__post_init__()
+        parse_bounds("train.rollout_is_threshold", self.rollout_is_threshold)
         limits = self.reward_clip_range
         if limits is not None and (len(limits) != 2 or not limits[0] < limits[1]):
             raise ConfigError(f"train.reward_clip_range must be [lowest, highest], got {limits}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLOORun(PromptRun):
+class RLOORun(AheadRun):
     """A file of `rlnumba rloo`."""
 
     train: RLOOConfig = RLOOConfig()
+
+    # As the loss's ratio.
+    weighted_by = "sequence"

@@ -5,6 +5,7 @@ import math
 import typing
 from dataclasses import dataclass, replace
 
+from rlnumba.config.asynchronous import AsyncConfig
 from rlnumba.config.keys import key
 from rlnumba.config.schema import GYM, EvalConfig, RewardsConfig, Run, TrainConfig
 from rlnumba.errors import ConfigError
@@ -29,7 +30,7 @@ class SamplingConfig(TrainConfig):
 
     # Keys of GroupConfig, and of GRPO's.
     difficulty_weights = no_resampling_pass_rate = None
-    replay_buffer_size, ratio_to_sampler = 0, False
+    replay_buffer_size, ratio_to_sampler, dynamic_sampling = 0, False, False
 
     temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
     top_p: float = key(1.0, "Sample from the likeliest tokens that hold this share; 1 is off.", above=0, maximum=1)
@@ -192,3 +193,52 @@ class PromptRun(Run):
                 return f"train.{name}"
         of_all = " x deploy.num_train_gpus" if self.num_ranks > 1 else ""
         return f"train.per_device_train_batch_size x steps_per_generation{of_all}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AheadRun(PromptRun):
+    """A file of a trainer whose completions may be drawn ahead of training."""
+
+    train: GroupConfig
+    asynchronous: AsyncConfig | None = None
+
+    # Of what the loss is weighted by async.staleness `is`: a token or a sequence.
+    weighted_by = "token"
+
+    def weighted(self):
+        """This run with the importance weights that async.staleness asks for in [train]."""
+        if not self.is_stale or "is" not in self.asynchronous.staleness or self.train.rollout_is is not None:
+            return self
+        cap = str(self.asynchronous.importance_sampling_cap)
+        return replace(self, train=replace(self.train, rollout_is=self.weighted_by, rollout_is_threshold=cap))
+
+    @property
+    def is_stale(self):
+        """Whether completions may be of older weights than those that are trained on them: bool."""
+        return self.asynchronous is not None and self.asynchronous.max_staleness > 0
+
+    def _check_async(self):
+        train, deploy = self.train.on_ranks(self.num_ranks), self.deploy
+        for name in ("dynamic_sampling", "replay_buffer_size"):
+            if getattr(train, name):
+                raise ConfigError(f"train.{name} and [async] cannot both be set")
+        if self.is_stale and train.sampling_mask_replay:
+            raise ConfigError(
+                f"train.sampling_mask_replay needs completions of the weights that are trained: async.max_staleness "
+                f"must be 0, got {self.asynchronous.max_staleness}"
+            )
+        if deploy.num_infer_gpus == 0 and deploy.num_train_gpus > 1:
+            raise ConfigError(
+                f"[async] with deploy.num_train_gpus ({deploy.num_train_gpus}) above 1 needs GPUs that generate: "
+                "deploy.num_infer_gpus must be at least 1"
+            )
+        if self.asynchronous.queue_maxsize < train.rollout_batch_size:
+            raise ConfigError(
+                f"async.queue_maxsize ({self.asynchronous.queue_maxsize}) must be at least the completions of a "
+                f"generation, {self._generation_size_key} ({train.rollout_batch_size})"
+            )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.asynchronous is not None:
+            self._check_async()

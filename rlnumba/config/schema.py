@@ -368,13 +368,17 @@ class Run:
     lora: LoraConfig | None = None
     deploy: DeployConfig = DeployConfig()
 
-    # A section of grpo's.
+    # A section of those of grpo and rloo.
     asynchronous = None
 
     @property
     def num_ranks(self):
         """Processes that train together, each with a GPU: int."""
         return self.deploy.num_train_gpus
+
+    def weighted(self):
+        """This run with the importance weights that completions of older weights need in [train]."""
+        return self
 
     def on_ranks(self):
         """This run with the sizes of all ranks together in [train], so that nothing in it depends on their number."""
@@ -395,7 +399,7 @@ class Run:
         if self.deploy.num_infer_gpus and self.asynchronous is None:
             raise ConfigError(
                 f"deploy.num_infer_gpus ({self.deploy.num_infer_gpus}) are for asynchronous training: they need the "
-                "section [async], which rlnumba grpo has"
+                "section [async], which rlnumba grpo and rloo have"
             )
 
     def refuse_ranks(self, key):

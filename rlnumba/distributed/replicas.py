@@ -23,7 +23,7 @@ from rlnumba.distributed.placement import placement
 from rlnumba.engine.core import PromptError
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
-from rlnumba.errors import UserError
+from rlnumba.errors import CommunicationError, UserError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model, whole_sequences
 from rlnumba.runtime import device
@@ -31,6 +31,8 @@ from rlnumba.runtime import device
 # Seconds between two exchanges. A rank without work waits so long for some, and all wait for the longest of R steps of
 # their engines, a few ms each. Not tuned.
 ROUND_S = 0.1
+# Seconds after which completions are lost that no rank has: some may wait to be returned by an engine's next step.
+LOST_S = 5.0
 # Sequences that one GPU decodes about as fast as one of them, 0.58 ms a step for 8 and 0.55 for 1 of a 0.6B model: of
 # so few none is taken over. The cpu device takes as much longer as there are more.
 FEW_ON_GPU = 8
@@ -105,6 +107,8 @@ class EngineOnRanks:
         # Completions that were asked for and not returned yet, by request; requests since the last step; sequences
         # that each rank has. The same on all ranks.
         self.unfinished, self.added, self.loads = {}, [], [0] * self.communicator.world_size
+        # When this rank's engine has last sampled a token, or has been given the first request.
+        self.drawn_at = time.monotonic()
 
     @property
     def has_unfinished(self):
@@ -116,6 +120,8 @@ class EngineOnRanks:
         if request_id in self.unfinished:
             raise ValueError(f"add_request: {request_id!r} is unfinished")
         prompt, _ = self.engine.check_request(request_id, prompt, params)
+        if not self.has_unfinished:
+            self.drawn_at = time.monotonic()
         self.unfinished[request_id] = params.n
         self.added.append((request_id, prompt, params, adapter_id))
         return prompt
@@ -130,15 +136,33 @@ class EngineOnRanks:
             num_tokens += output.num_tokens
             if time.monotonic() >= until:
                 break
-        found = self.communicator.objects((finished, num_tokens, self.engine.num_unfinished))
-        of_ranks, tokens, self.loads = map(list, zip(*found, strict=True))
+        found = self.communicator.objects(
+            (finished, num_tokens, self.engine.num_unfinished, self._waited_s(num_tokens))
+        )
+        of_ranks, tokens, self.loads, waited_s = map(list, zip(*found, strict=True))
         finished = [each for of_rank in of_ranks for each in of_rank]
         for request_id, _, _ in finished:
             self.unfinished[request_id] -= 1
             if not self.unfinished[request_id]:
                 del self.unfinished[request_id]
+        self._check_progress(min(waited_s))
         self._balance()
         return RoundOutput(finished, sum(tokens))
+
+    def _waited_s(self, num_tokens):
+        """Seconds since this rank's engine has last sampled a token, or since the first request: float."""
+        if num_tokens:
+            self.drawn_at = time.monotonic()
+        return time.monotonic() - self.drawn_at
+
+    def _check_progress(self, waited_s):
+        """Raise CommunicationError, on all ranks, where completions will never come. waited_s: of all ranks."""
+        limit_s = self.communicator.timeout_s if any(self.loads) else LOST_S
+        if not self.unfinished or waited_s <= limit_s:
+            return
+        reason = f"no rank has drawn a token for {waited_s:.0f} s" if any(self.loads) else "no rank has them"
+        missing = f"{sum(self.unfinished.values())} completions of {len(self.unfinished)} prompts"
+        raise CommunicationError(f"generate: {missing} do not come: {reason}")
 
     def _distribute(self):
         """Let each rank's engine have its range of the completions that were added since the last step."""

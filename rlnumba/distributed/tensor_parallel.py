@@ -14,19 +14,22 @@ Two ways to run ranks:
 
 Whole rows of logits reach every rank, and every rank samples all of them, with the same result. So each makes the next
 decode step's arrays itself, and on GPUs each replays CUDA graphs of its own, which contain the gathers: between two
-decode steps ranks exchange nothing but which step it is.
+decode steps ranks exchange nothing but which step it is, and now and then a hash of these arrays, which must be equal.
 
 A rank is a process, on the cpu device or with a GPU (placement.py).
 """
 
 import numpy as np
+import xxhash
 
 from rlnumba.config import EngineConfig
+from rlnumba.distributed.communicator import as_bytes
 from rlnumba.distributed.launch import launch
 from rlnumba.distributed.placement import placement
 from rlnumba.engine.check import Agreement, compare, draw_rollouts, requests
 from rlnumba.engine.core import Engine
 from rlnumba.engine.llm import LLM, compile_ahead
+from rlnumba.errors import UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob import slices
 from rlnumba.kernels.logprob.chunked import forward_rows, logp_of_logits
@@ -37,6 +40,9 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_model, load_model, pack, read_config
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
+
+# Decode steps between two comparisons, each of which waits for the device once.
+COMPARED_STEPS = 256
 
 
 class TensorParallel:
@@ -49,6 +55,7 @@ class TensorParallel:
     def __init__(self, communicator, vocab_size):
         self.communicator, self.vocab_size = communicator, vocab_size
         self.rank, self.count = communicator.rank, communicator.world_size
+        self.num_steps = 0
 
     def gather_columns(self, part, out):
         """Write and return out (N, C), whose columns are those of the ranks' parts (N, C / count), in their order."""
@@ -81,6 +88,25 @@ class TensorParallel:
             self.logits(hidden[rows], lm_head, z[:count], HeapAllocator())
             of_rows = (array[rows] for array in (logp, lse, entropy, top1))
             logp_of_logits(z[:count], ids[rows], temperature, *of_rows)
+
+    def compare_steps(self, state):
+        """Count a decode step, whose DecodeState this is; of every COMPARED_STEPS-th one, compare it between the ranks.
+
+        Each rank makes a step's arrays from those of the step before. Raises UserError, on all ranks, where they
+        differ: in the blocks of keys and values that they read, or in the tokens that they have sampled.
+        """
+        self.num_steps += 1
+        if self.num_steps % COMPARED_STEPS:
+            return
+        hashes = {
+            name: xxhash.xxh64_intdigest(as_bytes(np.ascontiguousarray(device.to_host(array))))
+            for name, array in (("block tables", state.block_tables), ("tokens", state.input_ids))
+        }
+        for rank, found in enumerate(self.communicator.objects(hashes)):
+            for name, expected in hashes.items() if rank != self.rank else ():
+                if found[name] != expected:
+                    ranks = "rank {} and rank {}".format(*sorted((rank, self.rank)))
+                    raise UserError(f"decode step {self.num_steps}: {ranks} of the model have different {name}")
 
     def lead(self, method, *arguments):
         """On rank 0, let the other ranks call a method of their runners, too, by its name; they `follow`."""

@@ -379,6 +379,9 @@ class Runner:
         """
         self._lead("repeat", edits)
         number, self.num_launched = self.num_launched, self.num_launched + 1
+        if self.model.ranks is not None:
+            with self.context.use():
+                self.model.ranks.compare_steps(self.decode.state)
         if edits is not None:
             # The step that read this slot's edits last has ended: on the first rank it has been waited for.
             if self.events:

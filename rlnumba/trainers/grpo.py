@@ -285,8 +285,7 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
         with clock.phase("advantage"):
             order.record(chosen, generation.groups)
             rollouts = rollouts_of(generation.groups, rewards, order, run, trainer_state, index)
-            versions = {v for sample in generation.samples for v in sample.completion.policy_versions}
-            rollouts.is_stale = versions != {trainer_state.global_step}
+            rollouts.is_stale = is_stale(generation, trainer_state.global_step)
         return rollouts, [generation]
     aggregation = train.multi_objective_aggregation
     llm.wake()
@@ -318,6 +317,11 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
         order.record(chosen, generation.groups)
         rollouts = rollouts_of(groups, rewards, order, run, trainer_state, index)
     return rollouts, [generation]
+
+
+def is_stale(generation, step):
+    """Whether some tokens of a Generation were sampled from older weights than those after `step` steps: bool."""
+    return {v for sample in generation.samples for v in sample.completion.policy_versions} != {step}
 
 
 def rollouts_of(groups, rewards, order, run, trainer_state, index):

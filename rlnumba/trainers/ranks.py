@@ -5,31 +5,61 @@ On the cpu device a rank is a process, on cuda a process with a GPU of its own (
 
 import dataclasses
 import importlib
+import pickle
 
 from rlnumba.config.keys import Section
 from rlnumba.distributed.communicator import check_equal
 from rlnumba.distributed.launch import launch
 from rlnumba.distributed.placement import placement
+from rlnumba.errors import ConfigError
+from rlnumba.rewards import resolve
 from rlnumba.runtime.environment import version_of
+from rlnumba.trainers.callbacks import given
 from rlnumba.trainers.run_folder import start_compiling
 
 
-def train_on_ranks(kind, run, resume):
+def train_on_ranks(kind, run, resume, reward_funcs=(), callbacks=()):
     """Train a run on run.num_ranks processes, of which the first writes its folder; kind: "sft", ...
 
-    Raises RankError for the first that fails, ConfigError where there are no devices for all.
+    reward_funcs: functions, or names of [rewards], where run.rewards.funcs is not enough to find them; callbacks: as
+    `given` takes them. Raises RankError for the first rank that fails, ConfigError where there are no devices for all,
+    or for a function or callback that other processes cannot have.
     """
     count, run = run.num_ranks, run.on_ranks()
     place = placement(count, "deploy.num_train_gpus")
-    start_compiling(kind, run)
-    launch(_train, count, kind, run, resume, timeout_s=run.deploy.dist_timeout_seconds, **place)
+    for each in (*reward_funcs, *callbacks):
+        check_picklable(each, count)
+    start_compiling(kind, run.weighted())
+    arguments = kind, run, resume, list(reward_funcs), list(callbacks)
+    launch(_train, count, *arguments, timeout_s=run.deploy.dist_timeout_seconds, **place)
 
 
-def _train(communicator, kind, run, resume):
+def _train(communicator, kind, run, resume, reward_funcs, callbacks):
     """What each rank does."""
     check_equal(communicator, facts_of(run))
     train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
-    train(run, resume, communicator=communicator)
+    own = {"reward_funcs": [resolve_if_named(each) for each in reward_funcs]} if reward_funcs else {}
+    # Callbacks are called once.
+    with given(callbacks if communicator.rank == 0 else ()):
+        train(run, resume, communicator=communicator, **own)
+
+
+def resolve_if_named(reward):
+    """A reward function, or the one of a name."""
+    return resolve(reward) if isinstance(reward, str) else reward
+
+
+def check_picklable(value, count):
+    """Raise ConfigError for a function or an object that cannot be sent to the processes of `count` ranks."""
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"deploy.num_train_gpus {count}: {name} cannot be sent to other processes ({reason}); define it at the top "
+            "of a module"
+        ) from None
 
 
 def facts_of(run):

@@ -23,6 +23,7 @@ from rlnumba.trainers.grpo import (
     forward_parts,
     host_logprobs,
     in_order_of_step,
+    is_stale,
     load,
     sampler_is_exact,
     sampling_params,
@@ -35,24 +36,28 @@ EPSILON = 1e-4
 
 def run_rloo(run, resume=False, reward_funcs=(), communicator=None):
     """Train an RLOORun; writes its output_dir. The arguments are run_grpo's."""
-    train_on_prompts(Algorithm("rloo", load, generate, train_step), run, resume, reward_funcs, communicator)
+    train_on_prompts(Algorithm("rloo", load, generate, train_step), run.weighted(), resume, reward_funcs, communicator)
 
 
-def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer):
+def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer, ahead=None):
     """One generation, with the advantages of its completions: see grpo.Algorithm."""
     train, step = run.train, trainer_state.global_step
     # prompt -> ids -> completions, text -> reward
-    chosen = order.take(train.prompts_per_rollout)
-    params = sampling_params(train, rollout.derived_seed(run.seed, step, index, 0), train.num_generations)
-    llm.wake()
-    generation = rollout.generate(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status)
-    llm.sleep()
+    if ahead:
+        chosen, generation = ahead.take(trainer_state, clock, writer.status)
+    else:
+        chosen = order.take(train.prompts_per_rollout)
+        params = sampling_params(train, rollout.derived_seed(run.seed, step, index, 0), train.num_generations)
+        llm.wake()
+        generation = rollout.generate(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status)
+        llm.sleep()
     with clock.phase("advantage"):
         order.record(chosen, generation.groups)
         # completions -> batch, in another order, so that groups spread over the micro-batches
         samples = generation.samples
         shuffled = np.random.default_rng(rollout.derived_seed(run.seed, step, index)).permutation(len(samples))
         rollouts = rollout.Rollouts.of([samples[i] for i in shuffled], train.mask_truncated_completions)
+        rollouts.is_stale = ahead is not None and is_stale(generation, step)
     # ids -> log-probs of policy and reference -> KL of each completion
     with clock.phase("logprob"):
         kl = np.empty(len(samples))
@@ -65,7 +70,7 @@ def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on
             sample.advantage = advantage
         rollouts.advantages = advantages[shuffled]
     metrics = {"frac_reward_zero_std": rollout.frac_zero_std(own_rewards.reshape(-1, train.num_generations))}
-    metrics |= order.shares()
+    metrics |= order.shares() | (ahead.metrics if ahead else {})
     if policy.reference is not None:
         metrics["kl"] = float(kl.sum() / max(rollouts.num_active, 1))
     return rollouts, [generation], metrics
@@ -78,7 +83,7 @@ def add_logprobs(policy, rollouts):
     """
     parts = forward_parts(rollouts, policy.train)
     old_logprobs = rollouts.rollout_logprobs
-    if not sampler_is_exact(policy.train):
+    if rollouts.is_stale or not sampler_is_exact(policy.train):
         old_logprobs = rollouts.old_logprobs = host_logprobs(policy, policy.model, parts)
     if policy.reference is None:
         return np.zeros(len(rollouts.advantages))
@@ -127,7 +132,7 @@ def train_step(policy, micro_batches, learning_rate):
     for part in policy.each_micro_batch(micro_batches):
         scale = policy_loss_scale(config, num_sequences, num_tokens, part.num_active, len(micro_batches))
         batch = part.micro_batch().with_arrays(others={"scale": np.float32([scale])})
-        if part.on_policy and exact and not policy.has_dropout:
+        if part.on_policy and exact and not part.is_stale and not policy.has_dropout:
             readings.append(policy.run(known_gradient_step, batch, OUTPUTS))
         else:
             readings.append(policy.run(general_step, batch, OUTPUTS, part.on_policy and policy.has_dropout))

@@ -5,17 +5,17 @@
     GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=f, args=GRPOConfig(output_dir="runs/a"), train_dataset=rows).train()
 
 A trainer makes the Run that the same TOML file makes, and run_sft, run_grpo or another trains it: everything is written
-to output_dir, the model to final/.
+to output_dir, the model to final/. On several GPUs (`deploy` of its config) that happens in other processes, which
+import the script: its own calls stand below `if __name__ == "__main__":`.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlnumba import config
-from rlnumba.config import CriticConfig, DataConfig, EngineConfig, RewardsConfig, key
+from rlnumba.config import AsyncConfig, CriticConfig, DataConfig, DeployConfig, EngineConfig, RewardsConfig, key
 from rlnumba.config.other_keys import take_trl_keys
 from rlnumba.reporting.files import make_folder, replacing, to_line
-from rlnumba.rewards import resolve
 from rlnumba.runtime import device
 from rlnumba.trainers.callbacks import given
 from rlnumba.trainers.dpo import run_dpo
@@ -23,6 +23,7 @@ from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.plan import advise
 from rlnumba.trainers.ppo import run_ppo
+from rlnumba.trainers.ranks import resolve_if_named, train_on_ranks
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.rloo import run_rloo
 from rlnumba.trainers.sft import run_sft
@@ -34,6 +35,16 @@ class OutputArguments:
 
     output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
+    deploy: DeployConfig | dict | None = key(None, "The section [deploy]: a DeployConfig, or a dict of its keys.")
+
+
+@dataclass(frozen=True)
+class AheadArguments:
+    """What the configs of trainers that generate ahead of training have besides."""
+
+    asynchronous: AsyncConfig | dict | None = key(
+        None, "The section [async]: an AsyncConfig, or a dict of its keys, as TRL's AsyncGRPOConfig has them."
+    )
 
 
 @dataclass(frozen=True)
@@ -57,14 +68,14 @@ class RewardConfig(OutputArguments, config.RewardConfig):
 
 
 @dataclass(frozen=True)
-class GRPOConfig(OutputArguments, config.GRPOConfig):
+class GRPOConfig(AheadArguments, OutputArguments, config.GRPOConfig):
     """[train] of `rlnumba grpo`, and the keys that TRL's GRPOConfig has besides."""
 
     reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
 
 
 @dataclass(frozen=True)
-class RLOOConfig(OutputArguments, config.RLOOConfig):
+class RLOOConfig(AheadArguments, OutputArguments, config.RLOOConfig):
     """[train] of `rlnumba rloo`, and the keys that TRL's RLOOConfig has besides."""
 
     reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
@@ -110,6 +121,9 @@ class RowTrainer:
         """Train; writes output_dir. resume_from_checkpoint: True to continue from the newest readable checkpoint there,
         an int from that of this step."""
         _write_rows(self.run, self.datasets)
+        if self.run.num_ranks > 1:
+            train_on_ranks(self.command, self.run, resume_from_checkpoint, callbacks=self.callbacks)
+            return
         with advise(self.command, self.run), given(self.callbacks):
             RUN[self.command](self.run, resume_from_checkpoint)
 
@@ -161,17 +175,25 @@ class GRPOTrainer:
         args = args or self.config_class()
         self.datasets, self.callbacks = {"train": train_dataset, "eval": eval_dataset}, callbacks
         reward_funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        self.reward_funcs = [resolve(each) if isinstance(each, str) else each for each in reward_funcs]
+        self.reward_funcs, self.given_funcs = [resolve_if_named(each) for each in reward_funcs], reward_funcs
         # The names under which config.toml lists them.
         funcs = [each if isinstance(each, str) else _spec(each) for each in reward_funcs]
         self.run = self.run_class(
             **_settings(model, args, self.datasets, data, engine, peft_config),
             rewards=RewardsConfig(funcs=funcs, weights=args.reward_weights, **(rewards or {})),
+            **self._ahead(args),
         )
+
+    def _ahead(self, args):
+        """The section [async] of a config that has it, as a keyword of the Run: dict."""
+        return {"asynchronous": _section(AsyncConfig, args.asynchronous)}
 
     def train(self, resume_from_checkpoint=False):
         """As RowTrainer.train. Raises RewardError for a reward that fails, after a checkpoint."""
         _write_rows(self.run, self.datasets)
+        if self.run.num_ranks > 1:
+            train_on_ranks(self.command, self.run, resume_from_checkpoint, self.given_funcs, self.callbacks)
+            return
         with advise(self.command, self.run), given(self.callbacks):
             self.run_function(self.run, resume_from_checkpoint, self.reward_funcs)
 
@@ -192,6 +214,9 @@ class PPOTrainer(GRPOTrainer):
         super().__init__(*arguments, **keywords)
         self.run = replace(self.run, critic=CriticConfig(**(critic or {})))
 
+    def _ahead(self, args):
+        return {}
+
 
 def _settings(model, args, datasets, data, engine, peft_config):
     """The keywords of a Run, but for [rewards]: dict."""
@@ -201,8 +226,13 @@ def _settings(model, args, datasets, data, engine, peft_config):
         if dataset is not None
     }
     sections = {"data": DataConfig(**paths, **(data or {})), "train": args, "engine": EngineConfig(**(engine or {}))}
-    sections["lora"] = peft_config
+    sections |= {"lora": peft_config, "deploy": _section(DeployConfig, args.deploy) or DeployConfig()}
     return {"model": str(model), "output_dir": args.output_dir, "seed": args.seed, **sections}
+
+
+def _section(section_class, value):
+    """A section from what a config has for it: itself, a dict of its keys, or None."""
+    return section_class(**value) if isinstance(value, dict) else value
 
 
 def _write_rows(run, datasets):

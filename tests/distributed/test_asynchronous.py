@@ -16,11 +16,12 @@ import pytest
 from rlnumba import checkpoint
 from rlnumba.config import AsyncConfig, DeployConfig, LoraConfig, to_toml
 from rlnumba.errors import ConfigError
-from rlnumba.trainers import grpo
+from rlnumba.trainers import grpo, rloo
 from rlnumba.trainers.callbacks import TrainerCallback, given
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.ranks import train_on_ranks
-from tests.trainers.runs import grpo_run, metrics_of
+from rlnumba.trainers.rloo import run_rloo
+from tests.trainers.runs import grpo_run, metrics_of, rloo_run
 
 
 def run_of(folder, num_infer_gpus=0, lora=None, train=None, data=None, **options):
@@ -142,6 +143,41 @@ def test_without_in_flight_updates_the_result_does_not_depend_on_the_engines(tmp
     assert max(row["sampling/importance_sampling_ratio/max"] for row in found[1][1:]) == 2.0
     assert max(row["sampling/sampling_logp_difference/max"] for row in found[1][1:]) > 0
     assert found[1][0]["sampling/sampling_logp_difference/max"] == 0
+
+
+def rloo_run_of(folder, num_infer_gpus=0, train=None, **options):
+    """As run_of, of RLOO."""
+    run = rloo_run(folder, **{"max_steps": 4, "save_steps": 2, "report_to": []} | (train or {}))
+    deploy = DeployConfig(num_infer_gpus=num_infer_gpus)
+    return dataclasses.replace(run, deploy=deploy, asynchronous=AsyncConfig(**options) if options else None)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "beta": 0.05, "steps_per_generation": 4}])
+def test_rloo_without_staleness_is_the_synchronous_run(tmp_path, options):
+    expected = rloo_run_of(tmp_path / "1", train=options)
+    run = rloo_run_of(tmp_path / "2", train=options, max_staleness=0)
+    for each in (expected, run):
+        run_rloo(each)
+    assert final_of(run) == final_of(expected) and trained_prompts(run) == trained_prompts(expected)
+
+
+def test_rloo_weights_completions_of_older_weights(tmp_path, monkeypatch):
+    """The ratio of a completion is to the policy before its step, and its weight that of this one to the sampler."""
+    runs = [
+        rloo_run_of(tmp_path / name, train={"max_steps": 6, "beta": 0.05}, max_staleness=2)
+        for name in ("exact", "other log-probs")
+    ]
+    run_rloo(runs[0])
+    metrics = metrics_of(runs[0])
+    assert [row["off_policy/max"] for row in metrics][-1] == 2
+    ratios = [row["sampling/importance_sampling_ratio/max"] for row in metrics]
+    assert ratios[0] == 1.0 and 1.0 < max(ratios) <= 2.0
+    # One step a generation: the clipped ratio is 1 throughout.
+    assert not any(row[name] for row in metrics for name in row if name.startswith("clip_ratio"))
+    # As of a sampler whose log-probs differ in any case.
+    monkeypatch.setattr(rloo, "sampler_is_exact", lambda train: False)
+    run_rloo(runs[1])
+    assert final_of(runs[0]) == final_of(runs[1])
 
 
 def test_a_checkpoint_has_the_groups_that_are_not_trained_on(tmp_path):

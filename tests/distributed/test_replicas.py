@@ -12,7 +12,7 @@ from rlnumba.distributed import replicas
 from rlnumba.engine.core import PromptError
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
-from rlnumba.errors import UserError
+from rlnumba.errors import CommunicationError, UserError
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
@@ -86,6 +86,28 @@ def test_drafts_go_on_elsewhere(model, monkeypatch):
 
     expected = drawn(LLM(*model).generate(PROMPTS, PARAMS))
     assert in_threads.run(work, 2) == [expected] * 2
+
+
+@pytest.mark.parametrize("reason", ["no rank has them", "no rank has drawn a token for 0 s"])
+def test_completions_that_do_not_come_end_all_ranks(model, monkeypatch, reason):
+    """Rank 1 loses what it was given, or no engine does a step."""
+    monkeypatch.setattr(replicas, "LOST_S", 0.2)
+
+    def on_rank(communicator):
+        llm = replicas.llm_on_ranks(LLM(*model), communicator)
+        own, nothing = llm.engine.engine, llm.engine.engine.step()
+        if reason == "no rank has them":
+            own.move_in = own.move_in if communicator.rank == 0 else lambda sequences: None
+        else:
+            communicator.timeout_s, own.step = 0.2, lambda: nothing
+        with pytest.raises(CommunicationError) as raised:
+            llm.generate(PROMPTS, PARAMS)
+        return str(raised.value)
+
+    found = in_threads.run(on_rank, 2)
+    assert found[0] == found[1] and f" do not come: {reason}" in found[0]
+    count = 6 if reason == "no rank has them" else 13
+    assert found[0].startswith(f"generate: {count} completions of ")
 
 
 def test_a_prompt_that_is_too_long_names_its_index(model):

@@ -12,7 +12,7 @@ from rlnumba.distributed import tensor_parallel
 from rlnumba.distributed.tensor_parallel import TensorParallel, follow, last_logits
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.check import Rollout
-from rlnumba.errors import ConfigError
+from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD, ModelConfig
 from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.shard import WHOLE, Shard
@@ -159,6 +159,32 @@ def test_the_text_and_log_probs_of_one_rank(folder_of, name, count):
     assert preemptions > 0 and expected[0] == expected[1]
     found, *others = on_ranks(generated, count, folder, config)
     assert found == (expected, preemptions) and others == [None] * (count - 1)
+
+
+def one_completion(model):
+    """60 tokens of a prompt, on rank 0."""
+    if model.ranks.rank:
+        return follow(model, None)
+    output = LLM(model).generate([[5, 6, 7]], SamplingParams(max_tokens=60, ignore_eos=True))
+    model.ranks.end()
+    return output
+
+
+@pytest.mark.parametrize("what, step", [("block_tables", 20), ("input_ids", 31)])
+def test_ranks_that_decode_other_steps_are_found(folder_of, monkeypatch, what, step):
+    """What the second of two ranks reads is changed in one step; of tokens the next step has others anyway."""
+    monkeypatch.setattr(tensor_parallel, "COMPARED_STEPS", 16)
+    compare_steps = TensorParallel.compare_steps
+
+    def changed(ranks, state):
+        if ranks.rank == 1 and ranks.num_steps == step:
+            getattr(state, what)[...] += 1
+        compare_steps(ranks, state)
+
+    monkeypatch.setattr(TensorParallel, "compare_steps", changed)
+    name = {"block_tables": "block tables", "input_ids": "tokens"}[what]
+    with pytest.raises(UserError, match=f"decode step 32: rank 0 and rank 1 of the model have different {name}"):
+        on_ranks(one_completion, 2, folder_of("wide"))
 
 
 def test_drafts_and_a_cache_that_grows(folder_of):

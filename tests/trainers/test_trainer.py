@@ -2,6 +2,8 @@
 
 import functools
 import json
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -13,10 +15,20 @@ from rlnumba.config import load_run
 from rlnumba.errors import ConfigError
 from rlnumba.rewards import RewardError
 from rlnumba.rewards.functions import think_format_reward
+from rlnumba.trainers.callbacks import TrainerCallback
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.sft import run_sft
-from rlnumba.trainers.trainer import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from rlnumba.trainers.trainer import (
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from tests.trainers.runs import MODEL, PAIR_ROWS, SFT_ROWS
 
 SMALL = {
@@ -53,6 +65,43 @@ def test_grpo_is_the_run_of_the_command_line(tmp_path):
         assert (tmp_path / "python" / name).is_file()
     trainer.train(resume_from_checkpoint=True)
     assert not list((tmp_path / "python").glob("earlier-*"))
+
+
+class Noted(TrainerCallback):
+    """Writes the steps, and the process, that it is called in."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        with open(pathlib.Path(args.output_dir) / "steps", "a", encoding="utf-8") as file:
+            file.write(f"{state.global_step} {os.getpid()}\n")
+
+
+def test_several_gpus_and_generation_ahead_end_in_the_same_model(tmp_path):
+    """Processes of the cpu device: two that train, and one that generates for one that trains."""
+    sizes = SMALL | {"per_device_train_batch_size": 4, "global_batch_size": 8}
+    options = {
+        "one": {},
+        "two": {"deploy": {"num_train_gpus": 2}},
+        "ahead": {"deploy": rlnumba.DeployConfig(num_infer_gpus=1), "asynchronous": {"max_staleness": 0}},
+    }
+    for name, keys in options.items():
+        args = GRPOConfig(output_dir=str(tmp_path / name), **sizes, **keys)
+        rewards = [digits, f"{__file__}:digits"]
+        trainer = GRPOTrainer(MODEL, rewards, args, PROMPTS, callbacks=[Noted()])
+        trainer.train()
+        assert final(tmp_path / name) == final(tmp_path / "one")
+        steps, processes = zip(*map(str.split, (tmp_path / name / "steps").read_text().splitlines()), strict=True)
+        assert steps == ("1", "2") and ({*processes} != {str(os.getpid())}) == (name == "two")
+    run = load_run("grpo", tmp_path / "ahead" / "config.toml")
+    assert (run.deploy.num_infer_gpus, run.asynchronous.max_staleness) == (1, 0)
+
+
+def test_what_other_processes_cannot_have(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), deploy={"num_train_gpus": 2}, **SMALL)
+    with pytest.raises(ConfigError, match="num_train_gpus 2: .*<lambda> cannot be sent .*; define it at the top of a"):
+        GRPOTrainer(MODEL, lambda completions, **columns: [0.0] * len(completions), args, PROMPTS).train()
+    args = RLOOConfig(output_dir=str(tmp_path), deploy={"num_train_gpus": 2}, asynchronous={}, **SMALL)
+    with pytest.raises(ConfigError, match="deploy.num_infer_gpus must be at least 1"):
+        RLOOTrainer(MODEL, digits, args, PROMPTS)
 
 
 def test_sft_is_the_run_of_the_command_line(tmp_path):

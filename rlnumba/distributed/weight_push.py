@@ -8,7 +8,7 @@
     the messages of weight_sync.py, with
     checksums of what arrived            <-
 
-On GPUs the memory is of cudaMalloc, which other processes can map by a handle, and copy engines write it: neither
+On GPUs the memory is of cudaMalloc, which other processes can map by a handle, and DMA engines write it: neither
 side's kernels wait. What is written is not live; only WeightReceiver.apply copies it to the weights' addresses. There
 is room for one version, so a rank writes the next one after the process has taken this one. The layout is compared
 before the first byte is written.

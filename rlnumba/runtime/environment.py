@@ -13,7 +13,7 @@ PACKAGES = ("numpy", "numba", "numba-cuda", "cupy-cuda12x", "cupy-cuda13x", "ml_
 def environment():
     """{"rlnumba": version, "git": commit, "device": ..., package: version, ...} of this process: dict of str."""
     facts = {"rlnumba": version_of("rlnumba"), "git": _git_commit(), "device": device.describe()}
-    facts["python"] = platform.pythonversion_of()
+    facts["python"] = platform.python_version()
     return facts | {package: version for package in PACKAGES if (version := version_of(package))}
 
 

@@ -109,7 +109,8 @@ tensorboardX is installed. The metrics have TRL's names:
 | `token_staleness/mean`, `cross_version_response_fraction` | of tokens; share of completions of several versions |
 | `off_policy/in_flight`, `off_policy/in_queue`, `buffer_qsize` | groups being generated, and waiting; completions |
 | `off_policy/dropped`, `off_policy/rejected` | groups so far that others have replaced; that were too old |
-| `wait_for_batch_s`, `queue_wait_time_s`, `weight_sync_time_s` | the trainer's wait, the groups'; sending the weights |
+| `wait_for_batch_s`, `queue_wait_time_s` | the trainer's wait for groups, and that of complete groups |
+| `weight_sync_time_s`, `weight_pause_time_s` | sending the weights; the longest pause of decoding for new ones |
 | `generation_tok_per_s` | tokens a second that inference samples while the trainer does whatever it does |
 | `infer_utilization`, `train_utilization` | share of the time that inference decodes; that training does not wait |
 | `perf/over_sampled_tokens` | tokens of completions that dynamic_sampling dropped before they were needed |

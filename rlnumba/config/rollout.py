@@ -217,8 +217,27 @@ class AheadRun(PromptRun):
         """Whether completions may be of older weights than those that are trained on them: bool."""
         return self.asynchronous is not None and self.asynchronous.max_staleness > 0
 
+    @property
+    def keeps_old_versions(self):
+        """Whether an inference process that is started anew may need older weights than the newest: bool."""
+        return self.is_stale and not self.asynchronous.in_flight_weight_updates
+
+    def weights_transport(self, nbytes, gpu_bytes):
+        """The way of new weights to inference processes, "peer" or "shm".
+
+        nbytes: of the weights; gpu_bytes: of memory of a GPU whose memory processes can share, None without one.
+        """
+        if self.deploy.update_weights_transport != "auto":
+            return self.deploy.update_weights_transport
+        return "peer" if gpu_bytes and 4 * nbytes <= gpu_bytes and not self.keeps_old_versions else "shm"
+
     def _check_async(self):
         train, deploy = self.train.on_ranks(self.num_ranks), self.deploy
+        if self.keeps_old_versions and deploy.update_weights_transport == "peer":
+            raise ConfigError(
+                "deploy.update_weights_transport `peer` keeps no older weights, which async.in_flight_weight_updates "
+                "= false needs: take `shm` or `auto`"
+            )
         for name in ("dynamic_sampling", "replay_buffer_size"):
             if getattr(train, name):
                 raise ConfigError(f"train.{name} and [async] cannot both be set")

@@ -162,6 +162,13 @@ class DeployConfig(Section):
     update_weights_bucket_megabytes: int = key(
         1024, "Weights are sent to the inference GPUs in parts of this size (verl).", minimum=1
     )
+    update_weights_transport: str = key(
+        "auto",
+        "The way of new weights to inference processes: `peer`, from GPU to GPU, into memory for one more copy of them "
+        "there; `shm`, through the host's memory; `auto`: `peer` between GPUs of one host, if a copy takes at most a "
+        "quarter of a GPU's memory, and no inference process needs older versions.",
+        choices=("auto", "peer", "shm"),
+    )
     weight_sync_timeout: float = key(600.0, "Seconds in which these must have taken new weights (TRL).", above=0)
     max_restarts: int = key(3, "How often an inference process that has ended is started anew.", minimum=0)
     dist_timeout_seconds: float = key(600.0, "How long a rank waits for the others before the run ends.", above=0)

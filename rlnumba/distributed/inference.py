@@ -7,7 +7,9 @@
 
 A process that has ended, or gives no sign of life, is replaced: a new one gets the newest weights first, then the
 groups that the old one had not finished. A completion depends on weights, seed, prompt and index alone, so these are
-the same. Groups that take longer than timeout_s are taken back, and given out again or handed to `expired`.
+the same. Where processes have staging of their own (weight_push.py), the weights come as soon as the trainer waits
+for groups, and the groups begin then. Groups that take longer than timeout_s are taken back, and given out again or
+handed to `expired`.
 
 Messages are sent by a thread for each process, so that one that does not read holds up nothing else; what a process
 sends is handled by one thread of all. A process is one of this host (SpawnedProcess), or an actor of another one
@@ -30,6 +32,7 @@ from typing import NamedTuple
 from rlnumba.distributed.inference_group import Failed
 from rlnumba.distributed.inference_worker import Alive, Done, Interrupt, Refused, Updated
 from rlnumba.distributed.launch import how_ended
+from rlnumba.distributed.weight_push import Offer
 from rlnumba.errors import UserError
 
 MAIN = "import sys; sys.path[:] = {path!r}; from rlnumba.distributed.inference_worker import main; main({descriptor})"
@@ -41,6 +44,8 @@ START_S = 300.0
 END_S = 10.0
 # How often a process may refuse one version, each time of which it is sent again.
 MAX_REFUSALS = 3
+# Seconds in which a process whose memory cannot be mapped may turn out to have ended.
+END_S = 5.0
 
 
 class InferenceError(UserError):
@@ -66,13 +71,14 @@ class Process:
     """One inference process, as Engines sees it.
 
     groups: {number: (GroupRequest, when it was sent)} that it has not finished. asked: numbers of groups that were
-    asked back. pending: versions that were sent, and are not live yet; refused: {version: how often it was refused}.
-    heard_at: when it last sent something, has_started: whether it has. live_at: when its first weights were live.
+    asked back. offer: of its staging, once it has sent one. sent: the newest version that was sent, pending: those that
+    are not live yet; refused: {version: how often it was refused}. heard_at: when it last sent something, has_started:
+    whether it has. live_at: when its first weights were live.
     """
 
     def __init__(self, index):
         self.index, self.groups, self.asked = index, {}, set()
-        self.pending, self.refused = set(), {}
+        self.offer, self.sent, self.pending, self.refused = None, None, set(), {}
         self.stats, self.heard_at, self.has_started = Alive(0, 0.0), time.monotonic(), False
         self.live_at = math.inf
 
@@ -82,6 +88,10 @@ class Process:
 
     def end(self):
         """End the process."""
+        raise NotImplementedError
+
+    def ends_within(self, seconds):
+        """Whether the process has ended, or does so by itself within so many seconds."""
         raise NotImplementedError
 
     def restarted(self, setup, arrived):
@@ -101,7 +111,7 @@ class SpawnedProcess(Process):
         # The package itself is found last, wherever the trainer found it.
         path = [*sys.path, str(Path(__file__).parents[2])]
         code = MAIN.format(path=path, descriptor=other.fileno())
-        descriptors = [other.fileno(), setup.staging[2]]
+        descriptors = [other.fileno(), *([] if setup.staging is None else [setup.staging[2]])]
         # In a session of its own: Ctrl-C in a terminal goes to all processes of the trainer's.
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True
@@ -126,6 +136,11 @@ class SpawnedProcess(Process):
         self._reader.join(END_S)
         self.connection.close()
 
+    def ends_within(self, seconds):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        return self.process.returncode is not None
+
     def _send_all(self):
         while (message := self._outbox.get()) is not None:
             try:
@@ -144,9 +159,9 @@ class SpawnedProcess(Process):
 class Engines:
     """`count` inference processes; a context manager, which ends them.
 
-    setup_of(index): the Setup of each. sender: WeightSender. finished(request), expired(request): called in a thread
-    with a complete GroupRequest, and with one that has taken too long, with what is done and begun. limits: Limits.
-    start(index, setup, arrived): a Process, as SpawnedProcess has it.
+    setup_of(index): the Setup of each. sender: WeightSender or WeightPusher. finished(request), expired(request):
+    called in a thread with a complete GroupRequest, and with one that has taken too long, with what is done and begun.
+    limits: Limits. start(index, setup, arrived): a Process, as SpawnedProcess has it.
     """
 
     def __init__(self, setup_of, sender, count, finished, expired, limits, start=SpawnedProcess):
@@ -154,7 +169,7 @@ class Engines:
         self.finished, self.expired = finished, expired
         self._changed = threading.Condition()
         self._closed, self._error = False, None
-        self._restarts, self._newest, self.refusals = [0] * count, None, 0
+        self._restarts, self._newest, self.refusals, self._pauses = [0] * count, None, 0, []
         # Of processes that have ended: tokens and busy seconds.
         self._past = Alive(0, 0.0)
         # (process, message) that nothing has handled yet.
@@ -177,19 +192,28 @@ class Engines:
             process.end()
 
     def check(self):
-        """Raise InferenceError if the processes cannot go on, and send weights again that arrived damaged.
+        """Raise InferenceError if the processes cannot go on, and send weights to those that have not the newest.
 
-        To be called while the weights are those of the last push.
+        That is where they arrived damaged, or before the process could take them. To be called while the weights are
+        those of the last push.
         """
+        self._raise_error()
+        with self._changed:
+            version, late = self._newest, [process for process in self.processes if self._is_late(process)]
+            if late:
+                left_out = self.sender.write_again(version, self._offers(), [process.index for process in late])
+                self._send_to(late, version, left_out)
+
+    def _raise_error(self):
         if self._error is not None:
             raise self._error
-        with self._changed:
-            newest = self._newest
-            late = [each for each in self.processes if newest in each.refused and newest not in each.pending]
-            if late:
-                self.sender.write(self._newest)
-            for process in late:
-                self._send_weights(process, self._newest)
+
+    def _is_late(self, process):
+        """Whether a process is to get the newest version, and can."""
+        if self._newest is None or (self.sender.needs_offers and process.offer is None):
+            return False
+        is_refused = self._newest in process.refused and self._newest not in process.pending
+        return is_refused or process.sent != self._newest
 
     @property
     def stats(self):
@@ -197,6 +221,12 @@ class Engines:
         with self._changed:
             every = [self._past, *(process.stats for process in self.processes)]
         return Alive(sum(each.num_tokens for each in every), sum(each.busy_s for each in every))
+
+    def take_pauses(self):
+        """Seconds for which decoding paused for new weights, one number for each time since the last call: list."""
+        with self._changed:
+            pauses, self._pauses = self._pauses, []
+        return pauses
 
     def submit(self, request):
         """Give a GroupRequest to the process with the fewest unfinished groups."""
@@ -211,22 +241,47 @@ class Engines:
         than sync_timeout_s.
         """
         with self._changed:
-            replaced, deadline = self.sender.replaced_by(version), time.monotonic() + self.limits.sync_timeout_s
-            while late := [process.index for process in self.processes if replaced in process.pending]:
-                self.check()
+            self._raise_error()
+            deadline = time.monotonic() + self.limits.sync_timeout_s
+            while late := [each for each in self.processes if not self.sender.may_write(version, each.pending)]:
+                self._raise_error()
                 if time.monotonic() > deadline:
                     raise InferenceError(
-                        f"inference process {late[0]} did not take the weights of version {replaced} within "
-                        f"{self.limits.sync_timeout_s:g} s (deploy.weight_sync_timeout)"
+                        f"inference process {late[0].index} did not take the weights of version "
+                        f"{min(late[0].pending)} within {self.limits.sync_timeout_s:g} s (deploy.weight_sync_timeout)"
                     )
                 self._changed.wait(POLL_S)
-            self.sender.write(version)
+            left_out = self.sender.write(version, self._offers())
             self._newest = version
-            for process in self.processes:
+            ready = [each for each in self.processes if each.offer is not None or not self.sender.needs_offers]
+            self._send_to(ready, version, left_out)
+
+    def start(self, version):
+        """Give all processes the weights as they are, as this version, each as soon as it can take them."""
+        if not self.sender.needs_offers:
+            self.push(version)
+        self._newest = version
+
+    def _offers(self):
+        return {process.index: process.offer for process in self.processes if process.offer is not None}
+
+    def _send_to(self, processes, version, left_out):
+        """Send the messages of a version to processes, except those that are left out, which must have ended."""
+        for process in processes:
+            if process.index not in left_out:
                 self._send_weights(process, version)
+                continue
+            if not process.ends_within(END_S):
+                raise InferenceError(
+                    f"inference process {process.index}: weights cannot be written to its memory: "
+                    f'{left_out[process.index]}; try deploy.update_weights_transport = "shm"'
+                )
+            # Nothing is sent to it, and the thread that watches it starts another one in its place.
+            process.offer = None
 
     def _send_weights(self, process, version):
         process.pending.add(version)
+        process.sent = version
         for message in self.sender.messages(version):
             process.send(message)
 
@@ -266,7 +321,10 @@ class Engines:
             process.heard_at, process.has_started = time.monotonic(), True
             if isinstance(message, Alive):
                 process.stats = message
+            elif isinstance(message, Offer):
+                process.offer = message
             elif isinstance(message, Updated):
+                self._pauses.append(message.pause_s)
                 process.pending = {version for version in process.pending if version > message.version}
                 process.refused.clear()
                 process.live_at = min(process.live_at, process.heard_at)
@@ -320,16 +378,23 @@ class Engines:
         setup = self.setup_of(process.index)
         new = self.processes[process.index] = process.restarted(setup, self._arrived)
         requests = [request for request, _ in process.groups.values()]
-        # Where groups have the weights that they ask for, in the order of the versions.
-        versions = self.sender.versions[-1:] if setup.in_flight else self.sender.versions
+        if self.sender.needs_offers:
+            # Its weights come later, and it begins no group before.
+            for request in requests:
+                self._give(new, request)
+        else:
+            self._give_in_order(new, requests, self.sender.versions[-1:] if setup.in_flight else self.sender.versions)
+        self._changed.notify_all()
+
+    def _give_in_order(self, process, requests, versions):
+        """Give requests to a process where they have the weights that they ask for, in the order of the versions."""
         for version in versions:
             of_version = [each for each in requests if each.version <= version]
             requests = [each for each in requests if each.version > version]
             if of_version or version == versions[-1]:
-                self._send_weights(new, version)
+                self._send_weights(process, version)
             for request in of_version:
-                self._give(new, request)
-        self._changed.notify_all()
+                self._give(process, request)
 
     def _fail(self, error):
         with self._changed:

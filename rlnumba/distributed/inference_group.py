@@ -21,6 +21,7 @@ from typing import NamedTuple
 from rlnumba.distributed.launch import how_ended
 from rlnumba.distributed.shared_memory import SharedMemoryCommunicator, make_links
 from rlnumba.distributed.tensor_parallel import TensorParallel, follow
+from rlnumba.distributed.weight_push import Mapping
 from rlnumba.distributed.weight_sync import Staging, WeightReceiver
 from rlnumba.errors import CommunicationError, UserError
 from rlnumba.kernels.gemm import ops as gemm
@@ -57,7 +58,7 @@ class Followers:
         if not self.count:
             return
         self._link, *links = make_links(self.count + 1, setup.timeout_s)
-        context, staging = get_context("spawn"), Descriptor(setup.staging[2])
+        context, staging = get_context("spawn"), setup.staging and Descriptor(setup.staging[2])
         for link in links:
             own, other = Pipe()
             process = context.Process(target=_follow, args=(link, other, connection, staging, setup))
@@ -145,9 +146,14 @@ def _follow(link, report, connection, staging, setup):
     try:
         choose_device(setup, link.rank)
         model = _load_shard(setup, Shard(link.rank, len(setup.followers) + 1), link)
-        shared = Staging(*setup.staging[:2], staging.number)
+        shared = staging and Staging(*setup.staging[:2], staging.number)
         receiver = WeightReceiver(model.trained, shared, setup.bucket_bytes)
-        follow(model, setup.engine, {"copy_weights": receiver.copy, "meet": lambda: None})
+
+        def open_staging(offer):
+            receiver.staging = Mapping(offer)
+
+        led = {"open_staging": open_staging, "copy_weights": receiver.copy, "meet": lambda: None}
+        follow(model, setup.engine, led)
     except CommunicationError:
         pass  # another process of the engine has ended
     except Exception as error:  # reported by the trainer

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.distributed.communicator import TIMEOUT_S
 from rlnumba.distributed.inference_group import Failed, Followers, choose_device
+from rlnumba.distributed.weight_push import OwnStaging
 from rlnumba.distributed.weight_sync import Begin, Bucket, Finish, Staging, WeightReceiver, WeightsRefused
 from rlnumba.engine.core import Engine
 from rlnumba.engine.groups import GroupEngine, GroupRequest
@@ -31,9 +32,10 @@ class Setup(NamedTuple):
     """What an inference process needs to know at its start.
 
     model: folder or hub id; gpu: the number of its GPU, which num_sharing processes use, None on the cpu device.
-    staging: (bytes of a version, number of versions, descriptor). in_flight, keep_cache: whether running completions go
-    on with new weights, and with their keys and values. followers: of further processes that have a part of the model
-    each, (gpu, num_sharing); timeout_s: how long these processes wait for each other.
+    staging: (bytes of a version, number of versions, descriptor), or None: the process has its own. in_flight,
+    keep_cache: whether running completions go on with new weights, and with their keys and values. followers: of
+    further processes that have a part of the model each, (gpu, num_sharing); timeout_s: how long these processes wait
+    for each other.
     """
 
     model: str
@@ -45,7 +47,7 @@ class Setup(NamedTuple):
     device: str
     gpu: int | None
     num_sharing: int
-    staging: tuple
+    staging: tuple | None
     bucket_bytes: int
     in_flight: bool
     keep_cache: bool
@@ -73,7 +75,7 @@ class Done(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """From an inference process: the weights of a version are live; decode paused for so many seconds."""
+    """From an inference process: the weights of a version are live; for them no kernel ran for so many seconds."""
 
     version: int
     pause_s: float
@@ -120,11 +122,19 @@ class Server:
         if setup.lora is not None:
             model.adapter = adapter_of_run(setup.lora, model.weights, model.dtype.name, setup.model, setup.seed)
         tokenizer = Tokenizer.from_folder(find_model(setup.model))
+        # Before the KV cache takes what memory is left.
+        if setup.staging is None:
+            staging = OwnStaging(model.trained, setup.bucket_bytes)
+        else:
+            staging = Staging(*setup.staging)
         self.groups = GroupEngine(Engine(model, tokenizer, setup.engine))
-        self.receiver = WeightReceiver(model.trained, Staging(*setup.staging), setup.bucket_bytes)
+        self.receiver = WeightReceiver(model.trained, staging, setup.bucket_bytes)
         # No group can begin before the first weights have arrived.
         self.groups.update_weights(self.receiver.version)
         self.busy_s, self.heard_at = 0.0, 0.0
+        if setup.staging is None:
+            self._lead("open_staging", staging.offer)
+            connection.send(staging.offer)
 
     def run(self):
         """Serve until the connection closes, which raises EOFError or OSError."""
@@ -150,7 +160,8 @@ class Server:
 
     def _receive(self):
         """Take all messages that have arrived; without anything else to do, wait for one."""
-        wait_s = HEARTBEAT_S if self.groups.is_idle and not self.receiver.ready else 0.0
+        waits = self.groups.is_idle and not self.receiver.ready and not self.receiver.is_checking
+        wait_s = HEARTBEAT_S if waits else 0.0
         while self.connection.poll(wait_s):
             message, wait_s = self.connection.recv(), 0.0
             if isinstance(message, GroupRequest):
@@ -160,10 +171,15 @@ class Server:
                 if request is not None:
                     self.connection.send(Done(request))
             elif isinstance(message, Begin | Bucket | Finish):
-                try:
-                    self.receiver.take(message)
-                except WeightsRefused as error:
-                    self.connection.send(Refused(message.version, str(error)))
+                self._or_refused(self.receiver.take, message)
+        self._or_refused(self.receiver.check)
+
+    def _or_refused(self, function, *arguments):
+        """Call a function of the receiver, and report it if that refuses weights."""
+        try:
+            function(*arguments)
+        except WeightsRefused as error:
+            self.connection.send(Refused(error.version, str(error)))
 
     def _update(self):
         """Make weights that are ready the live ones, if it is time for them.
@@ -171,8 +187,8 @@ class Server:
         In the order of their versions, so that without in-flight updates every group has the one that it asked for.
         """
         while self.receiver.ready and (self.setup.in_flight or self.groups.may_change_weights):
-            began = time.perf_counter()
             self.groups.engine.synchronize()
+            began = time.perf_counter()
             self._lead("copy_weights", self.receiver.ready[0])
             version = self.receiver.apply()
             # The followers have copied them, too.

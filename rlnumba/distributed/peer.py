@@ -28,7 +28,7 @@ from rlnumba.distributed.watchdog import Watchdog
 from rlnumba.errors import CommunicationError, DeviceError
 from rlnumba.kernels.peer_gather import FIRST_EPOCH, Layout, inbox_bytes, peer_gather
 from rlnumba.runtime import device
-from rlnumba.runtime.memory import shared_with_host, track
+from rlnumba.runtime.memory import array_at, shared_with_host, track
 
 # To be chosen by bench/distributed.py: a piece of 8 MiB takes 25 us at 340 GB/s, two signals some microseconds.
 PIECE_BYTES = 8 << 20
@@ -187,14 +187,14 @@ class Arena:
         runtime = cupy.cuda.runtime
         self._own = runtime.malloc(nbytes)
         runtime.memset(self._own, 0, nbytes)
-        self._array(self._own, 2 * world_size, np.uint32).fill(first)
+        array_at(self._own, 2 * world_size, np.uint32, self).fill(first)
         cupy.cuda.Device().synchronize()
         offers = control.exchange(CONNECT, (runtime.getDevice(), runtime.ipcGetMemHandle(self._own)))
         self._bases = [self._own if r == rank else self._map(*offer) for r, offer in enumerate(offers)]
         # Of pieces from each rank, as arrays: making one asks the driver about its address.
         self._slots = [
             [
-                self._array(self._slot_address(self._own, source, slot), self.piece_bytes, np.uint8)
+                array_at(self._slot_address(self._own, source, slot), self.piece_bytes, np.uint8, self)
                 for slot in range(SLOTS)
             ]
             for source in range(world_size)
@@ -218,11 +218,6 @@ class Arena:
         if not device.can_access(runtime.getDevice(), gpu):
             raise DeviceError(f"GPUs {runtime.getDevice()} and {gpu} cannot access each other's memory")
         return runtime.ipcOpenMemHandle(handle)
-
-    def _array(self, address, count, dtype):
-        nbytes = count * np.dtype(dtype).itemsize
-        memory = self._cupy.cuda.UnownedMemory(address, nbytes, self)
-        return self._cupy.ndarray((count,), dtype, self._cupy.cuda.MemoryPointer(memory, 0))
 
     def _check(self, result):
         (error,) = result

@@ -3,13 +3,15 @@
     trainer, WeightSender                    inference process, WeightReceiver
     write(v): weights -> staging
     Begin(v, layout, sizes)             ->   refused where v is not newer, or the layout is another one
-    Bucket(v, i, checksum), for all     ->   refused where the bytes in staging are others
-    Finish(v)                           ->   refused where a bucket is missing; else v is ready
+    Bucket(v, i, checksum), for all     ->   noted
+    Finish(v)                           ->   refused where a bucket is missing, or has another checksum in staging;
+                                             else v is ready
                                              apply(v): staging -> the weights' fixed addresses, between two steps
 
 Until `apply` the old weights are the live ones, and after a refusal they stay so. Of a model with an adapter the
-adapter alone is sent. Staging is memory of the host that all processes share, with room for several versions: while
-one is written, others can be read, also by a process that has just been started.
+adapter alone is sent. Staging is here memory of the host that all processes share, with room for several versions:
+while one is written, others can be read, also by a process that has just been started. weight_push.py has staging in
+the memory of the inference processes' GPUs.
 """
 
 import mmap
@@ -26,9 +28,16 @@ from rlnumba.distributed.weight_shards import pieces_of, ranges_of, whole_of
 from rlnumba.errors import UserError
 from rlnumba.runtime import device
 
+# Bytes that are copied to a GPU at a time.
+LOAD_BYTES = 1 << 30
+
 
 class WeightsRefused(UserError):
-    """Weights that were not taken: the old ones are live."""
+    """Weights of a version that were not taken: the old ones are live."""
+
+    def __init__(self, version, reason):
+        super().__init__(reason)
+        self.version = version
 
 
 class Begin(NamedTuple):
@@ -40,7 +49,7 @@ class Begin(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """A part of a version is in staging, with this xxh64."""
+    """A part of a version is in staging, with this checksum."""
 
     version: int
     index: int
@@ -53,10 +62,26 @@ class Finish(NamedTuple):
     version: int
 
 
-def layout_of(trained):
-    """In which two layouts of trained weights, of a Weights or an Adapter, differ: str; of a shard, the model's."""
-    config, (size, decay_end) = trained.config, whole_of(trained)
-    return f"{type(trained).__name__} {config.architecture} {trained.flat.dtype} {size} {decay_end}"
+def layout_of(trained, bucket_bytes):
+    """In which two layouts of trained weights, of a Weights or an Adapter, and of their buckets differ: str.
+
+    Of a shard, the whole model's.
+    """
+    config, dtype, (size, decay_end) = trained.config, trained.flat.dtype, whole_of(trained)
+    name = f"{type(trained).__name__} {config.architecture} {dtype} {size} {decay_end}"
+    return f"{name} {max(bucket_bytes // dtype.itemsize, 1)}"
+
+
+def buckets_of(array, bucket_bytes):
+    """The parts of at most so many bytes, but at least an element, of an array (n,): list of views."""
+    step = max(bucket_bytes // array.itemsize, 1)
+    return [array[first : first + step] for first in range(0, len(array), step)]
+
+
+def messages_of(version, layout, checksums):
+    """What is sent for a version whose buckets, in staging, have these checksums: list."""
+    begin = Begin(version, layout, len(checksums))
+    return [begin, *(Bucket(version, *each) for each in enumerate(checksums)), Finish(version)]
 
 
 class Staging:
@@ -74,9 +99,28 @@ class Staging:
         """The memory of a version, (nbytes,) uint8, which another one `slots` later takes."""
         return self._memory[version % self.slots]
 
+    def begin_checksums(self, version, dtype, bucket_bytes):
+        """Compute the checksums of a version's buckets of `dtype`: read() -> list of int, or None until they are."""
+        checksums = checksums_of(buckets_of(self.of_version(version).view(dtype), bucket_bytes))
+        return lambda: checksums
+
+    def load(self, version, flat, ranges):
+        """Copy the Ranges of a version to the weights (n,), on the current stream."""
+        memory = self.of_version(version).view(flat.dtype)
+        for first, source, count in pieces_of(ranges, LOAD_BYTES // flat.itemsize):
+            flat[first : first + count] = device.asarray(memory[source : source + count])
+
+
+def checksums_of(parts):
+    """The xxh64 of each of a list of NumPy arrays: list of int."""
+    return [xxhash.xxh64_intdigest(as_bytes(part)) for part in parts]
+
 
 class WeightSender:
     """The trainer's side. trained: a Weights or an Adapter; bucket_bytes: of a part."""
+
+    # Whether processes have staging of their own, in which this then writes (weight_push.WeightPusher).
+    needs_offers = False
 
     def __init__(self, trained, slots, bucket_bytes):
         self.trained, self.bucket_bytes = trained, bucket_bytes
@@ -94,46 +138,73 @@ class WeightSender:
         older = version - self.staging.slots
         return older if older in self._messages else None
 
-    def write(self, version):
-        """Copy the weights as they are to staging."""
+    def may_write(self, version, pending):
+        """Whether `write` of a version overwrites none of `pending`, a set of those that a process is to take."""
+        return self.replaced_by(version) not in pending
+
+    def write(self, version, offers=None):
+        """Copy the weights as they are to staging; returns {}. offers: not needed."""
         device.synchronize()
         self._messages.pop(self.replaced_by(version), None)
-        memory, flat, checksums = self.staging.of_version(version), self.trained.flat, []
-        step = max(self.bucket_bytes // flat.itemsize, 1)
-        for first in range(0, flat.shape[0], step):
-            part = as_bytes(device.to_host(flat[first : first + step]))
-            target = memory[first * flat.itemsize :][: part.size]
-            target[...] = part
-            checksums.append(xxhash.xxh64_intdigest(target))
-        begin = Begin(version, f"{layout_of(self.trained)} {step}", len(checksums))
-        self._messages[version] = [begin, *(Bucket(version, *each) for each in enumerate(checksums)), Finish(version)]
+        memory, checksums = self.staging.of_version(version), []
+        targets = buckets_of(memory.view(self.trained.flat.dtype), self.bucket_bytes)
+        for part, target in zip(buckets_of(self.trained.flat, self.bucket_bytes), targets, strict=True):
+            as_bytes(target)[...] = as_bytes(device.to_host(part))
+            checksums += checksums_of([target])
+        self._messages[version] = messages_of(version, layout_of(self.trained, self.bucket_bytes), checksums)
+        return {}
+
+    def write_again(self, version, offers=None, numbers=None):
+        """As `write`, for a version that processes have refused."""
+        return self.write(version)
 
     def messages(self, version):
         """What is sent for a version in staging: list of Begin, Bucket, ..., Finish."""
         return self._messages[version]
 
+    def close(self):
+        """Nothing: the memory goes with the last process that has it."""
+
 
 class WeightReceiver:
     """The side of an inference process. trained: as the sender's, or a shard of it; bucket_bytes: the same; version:
-    that is live."""
+    that is live.
+
+    staging: a Staging, or what has its methods.
+    """
 
     def __init__(self, trained, staging, bucket_bytes, version=-1):
-        self.trained, self.staging, self.version = trained, staging, version
-        self._step, self._ranges = max(bucket_bytes // trained.flat.itemsize, 1), ranges_of(trained)
-        # Of the version that is arriving: its Begin, and which of its parts have arrived.
-        self._begin, self._arrived = None, set()
+        self.trained, self.staging, self.version, self.bucket_bytes = trained, staging, version, bucket_bytes
+        self._ranges = ranges_of(trained)
+        # Of the version that is arriving: its Begin, the checksums of its buckets so far, and those of staging.
+        self._begin, self._arrived, self._read = None, {}, None
         self.ready = []
+
+    @property
+    def is_checking(self):
+        """Whether a version has arrived whose checksums are still being computed."""
+        return self._read is not None
 
     def take(self, message):
         """Take the next message. Raises WeightsRefused; further messages of that version are then ignored."""
         if isinstance(message, Begin):
             self._take_begin(message)
         elif self._begin is not None and message.version == self._begin.version:
-            try:
-                (self._take_bucket if isinstance(message, Bucket) else self._take_finish)(message)
-            except WeightsRefused:
-                self._begin = None
-                raise
+            if isinstance(message, Bucket):
+                self._arrived[message.index] = message.checksum
+            else:
+                self._take_finish()
+
+    def check(self):
+        """If checksums are known by now, make their version ready, or raise WeightsRefused, with its number."""
+        found = self._read() if self.is_checking else None
+        if found is None:
+            return
+        begin, self._begin, self._read = self._begin, None, None
+        for index, checksum in enumerate(found):
+            if checksum != self._arrived.get(index):
+                raise WeightsRefused(begin.version, f"bucket {index} of version {begin.version} is damaged")
+        self.ready.append(begin.version)
 
     def apply(self):
         """Make the oldest version that is ready the live one, and return its number. No kernel may read weights."""
@@ -143,31 +214,23 @@ class WeightReceiver:
 
     def copy(self, version):
         """Make a version in staging the live one that is known to be good, as where another process has checked it."""
-        flat, memory = self.trained.flat, self.staging.of_version(version).view(self.trained.flat.dtype)
-        for first, source, count in pieces_of(self._ranges, self._step):
-            flat[first : first + count] = device.asarray(memory[source : source + count])
+        self.staging.load(version, self.trained.flat, self._ranges)
         device.synchronize()
         self.version = version
 
     def _take_begin(self, message):
-        self._begin = None
-        newest, layout = max([self.version, *self.ready]), f"{layout_of(self.trained)} {self._step}"
+        self._begin = self._read = None
+        newest, layout = max([self.version, *self.ready]), layout_of(self.trained, self.bucket_bytes)
         if message.version <= newest:
-            raise WeightsRefused(f"version {message.version} is not newer than {newest}")
+            raise WeightsRefused(message.version, f"version {message.version} is not newer than {newest}")
         if message.layout != layout:
-            raise WeightsRefused(f"the layout is {message.layout}, not {layout}")
-        self._begin, self._arrived = message, set()
+            raise WeightsRefused(message.version, f"the layout is {message.layout}, not {layout}")
+        self._begin, self._arrived = message, {}
 
-    def _take_bucket(self, message):
-        first = message.index * self._step * self.trained.flat.itemsize
-        part = self.staging.of_version(message.version)[first : first + self._step * self.trained.flat.itemsize]
-        if xxhash.xxh64_intdigest(part) != message.checksum:
-            raise WeightsRefused(f"bucket {message.index} of version {message.version} is damaged")
-        self._arrived.add(message.index)
-
-    def _take_finish(self, message):
-        missing = set(range(self._begin.buckets)) - self._arrived
+    def _take_finish(self):
+        begin, missing = self._begin, set(range(self._begin.buckets)) - self._arrived.keys()
         if missing:
-            raise WeightsRefused(f"bucket {min(missing)} of version {message.version} is missing")
-        self._begin = None
-        self.ready.append(message.version)
+            self._begin = None
+            raise WeightsRefused(begin.version, f"bucket {min(missing)} of version {begin.version} is missing")
+        self._read = self.staging.begin_checksums(begin.version, self.trained.flat.dtype, self.bucket_bytes)
+        self.check()

@@ -38,6 +38,12 @@ def track(region, nbytes):
         counts[1] = max(counts)
 
 
+def allocated(region):
+    """Bytes that a region has now."""
+    with _lock:
+        return _regions.get(region, (0,))[0]
+
+
 def report():
     """{region: peak bytes allocated at one time}, in the order in which the regions were first used."""
     with _lock:
@@ -138,6 +144,13 @@ def allocating(region, nbytes):
         yield
     except MemoryError as error:
         raise OutOfMemory(region, nbytes) from error
+
+
+def array_at(address, count, dtype, owner):
+    """(count,) of the memory of the GPU at an address, which `owner`, kept by the array, has allocated or mapped."""
+    cupy, dtype = device.xp(), np.dtype(dtype)
+    found = cupy.cuda.UnownedMemory(address, count * dtype.itemsize, owner)
+    return cupy.ndarray((count,), dtype, cupy.cuda.MemoryPointer(found, 0))
 
 
 def shared_with_host(shape, dtype):

@@ -25,6 +25,7 @@ import numpy as np
 from rlnumba.distributed.inference import Engines, Limits
 from rlnumba.distributed.inference_worker import Setup
 from rlnumba.distributed.placement import gpus_of_ranks
+from rlnumba.distributed.weight_push import WeightPusher, can_share
 from rlnumba.distributed.weight_sync import WeightSender
 from rlnumba.engine.groups import GroupEngine, GroupRequest
 from rlnumba.engine.sequence import Completion, SamplingParams
@@ -201,6 +202,7 @@ class Pipeline:
         now, (tokens, busy_s) = time.monotonic(), self.engines.stats
         seconds, (last_tokens, last_busy_s) = max(now - self.last_time, 1e-9), self.last_stats
         self.last_time, self.last_stats = now, (tokens, busy_s)
+        pauses = self.engines.take_pauses()
         waiting = self.buffer.num_complete - len(groups)
         return {
             "off_policy/mean": float(oldest.mean()),
@@ -214,6 +216,7 @@ class Pipeline:
             "buffer_qsize": waiting * self.train.num_generations,
             "queue_wait_time_s": float(np.mean([now - group.complete_at for group in groups])),
             "weight_sync_time_s": self.sync_s,
+            "weight_pause_time_s": max(pauses, default=0.0),
             "wait_for_batch_s": waited_s,
             "generation_tok_per_s": (tokens - last_tokens) / seconds,
             "infer_utilization": min((busy_s - last_busy_s) / seconds / self.engines.count, 1.0),
@@ -302,13 +305,18 @@ class RemoteEngines:
             gpus = gpus_of_ranks(len(gpus), "deploy.num_train_gpus + deploy.num_infer_gpus")
             # Once for all processes, which share the cache.
             ahead_of_time.finish()
-        # Without in-flight updates a group may ask for any of these versions.
-        slots = 2 if options.in_flight_weight_updates else options.max_staleness + 2
-        sender = WeightSender(model.trained, slots, deploy.update_weights_bucket_megabytes << 20)
+        sender = pusher_of(run, policy)
+        if sender is None:
+            # Without in-flight updates a group may ask for any of these versions.
+            slots = 2 if options.in_flight_weight_updates else options.max_staleness + 2
+            sender = WeightSender(model.trained, slots, deploy.update_weights_bucket_megabytes << 20)
+        self._sender, staging = sender, None
+        if not sender.needs_offers:
+            staging = sender.staging.nbytes, sender.staging.slots, sender.staging.descriptor
         common = {
             "model": run.model, "dtype": model.dtype.name, "lora": run.lora, "seed": run.seed, "gemm": run.gemm,
             "engine": run.engine, "device": device.name(), "bucket_bytes": sender.bucket_bytes,
-            "staging": (sender.staging.nbytes, sender.staging.slots, sender.staging.descriptor),
+            "staging": staging,
             "in_flight": options.in_flight_weight_updates,
             "keep_cache": not options.recompute_kv_cache_after_weight_updates,
             "timeout_s": deploy.dist_timeout_seconds,
@@ -324,7 +332,7 @@ class RemoteEngines:
         )
         self._engines = Engines(setup_of, sender, self.count, pipeline.finished, pipeline.expired, limits)
         try:
-            self.push(pipeline.version)
+            self._engines.start(pipeline.version)
         except BaseException:  # a signal, too
             self.close()
             raise
@@ -348,12 +356,32 @@ class RemoteEngines:
     def settle(self):
         """Nothing: evaluation has an engine of its own."""
 
+    def take_pauses(self):
+        """Seconds for which an engine paused for new weights, for each time since the last call: list."""
+        return self._engines.take_pauses()
+
     def check(self):
-        """Raise InferenceError if there are no engines any more."""
+        """Raise InferenceError if there are no engines any more, and send weights to those that have not the newest.
+
+        The weights must be those of the last `push`.
+        """
         self._engines.check()
 
     def close(self):
         self._engines.close()
+        self._sender.close()
+
+
+def pusher_of(run, policy):
+    """This rank's WeightPusher, where weights are pushed into memory of the inference processes, else None."""
+    if not run.deploy.num_infer_gpus:
+        return None
+    trained, gpu_bytes = policy.model.trained, None
+    if device.name() == "cuda" and can_share(device.xp().cuda.Device().id):
+        gpu_bytes = device.memory_info()[1]
+    if run.weights_transport(trained.flat.nbytes, gpu_bytes) != "peer":
+        return None
+    return WeightPusher(trained, policy.communicator, run.deploy.update_weights_bucket_megabytes << 20)
 
 
 class InterleavedEngine:
@@ -393,6 +421,10 @@ class InterleavedEngine:
         """The weights are of this version now."""
         self.groups.update_weights(version, not self.options.recompute_kv_cache_after_weight_updates)
 
+    def take_pauses(self):
+        """None: the weights are read where they are written."""
+        return []
+
     def advance(self):
         """One decode step."""
         began = time.perf_counter()
@@ -416,7 +448,8 @@ class InterleavedEngine:
 class Ahead:
     """What a trainer's loop has of a Pipeline, on every rank; pipeline is None on other ranks than the first.
 
-    rewards: whose names and weights are known on all ranks; make_engines(pipeline): called by `start`.
+    rewards: whose names and weights are known on all ranks; make_engines(pipeline): called by `start`. pusher: on other
+    ranks than the first, if all push weights.
     """
 
     pipeline: Pipeline | None
@@ -425,6 +458,7 @@ class Ahead:
     prompts: object
     rewards: object
     make_engines: Callable
+    pusher: WeightPusher | None = None
     metrics: dict = field(default_factory=dict)
 
     @property
@@ -455,6 +489,8 @@ class Ahead:
         """The weights are of this version now; to be called instead of the LLM's."""
         if self.pipeline is not None:
             self.pipeline.update_weights(version)
+        elif self.pusher is not None:
+            self.pusher.take_part()
         if self.pipeline is None or not self.pipeline.engines.is_own:
             self.llm.update_weights(version)
 
@@ -469,6 +505,8 @@ class Ahead:
     def close(self):
         if self.pipeline is not None and self.pipeline.engines is not None:
             self.pipeline.engines.close()
+        if self.pusher is not None:
+            self.pusher.close()
 
 
 def generations_from(schedule, step, begun):
@@ -506,4 +544,5 @@ def start_ahead(run, policy, llm, prompts, rewards, state, schedule, step, group
             return RemoteEngines(run, policy, pipeline)
         return InterleavedEngine(run, policy, pipeline, llm.engine)
 
-    return Ahead(pipeline, communicator, llm, prompts, rewards, make_engines)
+    pusher = pusher_of(run, policy) if pipeline is None else None
+    return Ahead(pipeline, communicator, llm, prompts, rewards, make_engines, pusher)

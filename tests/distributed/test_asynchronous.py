@@ -97,14 +97,20 @@ def synchronous(tmp_path_factory):
     return *train(run), trained_prompts(run)
 
 
-@pytest.mark.parametrize("num_infer_gpus, tensor_parallel_size", [(0, 1), (2, 1), (2, 2)])
+def with_deploy(run, **deploy):
+    """The run with other keys of [deploy]."""
+    return dataclasses.replace(run, deploy=dataclasses.replace(run.deploy, **deploy))
+
+
+@pytest.mark.parametrize(
+    "num_infer_gpus, tensor_parallel_size, transport", [(0, 1, "auto"), (2, 1, "auto"), (2, 2, "auto"), (2, 2, "peer")]
+)
 def test_without_staleness_the_result_is_the_synchronous_one(
-    tmp_path, synchronous, num_infer_gpus, tensor_parallel_size
+    tmp_path, synchronous, num_infer_gpus, tensor_parallel_size, transport
 ):
     """Also if an inference process is killed while it generates, and if the model is cut over several."""
     run = evaluated_run_of(tmp_path / "run", num_infer_gpus, max_staleness=0)
-    deploy = dataclasses.replace(run.deploy, tensor_parallel_size=tensor_parallel_size)
-    run = dataclasses.replace(run, deploy=deploy)
+    run = with_deploy(run, tensor_parallel_size=tensor_parallel_size, update_weights_transport=transport)
     with given([KillOnce(tensor_parallel_size > 1)] if num_infer_gpus else []):
         final, metrics = train(run)
     assert (final, trained_prompts(run)) == (synchronous[0], synchronous[2])
@@ -228,12 +234,13 @@ def test_a_killed_run_loses_no_prompt(tmp_path):
     assert [len({*prompts[first : first + 16]}) for first in (0, 16, 32)] == [16, 16, 16] and len(prompts) == 48
 
 
-def test_two_ranks_train_an_adapter_with_the_completions_of_one_inference_process(tmp_path):
+@pytest.mark.parametrize("transport", ["shm", "peer"])
+def test_two_ranks_train_an_adapter_with_the_completions_of_one_inference_process(tmp_path, transport):
     """The adapter alone is sent to it."""
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "global_batch_size": 16}
     options = {"train": sizes | {"max_steps": 3}, "lora": LoraConfig(r=2)}
     expected, run = run_of(tmp_path / "synchronous", **options), run_of(tmp_path / "run", 1, max_staleness=0, **options)
-    run = dataclasses.replace(run, deploy=dataclasses.replace(run.deploy, num_train_gpus=2))
+    run = with_deploy(run, num_train_gpus=2, update_weights_transport=transport)
     run_grpo(expected)
     train_on_ranks("grpo", run, False)
     name = "adapter_model.safetensors"

@@ -27,22 +27,22 @@ BUCKET_BYTES = 1 << 15
 class Fixture:
     """Engines with some processes, and one in this process whose completions are the expected ones.
 
-    followers: of each process, as Setup's.
+    followers: of each process, as Setup's. make_sender(trained): a WeightSender or WeightPusher.
     """
 
-    def __init__(self, count=2, followers=()):
+    def __init__(self, count=2, followers=(), make_sender=lambda trained: WeightSender(trained, 2, BUCKET_BYTES)):
         self.model = load_model(MODEL)
-        self.sender = WeightSender(self.model.trained, 2, BUCKET_BYTES)
+        self.sender = make_sender(self.model.trained)
         self.finished, self.expired = queue.SimpleQueue(), queue.SimpleQueue()
-        staging = self.sender.staging
+        staging = None if self.sender.needs_offers else self.sender.staging
         setup = Setup(
             model=str(MODEL), dtype="float32", lora=None, seed=0, gemm="auto", engine=EngineConfig(), device="cpu",
-            gpu=None, num_sharing=1, staging=(staging.nbytes, staging.slots, staging.descriptor),
-            bucket_bytes=BUCKET_BYTES, in_flight=True, keep_cache=True, followers=followers,
+            gpu=None, num_sharing=1, staging=staging and (staging.nbytes, staging.slots, staging.descriptor),
+            bucket_bytes=self.sender.bucket_bytes, in_flight=True, keep_cache=True, followers=followers,
         )  # fmt: skip
         self.engines = Engines(lambda index: setup, self.sender, count, self.finished.put, self.expired.put, LIMITS)
         self.version = self.numbers = 0
-        self.engines.push(0)
+        self.engines.start(0)
 
     def push(self):
         """New weights, as the next version."""
@@ -124,7 +124,7 @@ def test_the_groups_of_a_process_that_ends_or_stalls_are_drawn_again(running, ho
 def test_damaged_weights_are_refused_and_sent_again(running):
     write, damaged = running.sender.write, []
 
-    def write_damaged(version):
+    def write_damaged(version, *offers):
         write(version)
         if len(damaged) < 2:
             damaged.append(version)

@@ -125,10 +125,11 @@ def test_damaged_weights_are_refused_and_sent_again(running):
     write, damaged = running.sender.write, []
 
     def write_damaged(version, *offers):
-        write(version)
+        left_out = write(version, *offers)
         if len(damaged) < 2:
             damaged.append(version)
             running.sender.staging.of_version(version)[len(damaged) * BUCKET_BYTES] ^= 1
+        return left_out
 
     running.sender.write = write_damaged
     running.push()

@@ -682,7 +682,7 @@ def compile_kernels(config, trainer, gpu, overrides):
     from rlnumba.trainers.run_folder import KERNEL_LIST, kernel_request
 
     def listed(kind, run):
-        return run, list_signatures((kind, run), properties)
+        return run, list_signatures(kernel_request(kind, run), properties)
 
     kind, (run, stages), others = first_readable(runs, listed)
     missing = compile_pool.missing_of(stages, properties.capability)

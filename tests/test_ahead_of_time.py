@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -298,6 +299,42 @@ OF = {
     "ppo": OF_PROMPTS | {"ppo_loss_kernel", "gae_kernel", "ppo_rewards_kernel", "scalar_head_backward_kernel"},
     "reward": {"reward_loss_kernel", "scalar_head_kernel"},
 }
+
+
+LISTED_AHEAD = """
+import json, sys
+from rlnumba.config import load_run
+from rlnumba.runtime.device import GPUS
+from rlnumba.trainers.kernel_list import list_signatures
+from rlnumba.trainers.run_folder import kernel_request
+
+def listed(**deploy):
+    options = [("model", sys.argv[2]), ("train.dtype", "bfloat16"), ("async.max_staleness", "2")]
+    options += [(f"deploy.{name}", str(value)) for name, value in deploy.items()]
+    stages = list_signatures(kernel_request("grpo", load_run("grpo", sys.argv[1], options)), GPUS["h200"])
+    return [set(stage) for stage in stages]
+
+one, two = listed(num_train_gpus=1), listed(num_train_gpus=2, num_infer_gpus=2)
+parts = listed(num_train_gpus=2, num_infer_gpus=2, tensor_parallel_size=2)
+losses = [str(constants) for _, name, constants, _ in two[1] if name == "policy_loss_kernel"]
+added = sorted({name for _, name, _, _ in parts[0] - two[0]})
+print(json.dumps([one == two, losses, parts[1] == two[1], two[0] <= parts[0], added]))
+"""
+
+
+def test_an_asynchronous_run_lists_the_kernels_of_old_completions_and_of_parts_of_a_model(tmp_path):
+    """However many GPUs train; in a process of its own, as the one below."""
+    shutil.copytree(ROOT / "examples" / "quickstart" / "model", tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    arguments = [str(ROOT / "examples" / "many_gpus.toml"), str(tmp_path / "model")]
+    found = subprocess.run([sys.executable, "-c", LISTED_AHEAD, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 0, found.stderr
+    are_equal, losses, trains_alike, has_all, added = json.loads(found.stdout)
+    assert are_equal and trains_alike and has_all
+    assert losses and all("correction_level='token', correction_truncates=True" in each for each in losses)
+    assert added, "a part has GEMMs of its own"
 
 
 def test_a_run_lists_the_kernels_of_its_steps():

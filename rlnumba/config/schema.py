@@ -376,7 +376,7 @@ class Run:
     deploy: DeployConfig = DeployConfig()
 
     # A section of those of grpo and rloo.
-    asynchronous = None
+    asynchronous, is_stale = None, False
 
     @property
     def num_ranks(self):

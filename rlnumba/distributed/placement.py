@@ -41,8 +41,10 @@ def gpus_of_ranks(count, key):
 
 
 def num_sharing(count):
-    """How many of `count` processes share a GPU, where one has the most; 1 on other devices: int."""
-    return -(-count // device.gpu_count()) if device.name() == "cuda" else 1
+    """How many of `count` processes share a GPU of this machine, as far as RLNUMBA_RANKS_PER_GPU allows it: int."""
+    if device.name() != "cuda":
+        return 1
+    return min(-(-count // device.gpu_count()), _most_ranks_per_gpu())
 
 
 def _most_ranks_per_gpu():

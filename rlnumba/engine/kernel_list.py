@@ -116,8 +116,8 @@ def launch_scores(request):
             score(model, pack(sequences))
 
 
-def launch_steps(request):
-    """Run the steps of all sizes that a Request leads to, inside launches_only."""
+def launch_steps(request, make_model=model_of):
+    """Run the steps of all sizes that a Request leads to, inside launches_only. make_model: as model_of."""
     engine = request.engine
     limit = longest_sequence(request.model, engine)
     lengths = [min(length, limit) for length in request.prompt_lengths]
@@ -127,7 +127,7 @@ def launch_steps(request):
     runners = []
     for config in (request.model, short(request.model)):
         sizes = BLOCK_SIZE, engine.max_num_batched_tokens, seqs, limit
-        runner = Runner(model_of(request, config), Context(), *sizes, True, longest_verified(engine))
+        runner = Runner(make_model(request, config), Context(), *sizes, True, longest_verified(engine))
         runner.allocate(most_rows * (blocks_needed(longest, BLOCK_SIZE) + 1))
         runners.append(runner)
     whole, shortened = runners

@@ -10,9 +10,13 @@ from dataclasses import replace
 import numpy as np
 
 from rlnumba.data.files import sampled_rows
+from rlnumba.distributed.tensor_parallel import TensorParallel
 from rlnumba.engine import kernel_list
 from rlnumba.kernels.nn.elementwise import accumulate
 from rlnumba.model.lora import lora_of_run
+from rlnumba.model.shard import Shard
+from rlnumba.model.transformer import Transformer
+from rlnumba.model.weights import Weights
 from rlnumba.runtime.shapes import launches_only
 from rlnumba.trainers import grpo, plan, ppo, rloo, rollout
 
@@ -41,7 +45,10 @@ def list_signatures(request, properties):
             run = replace(run, lora=kernel_list.of_all_layers(lora, config))
         with launches_only(properties) as of_engine:
             if step.prompts:
-                kernel_list.launch_steps(engine_request(config, run, dtype, step.prompts))
+                request = engine_request(config, run, dtype, step.prompts)
+                kernel_list.launch_steps(request)
+                if run.deploy.tensor_parallel_size > 1:
+                    kernel_list.launch_steps(request, part_of(run.deploy.tensor_parallel_size))
         with launches_only(properties) as of_steps:
             policy, critic = plan.make_policies(config, dtype, run, step)
             with policy.context.use():
@@ -59,6 +66,18 @@ def list_signatures(request, properties):
                 with policy.context.use():
                     launch_prompt_trainer(kind, run, policy, critic, step.prompts, SHORTER[1:])
     return [of_engine, of_steps]
+
+
+def part_of(count):
+    """As kernel_list.model_of, of one of the parts that a model is cut into for an engine on `count` GPUs."""
+    shard = Shard(count - 1, count)
+
+    def make_model(request, config):
+        model = Transformer(shard.config_of(config), Weights(config, request.dtype, shard=shard))
+        model.ranks = TensorParallel(plan.PlannedRank(shard.rank, count), config.vocab_size)
+        return model
+
+    return make_model
 
 
 def num_prompts(kind, train):
@@ -83,14 +102,16 @@ def launch_prompt_trainer(kind, run, policy, critic, prompt_lengths, divisors):
             launch_ppo(run, policy, critic, rollouts)
             continue
         trainer = grpo if kind == "grpo" else rloo
-        if kind == "grpo":
-            launch_advantages(train, run.rewards.funcs)
-            grpo.add_logprobs(policy, rollouts, on_policy=False)
-        else:
-            rloo.add_logprobs(policy, rollouts)
-            rloo.leave_one_out(np.zeros(train.num_generations), train)
-        for on_policy in (True, False):
-            trainer.train_step(policy, rollouts.parts(train.per_device_train_batch_size, on_policy), 0.0)
+        # Also the first generations of a run with older ones are not old.
+        for rollouts.is_stale in {False, run.is_stale}:
+            if kind == "grpo":
+                launch_advantages(train, run.rewards.funcs)
+                grpo.add_logprobs(policy, rollouts, on_policy=False)
+            else:
+                rloo.add_logprobs(policy, rollouts)
+                rloo.leave_one_out(np.zeros(train.num_generations), train)
+            for on_policy in (True, False):
+                trainer.train_step(policy, rollouts.parts(train.per_device_train_batch_size, on_policy), 0.0)
 
 
 def launch_advantages(train, functions):

@@ -99,6 +99,8 @@ class Planner:
 
     def __init__(self, kind, run, on_gpu, total_bytes):
         run = with_engine_size(run.on_ranks(), on_gpu, total_bytes)
+        # Of processes that share a GPU each has a part of its memory.
+        self.num_sharing = num_sharing(run.num_ranks + run.deploy.num_infer_gpus)
         self.kind, self.run, self.on_gpu, self.total_bytes = kind, run, on_gpu, total_bytes
         folder = find_model(run.model, weights=False)
         self.config, self.tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
@@ -192,8 +194,7 @@ class Planner:
             notes["kv"] = f"engine.num_gpu_blocks_override = {blocks}"
         elif self.on_gpu:
             others = sum(regions.values()) + GPU_MARGIN_BYTES + CONTEXT_BYTES
-            # Of processes that share a GPU each has a part of its memory.
-            own_bytes = self.total_bytes // num_sharing(run.num_ranks + run.deploy.num_infer_gpus)
+            own_bytes = self.total_bytes // self.num_sharing
             share = int(own_bytes * engine.gpu_memory_utilization) - regions["weights"]
             room = min(share - regions["engine activations"], own_bytes - others)
             most = engine.max_num_seqs * (blocks_needed(limit, BLOCK_SIZE) + 1)
@@ -267,6 +268,9 @@ class PlannedRank(Communicator):
     """A rank whose operations move nothing; the others have no micro-batch."""
 
     def _fold(self, *arguments):
+        pass
+
+    def _gather_columns(self, *arguments):
         pass
 
     def _objects(self, operation, value):
@@ -522,8 +526,8 @@ def describe(planner, plan):
     """The lines that `rlnumba plan` prints: list of str."""
     regions = plan.regions | plan.extra
     lines = [f"{name:<20}{amount(size):>12}   {plan.notes.get(name, '')}".rstrip() for name, size in regions.items()]
-    # The processes of the cpu device share its memory.
-    num_processes = 1 if planner.on_gpu else planner.run.num_ranks
+    # The processes of the cpu device share its memory, and so may those of a GPU.
+    num_processes = planner.num_sharing if planner.on_gpu else planner.run.num_ranks
     share = f"{num_processes * plan.total / planner.total_bytes:.0%} of {amount(planner.total_bytes)}"
     share += f" for all {num_processes} processes" if num_processes > 1 else ""
     lines.append(f"{'total':<20}{amount(plan.total):>12}   {share}")

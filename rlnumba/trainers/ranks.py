@@ -29,7 +29,7 @@ def train_on_ranks(kind, run, resume, reward_funcs=(), callbacks=()):
     place = placement(count, "deploy.num_train_gpus")
     for each in (*reward_funcs, *callbacks):
         check_picklable(each, count)
-    start_compiling(kind, run.weighted())
+    start_compiling(kind, run)
     arguments = kind, run, resume, list(reward_funcs), list(callbacks)
     launch(_train, count, *arguments, timeout_s=run.deploy.dist_timeout_seconds, **place)
 

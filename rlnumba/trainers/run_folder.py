@@ -36,7 +36,9 @@ KERNEL_LIST = "rlnumba.trainers.kernel_list"
 
 def kernel_request(trainer, run):
     """What KERNEL_LIST takes: (trainer, Run), without what its kernels do not depend on."""
-    return trainer, replace(run, output_dir="-", deploy=type(run.deploy)())
+    size = run.deploy.tensor_parallel_size
+    cut = {"tensor_parallel_size": size, "num_infer_gpus": size} if size > 1 else {}
+    return trainer, replace(run.on_ranks().weighted(), output_dir="-", deploy=type(run.deploy)(**cut))
 
 
 def start_compiling(trainer, run):

@@ -16,16 +16,19 @@ pytestmark = pytest.mark.gpu
 NOT_STALE = AsyncConfig(max_staleness=0)
 
 
-def run_of(folder, model, num_infer_gpus=0, asynchronous=None, **options):  # noqa: F811 (not the fixture)
-    """A GRPORun of five steps in bfloat16."""
+def run_of(folder, model, num_infer_gpus=0, asynchronous=None, tp=1, **options):  # noqa: F811 (not the fixture)
+    """A GRPORun of five steps in bfloat16. tp: deploy.tensor_parallel_size."""
     run = gpu_run_of("grpo", folder, model, **{"max_steps": 5} | options)
-    return dataclasses.replace(run, deploy=DeployConfig(num_infer_gpus=num_infer_gpus), asynchronous=asynchronous)
+    deploy = DeployConfig(num_infer_gpus=num_infer_gpus, tensor_parallel_size=tp)
+    return dataclasses.replace(run, deploy=deploy, asynchronous=asynchronous)
 
 
-@pytest.mark.parametrize("num_infer_gpus", [0, 1, 2])
-def test_without_staleness_the_result_is_the_synchronous_one(tmp_path, model, num_infer_gpus):  # noqa: F811
-    expected, run = run_of(tmp_path / "synchronous", model), run_of(tmp_path / "run", model, num_infer_gpus, NOT_STALE)
-    with given([KillOnce()] if num_infer_gpus == 1 else []):
+@pytest.mark.parametrize("num_infer_gpus, tp", [(0, 1), (1, 1), (2, 1), (2, 2)])
+def test_without_staleness_the_result_is_the_synchronous_one(tmp_path, model, num_infer_gpus, tp):  # noqa: F811
+    """Also if an inference process ends, or one of two that have a part of the model each."""
+    expected = run_of(tmp_path / "synchronous", model)
+    run = run_of(tmp_path / "run", model, num_infer_gpus, NOT_STALE, tp)
+    with given([KillOnce(tp > 1)] if (num_infer_gpus, tp) != (2, 1) and num_infer_gpus else []):
         found = train(run)
     assert found[0] == train(expected)[0] and trained_prompts(run) == trained_prompts(expected)
 
@@ -39,10 +42,10 @@ def test_without_in_flight_updates_the_result_does_not_depend_on_the_engines(tmp
         assert [row["loss"] for row in metrics] == [row["loss"] for row in found[0][1]]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_running_completions_go_on_with_new_weights(tmp_path, model, recompute):  # noqa: F811
+@pytest.mark.parametrize("recompute, tp", [(False, 1), (True, 1), (False, 2)])
+def test_running_completions_go_on_with_new_weights(tmp_path, model, recompute, tp):  # noqa: F811
     options = {"recompute_kv_cache_after_weight_updates": recompute, "max_staleness": 1}
-    run = run_of(tmp_path / "run", model, 1, AsyncConfig(**options), max_completion_length=200, max_steps=8)
+    run = run_of(tmp_path / "run", model, tp, AsyncConfig(**options), tp, max_completion_length=200, max_steps=8)
     _, metrics = train(run)
     assert max(row["off_policy/max"] for row in metrics) == 1
     assert any(row["cross_version_response_fraction"] for row in metrics), "no completion had two versions"

@@ -8,7 +8,7 @@ import pytest
 from rlnumba import cli
 from rlnumba.config import DeployConfig, to_toml
 from rlnumba.distributed import placement
-from rlnumba.distributed.placement import RANKS_PER_GPU, gpus_of_ranks
+from rlnumba.distributed.placement import RANKS_PER_GPU, gpus_of_ranks, num_sharing
 from rlnumba.errors import ConfigError
 from rlnumba.runtime import device
 from tests.trainers.runs import sft_run
@@ -40,6 +40,15 @@ def test_ranks_share_where_there_are_too_few(machine, monkeypatch, gpus, most, f
     if most is not None:
         monkeypatch.setenv(RANKS_PER_GPU, most)
     assert gpus_of_ranks(4, "key") == found
+
+
+def test_how_many_processes_share_a_gpu(machine, monkeypatch):
+    machine(2)
+    assert num_sharing(8) == 1
+    monkeypatch.setattr(device, "name", lambda: "cuda")
+    assert num_sharing(8) == 1, "of another machine's GPUs, which are planned for here"
+    monkeypatch.setenv(RANKS_PER_GPU, "3")
+    assert [num_sharing(count) for count in (1, 2, 3, 4, 5, 6, 8)] == [1, 1, 2, 2, 3, 3, 3]
 
 
 @pytest.mark.parametrize(

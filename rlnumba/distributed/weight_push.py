@@ -84,10 +84,10 @@ class OwnStaging:
         runtime = device.xp().cuda.runtime
         size = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
         if size > device.memory_info()[0]:
-            raise OutOfMemory("staging", size)
+            raise OutOfMemory("new weights", size)
         # Never freed: the process ends with its last use.
         address = runtime.malloc(size)
-        track("staging", size)
+        track("new weights", size)
         self._stream = device.xp().cuda.Stream(non_blocking=True)
         return runtime.getDevice(), runtime.ipcGetMemHandle(address), array_at(address, nbytes, np.uint8, self)
 

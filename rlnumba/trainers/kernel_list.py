@@ -11,8 +11,10 @@ import numpy as np
 
 from rlnumba.data.files import sampled_rows
 from rlnumba.engine import kernel_list
+from rlnumba.kernels.checksum import BLOCKS, checksum
 from rlnumba.kernels.nn.elementwise import accumulate
 from rlnumba.model.lora import lora_of_run
+from rlnumba.runtime import device
 from rlnumba.runtime.shapes import launches_only
 from rlnumba.trainers import grpo, plan, ppo, rloo, rollout
 
@@ -42,6 +44,9 @@ def list_signatures(request, properties):
         with launches_only(properties) as of_engine:
             if step.prompts:
                 kernel_list.launch_steps(engine_request(config, run, dtype, step.prompts))
+            if run.deploy.num_infer_gpus:
+                # Of weights that are pushed.
+                checksum(*(device.xp().empty(size, np.int64) for size in (1, BLOCKS)))
         with launches_only(properties) as of_steps:
             policy, critic = plan.make_policies(config, dtype, run, step)
             with policy.context.use():

@@ -14,7 +14,8 @@ is room for one version, so a rank writes the next one after the process has tak
 before the first byte is written.
 
 Ranks have all weights after an optimizer step, so a process that is started later gets them from rank 0 alone; older
-versions are kept nowhere. On the cpu device the memory is a file without a name of the inference process, which ranks
+versions are kept nowhere. The memory of a process that has ended is given back when the ranks unmap it, at the next
+push. On the cpu device the memory is a file without a name of the inference process, which ranks
 open by /proc.
 """
 
@@ -84,10 +85,10 @@ class OwnStaging:
         runtime = device.xp().cuda.runtime
         size = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
         if size > device.memory_info()[0]:
-            raise OutOfMemory("staging", size)
+            raise OutOfMemory("new weights", size)
         # Never freed: the process ends with its last use.
         address = runtime.malloc(size)
-        track("staging", size)
+        track("new weights", size)
         self._stream = device.xp().cuda.Stream(non_blocking=True)
         return runtime.getDevice(), runtime.ipcGetMemHandle(address), array_at(address, nbytes, np.uint8, self)
 

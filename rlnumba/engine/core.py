@@ -506,7 +506,7 @@ class Engine:
         memory.reclaim()
         device.xp().get_default_memory_pool().free_all_blocks()
         free, total = device.memory_info()
-        own = self.model.nbytes + self.runner.arena.peak + workspace + memory.allocated("staging")
+        own = self.model.nbytes + self.runner.arena.peak + workspace + memory.allocated("new weights")
         sharing = device.num_sharing_gpu()
         share = int(total * self.config.gpu_memory_utilization / sharing)
         room = min(share - own, free - GPU_MARGIN_BYTES)

@@ -12,11 +12,13 @@ import numpy as np
 from rlnumba.data.files import sampled_rows
 from rlnumba.distributed.tensor_parallel import TensorParallel
 from rlnumba.engine import kernel_list
+from rlnumba.kernels.checksum import BLOCKS, checksum
 from rlnumba.kernels.nn.elementwise import accumulate
 from rlnumba.model.lora import lora_of_run
 from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import Transformer
 from rlnumba.model.weights import Weights
+from rlnumba.runtime import device
 from rlnumba.runtime.shapes import launches_only
 from rlnumba.trainers import grpo, plan, ppo, rloo, rollout
 
@@ -49,6 +51,9 @@ def list_signatures(request, properties):
                 kernel_list.launch_steps(request)
                 if run.deploy.tensor_parallel_size > 1:
                     kernel_list.launch_steps(request, part_of(run.deploy.tensor_parallel_size))
+            if run.deploy.num_infer_gpus:
+                # Of weights that are pushed.
+                checksum(*(device.xp().empty(size, np.int64) for size in (1, BLOCKS)))
         with launches_only(properties) as of_steps:
             policy, critic = plan.make_policies(config, dtype, run, step)
             with policy.context.use():

@@ -159,20 +159,23 @@ class Planner:
 
     def engine_regions(self, plan):
         """{name: bytes} of what each process of an inference engine has: the engine's regions of a Plan of the run, and
-        of several processes their parts."""
+        of several processes their parts. Memory for new weights counts for all of them, and the first has it."""
         run, shard = self.run, Shard(0, self.run.deploy.tensor_parallel_size)
         found = {name: size for name, size in (plan.regions | plan.extra).items() if name in OF_INFERENCE}
-        if shard.count == 1:
+        sent = plan.regions["weights" if run.lora is None else "adapter"]
+        is_pushed = run.weights_transport(sent, self.total_bytes if self.on_gpu else None) == "peer"
+        if shard.count == 1 and not is_pushed:
             return found
         dtype = self.dtype_of(run)
-        regions = {
-            "weights": weights_bytes(self.config, dtype, shard),
-            "engine activations": found.get("engine activations", 0),
-        }
+        regions = {name: size for name, size in found.items() if name not in ("kv", "CUDA context")}
+        regions["weights"] = weights_bytes(self.config, dtype, shard)
+        if is_pushed:
+            regions["new weights"] = sent
         prompts, itemsize = step_of(self, run).prompts, device.dtype(dtype).itemsize
         self._add_kv(regions, {}, run, itemsize, prompts, shard.config_of(self.config))
         if self.on_gpu:
-            regions |= {"peer": arena_bytes(shard.count), "CUDA context": CONTEXT_BYTES}
+            regions |= {"peer": arena_bytes(shard.count)} if shard.count > 1 else {}
+            regions["CUDA context"] = CONTEXT_BYTES
         return regions
 
     def dtype_of(self, run):
@@ -194,8 +197,9 @@ class Planner:
             notes["kv"] = f"engine.num_gpu_blocks_override = {blocks}"
         elif self.on_gpu:
             others = sum(regions.values()) + GPU_MARGIN_BYTES + CONTEXT_BYTES
+            # Of processes that share a GPU each has a part of its memory.
             own_bytes = self.total_bytes // self.num_sharing
-            share = int(own_bytes * engine.gpu_memory_utilization) - regions["weights"]
+            share = int(own_bytes * engine.gpu_memory_utilization) - regions["weights"] - regions.get("new weights", 0)
             room = min(share - regions["engine activations"], own_bytes - others)
             most = engine.max_num_seqs * (blocks_needed(limit, BLOCK_SIZE) + 1)
             blocks = max(min(room // block_bytes, most), 0)

@@ -15,6 +15,7 @@ from rlnumba.distributed.inference_worker import Setup
 from rlnumba.distributed.weight_sync import WeightSender
 from rlnumba.engine import Engine, SamplingParams
 from rlnumba.engine.groups import GroupEngine, GroupRequest
+from rlnumba.kernels.nn.elementwise import scale
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from tests.trainers.runs import MODEL
@@ -27,19 +28,20 @@ BUCKET_BYTES = 1 << 15
 class Fixture:
     """Engines with some processes, and one in this process whose completions are the expected ones.
 
-    followers: of each process, as Setup's. make_sender(trained): a WeightSender or WeightPusher.
+    make_sender(trained): a WeightSender or WeightPusher. setup: of each process what differs from the defaults here.
     """
 
-    def __init__(self, count=2, followers=(), make_sender=lambda trained: WeightSender(trained, 2, BUCKET_BYTES)):
-        self.model = load_model(MODEL)
+    def __init__(self, count=2, make_sender=lambda trained: WeightSender(trained, 2, BUCKET_BYTES), **setup):
+        self.folder = setup.get("model", str(MODEL))
+        self.model = load_model(self.folder, setup.get("dtype", "float32"))
         self.sender = make_sender(self.model.trained)
         self.finished, self.expired = queue.SimpleQueue(), queue.SimpleQueue()
         staging = None if self.sender.needs_offers else self.sender.staging
         setup = Setup(
             model=str(MODEL), dtype="float32", lora=None, seed=0, gemm="auto", engine=EngineConfig(), device="cpu",
             gpu=None, num_sharing=1, staging=staging and (staging.nbytes, staging.slots, staging.descriptor),
-            bucket_bytes=self.sender.bucket_bytes, in_flight=True, keep_cache=True, followers=followers,
-        )  # fmt: skip
+            bucket_bytes=self.sender.bucket_bytes, in_flight=True, keep_cache=True,
+        )._replace(**setup)  # fmt: skip
         self.engines = Engines(lambda index: setup, self.sender, count, self.finished.put, self.expired.put, LIMITS)
         self.version = self.numbers = 0
         self.engines.start(0)
@@ -47,7 +49,7 @@ class Fixture:
     def push(self):
         """New weights, as the next version."""
         self.version += 1
-        self.model.trained.flat *= 0.9
+        scale(self.model.trained.flat, 0.9, self.model.trained.flat)
         self.engines.push(self.version)
 
     def submit(self, count, **params):
@@ -79,7 +81,7 @@ class Fixture:
         return found
 
     def expected(self, requests):
-        groups = GroupEngine(Engine(self.model, Tokenizer.from_folder(MODEL)))
+        groups = GroupEngine(Engine(self.model, Tokenizer.from_folder(self.folder)))
         groups.update_weights(self.version)
         for request in requests.values():
             groups.submit(request)

@@ -39,6 +39,9 @@ class FakeEngines:
     def push(self, version):
         self.version = version
 
+    def take_pauses(self):
+        return []
+
     def check(self):
         pass
 
@@ -247,6 +250,12 @@ REFUSED = [
     ({}, {"queue_maxsize": 8}, {}, r"async.queue_maxsize \(8\) must be at least .*generation \(16\)"),
     ({}, {"max_staleness": 0, "staleness": ["is"]}, {}, "async.max_staleness 0 needs `cap` in async.staleness"),
     ({}, {}, {"num_train_gpus": 2}, r"deploy.num_train_gpus \(2\) above 1 needs GPUs that generate"),
+    (
+        {},
+        {"in_flight_weight_updates": False},
+        {"num_infer_gpus": 1, "update_weights_transport": "peer"},
+        "update_weights_transport `peer` keeps no older weights, which async.in_flight_weight_updates = false needs",
+    ),
 ]
 
 
@@ -265,6 +274,20 @@ def test_the_section_in_a_file(tmp_path):
     assert (again.asynchronous.max_staleness, again.deploy.num_infer_gpus) == (3, 2)
     with pytest.raises(ConfigError, match=r"num_infer_gpus \(1\) are for asynchronous training: .* section \[async\]"):
         load_run("sft", [], [("model", "m"), ("output_dir", "o"), ("data.train", "d"), ("deploy.num_infer_gpus", "1")])
+
+
+def test_the_way_of_new_weights(tmp_path):
+    """Between GPUs, unless they take more than a quarter of one, or older ones may be needed."""
+    run = dataclasses.replace(grpo_run(tmp_path / "run"), asynchronous=AsyncConfig())
+    assert run.weights_transport(10, None) == run.weights_transport(11, 43) == "shm"
+    assert run.weights_transport(10, 40) == "peer"
+    kept = dataclasses.replace(run, asynchronous=AsyncConfig(in_flight_weight_updates=False))
+    assert kept.weights_transport(10, 40) == "shm"
+    unkept = dataclasses.replace(run, asynchronous=AsyncConfig(in_flight_weight_updates=False, max_staleness=0))
+    assert unkept.weights_transport(10, 40) == "peer"
+    for chosen in ("peer", "shm"):
+        run = dataclasses.replace(run, deploy=DeployConfig(update_weights_transport=chosen))
+        assert run.weights_transport(10, 40) == run.weights_transport(11, None) == chosen
 
 
 def test_importance_weights_follow_from_the_section(tmp_path):

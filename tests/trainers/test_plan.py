@@ -209,6 +209,12 @@ def test_a_dry_run_says_what_ranks_do(tmp_path, capfd):
     assert cli.run(["grpo", "--config", str(file), "--dry-run", *options]) == 0
     rows = [line.split() for line in capfd.readouterr().out.partition("# GiB by region")[2].splitlines()][2:]
     assert [row[1:4] for row in rows] == [["0", "none", "train"], *[["-", "none", "generate"]] * 2]
+    options += ["--deploy.update_weights_transport", "peer"]
+    assert cli.run(["grpo", "--config", str(file), "--dry-run", *options]) == 0
+    lines = capfd.readouterr().out.partition("# GiB by region")[2].splitlines()[1:]
+    assert "new weights" in lines[0]
+    trainer, *others = [line.split() for line in lines[1:]]
+    assert [trainer[-2], *(each[-2] for each in others)] == ["0.000", others[0][4], others[0][4]]
 
 
 def test_planning_reads_no_weights_and_leaves_no_trace(tmp_path):

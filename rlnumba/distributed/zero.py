@@ -11,7 +11,8 @@
 Parts are whole segments of the gradient's norm (kernels/nn/reduce.py), so that a segment's sum is computed by one rank,
 and whole blocks of 8-bit moments. Nothing here depends on the number of ranks R but who computes what: an element's
 step reads its own gradient, moments and position, which also numbers the random bits of rounding. So weights, and the
-state that rank 0 writes, have the bits of one rank's, and a state saved on R ranks continues on any other number.
+state that the ranks write (saving.py), have the bits of one rank's, and a state saved on R ranks continues on any other
+number.
 """
 
 import weakref
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.checkpoint import ArrayPart
 from rlnumba.errors import UserError
 from rlnumba.kernels.nn import reduce
 from rlnumba.optim import Optimizer
@@ -122,15 +124,20 @@ class ShardedOptimizer(Optimizer):
                     target[...] = arrived[rank, : len(target)]
 
     def state_dict(self):
-        """On rank 0 what Optimizer.state_dict returns on one rank, with its bits; None on other ranks."""
+        """As Optimizer's, each array an ArrayPart: those of all ranks make up what one rank has, with its bits."""
         self._join()
-        arrays = {name: self.gathered(name) for name in self.layout}
-        if self.communicator.rank:
-            return None
+        size = self.model_weights.flat.shape[0]
+        arrays = {
+            name: ArrayPart(device.host_copy(self.state[name]), self.part.of_state(each).start or 0, -(-size // each))
+            for name, (_, each) in self.layout.items()
+        }
         return {"optim": self.optim, **arrays, "steps": self.steps, "skipped_steps": self.skipped_steps}
 
     def gathered(self, name):
-        """An array of the state of all parts, on the host of rank 0, where it arrives a piece at a time; else None."""
+        """An array of the state of all parts, on the host of rank 0, where it arrives a piece at a time; else None.
+
+        For an adapter's master, which is small.
+        """
         own, rank, xp, (_, each) = self.state[name], self.communicator.rank, device.xp(), self.layout[name]
         length = PIECE_SEGMENTS * reduce.SEGMENT // each
         if rank:
@@ -150,7 +157,7 @@ class ShardedOptimizer(Optimizer):
         return whole
 
     def load_state_dict(self, state):
-        """Restore what state_dict returned on rank 0 of any number of ranks; every rank is given all of it.
+        """Restore what any number of ranks have saved; every rank is given whole arrays, and reads its part of them.
 
         Raises UserError as Optimizer's.
         """

@@ -415,22 +415,25 @@ def with_adapters(model, folders):
     return result
 
 
-def host_copy(model):
-    """A copy of a model, for save_model alone, of which what is saved is on the host and does not change any more."""
+def host_copy(model, part=slice(None)):
+    """A copy of a model, for saving alone, of which what is saved is on the host and does not change any more.
+
+    part: the elements of weights.flat that are copied; an adapter is copied whole.
+    """
     copied = copy.copy(model)
     if model.adapter is None:
-        copied.weights = model.weights.host_copy()
+        copied.weights = model.weights.host_copy(part)
     else:
         copied.adapter = model.adapter.host_copy()
     return copied
 
 
-def save_model(model, folder, tokenizer=None, dtype=None, heads=None):
+def save_model(model, folder, tokenizer=None, dtype=None, heads=None, write_weights=save_weights):
     """Write a Hugging Face folder that transformers and vLLM load: config.json, generation_config.json,
     *.safetensors in `dtype` (default: the model's), and the tokenizer's files if one is given.
 
     heads: those that are written, by default all; with both, transformers loads the causal language model. Of a model
-    with an adapter, PEFT's folder of the adapter instead.
+    with an adapter, PEFT's folder of the adapter instead. write_weights: create_weights, to write no values yet.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -446,4 +449,4 @@ def save_model(model, folder, tokenizer=None, dtype=None, heads=None):
     write_json(folder / "generation_config.json", {**model.generation_config, **kept})
     if tokenizer is not None:
         tokenizer.save(folder)
-    save_weights(model.weights, folder, config.dtype, config.heads)
+    write_weights(model.weights, folder, config.dtype, config.heads)

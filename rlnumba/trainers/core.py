@@ -21,7 +21,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from rlnumba.distributed.zero import ShardedOptimizer
+from rlnumba.checkpoint import ArrayPart
+from rlnumba.distributed.zero import Part, ShardedOptimizer
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.nn.elementwise import accumulate, add, fill, scale
 from rlnumba.model.heads import (
@@ -38,6 +39,7 @@ from rlnumba.optim import Optimizer
 from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import Arena
+from rlnumba.runtime.transfer import copy_to_device
 from rlnumba.trainers.graphs import MicroBatchGraphs
 
 F32 = np.dtype(np.float32)
@@ -358,13 +360,13 @@ class Policy:
     def state_dict(self):
         """The state for a checkpoint besides the weights; a reference that does not move is the run's `model`.
 
-        On several ranks, all of which call this, that on rank 0 is complete.
+        On several ranks, all of which call this, arrays are ArrayParts.
         """
         self.gather_adapter()
         moves = self.reference is not None and self.train.sync_ref_model
         return {
             "optimizer": self.optimizer.state_dict(),
-            "reference": device.host_copy(self.reference.weights.flat) if moves else None,
+            "reference": self.host_part(self.reference.weights.flat) if moves else None,
             "loss": dict(self.loss_state),
         }
 
@@ -373,7 +375,14 @@ class Policy:
         self.optimizer.load_state_dict(state["optimizer"])
         self.loss_state = dict(state.get("loss", {}))
         if self.reference is not None and state["reference"] is not None:
-            self.reference.weights.flat[...] = device.asarray(state["reference"])
+            copy_to_device([(self.reference.weights.flat, state["reference"])])
+
+    def host_part(self, flat):
+        """A copy on the host of this rank's part of an array that all ranks have: an ArrayPart; of one rank all."""
+        if self.communicator is None:
+            return device.host_copy(flat)
+        part = Part.of(len(flat), self.communicator.rank, self.communicator.world_size)
+        return ArrayPart(device.host_copy(flat[part.start : part.stop]), part.start, len(flat))
 
     def move_reference_if_due(self, step):
         """With sync_ref_model, move the reference every ref_model_sync_steps steps; step: optimizer steps done."""

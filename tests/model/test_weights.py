@@ -15,7 +15,7 @@ from rlnumba.errors import UserError
 from rlnumba.model import weights
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.weights import Weights, load_weights, open_tensors, save_weights, write_tensors
-from rlnumba.runtime import device, memory
+from rlnumba.runtime import device, memory, transfer
 from tests.close import assert_same_bits
 
 MODELS = pathlib.Path(__file__).parent.parent / "golden" / "models"
@@ -297,7 +297,7 @@ def test_pieces_of_all_threads_make_up_the_weights(tmp_path, monkeypatch, dtype,
     header = content[8 : 8 + size].rstrip(b" ")
     header += b" " * (1 - len(header) % 2)
     path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
-    monkeypatch.setattr(weights, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(transfer, "PIECE_BYTES", piece_bytes)
     loaded = load_weights(tmp_path, config, dtype)
     assert len(header) % 2 and loaded.flat.nbytes > 3 * piece_bytes
     assert_same_bits(device.to_host(loaded.flat), device.to_host(held.flat).astype(loaded.dtype))
@@ -309,7 +309,7 @@ def test_a_thread_that_fails_ends_the_loading(tmp_path, monkeypatch):
     def fails(*arguments):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(weights, "_taken", fails)
+    monkeypatch.setattr(transfer, "_taken", fails)
     with pytest.raises(MemoryError, match="no memory"):
         load_weights(MODELS / "qwen3_untied", config)
 

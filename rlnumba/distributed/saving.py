@@ -5,9 +5,9 @@
     rank 0         waits for all, hashes and flushes the files, renames the folder
 
 Files have the bits that one rank's have: where a tensor begins follows from the files' headers, not from who writes it.
-Ranks copy their parts to the host, go on training, and write in a thread; in that they do not use the Communicator but
-small files in the folder that is written, which tell the others how far a rank is. So output_dir is a folder that all
-ranks see. A rank that is killed leaves a folder without its name, which the next start removes.
+Ranks copy their parts to the host, go on training, and write in a thread. That thread does not use the Communicator: how
+far a rank is follows from small files in the folder that is written. So output_dir is a folder that all ranks see. A
+rank that is killed leaves a folder without its name, which the next start removes.
 """
 
 import os

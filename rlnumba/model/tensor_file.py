@@ -26,7 +26,7 @@ from rlnumba.runtime import device
 # The library refuses longer headers.
 MOST_HEADER_BYTES = 100_000_000
 # Bytes of a tensor that are on the host at one time.
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 8 << 20
 
 # {dtype: its name in a header}, in the order in which the library writes tensors.
 _NAMES = {

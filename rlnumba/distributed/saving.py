@@ -4,10 +4,10 @@
     each rank      writes its values in place, flushes them                                  -> written_by(rank)
     rank 0         waits for all, hashes and flushes the files, renames the folder
 
-Files have the bits that one rank's have: where a tensor begins follows from the files' headers, not from who writes it.
-Ranks copy their parts to the host, go on training, and write in a thread. That thread does not use the Communicator: how
-far a rank is follows from small files in the folder that is written. So output_dir is a folder that all ranks see. A
-rank that is killed leaves a folder without its name, which the next start removes.
+Files have the bits that one rank's have: where a tensor begins follows from a file's header, not from who writes it.
+Ranks copy their parts to the host, go on training, and write in a thread. That thread does not use the Communicator:
+how far a rank is follows from small files in the folder that is written. So output_dir is a folder that all ranks see.
+A rank that is killed leaves a folder without its name, which the next start removes.
 """
 
 import os

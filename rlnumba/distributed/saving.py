@@ -44,7 +44,7 @@ class SharedSaver(checkpoint.Saver):
         """As Saver.save. trainer_state: on other ranks than the first only its ArrayParts are used."""
         self.wait()
         rank, world_size, arrays = self.communicator.rank, self.communicator.world_size, {}
-        part = Part.of(len(model.trained.flat), rank, world_size)
+        part = Part.of(model.weights.size, rank, world_size)
         # An adapter is small, and rank 0 has its exact values.
         parts = []
         if model.adapter is None or rank == 0:

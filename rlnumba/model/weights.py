@@ -127,9 +127,10 @@ def parameters(config, shard=WHOLE):
 class Weights:
     """One flat array of `dtype` on the device, zeros at first, and its views: weights["model.layers.0.qkv"].
 
-    flat: (n,). decay_end: elements [0, decay_end) are matrices, to which weight decay applies. layers[i]: the
-    LayerWeights of layer i. lm_head: (V, D), the embedding if tied; score: (1, D); None for a head that the model does
-    not have. config: of the whole model, of which these are the shard's weights. region: of memory.report().
+    flat: (n,), n = size, its first element number `first`, 0, of the model's. decay_end: elements [0, decay_end) are
+    matrices, to which weight decay applies. layers[i]: the LayerWeights of layer i. lm_head: (V, D), the embedding if
+    tied; score: (1, D); None for a head that the model does not have. config: of the whole model, of which these are
+    the shard's weights. region: of memory.report().
     """
 
     def __init__(self, config, dtype="float32", region="weights", shard=WHOLE):
@@ -137,13 +138,11 @@ class Weights:
         self.dtype = device.dtype(dtype)
         self.parameters = parameters(config, shard)
         last = self.parameters[-1]
-        size = last.offset + last.padded_size
-        with memory.allocating(region, size * self.dtype.itemsize):
-            self.flat = device.xp().zeros(size, dtype=self.dtype)
-        memory.track(region, self.flat.nbytes)
-        weakref.finalize(self, memory.track, region, -self.flat.nbytes)
+        self.size = last.offset + last.padded_size
         self.decay_end = next(p.offset for p in self.parameters if not p.decays)
-        self.views = self._views(self.flat)
+        self.views, nbytes = self._allocate(region)
+        memory.track(region, nbytes)
+        weakref.finalize(self, memory.track, region, -nbytes)
         self.embed_tokens = self["model.embed_tokens"]
         self.norm = self["model.norm"]
         tied = self.embed_tokens[shard.tokens(config.vocab_size)] if shard.count > 1 else self.embed_tokens
@@ -154,8 +153,20 @@ class Weights:
             for layer in range(config.num_hidden_layers)
         ]
 
-    def _views(self, flat):
-        return {p.name: flat[p.offset : p.offset + p.size].reshape(p.shape) for p in self.parameters}
+    def _allocate(self, region):
+        """({name: view of a Parameter}, bytes of their memory)."""
+        nbytes = self.size * self.dtype.itemsize
+        with memory.allocating(region, nbytes):
+            self.flat = device.xp().zeros(self.size, dtype=self.dtype)
+        return {p.name: self.flat[p.offset : p.offset + p.size].reshape(p.shape) for p in self.parameters}, nbytes
+
+    def layer(self, index):
+        """The LayerWeights of a layer that is computed next."""
+        return self.layers[index]
+
+    def spans(self):
+        """[(number of the first element, array)] of what there is of the flat buffer."""
+        return [(self.first, self.flat)]
 
     def __getitem__(self, name):
         return self.views[name]
@@ -184,8 +195,8 @@ class Weights:
 
     def host_copy(self, part=slice(None)):
         """A copy on the host, for saving alone, of all elements or of a part, of which only `parts` are used."""
-        copied = copy.copy(self)
-        copied.flat, copied.first = device.host_copy(self.flat[part]), part.start or 0
+        copied, (start, stop, _) = copy.copy(self), part.indices(self.size)
+        copied.flat, copied.first = device.host_copy(self.flat[start - self.first : stop - self.first]), start
         copied.views = None
         return copied
 
@@ -224,11 +235,11 @@ def _assign(view, values):
         view[...] = values
 
 
-def load_weights(folder, config, dtype=None, heads=None, shard=WHOLE):
+def load_weights(folder, config, dtype=None, heads=None, shard=WHOLE, make_weights=Weights):
     """The Weights of a folder's *.safetensors (one file, or several with an index), in `dtype` (config.dtype).
 
     config: that of the folder. heads: those of the Weights, if not the folder's; a head not in the folder is zeros.
-    shard: of the model, whose rows alone are read.
+    shard: of the model, whose rows alone are read. make_weights: of a subclass, of which what `spans` says is read.
     Names, shapes and dtypes are checked before memory is allocated; tensors are copied from the mapped files. Raises
     UserError, one line, for a damaged or missing file and for a tensor that is missing, unknown, or of another shape
     or dtype than it should be, with the names.
@@ -253,13 +264,17 @@ def load_weights(folder, config, dtype=None, heads=None, shard=WHOLE):
         raise UserError(f"{folder}: the checkpoint does not fit its config.json: {'; '.join(problems)}")
     for name in expected:
         check_dtype(name, files[name])
-    weights = Weights(replace(config, heads=heads or config.heads), dtype or config.dtype, shard=shard)
-    found = [(view, files[source], source) for source, view in weights.tensors() if source in expected]
-    mapped = {path: np.memmap(path, np.uint8, "r") for path in {stored.path for _, stored, _ in found}}
-    copy_to_device([
-        (view, stored.values_in(mapped[stored.path])[shard.rows(source, stored.shape[0])])
-        for view, stored, source in found
-    ])  # fmt: skip
+    weights = make_weights(replace(config, heads=heads or config.heads), dtype or config.dtype, shard=shard)
+    places = [(files[source], source, at) for source, at, _ in weights.places() if source in expected]
+    mapped = {path: np.memmap(path, np.uint8, "r") for path in {stored.path for stored, _, _ in places}}
+    copies = []
+    for stored, source, at in places:
+        values = stored.values_in(mapped[stored.path])[shard.rows(source, stored.shape[0])].reshape(-1)
+        for first, array in weights.spans():
+            lower, upper = max(at, first), min(at + len(values), first + len(array))
+            if lower < upper:
+                copies.append((array[lower - first : upper - first], values[lower - at : upper - at]))
+    copy_to_device(copies)
     return weights
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import resource
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from rlnumba import checkpoint
 from rlnumba.config import SFTConfig
 from rlnumba.distributed import launch, saving, zero
 from rlnumba.distributed.communicator import SingleRank
+from rlnumba.distributed.layer_shards import LayerShards
 from rlnumba.errors import RankError
 from rlnumba.kernels.nn import reduce
 from rlnumba.model.config import ModelConfig
@@ -24,6 +26,7 @@ from tests.trainers.runs import MODEL
 # 10 M parameters, float32 as on the cpu device: 40 MB of weights, and 80 MB of moments.
 SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+VOCABULARY = SHAPE["vocab_size"] * SHAPE["hidden_size"]
 BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 10}
 # For Python's own objects, and pages that the allocator has not given back.
 ALLOWANCE = 6 << 20
@@ -83,6 +86,8 @@ def measure(communicator, folder, output):
         model = load_model(folder)
     with peak_growth() as peaks["part"]:
         load_model(folder, shard=Shard(communicator.rank, communicator.world_size))
+    with peak_growth() as peaks["layers"]:
+        load_model(folder, make_weights=partial(LayerShards, communicator=communicator))
     policy = Policy(model, SFTConfig(**BATCH), communicator=communicator)
     step(policy, 1)
     with peak_growth() as peaks["save"]:
@@ -118,6 +123,9 @@ def test_a_rank_has_no_more_than_its_share_on_the_host(tmp_path, folder):
             assert peaks["load"] < 4 * num_parameters + layer + ALLOWANCE, (rank, peaks)
             part = Weights(config_of(), shard=Shard(rank, world_size)).flat.nbytes
             assert peaks["part"] < part + layer + ALLOWANCE, (rank, peaks)
+            # With zero_stage 3: a part of each layer, the part that the optimizer updates, one layer, and the rest.
+            whole = 4 * (2 * num_parameters // world_size + VOCABULARY)
+            assert peaks["layers"] < whole + layer + ALLOWANCE, (rank, peaks)
             # Of weights and two moments. A whole copy of one of them would be more.
             share = 12 * num_parameters // world_size
             assert peaks["save"] < share + layer + ALLOWANCE, (rank, peaks)

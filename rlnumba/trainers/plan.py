@@ -544,10 +544,9 @@ def describe(planner, plan):
     lines.append(f"{'total':<20}{amount(plan.total):>12}   {share}")
     if plan.host:
         lines.append(f"{'host memory':<20}{amount(plan.host):>12}   moments and master, page-locked")
-    what = (
-        "this rank's part of weights, moments and master" if planner.run.num_ranks > 1 else "weights, moments, master"
-    )
-    lines.append(f"{'host, checkpoint':<20}{amount(plan.checkpoint):>12}   a copy of {what} while they are written")
+    part = f"1/{planner.run.num_ranks} of " if planner.run.num_ranks > 1 else ""
+    what = f"a copy of {part}weights, moments and master while they are written"
+    lines.append(f"{'host, checkpoint':<20}{amount(plan.checkpoint):>12}   {what}")
     if planner.run.deploy.num_infer_gpus:
         lines += ["", *_describe_inference(planner, plan)]
     savings = planner.savings(plan)

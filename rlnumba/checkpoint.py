@@ -19,14 +19,17 @@ import shutil
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from rlnumba.errors import UserError
 from rlnumba.model.config import read_json
+from rlnumba.model.tensor_file import read_arrays, write_tensors
 from rlnumba.model.transformer import host_copy, save_model
-from rlnumba.model.weights import open_tensors, write_json, write_tensors
+from rlnumba.model.weights import write_json
 
 STATE = "trainer_state.json"
 ARRAYS = "trainer_state*.safetensors"
@@ -38,6 +41,29 @@ ARRAY_KEY = "__array__"
 
 class CheckpointError(UserError):
     """A checkpoint that could not be written; the earlier ones are whole."""
+
+
+@dataclass(frozen=True)
+class ArrayPart:
+    """What this rank has of an array (size,) that the ranks of a run have in parts: its elements from `start` on."""
+
+    values: np.ndarray
+    start: int
+    size: int
+
+    @property
+    def shape(self):
+        """Of the whole array."""
+        return (self.size,)
+
+    @property
+    def dtype(self):
+        return self.values.dtype
+
+    @property
+    def nbytes(self):
+        """Of the whole array."""
+        return self.size * self.dtype.itemsize
 
 
 class Saver:
@@ -54,10 +80,14 @@ class Saver:
         """
         self.wait()
         copied = host_copy(model)
+        self._start(lambda: save(self.output_dir, step, copied, tokenizer, trainer_state, keep_last, keep))
+
+    def _start(self, save):
+        """Call save() in the background."""
 
         def write():
             try:
-                save(self.output_dir, step, copied, tokenizer, trainer_state, keep_last, keep)
+                save()
             except BaseException as error:  # raised again in the thread that trains
                 self._error = error
 
@@ -86,13 +116,37 @@ def save(output_dir, step, model, tokenizer, trainer_state, keep_last=None, keep
     newest, and but that of step `keep`. Raises CheckpointError if it cannot be written, as on a full disk; what was
     there before stays.
     """
-    root = Path(output_dir) / "checkpoints"
-    partial, folder = root / f".step-{step}.partial", root / f"step-{step}"
+    with new_folder(output_dir, step, keep_last, keep) as partial:
+        _write(partial, step, model, tokenizer, trainer_state)
+    return folder_of(output_dir, step)
+
+
+def folder_of(output_dir, step):
+    """The folder of the checkpoint of a step."""
+    return Path(output_dir) / "checkpoints" / f"step-{step}"
+
+
+def partial_of(output_dir, step):
+    """The folder in which the checkpoint of a step is written."""
+    return Path(output_dir) / "checkpoints" / f".step-{step}.partial"
+
+
+def remove_leftovers(output_dir):
+    """Remove the folders that are not complete."""
+    for leftover in (Path(output_dir) / "checkpoints").glob(".step-*"):
+        shutil.rmtree(leftover)
+
+
+@contextmanager
+def new_folder(output_dir, step, keep_last, keep):
+    """A block that writes the files of a checkpoint to the folder that it is given; the rest is as `save` says."""
+    partial, folder = partial_of(output_dir, step), folder_of(output_dir, step)
+    root = folder.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for leftover in root.glob(".step-*"):
-            shutil.rmtree(leftover)
-        _write(partial, step, model, tokenizer, trainer_state)
+        remove_leftovers(output_dir)
+        partial.mkdir()
+        yield partial
         if folder.exists():
             os.rename(folder, root / f".step-{step}.replaced")
         os.rename(partial, folder)
@@ -107,28 +161,36 @@ def save(output_dir, step, model, tokenizer, trainer_state, keep_last=None, keep
         shutil.rmtree(partial, ignore_errors=True)
         reason = error if isinstance(error, UserError) else error.strerror
         raise CheckpointError(f"{folder}: the checkpoint cannot be written: {reason}") from error
-    return folder
 
 
 def _write(partial, step, model, tokenizer, trainer_state):
     """Write the files of a checkpoint to the folder `partial` and flush them to the disk."""
-    partial.mkdir()
     arrays = {}
-    body = {"step": step, "state": _separate(trainer_state, "", arrays)}
+    state = separate(trainer_state, "", arrays)
     with ThreadPoolExecutor(WRITING_THREADS) as threads:
         written = [threads.submit(save_model, model, partial, tokenizer)]
         if trainer_state is not None:
-            written += [threads.submit(write_tensors, partial / name, part) for name, part in _by_file(arrays).items()]
+            written += [threads.submit(write_tensors, partial / name, part) for name, part in by_file(arrays).items()]
         for each in written:
             each.result()
-        files = sorted(path for path in partial.rglob("*") if path.is_file())
+    complete(partial, step, state)
+
+
+def complete(partial, step, state):
+    """Flush the files in the folder of a checkpoint, and write STATE with their hashes.
+
+    state: what `separate` returned.
+    """
+    body = {"step": step, "state": state}
+    files = sorted(path for path in partial.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(WRITING_THREADS) as threads:
         hashes = threads.map(_flushed_hash, files)
         body["sha256"] = {str(path.relative_to(partial)): found for path, found in zip(files, hashes, strict=True)}
     write_json(partial / STATE, {"digest": _hash_json(body), **body})
     _flush(partial)
 
 
-def _by_file(arrays):
+def by_file(arrays):
     """{name of a file: its part of `arrays`}: files of at most FILE_BYTES, or of one array. One file for no arrays."""
     parts, room = [{}], FILE_BYTES
     for name, array in arrays.items():
@@ -183,13 +245,19 @@ def verify(folder):
     """Raise UserError, naming the file, unless every file of a checkpoint has the sha256 with which it was saved."""
     folder = Path(folder)
     body = _body(folder)
-    for name, expected in body["sha256"].items():
-        try:
-            actual = _hash(folder / name)
-        except OSError as error:
-            raise UserError(f"{folder / name}: {error.strerror}") from None
-        if actual != expected:
-            raise UserError(f"{folder / name}: its content is not what was saved")
+    with ThreadPoolExecutor(WRITING_THREADS) as threads:
+        # In the order of the files, of which the first that is damaged is named.
+        list(threads.map(lambda name: _check(folder / name, body["sha256"][name]), body["sha256"]))
+
+
+def _check(path, expected):
+    """Raise UserError unless a file has this sha256."""
+    try:
+        actual = _hash(path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    if actual != expected:
+        raise UserError(f"{path}: its content is not what was saved")
 
 
 def copy_model(folder, target):
@@ -205,6 +273,7 @@ def copy_model(folder, target):
 def load(folder):
     """(step, trainer_state) of a checkpoint folder, which is also the model's.
 
+    Arrays are mapped: what is read of them takes none of the process's own memory.
     Raises UserError for a damaged one, and for one that holds the model alone.
     """
     body = _body(Path(folder))
@@ -213,7 +282,7 @@ def load(folder):
     arrays = {}
     for name in body["sha256"]:
         if Path(name).match(ARRAYS):
-            arrays |= open_tensors(Path(folder) / name)
+            arrays |= read_arrays(Path(folder) / name)
     return body["step"], _join(body["state"], arrays)
 
 
@@ -228,25 +297,28 @@ def _body(folder):
     return body
 
 
-def _separate(value, path, arrays):
-    """`value` with every array replaced by a reference to its name, `path`; the array goes into arrays[path]."""
-    if isinstance(value, np.ndarray):
+def separate(value, path, arrays):
+    """`value` with every array replaced by a reference to its name, `path`; the array goes into arrays[path].
+
+    An array is NumPy's, or an ArrayPart.
+    """
+    if isinstance(value, np.ndarray | ArrayPart):
         if path in arrays:
             raise ValueError(f"checkpoint: two arrays of trainer_state are called {path}")
         arrays[path] = value
         return {ARRAY_KEY: path}
     if isinstance(value, dict):
-        return {key: _separate(item, f"{path}.{key}" if path else key, arrays) for key, item in value.items()}
+        return {key: separate(item, f"{path}.{key}" if path else key, arrays) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_separate(item, f"{path}.{index}", arrays) for index, item in enumerate(value)]
+        return [separate(item, f"{path}.{index}", arrays) for index, item in enumerate(value)]
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _join(value, arrays):
-    """The inverse of _separate, `arrays` being {name: Stored}; lists and tuples come back as lists."""
+    """The inverse of separate; lists and tuples come back as lists."""
     if isinstance(value, dict):
         if value.keys() == {ARRAY_KEY}:
-            return arrays[value[ARRAY_KEY]].read()
+            return arrays[value[ARRAY_KEY]]
         return {key: _join(item, arrays) for key, item in value.items()}
     return [_join(item, arrays) for item in value] if isinstance(value, list) else value
 

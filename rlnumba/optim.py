@@ -40,6 +40,7 @@ from rlnumba.kernels.nn.stochastic_rounding import rounding_noise
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.context import Context, current
 from rlnumba.runtime.staging import Staged
+from rlnumba.runtime.transfer import copy_to_device
 
 F32, BF16, U8 = np.dtype(np.float32), device.DTYPES["bfloat16"], np.dtype(np.uint8)
 # [train] optim: {array of the state: (dtype, parameters for each of its elements)}.
@@ -262,8 +263,10 @@ class Optimizer:
                 raise UserError(f"optimizer state: {key} must be {array.shape}, got {state[key].shape}")
         device.synchronize()
         for key, array in arrays.items():
-            values = np.asarray(state[key], array.dtype)
-            array[...] = values if self.offload else device.asarray(values)
+            if self.offload:
+                array[...] = state[key]
+        if not self.offload:
+            copy_to_device([(array, state[key]) for key, array in arrays.items()])
         if "master" in arrays:
             self._for_each_part(lambda part, state: cast(state["master"], self.weights.flat[part]))
             self._join()

@@ -159,6 +159,12 @@ class DeployConfig(Section):
         minimum=0,
         words={"auto": 0},
     )
+    zero_stage: int = key(
+        2,
+        "What the training GPUs share (OpenRLHF): 2: gradients and the optimizer's state; 3: the layers' weights, too, "
+        "for models that are too large otherwise. The result is the same. 3 is for `sft`, `reward`, `dpo` and `kto`.",
+        choices=(2, 3),
+    )
     update_weights_bucket_megabytes: int = key(
         1024, "Weights are sent to the inference GPUs in parts of this size (verl).", minimum=1
     )
@@ -403,11 +409,24 @@ class Run:
                     f"deploy.tensor_parallel_size ({size}) needs gemm = native: a product by cublas depends on its "
                     "columns"
                 )
+        if self.deploy.zero_stage == 3:
+            self._check_zero_3()
         if self.deploy.num_infer_gpus and self.asynchronous is None:
             raise ConfigError(
                 f"deploy.num_infer_gpus ({self.deploy.num_infer_gpus}) are for asynchronous training: they need the "
                 "section [async], which rlnumba grpo and rloo have"
             )
+
+    def _check_zero_3(self):
+        """Raise ConfigError for what needs all weights on each GPU."""
+        if hasattr(self, "rewards"):
+            raise ConfigError(
+                "deploy.zero_stage 3 is for trainers that generate nothing, sft, reward, dpo and kto: use 2"
+            )
+        if self.lora is not None:
+            raise ConfigError("deploy.zero_stage 3 does not go with [lora], which trains few parameters: use 2")
+        if getattr(self.train, "sync_ref_model", False):
+            raise ConfigError("deploy.zero_stage 3 does not go with train.sync_ref_model: use 2")
 
     def refuse_ranks(self, key):
         """Raise ConfigError for a key whose value is for one GPU."""

@@ -25,6 +25,9 @@ Operations are numbered: gather (of columns, too), fold, barrier and objects tog
 ranks. A message names operation and number. With RLNUMBA_DEBUG=1 all transports compare operation, number, dtype and
 shape between the ranks before anything is moved; shm always does.
 
+No operation, but named like one where faults are caused: `save`, a rank's writing of its part of a checkpoint
+(saving.py), in a thread of its own, for which ranks wait by means of files.
+
 RLNUMBA_FAULT=OPERATION:N:KIND[:RANK] causes a fault in the Nth call (from 0) of an operation on one rank, by default
 the last: `kill` ends the process, `stall` never returns, `corrupt` changes one bit of what the rank offers.
 """
@@ -42,7 +45,7 @@ from rlnumba.runtime import device
 DEBUG = int(os.environ.get("RLNUMBA_DEBUG") or 0) > 0
 # Seconds that a rank waits for the others: prime-rl's default of dist_timeout_seconds.
 TIMEOUT_S = 600.0
-OPERATIONS = ("gather", "fold", "put", "get", "barrier", "objects")
+OPERATIONS = ("gather", "fold", "put", "get", "barrier", "objects", "save")
 OFFERING = ("gather", "fold", "put")
 FAULTS = ("kill", "stall", "corrupt")
 
@@ -143,6 +146,10 @@ class Communicator:
         """The values of all ranks, in their order: a list. value: what can be pickled; small."""
         operation, _ = self._begin("objects", "")
         return self._objects(operation, value)
+
+    def saving(self):
+        """A rank has written some of its part of a checkpoint: where faults of `save` are caused."""
+        self._inject_fault(Operation("save", self._calls["save"], ""), None)
 
     def check(self):
         """Raise CommunicationError if an operation has failed for which the host did not wait.

@@ -11,7 +11,8 @@
 Parts are whole segments of the gradient's norm (kernels/nn/reduce.py), so that a segment's sum is computed by one rank,
 and whole blocks of 8-bit moments. Nothing here depends on the number of ranks R but who computes what: an element's
 step reads its own gradient, moments and position, which also numbers the random bits of rounding. So weights, and the
-state that rank 0 writes, have the bits of one rank's, and a state saved on R ranks continues on any other number.
+state that the ranks write (saving.py), have the bits of one rank's, and a state saved on R ranks continues on any other
+number.
 """
 
 import weakref
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.checkpoint import ArrayPart
 from rlnumba.errors import UserError
 from rlnumba.kernels.nn import reduce
 from rlnumba.optim import Optimizer
@@ -68,7 +70,7 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(self, weights, communicator, **options):
         self.model_weights, self.communicator = weights, communicator
-        size, world_size = weights.flat.shape[0], communicator.world_size
+        size, world_size = self._size(), communicator.world_size
         self.parts = [Part.of(size, rank, world_size) for rank in range(world_size)]
         self.part = part = self.parts[communicator.rank]
         decay_end = min(max(weights.decay_end - part.start, 0), part.size)
@@ -76,11 +78,19 @@ class ShardedOptimizer(Optimizer):
             grads = _Flat(device.xp().zeros(part.size, F32))
         memory.track("grads", grads.flat.nbytes)
         weakref.finalize(self, memory.track, "grads", -grads.flat.nbytes)
-        own = _Flat(weights.flat[part.start : part.stop], decay_end)
+        own = _Flat(self._own_weights(), decay_end)
         super().__init__(own, grads, **options, first_element=part.start)
         # Of all ranks' parts, each as long as the first, which is the longest.
         self._own_sums = device.xp().zeros(reduce.num_segments(self.parts[0].size), np.float32)
         self._sums = device.xp().zeros((world_size, len(self._own_sums)), np.float32)
+
+    def _size(self):
+        """How many parameters there are."""
+        return self.model_weights.flat.shape[0]
+
+    def _own_weights(self):
+        """This rank's part of the weights, which its steps write."""
+        return self.model_weights.flat[self.part.start : self.part.stop]
 
     def fold(self, gradient, count, is_first):
         """Add the gradients of `count` micro-batches, of ranks 0, 1, ..., to that of the step, in this order.
@@ -101,43 +111,52 @@ class ShardedOptimizer(Optimizer):
         reduce.segment_sums_of_squares(self.grads.flat, own)
         self.communicator.gather(self._own_sums, self._sums)
         # The padding is at the end: only the last parts are short.
-        segments = reduce.num_segments(self.model_weights.flat.shape[0])
+        segments = reduce.num_segments(self._size())
         reduce.sum_in_order(self._sums.reshape(-1)[:segments], total)
 
     def gather_weights(self):
         """Give all ranks the weights of every part."""
-        flat, world_size = self.model_weights.flat, self.communicator.world_size
+        flat, world_size = self.weights.flat, self.communicator.world_size
         if world_size == 1:
             return
         longest = self.parts[0].size
         length = min(PIECE_SEGMENTS * reduce.SEGMENT, longest)
         sent, arrived = (device.xp().empty(shape, flat.dtype) for shape in ((length,), (world_size, length)))
         for first in range(0, longest, length):
-            own = flat[self.part.start + first : min(self.part.start + first + length, self.part.stop)]
+            own = flat[first : first + length]
             sent[: len(own)] = own
             self.communicator.gather(sent, arrived)
             for rank, part in enumerate(self.parts):
-                target = flat[part.start + first : min(part.start + first + length, part.stop)]
-                if rank != self.communicator.rank:
-                    target[...] = arrived[rank, : len(target)]
+                start = part.start + first
+                self._arrived(rank, start, arrived[rank, : max(min(length, part.stop - start), 0)])
+
+    def _arrived(self, rank, first, values):
+        """Take the weights first, first + 1, ... of a rank's part."""
+        if rank != self.communicator.rank:
+            self.model_weights.flat[first : first + len(values)] = values
 
     def state_dict(self):
-        """On rank 0 what Optimizer.state_dict returns on one rank, with its bits; None on other ranks."""
+        """As Optimizer's, each array an ArrayPart: those of all ranks make up what one rank has, with its bits."""
         self._join()
-        arrays = {name: self.gathered(name) for name in self.layout}
-        if self.communicator.rank:
-            return None
+        size = self._size()
+        arrays = {
+            name: ArrayPart(device.host_copy(self.state[name]), self.part.of_state(each).start or 0, -(-size // each))
+            for name, (_, each) in self.layout.items()
+        }
         return {"optim": self.optim, **arrays, "steps": self.steps, "skipped_steps": self.skipped_steps}
 
     def gathered(self, name):
-        """An array of the state of all parts, on the host of rank 0, where it arrives a piece at a time; else None."""
+        """An array of the state of all parts, on the host of rank 0, where it arrives a piece at a time; else None.
+
+        For an adapter's master, which is small.
+        """
         own, rank, xp, (_, each) = self.state[name], self.communicator.rank, device.xp(), self.layout[name]
         length = PIECE_SEGMENTS * reduce.SEGMENT // each
         if rank:
             for first in range(0, len(own), length):
                 self.communicator.put(device.asarray(own[first : first + length]), 0)
             return None
-        whole = np.empty(-(-self.model_weights.flat.shape[0] // each), own.dtype)
+        whole = np.empty(-(-self._size() // each), own.dtype)
         device.synchronize()
         whole[self.part.of_state(each)] = own if self.offload else device.to_host(own)
         for other in range(1, self.communicator.world_size):
@@ -150,11 +169,11 @@ class ShardedOptimizer(Optimizer):
         return whole
 
     def load_state_dict(self, state):
-        """Restore what state_dict returned on rank 0 of any number of ranks; every rank is given all of it.
+        """Restore what any number of ranks have saved; every rank is given whole arrays, and reads its part of them.
 
         Raises UserError as Optimizer's.
         """
-        own, size = dict(state), self.model_weights.flat.shape[0]
+        own, size = dict(state), self._size()
         for name, (_, each) in self.layout.items():
             if name not in state:
                 continue

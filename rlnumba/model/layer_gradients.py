@@ -18,24 +18,27 @@ from rlnumba.runtime import device, memory
 
 # Those with the lowest and the highest place of a layer's.
 FIRST_MATRIX, LAST_MATRIX = "qkv", "down"
+# In place of a layer's number: before the layers' backward, and after it.
+BEFORE, AFTER = "before", "after"
 
 
 class LayerGradients:
     """Gradients of a model's Weights: layers, norm, embed_tokens, lm_head and score are views, as there.
 
     buffers: of a layer's matrices, which the layers take in turn. An untied LM head and the embedding share memory.
+    adds: whether those of the matrices are float32 as all others, to which a backward adds.
     """
 
-    def __init__(self, weights, buffers=1):
+    def __init__(self, weights, buffers=1, adds=False):
+        self.adds = adds
         spans = {p.name: (p.offset, p.offset + p.padded_size) for p in weights.parameters}
         layers = range(len(weights.layers))
-        matrices = [
-            (spans[f"model.layers.{i}.{FIRST_MATRIX}"][0], spans[f"model.layers.{i}.{LAST_MATRIX}"][1]) for i in layers
-        ]
-        memories = [_zeros(matrices[0], weights.dtype) for _ in range(buffers)] if matrices else []
+        matrices = [layer_span(weights.parameters, i) for i in layers]
+        dtype = np.float32 if adds else weights.dtype
+        memories = [_zeros(matrices[0], dtype) for _ in range(buffers)] if matrices else []
         # (first element, gradients (n,)) of each part of weights.flat.
         self._layers = [(matrices[i][0], memories[i % buffers]) for i in layers]
-        self._vectors = weights.decay_end, _zeros((weights.decay_end, weights.flat.shape[0]))
+        self._vectors = weights.decay_end, _zeros((weights.decay_end, weights.size))
         self._embedding = spans["model.embed_tokens"][0], _zeros(spans["model.embed_tokens"])
         self._head = (spans["lm_head"][0], self._embedding[1]) if "lm_head" in spans else None
         self._score = (spans["score"][0], _zeros(spans["score"])) if "score" in spans else None
@@ -83,6 +86,13 @@ class LayerGradients:
         return [part for part in (self._embedding, self._vectors, self._score) if part is not None]
 
 
+def layer_span(parameters, index):
+    """(first element, end) of the matrices of a layer in the flat buffer, which follow one another."""
+    offsets = {p.name: (p.offset, p.offset + p.padded_size) for p in parameters}
+    at = f"model.layers.{index}"
+    return offsets[f"{at}.{FIRST_MATRIX}"][0], offsets[f"{at}.{LAST_MATRIX}"][1]
+
+
 def _zeros(span, dtype=np.float32):
     size = span[1] - span[0]
     with memory.allocating("grads", size * np.dtype(dtype).itemsize):
@@ -95,14 +105,24 @@ def backward_and_update(model, dhidden, tape, grads, update):
     They are those of the elements of weights.flat from `start` on. The gradients of heads must have been added before.
     update may read them until it is called for the second time after: with two buffers, layers alternate.
     """
-    if grads.head() is not None:
-        update(*grads.head())
+    order = dict(update_order(grads))
+    for part in order[BEFORE]:
+        update(*part)
 
     def on_layer(index):
-        update(*grads.layer(index))
+        for start, gradients in order[index]:
+            update(start, gradients)
+            if grads.adds:
+                fill(0.0, gradients)
         if index == 0:
             grads.begin_embedding()
 
     model.backward(dhidden, tape, grads, on_layer)
-    for part in grads.rest():
+    for part in order[AFTER]:
         update(*part)
+
+
+def update_order(grads):
+    """[(layer or BEFORE or AFTER, [(first element, gradients (n,))])]: what is updated when, with LayerGradients."""
+    layers = [(index, [grads.layer(index)]) for index in reversed(range(len(grads.layers)))]
+    return [(BEFORE, [grads.head()] if grads.head() else []), *layers, (AFTER, grads.rest())]

@@ -35,7 +35,7 @@ from rlnumba.model.lora import (
     save_adapter,
 )
 from rlnumba.model.shard import WHOLE
-from rlnumba.model.weights import NOT_TRAINED, load_weights, save_weights, write_json
+from rlnumba.model.weights import NOT_TRAINED, Weights, load_weights, save_weights, write_json
 from rlnumba.runtime import device
 
 F32 = np.dtype(np.float32)
@@ -123,7 +123,8 @@ class Transformer:
             with memory.scope():
                 x, h = memory.empty((N, D), self.dtype), memory.empty((N, D), self.dtype)
                 embedding(input_ids, weights.embed_tokens, x)
-                for index, w in enumerate(weights.layers):
+                for index in range(config.num_hidden_layers):
+                    w = weights.layer(index)
                     with memory.scope():
                         layers.attention_block(index, x, w, ctx, h)
                     with memory.scope():
@@ -135,8 +136,8 @@ class Transformer:
             tape.token_list = list_tokens(input_ids, weights.embed_tokens.shape, config.pad_token_id)
         x = memory.empty((N, D), self.dtype)
         embedding(input_ids, weights.embed_tokens, x)
-        for index, w in enumerate(weights.layers):
-            y = memory.empty((N, D), self.dtype)
+        for index in range(config.num_hidden_layers):
+            w, y = weights.layer(index), memory.empty((N, D), self.dtype)
             if tape.keeps_input_only(index):
                 tape.layers.append(x)
                 with memory.scope():
@@ -169,20 +170,20 @@ class Transformer:
 
         dhidden: (N, D), the gradient of forward's result; tape: the one that forward wrote, emptied here; grads: those
         of `trained` (trained.grads()). Gradients of activations come from forward's arena, in a scope of their own.
-        on_layer(index) is called as soon as those of a layer's matrices are complete, the last layer first; they are
-        then written instead of added, so that layers may share the memory for them.
+        on_layer(index) is called as soon as those of a layer's matrices are complete, the last layer first; layers may
+        then share the memory for them. Unless grads.adds they are written instead of added.
         """
         config, weights, ctx = self.config, self.weights, tape.ctx
         if ctx.lora is not None:
             ctx = replace(ctx, lora=replace(ctx.lora, grads=grads))
-        ctx = replace(ctx, adds_gradients=on_layer is None)
+        ctx = replace(ctx, adds_gradients=on_layer is None or grads.adds)
         memory = ctx.memory
         with memory.scope():
             x, rstd = tape.last
             dx = memory.empty(x.shape, self.dtype)
             rmsnorm_backward(dhidden, x, weights.norm, rstd, dx, grads.norm)
             for index in reversed(range(config.num_hidden_layers)):
-                w, saved = weights.layers[index], tape.layers.pop()
+                w, saved = weights.layer(index), tape.layers.pop()
                 g = grads.layers[index] if ctx.lora is None else NOT_TRAINED
                 with memory.scope():
                     if tape.keeps_input_only(index):
@@ -361,15 +362,17 @@ def read_config(folder, adapter_folder=None):
     return config if adapter_folder is None else replace(config, heads=adapter_heads(adapter_folder, config))
 
 
-def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", seed=0, base=None, shard=WHOLE):
+def load_model(
+    path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", seed=0, base=None, shard=WHOLE, make_weights=Weights
+):
     """A Transformer from a Hugging Face folder or hub id, or from those of an adapter, with its base.
 
     dtype: "float32", "bfloat16" or "float16"; by default the checkpoint's, and float32 on the cpu device, which
     has no other (ConfigError). heads: those of the result, one of HEADS; others in the folder are dropped. head_init,
     seed: the values of a score head that the folder does not have, "zeros" or "normal" (Weights.init_score). base: as
     find_base takes it. shard: the part of the model to read, of which the caller sets `ranks`; it has no adapter
-    (ConfigError). Raises UserError naming the file, key or tensor at fault, or a folder without a language-model head
-    where one is wanted.
+    (ConfigError). make_weights: as load_weights takes it. Raises UserError naming the file, key or tensor at fault, or
+    a folder without a language-model head where one is wanted.
     """
     folder, adapter_folder = find_base(path_or_hub_id, base)
     base_config, config = read_config(folder), read_config(folder, adapter_folder)
@@ -382,7 +385,7 @@ def load_model(path_or_hub_id, dtype=None, heads=LM_HEAD, head_init="zeros", see
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
     dtype = dtype or ("float32" if on_cpu else config.dtype)
-    weights = load_weights(folder, base_config, dtype, heads, shard)
+    weights = load_weights(folder, base_config, dtype, heads, shard, make_weights)
     if "score" in heads and "score" not in base_config.heads:
         weights.init_score(head_init, seed)
     model = Transformer(shard.config_of(weights.config), weights, generation_config)
@@ -415,22 +418,25 @@ def with_adapters(model, folders):
     return result
 
 
-def host_copy(model):
-    """A copy of a model, for save_model alone, of which what is saved is on the host and does not change any more."""
+def host_copy(model, part=slice(None)):
+    """A copy of a model, for saving alone, of which what is saved is on the host and does not change any more.
+
+    part: the elements of weights.flat that are copied; an adapter is copied whole.
+    """
     copied = copy.copy(model)
     if model.adapter is None:
-        copied.weights = model.weights.host_copy()
+        copied.weights = model.weights.host_copy(part)
     else:
         copied.adapter = model.adapter.host_copy()
     return copied
 
 
-def save_model(model, folder, tokenizer=None, dtype=None, heads=None):
+def save_model(model, folder, tokenizer=None, dtype=None, heads=None, write_weights=save_weights):
     """Write a Hugging Face folder that transformers and vLLM load: config.json, generation_config.json,
     *.safetensors in `dtype` (default: the model's), and the tokenizer's files if one is given.
 
     heads: those that are written, by default all; with both, transformers loads the causal language model. Of a model
-    with an adapter, PEFT's folder of the adapter instead.
+    with an adapter, PEFT's folder of the adapter instead. write_weights: create_weights, to write no values yet.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -446,4 +452,4 @@ def save_model(model, folder, tokenizer=None, dtype=None, heads=None):
     write_json(folder / "generation_config.json", {**model.generation_config, **kept})
     if tokenizer is not None:
         tokenizer.save(folder)
-    save_weights(model.weights, folder, config.dtype, config.heads)
+    write_weights(model.weights, folder, config.dtype, config.heads)

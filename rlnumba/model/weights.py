@@ -8,29 +8,29 @@ has the rows of q, k and v, gate_up those of gate and up. Gradients are the same
 """
 
 import copy
-import functools
 import json
 import math
 import os
 import weakref
-from collections import deque, namedtuple
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from rlnumba.errors import UserError
 from rlnumba.model.config import read_json
 from rlnumba.model.shard import WHOLE
+from rlnumba.model.tensor_file import create_tensors, open_tensors, write_tensors
 from rlnumba.runtime import device, memory
+from rlnumba.runtime.transfer import copy_to_device
 
 # Elements, of vectors and of matrices: blocks of 8-bit moments then belong to one matrix, and so to one layer. The
 # padding between parameters stays zero in weights, gradients and moments.
 ALIGNMENT, MATRIX_ALIGNMENT = 128, 256
+
+# Rows of two matrices that are on the host at one time.
+COMPARED_ROWS = 4096
 
 # As transformers' save_pretrained in version 4: more than this many bytes of tensors become several files.
 SHARD_BYTES = 5_000_000_000
@@ -38,18 +38,11 @@ SHARD_BYTES = 5_000_000_000
 # Of the seed's random streams the one of a new score head.
 HEAD_STREAM = 0x5C02E
 
-# The library refuses longer headers.
-MOST_HEADER_BYTES = 100_000_000
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+METADATA = {"format": "pt"}
 # Of a checkpoint's matrices and norms: by safetensors' names.
 DTYPES = {"F32": device.dtype("float32"), "F16": device.dtype("float16"), "BF16": device.dtype("bfloat16")}
-
-# Files are read into the buffer by this many threads, a piece of this size at a time: a thread copies 5 to 10 GB/s, and
-# page-locked memory, of which a thread has two pieces, takes long to allocate.
-READING_THREADS = 4
-PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -134,23 +127,22 @@ def parameters(config, shard=WHOLE):
 class Weights:
     """One flat array of `dtype` on the device, zeros at first, and its views: weights["model.layers.0.qkv"].
 
-    flat: (n,). decay_end: elements [0, decay_end) are matrices, to which weight decay applies. layers[i]: the
-    LayerWeights of layer i. lm_head: (V, D), the embedding if tied; score: (1, D); None for a head that the model does
-    not have. config: of the whole model, of which these are the shard's weights. region: of memory.report().
+    flat: (n,), n = size, its first element number `first`, 0, of the model's. decay_end: elements [0, decay_end) are
+    matrices, to which weight decay applies. layers[i]: the LayerWeights of layer i. lm_head: (V, D), the embedding if
+    tied; score: (1, D); None for a head that the model does not have. config: of the whole model, of which these are
+    the shard's weights. region: of memory.report().
     """
 
     def __init__(self, config, dtype="float32", region="weights", shard=WHOLE):
-        self.config, self.shard = config, shard
+        self.config, self.shard, self.first = config, shard, 0
         self.dtype = device.dtype(dtype)
         self.parameters = parameters(config, shard)
         last = self.parameters[-1]
-        size = last.offset + last.padded_size
-        with memory.allocating(region, size * self.dtype.itemsize):
-            self.flat = device.xp().zeros(size, dtype=self.dtype)
-        memory.track(region, self.flat.nbytes)
-        weakref.finalize(self, memory.track, region, -self.flat.nbytes)
+        self.size = last.offset + last.padded_size
         self.decay_end = next(p.offset for p in self.parameters if not p.decays)
-        self.views = self._views(self.flat)
+        self.views, nbytes = self._allocate(region)
+        memory.track(region, nbytes)
+        weakref.finalize(self, memory.track, region, -nbytes)
         self.embed_tokens = self["model.embed_tokens"]
         self.norm = self["model.norm"]
         tied = self.embed_tokens[shard.tokens(config.vocab_size)] if shard.count > 1 else self.embed_tokens
@@ -161,25 +153,51 @@ class Weights:
             for layer in range(config.num_hidden_layers)
         ]
 
-    def _views(self, flat):
-        return {p.name: flat[p.offset : p.offset + p.size].reshape(p.shape) for p in self.parameters}
+    def _allocate(self, region):
+        """({name: view of a Parameter}, bytes of their memory)."""
+        nbytes = self.size * self.dtype.itemsize
+        with memory.allocating(region, nbytes):
+            self.flat = device.xp().zeros(self.size, dtype=self.dtype)
+        return {p.name: self.flat[p.offset : p.offset + p.size].reshape(p.shape) for p in self.parameters}, nbytes
+
+    def layer(self, index):
+        """The LayerWeights of a layer that is computed next."""
+        return self.layers[index]
+
+    def spans(self):
+        """[(number of the first element, array)] of what there is of the flat buffer."""
+        return [(self.first, self.flat)]
 
     def __getitem__(self, name):
         return self.views[name]
 
     def tensors(self):
         """(name in a checkpoint, view) of every tensor, in the order of the flat buffer."""
-        for p in self.parameters:
-            start = 0
-            for source, rows in p.rows:
-                yield source, self[p.name][start : start + rows]
-                start += rows
+        return [(source, self.flat[at : at + math.prod(shape)].reshape(shape)) for source, at, shape in self.places()]
 
-    def host_copy(self):
-        """A copy on the host, of which only dtype and tensors() are used."""
-        copied = copy.copy(self)
-        copied.flat = device.host_copy(self.flat)
-        copied.views = self._views(copied.flat)
+    def places(self):
+        """(name in a checkpoint, number of its first element in the flat buffer, shape) of every tensor, in order."""
+        found = []
+        for p in self.parameters:
+            at = p.offset
+            for source, rows in p.rows:
+                found.append((source, at, (rows, *p.shape[1:])))
+                at += rows * math.prod(p.shape[1:])
+        return found
+
+    def parts(self):
+        """(name in a checkpoint, number of the first element, values) of what `flat` has of every tensor."""
+        for source, at, shape in self.places():
+            at -= self.first
+            start, stop = max(at, 0), min(at + math.prod(shape), len(self.flat))
+            if start < stop:
+                yield source, start - at, self.flat[start:stop]
+
+    def host_copy(self, part=slice(None)):
+        """A copy on the host, for saving alone, of all elements or of a part, of which only `parts` are used."""
+        copied, (start, stop, _) = copy.copy(self), part.indices(self.size)
+        copied.flat, copied.first = device.host_copy(self.flat[start - self.first : stop - self.first]), start
+        copied.views = None
         return copied
 
     def init_score(self, head_init, seed):
@@ -217,11 +235,11 @@ def _assign(view, values):
         view[...] = values
 
 
-def load_weights(folder, config, dtype=None, heads=None, shard=WHOLE):
+def load_weights(folder, config, dtype=None, heads=None, shard=WHOLE, make_weights=Weights):
     """The Weights of a folder's *.safetensors (one file, or several with an index), in `dtype` (config.dtype).
 
     config: that of the folder. heads: those of the Weights, if not the folder's; a head not in the folder is zeros.
-    shard: of the model, whose rows alone are read.
+    shard: of the model, whose rows alone are read. make_weights: of a subclass, of which what `spans` says is read.
     Names, shapes and dtypes are checked before memory is allocated; tensors are copied from the mapped files. Raises
     UserError, one line, for a damaged or missing file and for a tensor that is missing, unknown, or of another shape
     or dtype than it should be, with the names.
@@ -246,67 +264,18 @@ def load_weights(folder, config, dtype=None, heads=None, shard=WHOLE):
         raise UserError(f"{folder}: the checkpoint does not fit its config.json: {'; '.join(problems)}")
     for name in expected:
         check_dtype(name, files[name])
-    weights = Weights(replace(config, heads=heads or config.heads), dtype or config.dtype, shard=shard)
-    found = [(view, files[source], source) for source, view in weights.tensors() if source in expected]
-    mapped = {stored.path: np.memmap(stored.path, np.uint8, "r") for _, stored, _ in found}
-    _assign_all([
-        (view, stored.values_in(mapped[stored.path])[shard.rows(source, stored.shape[0])])
-        for view, stored, source in found
-    ])  # fmt: skip
+    weights = make_weights(replace(config, heads=heads or config.heads), dtype or config.dtype, shard=shard)
+    places = [(files[source], source, at) for source, at, _ in weights.places() if source in expected]
+    mapped = {path: np.memmap(path, np.uint8, "r") for path in {stored.path for stored, _, _ in places}}
+    copies = []
+    for stored, source, at in places:
+        values = stored.values_in(mapped[stored.path])[shard.rows(source, stored.shape[0])].reshape(-1)
+        for first, array in weights.spans():
+            lower, upper = max(at, first), min(at + len(values), first + len(array))
+            if lower < upper:
+                copies.append((array[lower - first : upper - first], values[lower - at : upper - at]))
+    copy_to_device(copies)
     return weights
-
-
-def _assign_all(copies):
-    """As _assign, for a list of (view, values), in several threads."""
-    device.synchronize()  # the views may be written by what was launched before
-    pieces = deque()
-    for view, values in copies:
-        view, values, size = view.reshape(-1), values.reshape(-1), PIECE_BYTES // view.dtype.itemsize
-        pieces += [(view[i : i + size], values[i : i + size]) for i in range(0, len(values), size)]
-    if device.name() == "cuda":
-        pinned = device.xp().get_default_pinned_memory_pool()
-        copy_pieces = functools.partial(_copy_pieces_to_gpu, device.xp().cuda.Device().id)
-    else:
-        copy_pieces = _copy_pieces
-    with ThreadPoolExecutor(min(READING_THREADS, max(len(pieces), 1)), "weights") as pool:
-        try:
-            for thread in [pool.submit(copy_pieces, pieces) for _ in range(READING_THREADS)]:
-                thread.result()
-        finally:
-            pieces.clear()  # of an interrupted call
-    if device.name() == "cuda":
-        pinned.free_all_blocks()
-
-
-def _copy_pieces(pieces):
-    for view, values in _taken(pieces):
-        view[...] = values
-
-
-def _copy_pieces_to_gpu(device_id, pieces):
-    """While one piece is copied to the GPU, on a stream of this thread's own, the next one is read."""
-    import cupyx
-
-    with device.xp().cuda.Device(device_id):
-        stream, event = device.xp().cuda.Stream(non_blocking=True), device.xp().cuda.Event
-        staged = [(cupyx.empty_pinned(PIECE_BYTES, np.uint8), event(disable_timing=True)) for _ in range(2)]
-        for i, (view, values) in enumerate(_taken(pieces)):
-            buffer, copied = staged[i % 2]
-            copied.synchronize()
-            host = buffer[: view.nbytes].view(view.dtype)
-            host[...] = values
-            view.set(host, stream)
-            copied.record(stream)
-        stream.synchronize()
-
-
-def _taken(pieces):
-    """Yields the pieces that no other thread has taken."""
-    while True:
-        try:
-            yield pieces.popleft()
-        except IndexError:
-            return
 
 
 def _open_checkpoint(folder):
@@ -343,7 +312,9 @@ def _drop_tied_head(files):
     for name in (head, embedding):
         check_dtype(name, files[name])
     same = files[head].shape == files[embedding].shape
-    if not same or not np.array_equal(files[head].read(), files[embedding].read()):
+    both = [files[name].values_in(np.memmap(files[name].path, np.uint8, "r")) for name in (head, embedding)]
+    rows = range(0, len(both[0]), COMPARED_ROWS)
+    if not same or not all(np.array_equal(*(each[i : i + COMPARED_ROWS] for each in both)) for i in rows):
         raise UserError(f"{path}: tie_word_embeddings is true, but {head} differs from {embedding}")
     del files[head]
 
@@ -358,107 +329,54 @@ def save_weights(weights, folder, dtype=None, heads=None):
     """Write `weights` as *.safetensors under Hugging Face's names, in `dtype` (that of the weights).
 
     heads: those that are written, by default all.
-    One file, or several of at most SHARD_BYTES with an index. One shard at a time is on the host. Weight files of an
-    earlier save that are not among them go. Raises UserError if a file cannot be written.
+    One file, or several of at most SHARD_BYTES with an index. A piece at a time is copied to the host. Weight files of
+    an earlier save that are not among them go. Raises UserError if a file cannot be written.
     """
-    folder = Path(folder)
-    target = device.dtype(dtype) if dtype else weights.dtype
-    shards, bytes_left = [{}], SHARD_BYTES
-    chosen = {
-        source for p in parameters(replace(weights.config, heads=heads or weights.config.heads)) for source, _ in p.rows
-    }
-    for source, view in weights.tensors():
-        if source not in chosen:
-            continue
-        if view.size * target.itemsize > bytes_left and shards[-1]:
-            shards.append({})
-            bytes_left = SHARD_BYTES
-        shards[-1][source] = view
-        bytes_left -= view.size * target.itemsize
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    names = names if len(shards) > 1 else [SINGLE]
+    folder, target = Path(folder), device.dtype(dtype or weights.dtype.name)
+    files = files_of(weights, target.name, heads)
     before = {p.name for p in folder.glob("model-*-of-*.safetensors")} | {SINGLE, INDEX}
-    for name, shard in zip(names, shards, strict=True):
-        arrays = ((source, device.to_host(view).astype(target, copy=False)) for source, view in shard.items())
-        write_tensors(folder / name, dict(arrays), {"format": "pt"})
-    if len(shards) > 1:
-        weight_map = {source: name for name, shard in zip(names, shards, strict=True) for source in shard}
-        total = sum(view.size * target.itemsize for shard in shards for view in shard.values())
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        names.append(INDEX)
-    for name in before - set(names):
+    views = dict(weights.tensors())
+    for name, tensors in files.items():
+        write_tensors(folder / name, {source: views[source] for source in tensors}, METADATA, target)
+    _write_index(folder, files)
+    for name in before - {*files, *([INDEX] if len(files) > 1 else [])}:
         (folder / name).unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """One tensor of a safetensors file: its header, and read(), which returns its values in a new array.
-
-    begin, end: of its bytes in the file.
-    """
-
-    path: Path
-    shape: tuple[int, ...]
-    dtype: str
-    read: Callable[[], np.ndarray]
-    begin: int
-    end: int
-
-    def values_in(self, mapped):
-        """Its values, of one of DTYPES, in the mapped bytes of the file, which are not copied."""
-        return mapped[self.begin : self.end].view(DTYPES[self.dtype]).reshape(self.shape)
+def create_weights(weights, folder, dtype=None, heads=None):
+    """Create the files of save_weights in a new folder, without values, which `parts` of weights are to fill."""
+    files = files_of(weights, dtype, heads)
+    for name, tensors in files.items():
+        create_tensors(Path(folder) / name, tensors, METADATA)
+    _write_index(Path(folder), files)
 
 
-def open_tensors(path):
-    """{name: Stored} of a safetensors file, which stays mapped while one of them is referenced.
-
-    Raises UserError naming the file and what is wrong with it, as the library finds its layout and length.
-    """
-    path = Path(path)
-    try:
-        # safe_open reports every file that cannot be opened as missing, and checks the header.
-        with open(path, "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            content = file.read(min(size, MOST_HEADER_BYTES))
-        file = safe_open(path, framework="numpy")
-        headers, found = json.loads(content), {}
-        for name in file.keys():
-            header = file.get_slice(name)
-            read = functools.partial(file.get_tensor, name)
-            span = (8 + size + offset for offset in headers[name]["data_offsets"])
-            found[name] = Stored(path, tuple(header.get_shape()), header.get_dtype(), read, *span)
-        return found
-    except SafetensorError as error:
-        raise UserError(f"{path}: truncated or damaged safetensors file ({_one_line(error)})") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or _one_line(error)}") from None
+def files_of(weights, dtype=None, heads=None):
+    """{file name: {tensor: (shape, dtype)}} of what save_weights writes."""
+    target = device.dtype(dtype or weights.dtype.name)
+    parts, bytes_left = [{}], SHARD_BYTES
+    chosen = {
+        source for p in parameters(replace(weights.config, heads=heads or weights.config.heads)) for source, _ in p.rows
+    }
+    for source, _, shape in weights.places():
+        if source not in chosen:
+            continue
+        nbytes = math.prod(shape) * target.itemsize
+        if nbytes > bytes_left and parts[-1]:
+            parts.append({})
+            bytes_left = SHARD_BYTES
+        parts[-1][source] = shape, target
+        bytes_left -= nbytes
+    names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    return dict(zip(names if len(parts) > 1 else [SINGLE], parts, strict=True))
 
 
-def write_tensors(path, arrays, metadata=None):
-    """Write {name: NumPy array} as a safetensors file under a temporary name, flush it, and rename it into place.
-
-    metadata: dict of str, or None. Raises UserError naming the file if it cannot be written.
-    """
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    # The library makes its files readable by their owner alone; this one gets the umask's mode.
-    partial.unlink(missing_ok=True)
-    partial.touch()
-    mode = partial.stat().st_mode
-    try:
-        # It writes the array's memory as it is, so that must be in C order.
-        save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, partial, metadata)
-    except SafetensorError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({_one_line(error)})") from None
-    with open(partial, "rb") as file:
-        os.fchmod(file.fileno(), mode)
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
-def _one_line(error):
-    return " ".join(str(error).split())
+def _write_index(folder, files):
+    """Write the index of several files."""
+    if len(files) > 1:
+        weight_map = {source: name for name, tensors in files.items() for source in tensors}
+        total = sum(math.prod(shape) * kind.itemsize for tensors in files.values() for shape, kind in tensors.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def write_json(path, value):

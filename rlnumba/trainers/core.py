@@ -21,7 +21,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from rlnumba.distributed.zero import ShardedOptimizer
+from rlnumba.checkpoint import ArrayPart
+from rlnumba.distributed.layer_shards import LayerOptimizer, LayerShards
+from rlnumba.distributed.zero import Part, ShardedOptimizer
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.nn.elementwise import accumulate, add, fill, scale
 from rlnumba.model.heads import (
@@ -38,6 +40,7 @@ from rlnumba.optim import Optimizer
 from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import Arena
+from rlnumba.runtime.transfer import copy_to_device
 from rlnumba.trainers.graphs import MicroBatchGraphs
 
 F32 = np.dtype(np.float32)
@@ -55,6 +58,10 @@ class Policy:
     def __init__(self, model, train, reference=None, temperature=1.0, seed=0, communicator=None):
         self.model, self.reference, self.train, self.temperature = model, reference, train, temperature
         self.seed, self.micro_batch = seed, 0
+        # With deploy.zero_stage = 3.
+        self.shards_layers = isinstance(model.weights, LayerShards)
+        # In each_micro_batch: how many gradients this round has, and whether it is the step's first.
+        self._round = None
         self.grads = self._new_grads()
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
         limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
@@ -64,7 +71,8 @@ class Policy:
         if self.communicator is None:
             self.optimizer = Optimizer(model.trained, self.grads, **options)
         else:
-            self.optimizer = ShardedOptimizer(model.trained, communicator, **options)
+            kind = LayerOptimizer if self.shards_layers else ShardedOptimizer
+            self.optimizer = kind(model.trained, communicator, **options)
         if model.adapter is not None:
             self._share_master(model.adapter)
         self.arena = Arena("activations")
@@ -73,7 +81,7 @@ class Policy:
         self._head_grad = None
         if train.accumulates_gradients and self.communicator is None and self.grads.lm_head is not None:
             self._own_head_grad()
-        self.graphs = MicroBatchGraphs(train, self.has_dropout, model.weights.flat.shape[0])
+        self.graphs = MicroBatchGraphs(train, self.has_dropout, model.weights.size, not self.shards_layers)
         # With optimizer_in_backward, of the backward to come.
         self._learning_rate = None
         # What a loss carries from one step to the next, by name: JSON values, part of the checkpoint.
@@ -82,7 +90,9 @@ class Policy:
         self.interleaved = None
 
     def _new_grads(self):
-        """Gradients in the layout of what is trained, or LayerGradients with optimizer_in_backward."""
+        """Gradients in the layout of what is trained, or LayerGradients where layers are done one by one."""
+        if self.shards_layers:
+            return LayerGradients(self.model.weights, adds=True)
         if not self.train.optimizer_in_backward:
             return self.model.trained.grads()
         if self.model.adapter is not None:
@@ -120,28 +130,45 @@ class Policy:
             return
         rank, world_size = self.communicator.rank, self.communicator.world_size
         for first in range(0, len(batches), world_size):
-            is_own = first + rank < len(batches)
+            is_own, count = first + rank < len(batches), min(world_size, len(batches) - first)
+            if self.shards_layers:
+                self._round = count, first == 0
+                if not is_own:
+                    self.optimizer.take_part(self.grads, self._fold_part)
             if is_own:
                 for policy in (self, *others):
                     if first:
                         policy._zero_grads()
                     policy.micro_batch = first + rank
                 yield batches[first + rank]
-            for policy in (self, *others):
+            for policy in (self, *others) if not self.shards_layers else ():
                 gradient = policy.grads.flat if is_own else None
-                policy.optimizer.fold(gradient, min(world_size, len(batches) - first), first == 0)
+                policy.optimizer.fold(gradient, count, first == 0)
+
+    def _fold_part(self, start, gradient):
+        """Add up what all ranks have of a part of this round's gradients."""
+        self.optimizer.fold_part(start, gradient, *self._round)
 
     def own(self, parts):
-        """Those of a list of parts of a computation that this rank does: of R ranks every R-th."""
-        return parts if self.communicator is None else parts[self.communicator.rank :: self.communicator.world_size]
+        """Those of a list of parts of a computation that this rank does: of R ranks every R-th.
 
-    def of_all_micro_batches(self, values):
+        Where ranks gather layers together, all have as many: some do the last part once more.
+        """
+        if self.communicator is None:
+            return parts
+        own = parts[self.communicator.rank :: self.communicator.world_size]
+        is_short = self.shards_layers and len(own) * self.communicator.world_size < len(parts)
+        return [*own, parts[-1]] if is_short else own
+
+    def of_all_micro_batches(self, values, count=None):
         """The values of each_micro_batch, or of `own`, of all ranks in the order of the whole: a list.
 
-        values: what can be pickled.
+        values: what can be pickled. count: of all parts, after `own`.
         """
         if self.communicator is None:
             return values
+        if count is not None:
+            values = values[: len(range(self.communicator.rank, count, self.communicator.world_size))]
         of_ranks = self.communicator.objects(values)
         count = sum(map(len, of_ranks))
         return [of_ranks[k % len(of_ranks)][k // len(of_ranks)] for k in range(count)]
@@ -293,6 +320,9 @@ class Policy:
     def _backward(self, dhidden, tape, head=None):
         """The backward of the layers and the embedding; head: what the LM head's has written, None without one."""
         self._grads_are_zero = False
+        if self.shards_layers:
+            backward_and_update(self.model, dhidden, tape, self.grads, self._fold_part)
+            return
         if not self.train.optimizer_in_backward:
             grads, embed_grads = self.grads, None
             is_alone = head is not None and head is not grads.lm_head
@@ -330,7 +360,7 @@ class Policy:
         self.micro_batch = 0
 
     def _zero_grads(self):
-        if self.train.optimizer_in_backward:
+        if isinstance(self.grads, LayerGradients):
             self.grads.zero()
         else:
             fill(0.0, self.grads.flat)
@@ -358,13 +388,13 @@ class Policy:
     def state_dict(self):
         """The state for a checkpoint besides the weights; a reference that does not move is the run's `model`.
 
-        On several ranks, all of which call this, that on rank 0 is complete.
+        On several ranks, all of which call this, arrays are ArrayParts.
         """
         self.gather_adapter()
         moves = self.reference is not None and self.train.sync_ref_model
         return {
             "optimizer": self.optimizer.state_dict(),
-            "reference": device.host_copy(self.reference.weights.flat) if moves else None,
+            "reference": self.host_part(self.reference.weights.flat) if moves else None,
             "loss": dict(self.loss_state),
         }
 
@@ -373,7 +403,14 @@ class Policy:
         self.optimizer.load_state_dict(state["optimizer"])
         self.loss_state = dict(state.get("loss", {}))
         if self.reference is not None and state["reference"] is not None:
-            self.reference.weights.flat[...] = device.asarray(state["reference"])
+            copy_to_device([(self.reference.weights.flat, state["reference"])])
+
+    def host_part(self, flat):
+        """A copy on the host of this rank's part of an array that all ranks have: an ArrayPart; of one rank all."""
+        if self.communicator is None:
+            return device.host_copy(flat)
+        part = Part.of(len(flat), self.communicator.rank, self.communicator.world_size)
+        return ArrayPart(device.host_copy(flat[part.start : part.stop]), part.start, len(flat))
 
     def move_reference_if_due(self, step):
         """With sync_ref_model, move the reference every ref_model_sync_steps steps; step: optimizer steps done."""

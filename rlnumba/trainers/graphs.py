@@ -77,14 +77,14 @@ class MicroBatchGraphs:
     """The graphs of one policy.
 
     train: its [train] section; has_dropout: whether its training forward has dropout; num_parameters: of its model.
-    pads: whether micro-batches get the shape of a bucket; captures: whether these become graphs.
+    pads: whether micro-batches get the shape of a bucket; captures: whether these may become graphs.
     """
 
-    def __init__(self, train, has_dropout, num_parameters):
+    def __init__(self, train, has_dropout, num_parameters, captures=True):
         self.max_tokens = max_tokens(num_parameters)
         is_gpu = device.name() == "cuda" or device.properties().capability is not None
         self.pads = is_gpu and not train.optimizer_in_backward and not has_dropout
-        self.captures = train.cuda_graphs and device.name() == "cuda" and not DEBUG
+        self.captures = captures and train.cuda_graphs and device.name() == "cuda" and not DEBUG
         self.buckets = OrderedDict()
         self.stream = self.pool = None
         # Of micro-batches so far: {"replayed": ..., "captured": ..., "eager": ...}.

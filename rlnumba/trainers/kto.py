@@ -161,7 +161,7 @@ class StepLoss:
         if policy.communicator is not None:
             arrays = self.kl_logps, self.ref_kl_logps
             own = [[device.to_host(array[part]) for array in arrays] for part in policy.own(parts)]
-            for part, of_part in zip(parts, policy.of_all_micro_batches(own), strict=True):
+            for part, of_part in zip(parts, policy.of_all_micro_batches(own, len(parts)), strict=True):
                 for array, found in zip(arrays, of_part, strict=True):
                     array[part] = device.asarray(found)
 

@@ -1,12 +1,15 @@
 """What a trainer starts from: the model of its run, or of the checkpoint that it resumes from, as a Policy."""
 
+from functools import partial
 from pathlib import Path
 
+from rlnumba.distributed.layer_shards import LayerShards
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.lora import adapter_of_run, is_adapter, load_adapter
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_model, load_model
+from rlnumba.model.weights import Weights
 from rlnumba.trainers.core import Policy
 from rlnumba.trainers.run_folder import log_kernels
 
@@ -24,7 +27,9 @@ def load_policy(run, folder, reference=False, temperature=1.0, heads=LM_HEAD, he
     if is_adapter(source):
         raise UserError(f"{source}: an adapter folder, not a model's; set lora.init to it, or merge it (rlnumba merge)")
     if run.lora is None:
-        model = load_model(_checkpoint(folder, False) or source, train.dtype, heads, head_init, run.seed)
+        path = _checkpoint(folder, False) or source
+        kind = weights_of(run, folder.communicator)
+        model = load_model(path, train.dtype, heads, head_init, run.seed, make_weights=kind)
     else:
         if reference and train.sync_ref_model:
             raise ConfigError("train.sync_ref_model: with [lora] the reference is the model without its adapter")
@@ -36,6 +41,13 @@ def load_policy(run, folder, reference=False, temperature=1.0, heads=LM_HEAD, he
     if reference:
         before = model.without_adapter() if run.lora else load_model(source, model.dtype.name)
     return Policy(model, train, before, temperature, run.seed, folder.communicator), tokenizer
+
+
+def weights_of(run, communicator):
+    """The Weights to make of a run's policy: those of layers in parts with deploy.zero_stage 3, on several ranks."""
+    if run.deploy.zero_stage == 3 and communicator is not None and communicator.world_size > 1:
+        return partial(LayerShards, communicator=communicator)
+    return Weights
 
 
 def _checkpoint(folder, has_adapter):

@@ -46,6 +46,7 @@ from rlnumba.runtime.shapes import shapes_only
 from rlnumba.trainers import dpo, graphs, kto, ppo, reward, sft
 from rlnumba.trainers.core import Policy, Schedule, epoch_order
 from rlnumba.trainers.engine_size import with_engine_size
+from rlnumba.trainers.loading import weights_of
 from rlnumba.trainers.micro_batch import MicroBatch
 
 GIB = 2**30
@@ -76,7 +77,7 @@ class Plan:
     """regions: {name: bytes}, the names those of memory.report() but for "reference", which that counts as weights.
 
     notes: {name: what the bytes follow from}. tokens: of the largest micro-batch. extra: {name: bytes} of the GPU that
-    no region counts. host: bytes of pinned host memory.
+    no region counts. host: bytes of pinned host memory. checkpoint: of the host's memory while a checkpoint is written.
     """
 
     regions: dict
@@ -84,6 +85,7 @@ class Plan:
     tokens: int
     extra: dict
     host: int
+    checkpoint: int
 
     @property
     def total(self):
@@ -113,7 +115,7 @@ class Planner:
         dtype, step = self.dtype_of(run), step_of(self, run)
         # Any GPU: micro-batches are padded there.
         with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
-            trained = take_step(self.config, dtype, run, step, communicator)
+            trained, checkpoint = take_step(self.config, dtype, run, step, communicator)
             if step.prompts:
                 _generate(self, dtype, run, step.prompts)
         tokens = step.tokens
@@ -121,10 +123,15 @@ class Planner:
         host = regions.pop("host", 0)
         regions.pop(SHARED, None)
         itemsize = device.dtype(dtype).itemsize
-        notes["weights"] = f"{regions['weights'] // itemsize:,} parameters, {dtype}"
+        shards_layers, parameters = weights_of(run, communicator) is not Weights, regions["weights"] // itemsize
+        notes["weights"] = f"{parameters:,} parameters, {dtype}"
+        if shards_layers:
+            notes["weights"] += f": 1/{run.num_ranks} of all twice, and a layer, embedding and head"
         notes["grads"] = "float32"
         if communicator is not None:
             notes["grads"] += f" of one micro-batch, and of the step 1/{run.num_ranks}"
+            if shards_layers:
+                notes["grads"] = f"float32 of a layer's matrices and the rest, and of the step 1/{run.num_ranks}"
         elif run.train.accumulates_gradients and self.kind != "reward" and run.lora is None:
             notes["grads"] += ", once more for the head of one micro-batch"
         if run.train.optimizer_in_backward:
@@ -148,14 +155,14 @@ class Planner:
         if self.on_gpu:
             extra = {"operators": operator_bytes(tokens, self.config), "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
-            max_tokens = graphs.max_tokens(regions["weights"] // itemsize)
+            max_tokens = 0 if shards_layers else graphs.max_tokens(parameters)
             if self.kind in GRAPHED and graphs.has_graphs(run.train, run.lora) and tokens <= max_tokens:
                 extra["graphs"] = min(extra["operators"], graphs.POOL_BYTES)
                 notes["graphs"] = "the same arrays once more, for micro-batches that are replayed"
         order = ["weights", "adapter", "reference", "grads", "moments", "activations", "engine activations", "kv"]
         names = sorted(regions, key=lambda name: order.index(name) if name in order else len(order))
         regions = {name: regions[name] for name in names if regions[name]}
-        return Plan(regions, notes, tokens, extra, host)
+        return Plan(regions, notes, tokens, extra, host, checkpoint)
 
     def engine_regions(self, plan):
         """{name: bytes} of what each process of an inference engine has: the engine's regions of a Plan of the run, and
@@ -274,6 +281,9 @@ class PlannedRank(Communicator):
     def _fold(self, *arguments):
         pass
 
+    def _gather(self, *arguments):
+        pass
+
     def _gather_columns(self, *arguments):
         pass
 
@@ -282,9 +292,10 @@ class PlannedRank(Communicator):
 
 
 def take_step(config, dtype, run, step, communicator=None):
-    """Make the policy of a run, and a critic, and take the Step; return how many parameters of each are trained.
+    """Make the policy of a run, and a critic, and take the Step.
 
-    The arguments are make_policies'. To be called within shapes_only.
+    Returns how many parameters of each this rank updates, a list, and the bytes of these and of their state, which are
+    copied to the host for a checkpoint. The arguments are make_policies'. To be called within shapes_only.
     """
     policy, critic = make_policies(config, dtype, run, step, communicator)
     policy.step = _end_of_step
@@ -296,16 +307,18 @@ def take_step(config, dtype, run, step, communicator=None):
             step.run(policy, critic)
     except _EndOfStep:
         pass
-    return [each.optimizer.weights.flat.shape[0] for each in (policy, critic) if each is not None]
+    optimizers = [each.optimizer for each in (policy, critic) if each is not None]
+    nbytes = sum(array.nbytes for each in optimizers for array in (each.weights.flat, *each.state.values()))
+    return [each.weights.flat.shape[0] for each in optimizers], nbytes
 
 
 def make_policies(config, dtype, run, step, communicator=None):
     """(Policy, the critic's Policy or None) of a run, with weights that nothing was read into, for a Step.
 
-    run: of its attributes train and lora are read. communicator: as of Policy.
+    run: of its attributes train, lora and deploy are read. communicator: as of Policy.
     """
     config = dataclasses.replace(config, heads=step.heads)
-    model = Transformer(config, Weights(config, dtype))
+    model = Transformer(config, weights_of(run, communicator)(config, dtype))
     model.adapter = _adapter(run, config, dtype, "adapter")
     reference = None
     if step.reference:
@@ -497,6 +510,8 @@ def _switches(kind, run, on_gpu, model_dtype):
         add("train", master_weights=False)
     if dtype == "float32" and on_gpu:
         add("train", dtype="bfloat16")
+    if run.num_ranks > 1 and run.deploy.zero_stage == 2 and kind in ROW_TRAINERS and run.lora is None:
+        add("deploy", zero_stage=3)
     if train.per_device_train_batch_size % 2 == 0:
         halved = train.per_device_train_batch_size // 2
         accumulation = {}
@@ -537,6 +552,9 @@ def describe(planner, plan):
     lines.append(f"{'total':<20}{amount(plan.total):>12}   {share}")
     if plan.host:
         lines.append(f"{'host memory':<20}{amount(plan.host):>12}   moments and master, page-locked")
+    part = f"1/{planner.run.num_ranks} of " if planner.run.num_ranks > 1 else ""
+    what = f"a copy of {part}weights, moments and master while they are written"
+    lines.append(f"{'host, checkpoint':<20}{amount(plan.checkpoint):>12}   {what}")
     if planner.run.deploy.num_infer_gpus:
         lines += ["", *_describe_inference(planner, plan)]
     savings = planner.savings(plan)

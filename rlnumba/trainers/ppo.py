@@ -33,6 +33,7 @@ from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.model.transformer import find_model, load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.runtime import device, memory
+from rlnumba.runtime.transfer import copy_to_device
 from rlnumba.trainers import rollout
 from rlnumba.trainers.core import LateMetrics, Policy, epoch_order
 from rlnumba.trainers.grpo import Algorithm, sampler_is_exact, sampling_params, train_on_prompts
@@ -136,10 +137,10 @@ class ActorCritic:
         """The reference stands still."""
 
     def state_dict(self):
-        """The state for a checkpoint besides the policy's weights; of several ranks that on rank 0 is complete."""
+        """The state for a checkpoint besides the policy's weights, as Policy.state_dict."""
         critic = None
         if self.critic is not None:
-            weights = device.host_copy(self.critic.model.trained.flat)
+            weights = self.critic.host_part(self.critic.model.trained.flat)
             critic = {"weights": weights, "optimizer": self.critic.optimizer.state_dict()}
         return {"policy": self.policy.state_dict(), "critic": critic, "scores": vars(self.score_moments)}
 
@@ -154,7 +155,7 @@ class ActorCritic:
         if not fits:
             raise UserError("the checkpoint's critic is not that of the configuration: was [critic] changed?")
         if critic is not None:
-            critic.model.trained.flat[...] = device.asarray(saved["weights"])
+            copy_to_device([(critic.model.trained.flat, saved["weights"])])
             critic.optimizer.load_state_dict(saved["optimizer"])
 
 

@@ -69,10 +69,11 @@ def optimizer_step(loss, learning_rate):
 def evaluation(loss):
     """The metrics of the rows of a StepLoss, by name, without a gradient."""
     policy = loss.policy
-    for part in policy.own(loss.micro_batches()):
+    parts = loss.micro_batches()
+    for part in policy.own(parts):
         with policy.scope(), policy.evaluating():
             loss.forward(part)
-    return loss.metrics(policy.of_all_micro_batches(loss.read()))
+    return loss.metrics(policy.of_all_micro_batches(loss.read(), len(parts)))
 
 
 class TokenResults(NamedTuple):
@@ -162,7 +163,8 @@ def stored_reference_logps(folder, policy, datasets, batch_logps, size, ld_alpha
     found = {}
     for name, rows in datasets.items():
         parts, reported = [], time.monotonic()
-        firsts = policy.own(range(0, len(rows), size))
+        every = range(0, len(rows), size)
+        firsts = policy.own(every)
         for first in firsts:
             with policy.context.use(), policy.scope():
                 batch = batch_logps(rows[first : first + size])
@@ -171,7 +173,7 @@ def stored_reference_logps(folder, policy, datasets, batch_logps, size, ld_alpha
             if first == firsts[-1] or time.monotonic() - reported > 10:
                 log(f"log-probs of the reference: {min(first + size, len(rows))} of {len(rows)} rows of data.{name}")
                 reported = time.monotonic()
-        found[name] = np.concatenate(policy.of_all_micro_batches(parts))
+        found[name] = np.concatenate(policy.of_all_micro_batches(parts, len(every)))
     if folder.is_first_rank:
         with replacing(path) as file:
             json.dump({"rows": fingerprint} | {name: logps.tolist() for name, logps in found.items()}, file)

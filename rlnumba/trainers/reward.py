@@ -76,11 +76,12 @@ def train_step(policy, rows, learning_rate):
 def evaluate(policy, rows):
     """Metrics of held-out pairs: {"loss": ..., "accuracy": ...}."""
     scores = PairScores(len(rows), policy.train.center_rewards_coefficient)
-    for pairs in policy.own(micro_batches_of(rows, policy.train)):
+    parts = micro_batches_of(rows, policy.train)
+    for pairs in policy.own(parts):
         rewards, drewards = device.xp().empty((2, 2 * len(pairs)), np.float32)
         policy.values(value_batch(pairs, policy.model.config), rewards)
         scores.loss(pairs, rewards, drewards)
-    return metrics_of(policy.of_all_micro_batches(scores.read()))
+    return metrics_of(policy.of_all_micro_batches(scores.read(), len(parts)))
 
 
 def lengths_of(pairs):

@@ -12,6 +12,7 @@ from pathlib import Path
 from rlnumba import checkpoint
 from rlnumba.config.keys import Section, sections_of
 from rlnumba.distributed.launch import stop_requested
+from rlnumba.distributed.saving import SharedSaver
 from rlnumba.errors import UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.transformer import save_model
@@ -76,12 +77,11 @@ class RunFolder:
         self.is_alone = communicator is None or communicator.world_size == 1
         check_installed(run.train.report_to)
         make_folder(self.path)
-        self.model_folder, self.step_chosen = None, resume is not True and bool(resume)
-        if self.step_chosen:
-            self.model_folder = checkpoint.of_step(self.path, resume)
-        elif resume:
-            self.model_folder = checkpoint.latest_readable(self.path)
-        self.step, self.state, self.saver = 0, None, checkpoint.Saver(self.path)
+        self.step_chosen = resume is not True and bool(resume)
+        # Rank 0 reads all files to check them.
+        self.model_folder = self.decided(self._find_checkpoint(resume) if self.is_first_rank else None)
+        self.saver = checkpoint.Saver(self.path) if self.is_alone else SharedSaver(self.path, communicator)
+        self.step, self.state = 0, None
         if self.model_folder is not None:
             self.step, self.state = checkpoint.load(self.model_folder)
             if self.state["trainer"] != trainer:
@@ -90,6 +90,13 @@ class RunFolder:
             log(f"{self.path} holds no checkpoint: starting afresh")
         metric = "eval_reward" if "rewards" in sections_of(type(run)) else "eval_loss"
         self.callbacks = Callbacks(run, self.path, metric, (self.state or {}).get("callbacks"))
+
+    def _find_checkpoint(self, resume):
+        """The folder of the checkpoint to resume from, or None. What a killed process has left of one goes."""
+        checkpoint.remove_leftovers(self.path)
+        if self.step_chosen:
+            return checkpoint.of_step(self.path, resume)
+        return checkpoint.latest_readable(self.path) if resume else None
 
     def decided(self, value):
         """What rank 0 has decided, on all ranks, which call this together."""
@@ -156,7 +163,8 @@ class RunFolder:
     def save(self, step, model, tokenizer, state):
         """Begin to write checkpoints/step-N, unless it exists: a step's state is always the same.
 
-        Training may go on when this returns. Raises CheckpointError if the checkpoint before could not be written.
+        Training may go on when this returns. All ranks call this, each with its parts of arrays. Raises CheckpointError
+        if the checkpoint before could not be written.
         """
         if step == self.step and self.model_folder is not None:
             return
@@ -227,7 +235,8 @@ class RunFolder:
 
 
 class ReadFolder(RunFolder):
-    """The RunFolder of another rank than the first, which reads what the first one does, and writes nothing."""
+    """The RunFolder of another rank than the first, which reads what the first one does, and writes its part of
+    checkpoints alone."""
 
     is_first_rank = False
 
@@ -239,9 +248,6 @@ class ReadFolder(RunFolder):
     def writer(self, total_steps):
         """What is used as the MetricsWriter."""
         return _NoWriter()
-
-    def save(self, step, model, tokenizer, state):
-        """Nothing: rank 0 saves."""
 
     def finish(self, model, tokenizer, heads=None):
         """Nothing: rank 0 saves."""

@@ -89,7 +89,9 @@ def evaluate(policy, rows):
     """Metrics of held-out rows: {"loss": ..., "mean_token_accuracy": ..., ...}."""
     batches = micro_batches(policy, rows)
     readings = [policy.run(score, batch, OUTPUTS) for batch in policy.own(batches)]
-    return means(batches, policy.of_all_micro_batches([read() for read in readings]), policy.train.loss_type)
+    return means(
+        batches, policy.of_all_micro_batches([read() for read in readings], len(batches)), policy.train.loss_type
+    )
 
 
 def score(policy, batch, results):

@@ -7,7 +7,7 @@ import pytest
 
 # What ranks of these tests import.
 PRELOADED = [f"rlnumba.trainers.{kind}" for kind in ("sft", "reward", "dpo", "kto", "grpo", "rloo", "ppo")]
-PRELOADED += ["tests.distributed.test_trainers"]
+PRELOADED += ["tests.distributed.test_trainers", "tests.distributed.test_saving"]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from rlnumba import checkpoint
 from rlnumba.distributed import launch
 from rlnumba.distributed.communicator import Fault
 from rlnumba.errors import RankError
@@ -30,12 +31,14 @@ def fault_of(runs, num_ranks, fault, resume=False, timeout_s=60.0):
     return str(error.value)
 
 
-# (ranks, fault): in the second or third step of each start, of all operations that a run has. Saving puts the
-# optimizer's state of other ranks to rank 0. The first is in a third step, before which a checkpoint is complete.
+# (ranks, fault): in the second or third step of each start, of all operations that a run has, and while a rank writes
+# its part of a checkpoint. The first is in a third step, before which a checkpoint is complete.
 KILLED = {
-    "sft": [(2, "fold:6:kill"), (3, "put:3:kill"), (2, "gather:3:kill"), (3, "get:5:kill:0"), (2, "objects:9:kill")],
-    "grpo": [(3, "objects:24:kill"), (2, "fold:3:kill"), (3, "get:5:kill:0"), (2, "put:3:kill"), (2, "gather:3:kill")],
-}
+    "sft": [(2, "fold:6:kill"), (3, "save:2:kill"), (2, "gather:3:kill"), (3, "save:1:kill:0"), (2, "objects:9:kill")],
+    "grpo": [
+        (3, "objects:24:kill"), (2, "fold:3:kill"), (3, "save:1:kill:0"), (2, "save:2:kill"), (2, "gather:3:kill")
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KILLED)
@@ -47,8 +50,9 @@ def test_killed_runs_go_on_with_another_number_of_ranks(tmp_path, kind):
     for num_ranks, fault in KILLED[kind]:
         operation, *_, rank = f"{fault}:{num_ranks - 1}".split(":")[:4]
         line = fault_of([(kind, run_of(kind, tmp_path / "run", num_ranks, **options))], num_ranks, fault, bool(steps))
-        counterpart = {"put": "get", "get": "put"}.get(operation, operation)
-        missed = rf"rank \d: (objects|{counterpart}) \d+.*: rank {rank} has ended"
+        # A checkpoint is written while training goes on.
+        missing = "objects|fold|gather|barrier" if operation == "save" else f"objects|{operation}"
+        missed = rf"rank \d: ({missing}) \d+.*: rank {rank} has ended"
         assert re.fullmatch(rf"rank {rank}: was ended by SIGKILL \({missed}\)", line), line
         steps.append(len(list((tmp_path / "run" / "checkpoints").glob("step-*"))))
     # Each start but for the first has gone on from a checkpoint, and some have written one.
@@ -57,11 +61,22 @@ def test_killed_runs_go_on_with_another_number_of_ranks(tmp_path, kind):
     assert found["final/model.safetensors"] == expected["final/model.safetensors"]
 
 
-@pytest.mark.parametrize("kind, fault", [("sft", "fold:4:stall"), ("sft", "put:1:stall"), ("grpo", "gather:2:stall")])
+@pytest.mark.parametrize("kind, fault", [("sft", "fold:4:stall"), ("grpo", "gather:2:stall")])
 def test_a_rank_that_stalls_ends_the_run(tmp_path, kind, fault):
     runs, started = [(kind, run_of(kind, tmp_path, 2, save_steps=1))], time.monotonic()
     line = fault_of(runs, 2, fault, timeout_s=STALLED_S)
-    counterpart = fault.partition(":")[0].replace("put", "get")
-    assert re.fullmatch(rf"rank 0: {counterpart} \d+ of .*: rank 1 did not join rank 0 within {STALLED_S:g} s", line)
+    operation = fault.partition(":")[0]
+    assert re.fullmatch(rf"rank 0: {operation} \d+ of .*: rank 1 did not join rank 0 within {STALLED_S:g} s", line)
     # Starting two ranks takes less than a minute on a busy machine.
     assert time.monotonic() - started < 60 + STALLED_S + 5
+
+
+def test_a_rank_that_stalls_in_writing_ends_the_run(tmp_path):
+    """While the checkpoint before is whole."""
+    run = run_of("sft", tmp_path, 2, save_steps=1)
+    line = fault_of([("sft", run)], 2, "save:1:stall", timeout_s=STALLED_S)
+    folder = tmp_path / "checkpoints"
+    why = f"rank 1 did not write its part within {STALLED_S:g} s"
+    assert line == f"rank 0: {folder / 'step-2'}: the checkpoint cannot be written: {why}"
+    assert [path.name for path in folder.iterdir()] == ["step-1"]
+    checkpoint.verify(folder / "step-1")

@@ -80,6 +80,12 @@ CASES = {
         },
         (2,),
     ),
+    "sft, zero 3": (
+        "sft",
+        {"zero_stage": 3, "gradient_checkpointing": True, "eval_steps": 2, "data": {"eval": str(SFT_ROWS)}},
+        (2, 4),
+    ),
+    "dpo, zero 3": ("dpo", {"zero_stage": 3, "optim": "adamw_8bit"}, (2,)),
     "dpo": ("dpo", {}, (2,)),
     "grpo": ("grpo", {}, (2, 4)),
     "grpo, dynamic sampling": (

@@ -49,7 +49,7 @@ BATCHES = ONE_BACKWARD | {"per_device_train_batch_size": 4, "global_batch_size":
 BATCHES |= {"num_ppo_epochs": 2, "num_mini_batches": 1}
 
 
-def run_of(kind, folder, num_ranks=1, lora=None, model=None, **options):
+def run_of(kind, folder, num_ranks=1, lora=None, model=None, zero_stage=2, **options):
     """A Run of a few steps with checkpoints."""
     if kind == "sft":
         run = sft_run(folder, **ROWS | options)
@@ -61,7 +61,8 @@ def run_of(kind, folder, num_ranks=1, lora=None, model=None, **options):
         run = reward_run(folder, **PAIRS | options)
     else:
         run = preference_run(kind, folder, **PAIRS | options)
-    run = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=num_ranks), lora=lora)
+    deploy = DeployConfig(num_train_gpus=num_ranks, zero_stage=zero_stage)
+    run = dataclasses.replace(run, deploy=deploy, lora=lora)
     return run if model is None else dataclasses.replace(run, model=str(model))
 
 
@@ -132,6 +133,11 @@ CASES = {
     "grpo, tokens": {"max_tokens_per_micro_batch": 100, "replay_buffer_size": 4, "top_k": 20},
     "grpo, dynamic sampling": {"dynamic_sampling": True, "over_sampling_batch_size": 5, "reward": "one_for_even"},
     "rloo": {"top_k": 20, "normalize_advantages": True},
+    "sft, zero 3": {"zero_stage": 3},
+    "sft, zero 3, untied, evaluation": {"zero_stage": 3, **UNTIED, "eval_steps": 2, "data": {"eval": str(SFT_ROWS)}},
+    "reward, zero 3, evaluation": {"zero_stage": 3, "eval_steps": 2, "data": {"eval": str(PAIR_ROWS)}},
+    "dpo, zero 3": {"zero_stage": 3, "eval_steps": 2, "data": {"eval": str(PREFERENCE_ROWS["dpo"])}},
+    "kto, zero 3": {"zero_stage": 3},
     "ppo": {"use_score_scaling": True, "kl_coef": 0.0},
     "ppo, shared": {"critic": {"shared": True}, "max_tokens_per_micro_batch": 100, "whiten_rewards": True},
     "ppo, lora, filtered": {"lora": LORA, "top_k": 20, "entropy_coef": 0.01, "critic": {"learning_rate": 1e-3}},
@@ -144,7 +150,7 @@ CASES = {
 # Per-device sizes multiply by the number of ranks, as in TRL: two with one pass each have the step of one with two.
 ON_TWO = ["sft", "dpo", "grpo", "grpo, dynamic sampling", "ppo", "sft, per device", "grpo, per device"]
 ON_THREE = [case for case in CASES if not case.endswith("per device")]
-ON_FOUR = ["sft", "grpo", "grpo, dynamic sampling"]
+ON_FOUR = ["sft", "grpo", "grpo, dynamic sampling", "sft, zero 3"]
 
 
 def runs_of_cases(cases, folder, num_ranks):
@@ -157,7 +163,7 @@ def runs_of_cases(cases, folder, num_ranks):
         place = folder / str(num_ranks) / case.replace(", ", "-").replace(" ", "-")
         if options.get("data") == "prompts":
             options = options | {"data": {"eval": str(place.parent / "prompts.jsonl")}}
-        if case == "sft, untied":
+        if "untied" in case:
             options = options | {"model": untied_model(folder / "model")}
         kind = case.partition(",")[0]
         runs.append((kind, run_of(kind, place, num_ranks, **options)))
@@ -177,8 +183,14 @@ def test_the_files_of_one_rank(tmp_path, num_ranks, cases):
 
 @pytest.mark.usefixtures("quick_starts")
 def test_runs_go_on_with_another_number_of_ranks(tmp_path):
-    """Of GRPO in the middle of a generation."""
-    options = {"sft": {}, "dpo": {"precompute_ref_log_probs": True}, "grpo": {"generation_batch_size": 32}, "ppo": {}}
+    """Of GRPO in the middle of a generation; of KTO on one rank with other weights on it than before."""
+    options = {
+        "kto": {"zero_stage": 3},
+        "sft": {},
+        "dpo": {"precompute_ref_log_probs": True},
+        "grpo": {"generation_batch_size": 32},
+        "ppo": {},
+    }
 
     def runs(folder, num_ranks, steps):
         kept = {"max_steps": steps, "save_steps": 1, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}

@@ -23,11 +23,11 @@ from tests.trainers.runs import metrics_of, sft_run
 BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 10}
 
 
-def run_of(folder, num_ranks=1, model=None, lora=None, **options):
+def run_of(folder, num_ranks=1, model=None, lora=None, zero_stage=2, **options):
     """An SFTRun of a few steps with checkpoints."""
     data = options.pop("data", None)
     run = sft_run(folder, data, **{"max_steps": 4, "save_steps": 2, **BATCH, **options})
-    run = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=num_ranks), lora=lora)
+    run = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=num_ranks, zero_stage=zero_stage), lora=lora)
     return run if model is None else dataclasses.replace(run, model=str(model))
 
 

@@ -12,10 +12,10 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from rlnumba.errors import UserError
-from rlnumba.model import weights
+from rlnumba.model import tensor_file, weights
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.weights import Weights, load_weights, open_tensors, save_weights, write_tensors
-from rlnumba.runtime import device, memory
+from rlnumba.runtime import device, memory, transfer
 from tests.close import assert_same_bits
 
 MODELS = pathlib.Path(__file__).parent.parent / "golden" / "models"
@@ -297,7 +297,7 @@ def test_pieces_of_all_threads_make_up_the_weights(tmp_path, monkeypatch, dtype,
     header = content[8 : 8 + size].rstrip(b" ")
     header += b" " * (1 - len(header) % 2)
     path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
-    monkeypatch.setattr(weights, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(transfer, "PIECE_BYTES", piece_bytes)
     loaded = load_weights(tmp_path, config, dtype)
     assert len(header) % 2 and loaded.flat.nbytes > 3 * piece_bytes
     assert_same_bits(device.to_host(loaded.flat), device.to_host(held.flat).astype(loaded.dtype))
@@ -309,7 +309,7 @@ def test_a_thread_that_fails_ends_the_loading(tmp_path, monkeypatch):
     def fails(*arguments):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(weights, "_taken", fails)
+    monkeypatch.setattr(transfer, "_taken", fails)
     with pytest.raises(MemoryError, match="no memory"):
         load_weights(MODELS / "qwen3_untied", config)
 
@@ -348,3 +348,29 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(UserError, match="x.safetensors: cannot be written .*complex128") as caught:
         write_tensors(path, {"a": np.zeros(3, np.complex128)})
     assert "\n" not in str(caught.value) and path.read_bytes() == whole and os.listdir(tmp_path) == [path.name]
+
+
+def test_files_have_the_bytes_of_the_librarys(tmp_path):
+    """Of all dtypes, in any order, with names of any characters."""
+    rng = np.random.default_rng(1)
+    kinds = "bool u1 i1 i2 u2 f2 i4 u4 f4 c8 f8 i8 u8".split() + [ml_dtypes.bfloat16]
+    for metadata in (None, {}, {"format": "pt"}):
+        names = [f'{"x" * rng.integers(5)}"\u00fc\\{i}\x07' for i in rng.permutation(2 * len(kinds))]
+        arrays = {name: np.ones((2, i % 5), kinds[i % len(kinds)]) for i, name in enumerate(names)}
+        write_tensors(tmp_path / "own", arrays, metadata)
+        save_file(arrays, tmp_path / "theirs", metadata)
+        assert (tmp_path / "own").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_a_model_of_several_files_has_the_librarys_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "SHARD_BYTES", 5000)
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 256)
+    config, held = loaded("qwen3_untied")
+    save_weights(held, tmp_path, "bfloat16")
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 3
+    views = {name: device.to_host(view).astype(ml_dtypes.bfloat16) for name, view in held.tensors()}
+    for path in files:
+        names = load_file(path).keys()
+        save_file({name: views[name] for name in names}, tmp_path / "theirs", {"format": "pt"})
+        assert path.read_bytes() == (tmp_path / "theirs").read_bytes()

@@ -22,7 +22,7 @@ from rlnumba.runtime.shapes import ShapeOnly, shapes_only
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
-from rlnumba.trainers.plan import Planner, advise
+from rlnumba.trainers.plan import Planner, advise, describe
 from rlnumba.trainers.ppo import run_ppo
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.rloo import run_rloo
@@ -367,3 +367,25 @@ def test_an_allocation_of_weights_is_named(monkeypatch):
     monkeypatch.setattr(device, "xp", Full)
     with pytest.raises(memory.OutOfMemory, match="out of memory: weights needed 0.00 GiB more"):
         transformer.load_model(MODEL)
+
+
+def test_a_model_of_8b_on_several_gpus(tmp_path):
+    """With weights on every GPU, and with a part of each layer on every GPU."""
+    run, size, rest = large_run(tmp_path), 8_190_735_360, 2 * 151_936 * 4096
+    plans = {}
+    for stage in (2, 3):
+        deploy = DeployConfig(num_train_gpus=4, zero_stage=stage)
+        planner = Planner("sft", dataclasses.replace(run, deploy=deploy), True, 141 * GIB)
+        plans[stage] = planner.plan()
+        assert ("deploy.zero_stage = 3" in dict(planner.savings(plans[stage]))) == (stage == 2)
+        text = "\n".join(describe(planner, plans[stage]))
+        assert "a copy of 1/4 of weights, moments and master" in text
+        # Segments are not cut: the first parts are a little longer.
+        for found, bytes_each in ((plans[stage].checkpoint, 2 + 12), (plans[stage].regions["moments"], 12)):
+            assert 0 <= found - bytes_each * size // 4 < bytes_each << 20
+    layer = (size - rest) // 36
+    assert plans[2].regions["weights"] == 2 * size
+    assert abs(plans[3].regions["weights"] / (2 * (size / 4 + (size - rest) / 4 + layer + rest)) - 1) < 0.01
+    assert abs(plans[2].regions["grads"] / (4 * (size + size / 4)) - 1) < 0.01
+    # Head and embedding share memory.
+    assert abs(plans[3].regions["grads"] / (4 * (layer + rest / 2 + size / 4)) - 1) < 0.01

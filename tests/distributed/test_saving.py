@@ -1,0 +1,158 @@
+"""Ranks load, save and resume a model with no more of the host's memory than their share and a layer take."""
+
+import dataclasses
+import hashlib
+import resource
+from functools import partial
+
+import numpy as np
+import pytest
+
+from rlnumba import checkpoint
+from rlnumba.config import SFTConfig
+from rlnumba.distributed import launch, saving, zero
+from rlnumba.distributed.communicator import SingleRank
+from rlnumba.distributed.layer_shards import LayerShards
+from rlnumba.errors import RankError
+from rlnumba.kernels.nn import reduce
+from rlnumba.model.config import ModelConfig
+from rlnumba.model.shard import Shard
+from rlnumba.model.transformer import Transformer, load_model, save_model
+from rlnumba.model.weights import Weights
+from rlnumba.trainers.core import Policy
+from tests.distributed.host_memory import peak_growth
+from tests.trainers.runs import MODEL
+
+# 10 M parameters, float32 as on the cpu device: 40 MB of weights, and 80 MB of moments.
+SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+VOCABULARY = SHAPE["vocab_size"] * SHAPE["hidden_size"]
+BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 10}
+# For Python's own objects, and pages that the allocator has not given back.
+ALLOWANCE = 6 << 20
+LR = 1e-2
+
+
+def config_of():
+    return dataclasses.replace(ModelConfig.from_folder(MODEL), **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("model")
+    save_model(Transformer(config_of(), Weights.random(config_of())), found)
+    return found
+
+
+def step(policy, k):
+    """An optimizer step on any gradient."""
+    if policy.communicator is None:
+        policy.grads.flat[...] = gradient(policy, k)
+        policy.optimizer.step(LR)
+    else:
+        own = gradient(policy, k) if policy.communicator.rank == 0 else None
+        policy.optimizer.fold(own, 1, True)
+        policy.optimizer.step(LR)
+
+
+def gradient(policy, k):
+    return np.random.default_rng(k).standard_normal(policy.model.weights.flat.shape, np.float32)
+
+
+def policy_of(folder, communicator):
+    return Policy(load_model(folder), SFTConfig(**BATCH), communicator=communicator)
+
+
+def save(policy, communicator, output, number):
+    alone = communicator.world_size == 1
+    saver = checkpoint.Saver(output) if alone else saving.SharedSaver(output, communicator)
+    saver.save(number, policy.model, None, {"policy": policy.state_dict(), "cursor": [number, np.arange(3)]})
+    saver.wait()
+
+
+def measured(communicator, folder, output):
+    """{what: peak of this rank's own memory} of loading, saving, resuming, and of loading a part of the model."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Small as the model is. Weights are gathered in pieces of segments, on a GPU in its memory.
+        patch.setattr(reduce, "SEGMENT", 1 << 16)
+        patch.setattr(zero, "PIECE_SEGMENTS", 2)
+        return measure(communicator, folder, output)
+
+
+def measure(communicator, folder, output):
+    load_model(MODEL)
+    peaks = {}
+    with peak_growth() as peaks["load"]:
+        model = load_model(folder)
+    with peak_growth() as peaks["part"]:
+        load_model(folder, shard=Shard(communicator.rank, communicator.world_size))
+    with peak_growth() as peaks["layers"]:
+        load_model(folder, make_weights=partial(LayerShards, communicator=communicator))
+    policy = Policy(model, SFTConfig(**BATCH), communicator=communicator)
+    step(policy, 1)
+    with peak_growth() as peaks["save"]:
+        save(policy, communicator, output, 1)
+    # Rank 0 renames the folder.
+    communicator.barrier()
+    with peak_growth() as peaks["resume"]:
+        _, state = checkpoint.load(output / "checkpoints" / "step-1")
+        policy.load_state_dict(state["policy"])
+    step(policy, 2)
+    save(policy, communicator, output, 2)
+    return {what: found["bytes"] for what, found in peaks.items()}
+
+
+def hashes_of(output, number):
+    """{name: sha256} of a checkpoint's files."""
+    files = sorted((output / "checkpoints" / f"step-{number}").iterdir())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_a_rank_has_no_more_than_its_share_on_the_host(tmp_path, folder):
+    alone = SingleRank()
+    measured(alone, folder, tmp_path / "1")
+    expected = [hashes_of(tmp_path / "1", number) for number in (1, 2)]
+    assert len(expected[0]) == 5
+    num_parameters = load_model(folder).weights.flat.size
+    layer = 4 * sum(p.size for p in Weights(config_of()).parameters if p.name.startswith("model.layers.0."))
+    for world_size in (2, 4):
+        output = tmp_path / str(world_size)
+        for rank, peaks in enumerate(launch(measured, world_size, folder, output, timeout_s=120)):
+            # What is read goes into the weights, which stand for a GPU's memory here, and nowhere else.
+            assert peaks["load"] < 4 * num_parameters + layer + ALLOWANCE, (rank, peaks)
+            part = Weights(config_of(), shard=Shard(rank, world_size)).flat.nbytes
+            assert peaks["part"] < part + layer + ALLOWANCE, (rank, peaks)
+            # With zero_stage 3: a part of each layer, the part that the optimizer updates, one layer, and the rest.
+            whole = 4 * (2 * num_parameters // world_size + VOCABULARY)
+            assert peaks["layers"] < whole + layer + ALLOWANCE, (rank, peaks)
+            # Of weights and two moments. A whole copy of one of them would be more.
+            share = 12 * num_parameters // world_size
+            assert peaks["save"] < share + layer + ALLOWANCE, (rank, peaks)
+            assert peaks["resume"] < layer + ALLOWANCE, (rank, peaks)
+        assert [hashes_of(output, number) for number in (1, 2)] == expected
+    assert layer + ALLOWANCE < num_parameters
+
+
+def save_with_a_limit(communicator, output):
+    """A second checkpoint, of which rank 1 cannot write its part."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduce, "SEGMENT", 4096)
+        policy = policy_of(MODEL, communicator)
+        save(policy, communicator, output, 1)
+        communicator.barrier()
+        if communicator.rank == 1:
+            # Beyond the first bytes of a file; Python ignores the signal.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        save(policy, communicator, output, 2)
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_a_part_that_cannot_be_written_leaves_the_checkpoint_before(tmp_path):
+    with pytest.raises(RankError) as caught:
+        launch(save_with_a_limit, 2, tmp_path, timeout_s=120)
+    root = tmp_path / "checkpoints"
+    expected = f"{root / 'step-2'}: the checkpoint cannot be written: rank 1: File too large"
+    assert str(caught.value) == f"rank 0: {expected}"
+    assert [path.name for path in root.iterdir()] == ["step-1"]
+    checkpoint.verify(root / "step-1")

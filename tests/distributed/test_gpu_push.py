@@ -11,7 +11,7 @@ from rlnumba.distributed.weight_push import Checksums, WeightPusher, can_share
 from rlnumba.kernels.checksum import checksum_ref
 from rlnumba.runtime import device
 from rlnumba.trainers.ranks import train_on_ranks
-from tests.distributed.test_asynchronous import final_of, trained_prompts, with_deploy
+from tests.distributed.test_asynchronous import final_of, trained_prompts
 from tests.distributed.test_gpu_training import model, run_of, shared  # noqa: F401 (fixtures)
 from tests.distributed.test_gpu_training import train as train_synchronously
 from tests.distributed.test_inference import Fixture
@@ -67,7 +67,9 @@ def test_without_staleness_the_result_is_the_synchronous_one(tmp_path, model, ca
     train_synchronously("grpo", expected)
     deploy = {"update_weights_bucket_megabytes": 1, "update_weights_transport": "peer"} | CASES[case]
     run = run_of("grpo", tmp_path / "run", model, deploy["num_train_gpus"], **options)
-    run = with_deploy(dataclasses.replace(run, asynchronous=AsyncConfig(max_staleness=0)), **deploy)
+    # Together, because each alone is refused.
+    deploy = dataclasses.replace(run.deploy, **deploy)
+    run = dataclasses.replace(run, deploy=deploy, asynchronous=AsyncConfig(max_staleness=0))
     train_on_ranks("grpo", run, False)
     assert final_of(run) == final_of(expected) and trained_prompts(run) == trained_prompts(expected)
     assert all(row["weight_pause_time_s"] > 0 for row in metrics_of(run)[1:])

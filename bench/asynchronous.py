@@ -97,6 +97,7 @@ def measure(run, warmup):
     return {
         "seconds": seconds, "tokens_per_s": tokens, "wait": wait, "busy": mean("infer_utilization"),
         "age": mean("token_staleness/mean"), "sync_s": mean("weight_sync_time_s"),
+        "pause_s": mean("weight_pause_time_s"),
     }  # fmt: skip
 
 
@@ -147,7 +148,8 @@ def main():
         if name == "async":
             values += (
                 f"; trainer waits {each['wait']:.0%}, inference decodes {each['busy']:.0%} of the time; tokens "
-                f"{each['age']:.1f} steps old; {1e3 * each['sync_s']:.1f} ms to send the weights"
+                f"{each['age']:.1f} steps old; {1e3 * each['sync_s']:.1f} ms to send the weights, for which decoding "
+                f"pauses {1e3 * each['pause_s']:.1f} ms"
             )
         row(f"{name}, groups of {median_length(arguments.completion_length)} tokens in the median", values)
     row("speed of async", f"{found['async']['tokens_per_s'] / found['sync']['tokens_per_s']:.2f} x sync", "1.5")

@@ -245,6 +245,7 @@ def test_two_ranks_train_an_adapter_with_the_completions_of_one_inference_proces
     train_on_ranks("grpo", run, False)
     name = "adapter_model.safetensors"
     assert final_of(run, name) == final_of(expected, name) and trained_prompts(run) == trained_prompts(expected)
+    assert all(row["weight_pause_time_s"] > 0 for row in metrics_of(run))
 
 
 def test_older_tokens_have_the_gradient_of_a_sampler_with_other_log_probs(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from rlnumba.kernels.checksum import checksum_ref
 from rlnumba.model.lora import Adapter
 from tests.close import assert_same_bits
 from tests.distributed import in_threads
-from tests.distributed.test_inference import Fixture
+from tests.distributed.test_inference import LIMITS, Fixture
 from tests.engine.test_core import TINY
 from tests.engine.test_llm import make_model
 
@@ -188,6 +188,29 @@ def test_damaged_weights_are_refused_and_sent_again(running):
     assert running.wait(2) == running.expected(requests)
     assert damaged[0] == 2 and running.engines.refusals > refusals
     running.sender._copy = write
+
+
+def test_a_process_that_takes_no_weights_ends_the_push(running):
+    """What it has not taken is not overwritten."""
+    running.push()
+    running.submit(2)
+    running.wait(2)
+    victim = running.engines.processes[0]
+    os.kill(victim.process.pid, signal.SIGSTOP)
+    try:
+        running.push()
+        running.engines.limits = LIMITS._replace(sync_timeout_s=0.3)
+        message = f"process 0 did not take the weights of version {running.version} within 0.3 s .*weight_sync_timeout"
+        before = running.sender._mappings[victim.offer]._memory.copy()
+        with pytest.raises(InferenceError, match=message):
+            running.push()
+        assert_same_bits(running.sender._mappings[victim.offer]._memory, before)
+    finally:
+        running.engines.limits = LIMITS
+        os.kill(victim.process.pid, signal.SIGCONT)
+    running.push()
+    requests = running.submit(2)
+    assert running.wait(2) == running.expected(requests)
 
 
 def test_memory_that_cannot_be_written_ends_the_run_with_one_line(running, monkeypatch):

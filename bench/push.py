@@ -126,7 +126,6 @@ def measure(communicator, folder, arguments, gpus):
             waited_s, live_s, pause_s = decoding.push(version)
             found.append((waited_s, getattr(sender, "seconds", waited_s), live_s, pause_s))
             time.sleep(0.2)
-    sender.close()
     return found[1:], model.trained.flat.nbytes
 
 

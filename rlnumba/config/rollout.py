@@ -225,7 +225,7 @@ class AheadRun(PromptRun):
     def weights_transport(self, nbytes, gpu_bytes):
         """The way of new weights to inference processes, "peer" or "shm".
 
-        nbytes: of the weights; gpu_bytes: of memory of a GPU whose memory processes can share, None without one.
+        nbytes: of the weights; gpu_bytes: of memory of a GPU whose memory processes can share, 0 without one.
         """
         if self.deploy.update_weights_transport != "auto":
             return self.deploy.update_weights_transport

@@ -199,6 +199,9 @@ class Engines:
         """
         self._raise_error()
         with self._changed:
+            if self.sender.needs_offers:
+                # Memory of a process that has ended is otherwise missing where its successor takes what there is.
+                self.sender.unmap_others(self._offers())
             version, late = self._newest, [process for process in self.processes if self._is_late(process)]
             if late:
                 left_out = self.sender.write_again(version, self._offers(), [process.index for process in late])

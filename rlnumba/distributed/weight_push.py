@@ -14,8 +14,8 @@ is room for one version, so a rank writes the next one after the process has tak
 before the first byte is written.
 
 Ranks have all weights after an optimizer step, so a process that is started later gets them from rank 0 alone; older
-versions are kept nowhere. The memory of a process that has ended is given back when the ranks unmap it, at the next
-push. On the cpu device the memory is a file without a name of the inference process, which ranks
+versions are kept nowhere. The memory of a process that has ended is given back when the ranks unmap it: rank 0 where
+it waits for groups, others at the next push. On the cpu device the memory is a file without a name of the inference process, which ranks
 open by /proc.
 """
 
@@ -84,6 +84,7 @@ class OwnStaging:
     def _on_gpu(self, nbytes):
         runtime = device.xp().cuda.runtime
         size = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+        device.xp().get_default_memory_pool().free_all_blocks()
         if size > device.memory_info()[0]:
             raise OutOfMemory("new weights", size)
         # Never freed: the process ends with its last use.
@@ -102,7 +103,7 @@ class OwnStaging:
 
     def begin_checksums(self, version, dtype, bucket_bytes):
         """As Staging's, beside what the current stream does."""
-        parts = buckets_of(self._memory.view(dtype), bucket_bytes)
+        parts = buckets_of(self._memory, bucket_bytes)
         if device.name() != "cuda":
             checksums = Checksums(parts).read()
             return lambda: checksums
@@ -265,11 +266,14 @@ class WeightPusher:
         """What is sent for the newest version: list of Begin, Bucket, ..., Finish."""
         return self._messages[version]
 
+    def unmap_others(self, offers):
+        """Unmap the memory of processes whose offers are not among these: {number: Offer}."""
+        for offer in self._mappings.keys() - set(offers.values()):
+            self._mappings.pop(offer).close()
+
     def close(self):
         """Unmap all memory."""
-        for mapping in self._mappings.values():
-            mapping.close()
-        self._mappings = {}
+        self.unmap_others({})
 
     def _written(self, version, found):
         """Note what the ranks' _copy has returned: {number: why a process was left out}."""
@@ -300,8 +304,7 @@ class WeightPusher:
     def _map(self, offers):
         """Map what is offered, and unmap what is not any more: {number: why it could not be mapped}."""
         layout, left_out = layout_of(self.trained, self.bucket_bytes), {}
-        for offer in self._mappings.keys() - set(offers.values()):
-            self._mappings.pop(offer).close()
+        self.unmap_others(offers)
         for number, offer in offers.items():
             if offer.layout != layout:
                 left_out[number] = f"its layout is {offer.layout}, not {layout}"

@@ -162,9 +162,6 @@ class WeightSender:
         """What is sent for a version in staging: list of Begin, Bucket, ..., Finish."""
         return self._messages[version]
 
-    def close(self):
-        """Nothing: the memory goes with the last process that has it."""
-
 
 class WeightReceiver:
     """The side of an inference process. trained: as the sender's, or a shard of it; bucket_bytes: the same; version:

@@ -293,11 +293,12 @@ class RemoteEngines:
     """Inference processes as a Pipeline's engines; see Engines.
 
     wait_s: how long the trainer waits for groups at a time. is_own: whether the trainer's LLM has the same engine.
+    pusher: the WeightPusher of this rank, or None where weights go through the host's memory.
     """
 
     wait_s, is_own = POLL_S, False
 
-    def __init__(self, run, policy, pipeline):
+    def __init__(self, run, policy, pipeline, pusher):
         options, deploy, model = run.asynchronous, run.deploy, policy.model
         self.count, size = deploy.num_engines, deploy.tensor_parallel_size
         gpus = [None] * (deploy.num_train_gpus + deploy.num_infer_gpus)
@@ -305,12 +306,12 @@ class RemoteEngines:
             gpus = gpus_of_ranks(len(gpus), "deploy.num_train_gpus + deploy.num_infer_gpus")
             # Once for all processes, which share the cache.
             ahead_of_time.finish()
-        sender = pusher_of(run, policy)
+        sender = pusher
         if sender is None:
             # Without in-flight updates a group may ask for any of these versions.
             slots = 2 if options.in_flight_weight_updates else options.max_staleness + 2
             sender = WeightSender(model.trained, slots, deploy.update_weights_bucket_megabytes << 20)
-        self._sender, staging = sender, None
+        staging = None
         if not sender.needs_offers:
             staging = sender.staging.nbytes, sender.staging.slots, sender.staging.descriptor
         common = {
@@ -369,16 +370,21 @@ class RemoteEngines:
 
     def close(self):
         self._engines.close()
-        self._sender.close()
 
 
 def pusher_of(run, policy):
-    """This rank's WeightPusher, where weights are pushed into memory of the inference processes, else None."""
+    """This rank's WeightPusher, where weights are pushed into memory of the inference processes, else None.
+
+    All ranks call this together.
+    """
     if not run.deploy.num_infer_gpus:
         return None
-    trained, gpu_bytes = policy.model.trained, None
+    trained, gpu_bytes = policy.model.trained, 0
     if device.name() == "cuda" and can_share(device.xp().cuda.Device().id):
         gpu_bytes = device.memory_info()[1]
+    if policy.communicator is not None:
+        # GPUs may differ, and all must take the same way.
+        gpu_bytes = min(policy.communicator.objects(gpu_bytes))
     if run.weights_transport(trained.flat.nbytes, gpu_bytes) != "peer":
         return None
     return WeightPusher(trained, policy.communicator, run.deploy.update_weights_bucket_megabytes << 20)
@@ -448,8 +454,8 @@ class InterleavedEngine:
 class Ahead:
     """What a trainer's loop has of a Pipeline, on every rank; pipeline is None on other ranks than the first.
 
-    rewards: whose names and weights are known on all ranks; make_engines(pipeline): called by `start`. pusher: on other
-    ranks than the first, if all push weights.
+    rewards: whose names and weights are known on all ranks; make_engines(pipeline): called by `start`. pusher: this
+    rank's, if all push weights.
     """
 
     pipeline: Pipeline | None
@@ -539,10 +545,11 @@ def start_ahead(run, policy, llm, prompts, rewards, state, schedule, step, group
         pipeline = Pipeline(run, generations, trainer_state_of, params_of, prompts, own_rewards, order, step)
         pipeline.load_state(groups)
 
+    pusher = pusher_of(run, policy)
+
     def make_engines(pipeline):
         if run.deploy.num_infer_gpus:
-            return RemoteEngines(run, policy, pipeline)
+            return RemoteEngines(run, policy, pipeline, pusher)
         return InterleavedEngine(run, policy, pipeline, llm.engine)
 
-    pusher = pusher_of(run, policy) if pipeline is None else None
     return Ahead(pipeline, communicator, llm, prompts, rewards, make_engines, pusher)

@@ -170,7 +170,7 @@ class Planner:
         run, shard = self.run, Shard(0, self.run.deploy.tensor_parallel_size)
         found = {name: size for name, size in (plan.regions | plan.extra).items() if name in OF_INFERENCE}
         sent = plan.regions["weights" if run.lora is None else "adapter"]
-        is_pushed = run.weights_transport(sent, self.total_bytes if self.on_gpu else None) == "peer"
+        is_pushed = run.weights_transport(sent, self.total_bytes if self.on_gpu else 0) == "peer"
         if shard.count == 1 and not is_pushed:
             return found
         dtype = self.dtype_of(run)

@@ -279,7 +279,7 @@ def test_the_section_in_a_file(tmp_path):
 def test_the_way_of_new_weights(tmp_path):
     """Between GPUs, unless they take more than a quarter of one, or older ones may be needed."""
     run = dataclasses.replace(grpo_run(tmp_path / "run"), asynchronous=AsyncConfig())
-    assert run.weights_transport(10, None) == run.weights_transport(11, 43) == "shm"
+    assert run.weights_transport(10, 0) == run.weights_transport(11, 43) == "shm"
     assert run.weights_transport(10, 40) == "peer"
     kept = dataclasses.replace(run, asynchronous=AsyncConfig(in_flight_weight_updates=False))
     assert kept.weights_transport(10, 40) == "shm"
@@ -287,7 +287,7 @@ def test_the_way_of_new_weights(tmp_path):
     assert unkept.weights_transport(10, 40) == "peer"
     for chosen in ("peer", "shm"):
         run = dataclasses.replace(run, deploy=DeployConfig(update_weights_transport=chosen))
-        assert run.weights_transport(10, 40) == run.weights_transport(11, None) == chosen
+        assert run.weights_transport(10, 40) == run.weights_transport(11, 0) == chosen
 
 
 def test_importance_weights_follow_from_the_section(tmp_path):

@@ -15,8 +15,8 @@ before the first byte is written.
 
 Ranks have all weights after an optimizer step, so a process that is started later gets them from rank 0 alone; older
 versions are kept nowhere. The memory of a process that has ended is given back when the ranks unmap it: rank 0 where
-it waits for groups, others at the next push. On the cpu device the memory is a file without a name of the inference process, which ranks
-open by /proc.
+it waits for groups, others at the next push. On the cpu device the memory is a file without a name of the inference
+process, which ranks open by /proc.
 """
 
 import mmap

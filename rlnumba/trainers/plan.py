@@ -287,6 +287,9 @@ class PlannedRank(Communicator):
     def _gather_columns(self, *arguments):
         pass
 
+    def _exchange_rows(self, *arguments):
+        pass
+
     def _objects(self, operation, value):
         return [value, *([[]] * (self.world_size - 1))]
 

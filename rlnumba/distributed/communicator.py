@@ -2,6 +2,7 @@
 
     gather(array, out)       out[r] = rank r's array, on every rank
     gather_columns(...)      the columns of out that rank r has = its array, on every rank
+    exchange_rows(...)       the same, but each rank has some of the rows alone
     fold(gradient, ...)      accumulated += gradient_0, += gradient_1, ..., each rank for its part of the parameters
     put, get                 an array from one rank to another
     barrier()                returns when all ranks have called it, and all earlier operations are complete
@@ -21,9 +22,9 @@ library such as NCCL have an order that depends on the size, the number of GPUs 
 | peer      | GPUs of one host       | peer.py: CuPy arrays; on the current stream, for which the host does not wait |
 | nccl      | GPUs of several hosts  | nccl.py: as peer                                               |
 
-Operations are numbered: gather (of columns, too), fold, barrier and objects together, put and get for each pair of
-ranks. A message names operation and number. With RLNUMBA_DEBUG=1 all transports compare operation, number, dtype and
-shape between the ranks before anything is moved; shm always does.
+Operations are numbered: gather (of columns and rows, too), fold, barrier and objects together, put and get for each
+pair of ranks. A message names operation and number. With RLNUMBA_DEBUG=1 all transports compare operation, number,
+dtype and shape between the ranks before anything is moved; shm always does.
 
 No operation, but named like one where faults are caused: `save`, a rank's writing of its part of a checkpoint
 (saving.py), in a thread of its own, for which ranks wait by means of files.
@@ -107,6 +108,24 @@ class Communicator:
         if out.size:
             self._gather_columns(operation, array, out, columns)
 
+    def exchange_rows(self, array, out, columns, row_width):
+        """out[:, columns.of(r)] = this rank's rows of rank r's array: those from rank row_width on, at most row_width.
+
+        array (N, C) and columns: as gather_columns', whose result has the rows of all ranks; out (rows, columns.total)
+        of array's dtype, written. Raises as gather.
+        """
+        _check_contiguous("gather", array=array, out=out)
+        first = min(self.rank * row_width, len(array))
+        wanted = min(first + row_width, len(array)) - first, columns.total
+        own = columns.of(self.rank)
+        if array.shape[1:] != (own.stop - own.start,) or out.shape != wanted or out.dtype != array.dtype:
+            arrays = f"{array.shape} and {out.shape} {out.dtype}"
+            raise ValueError(f"gather: {columns} of {len(array)} rows, {array.dtype}, for {wanted}, got {arrays}")
+        what = f"{out.dtype} {len(array), columns.total} by columns, {row_width} rows a rank"
+        operation, array = self._begin("gather", what, array)
+        if len(array):
+            self._exchange_rows(operation, array, out, columns, row_width)
+
     def fold(self, gradient, accumulated, start, count, is_first):
         """accumulated += gradient_k[start : start + n] for k = 0 .. count - 1 in this order, one float32 add each.
 
@@ -171,6 +190,13 @@ class Communicator:
         for part, values in zip(parts, arrived, strict=True):
             shape = len(array), part.stop - part.start
             out[:, part] = values[: shape[0] * shape[1]].reshape(shape)
+
+    def _exchange_rows(self, operation, array, out, columns, row_width):
+        """By a gather of all rows."""
+        whole = device.xp().empty((len(array), columns.total), array.dtype)
+        self._gather_columns(operation, array, whole, columns)
+        first = min(self.rank * row_width, len(array))
+        out[...] = whole[first : first + len(out)]
 
     def _compare(self, operation, rank=None):
         """Raise CommunicationError unless all ranks, or this one and `rank`, are in this operation: for DEBUG."""

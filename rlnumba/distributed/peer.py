@@ -26,7 +26,7 @@ import numpy as np
 from rlnumba.distributed.communicator import Communicator, Operation, Range, add_in_place, as_bytes, check_ranges
 from rlnumba.distributed.watchdog import Watchdog
 from rlnumba.errors import CommunicationError, DeviceError
-from rlnumba.kernels.peer_gather import FIRST_EPOCH, Layout, inbox_bytes, peer_gather
+from rlnumba.kernels.peer_gather import FIRST_EPOCH, Layout, inbox_bytes, peer_exchange, peer_gather
 from rlnumba.runtime import device
 from rlnumba.runtime.memory import array_at, shared_with_host, track
 
@@ -98,6 +98,10 @@ class PeerCommunicator(Communicator):
     def _gather_columns(self, operation, array, out, columns):
         if not self._memory.gather_columns(array, out, columns):
             super()._gather_columns(operation, array, out, columns)
+
+    def _exchange_rows(self, operation, array, out, columns, row_width):
+        if not self._memory.exchange_rows(array, out, columns, row_width):
+            super()._exchange_rows(operation, array, out, columns, row_width)
 
     def _fold(self, operation, gradient, accumulated, start, count, is_first):
         mine = Range(start, accumulated.size, None if gradient is None else gradient.size)
@@ -256,18 +260,25 @@ class Arena:
 
     def gather_columns(self, array, out, columns):
         """Gather columns by kernels on the current stream, if they are whole words: whether it did."""
-        sizes = np.array(columns) * array.itemsize
-        sizes[1] = 0
-        if any(sizes % 4) or not _has_whole_words(0, array, out):
-            return False
-        width, _, extra, total = (int(size) // 4 for size in sizes)
-        self._gather_words(array, out, Layout(len(array), width, columns.longer, extra, total))
-        return True
+        layout = _layout_of(array, out, columns)
+        if layout is not None:
+            self._gather_words(array, out, layout)
+        return layout is not None
+
+    def exchange_rows(self, array, out, columns, row_width):
+        """Exchange rows by kernels on the current stream, if columns are whole words: whether it did."""
+        layout = _layout_of(array, out, columns)
+        if layout is not None:
+            peer_exchange(*_words(array, out), layout, row_width, *self._inbox())
+        return layout is not None
 
     def _gather_words(self, array, out, layout):
-        source, target = (each.reshape(1, -1).view(np.int32) for each in (array, out))
+        peer_gather(*_words(array, out), layout, *self._inbox())
+
+    def _inbox(self):
+        """The last arguments of the kernels' operators."""
         state = self._inboxes, self._state, self._error
-        peer_gather(source, target, layout, *state, self.rank, self._small_words, self._limit_cycles)
+        return *state, self.rank, self._small_words, self._limit_cycles
 
     def begin(self, operation):
         """Order what is sent after the current stream's work so far."""
@@ -328,6 +339,20 @@ def _offsets(world_size, small_bytes):
     """Where the inbox and the slots begin in an Arena, after the counters."""
     inbox = _aligned(2 * 4 * world_size)
     return inbox, inbox + _aligned(inbox_bytes(world_size, small_bytes // 4))
+
+
+def _layout_of(array, out, columns):
+    """The Layout of the rows that all ranks have together, of which `array` has some columns; None if not in words."""
+    sizes = np.array(columns) * array.itemsize
+    sizes[1] = 0
+    if any(sizes % 4) or not _has_whole_words(0, array, out):
+        return None
+    width, _, extra, total = (int(size) // 4 for size in sizes)
+    return Layout(len(array), width, columns.longer, extra, total)
+
+
+def _words(*arrays):
+    return [array.reshape(1, array.size).view(np.int32) for array in arrays]
 
 
 def _has_whole_words(nbytes, *arrays):

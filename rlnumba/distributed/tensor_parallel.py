@@ -2,7 +2,7 @@
 
     every layer     qkv of own heads -> attention -> GATHER -> own columns of o + residual -> GATHER
                     gate and up of own columns -> SwiGLU -> GATHER -> own columns of down + residual -> GATHER
-    head            logits of own tiles -> GATHER -> whole rows
+    head            logits of own tiles -> GATHER -> whole rows, of many each rank's own ones -> tokens -> GATHER
 
 Gathers copy, and no rank adds what another one has computed: there are no sums over ranks, whose order would have to
 be that of one rank's GEMM. Norms are computed on whole rows, by all ranks.
@@ -12,9 +12,10 @@ Two ways to run ranks:
     generation      rank 0 has the engine; the others call the same methods of their runners (lead, follow)
     scoring         all ranks do the same calls
 
-Whole rows of logits reach every rank, and every rank samples all of them, with the same result. So each makes the next
-decode step's arrays itself, and on GPUs each replays CUDA graphs of its own, which contain the gathers: between two
-decode steps ranks exchange nothing but which step it is, and now and then a hash of these arrays, which must be equal.
+Whole rows of logits reach the rank that samples them, of few rows every rank, and all have all tokens. So each makes
+the next decode step's arrays itself, and on GPUs each replays CUDA graphs of its own, which contain the gathers:
+between two decode steps ranks exchange nothing but which step it is, and now and then a hash of these arrays, which
+must be equal.
 
 A rank is a process, on the cpu device or with a GPU (placement.py).
 """
@@ -43,6 +44,9 @@ from rlnumba.runtime.context import current
 
 # Decode steps between two comparisons, each of which waits for the device once.
 COMPARED_STEPS = 256
+# Rows from which on each rank samples some of them. It then receives an R-th of the logits, 2 us a row less of a
+# vocabulary of 152k at R = 2 and 150 GB/s, and one exchange more, of 6 us. Not tuned.
+SHARED_ROWS = 8
 
 
 class TensorParallel:
@@ -80,6 +84,27 @@ class TensorParallel:
         linear(hidden, lm_head, part)
         self.communicator.gather_columns(part, out, vocabulary(self.vocab_size, self.count))
 
+    def own_rows(self, count):
+        """Which of `count` rows this rank samples: a slice; None where all ranks sample all, because they are few."""
+        return None if count < SHARED_ROWS else _shares(count, self.count).of(self.rank)
+
+    def logits_of_own_rows(self, hidden, lm_head, out, memory):
+        """As `logits`, of this rank's own_rows of the hidden states alone."""
+        part = memory.empty((len(hidden), len(lm_head)), np.float32)
+        linear(hidden, lm_head, part)
+        row_width = _shares(len(hidden), self.count).width
+        self.communicator.exchange_rows(part, out, vocabulary(self.vocab_size, self.count), row_width)
+
+    def gather_rows(self, own, outputs, memory):
+        """Write a list of arrays (N,) of 32-bit elements from what each rank has of its own_rows: own (A, n) int32."""
+        count = len(outputs[0])
+        whole = memory.empty((len(outputs), count), np.int32)
+        self.communicator.gather_columns(own, whole, _shares(count, self.count))
+        for array, row in zip(outputs, whole, strict=True):
+            array.view(np.int32)[...] = row
+        # As in own_columns.
+        current().serialize_next = True
+
     def linear_logp(self, hidden, lm_head, ids, temperature, logp, lse, entropy, top1):
         """kernels.logprob.ops.linear_logp, with its bits. lm_head: this rank's rows of the head."""
         step = forward_rows(self.vocab_size)
@@ -116,6 +141,11 @@ class TensorParallel:
     def end(self):
         """Let the other ranks return from `follow`. Rank 0 alone."""
         self.communicator.objects(None)
+
+
+def _shares(count, ranks):
+    """The Columns of `count` things that each of the ranks has, in one row: nearly the same number."""
+    return Columns(-(-count // ranks), 0, 0, count)
 
 
 def follow(model, config, others=None):

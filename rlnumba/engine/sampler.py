@@ -44,42 +44,55 @@ class SamplingInputs:
     replay: object = None
 
 
-def logits_of_rows(hidden, model, rows, total, arena):
-    """Yields (slice of the rows, their logits (n, V) float32), some of the `total` rows of `hidden` at a time.
-
-    rows: as SamplingInputs.rows. arena: as sample_tokens', in a scope that is open until all have been yielded.
-    """
-    vocab_size = model.config.vocab_size
-    chunk = max(1, LOGITS_BYTES // (4 * vocab_size))
-    with arena.scope():
-        if rows is not None:
-            gathered = arena.empty((total, hidden.shape[1]), hidden.dtype)
-            gather_rows(hidden, rows, gathered)
-            hidden = gathered
-        logits = arena.empty((min(chunk, total), vocab_size), np.float32)
-        for first in range(0, total, chunk):
-            part = slice(first, min(first + chunk, total))
-            z = logits[: part.stop - part.start]
-            model.logits(hidden[part], z, arena)
-            yield part, z
-
-
 def sample_tokens(hidden, model, inputs, arena, token_ids, logprobs, thresholds=None):
     """Sample a token for each of the B rows: token_ids (B,) int32 and logprobs (B,) float32 are written.
 
     With inputs.replay thresholds (B,) float32 are, too: the smallest logit that the filters kept. hidden (N, D), of the
     Transformer `model`; inputs: SamplingInputs. arena: where logits and gathered rows are allocated, in a scope of its
-    own.
+    own. Of a model that is cut over several ranks each may sample some of the rows.
     """
-    for part, z in logits_of_rows(hidden, model, inputs.rows, len(inputs.temperature), arena):
-        if inputs.penalty is not None:
-            apply_repetition_penalty(z, inputs.penalty[part], inputs.history[part])
-        if inputs.presence is not None:
-            penalties = inputs.presence[part], inputs.frequency[part]
-            apply_output_penalties(z, *penalties, inputs.history[part], inputs.starts[part])
-        if inputs.banned is not None:
-            ban_tokens(z, inputs.banned[part])
-        filters = inputs.temperature[part], inputs.top_k[part], inputs.top_p[part], inputs.min_p[part]
-        counter = inputs.philox_key[part], inputs.sample_index[part], inputs.position[part]
-        of_replay = (None, None) if inputs.replay is None else (thresholds[part], inputs.replay[part])
-        sample(z, *filters, *counter, token_ids[part], logprobs[part], *of_replay)
+    total, vocab_size = len(inputs.temperature), model.config.vocab_size
+    outputs = (token_ids, logprobs) if inputs.replay is None else (token_ids, logprobs, thresholds)
+    chunk = max(1, LOGITS_BYTES // (4 * vocab_size))
+    with arena.scope():
+        if inputs.rows is not None:
+            gathered = arena.empty((total, hidden.shape[1]), hidden.dtype)
+            gather_rows(hidden, inputs.rows, gathered)
+            hidden = gathered
+        for first in range(0, total, chunk):
+            part = slice(first, min(first + chunk, total))
+            of_part = [array[part] for array in outputs]
+            own = model.ranks.own_rows(part.stop - first) if model.ranks is not None else None
+            with arena.scope():
+                if own is None:
+                    z = arena.empty((part.stop - first, vocab_size), np.float32)
+                    model.logits(hidden[part], z, arena)
+                    sample_rows(z, inputs, part, *of_part)
+                else:
+                    _sample_own_rows(hidden[part], model, inputs, part, own, arena, of_part)
+
+
+def _sample_own_rows(hidden, model, inputs, part, own, arena, outputs):
+    """Sample the rows `own` of a part of all rows, and write what all ranks have sampled of it."""
+    z = arena.empty((own.stop - own.start, model.config.vocab_size), np.float32)
+    model.ranks.logits_of_own_rows(hidden, model.lm_head, z, arena)
+    found = arena.empty((len(outputs), len(z)), np.int32)
+    if len(z):
+        of_rows = [row.view(array.dtype) for row, array in zip(found, outputs, strict=True)]
+        sample_rows(z, inputs, slice(part.start + own.start, part.start + own.stop), *of_rows)
+    model.ranks.gather_rows(found, outputs, arena)
+
+
+def sample_rows(z, inputs, rows, token_ids, logprobs, thresholds=None):
+    """Sample from the logits z (n, V) of the SamplingInputs' rows in a slice; the outputs have n elements."""
+    if inputs.penalty is not None:
+        apply_repetition_penalty(z, inputs.penalty[rows], inputs.history[rows])
+    if inputs.presence is not None:
+        penalties = inputs.presence[rows], inputs.frequency[rows]
+        apply_output_penalties(z, *penalties, inputs.history[rows], inputs.starts[rows])
+    if inputs.banned is not None:
+        ban_tokens(z, inputs.banned[rows])
+    filters = inputs.temperature[rows], inputs.top_k[rows], inputs.top_p[rows], inputs.min_p[rows]
+    counter = inputs.philox_key[rows], inputs.sample_index[rows], inputs.position[rows]
+    of_replay = (None, None) if inputs.replay is None else (thresholds, inputs.replay[rows])
+    sample(z, *filters, *counter, token_ids, logprobs, *of_replay)

@@ -2,7 +2,8 @@
 
     a row of out = the ranks' columns of it, in their order
 
-Layout says which columns rank r has; a single row of equal parts is out[r] = source of rank r.
+Layout says which columns rank r has; a single row of equal parts is out[r] = source of rank r. An exchange does so for
+some of the rows alone, others on each rank: it moves an R-th of the bytes.
 
 Every rank has an inbox in its own memory, which the others write over NVLink. A 64-bit word of the inbox has 32 bits of
 data and the epoch of the gather that they belong to. 64-bit accesses are atomic, so a reader that finds its epoch has
@@ -104,6 +105,10 @@ class Layout(NamedTuple):
         """One row, of which each rank has `words`."""
         return Layout(1, words, 0, 0, world_size * words)
 
+    def own_rows(self, rank, row_width):
+        """How many rows a rank has after an exchange: those from rank row_width on, at most row_width."""
+        return min((rank + 1) * row_width, self.rows) - min(rank * row_width, self.rows)
+
     def columns(self, rank):
         """How many words of a row a rank has."""
         return self._start(rank + 1) - self._start(rank)
@@ -129,6 +134,18 @@ def store_pair(out, index, first, second, begin, columns, total, words):
             if column + 1 == columns:
                 row, column = row + 1, i64(-1)
             out[row * total + begin + column + 1] = second
+
+
+@device_function
+def end_epoch(state, local, epoch):
+    """The last block of a rank, all of whose threads have read the epoch and their inbox, increments it."""
+    if cuda.threadIdx.x == 0:
+        if atomic_add_acq_rel(state, 2 * local + DONE) == cuda.gridDim.x - 1:
+            state[2 * local + DONE] = u32(0)
+            following = i64(epoch) + 1
+            if following == LAST_EPOCH + 1:
+                following = i64(FIRST_EPOCH)
+            state[2 * local + EPOCH] = u32(following)
 
 
 @cuda.jit
@@ -173,14 +190,55 @@ def peer_gather_kernel(
                 error[local] = i32(other + 1)
             store_pair(out[local], index, first, second, begin, columns, total, words)
     cuda.syncthreads()
-    if cuda.threadIdx.x == 0:
-        # All threads of all blocks have read the epoch, and their inbox.
-        if atomic_add_acq_rel(state, 2 * local + DONE) == cuda.gridDim.x - 1:
-            state[2 * local + DONE] = u32(0)
-            following = i64(epoch) + 1
-            if following == LAST_EPOCH + 1:
-                following = i64(FIRST_EPOCH)
-            state[2 * local + EPOCH] = u32(following)
+    end_epoch(state, local, epoch)
+
+
+@cuda.jit
+def peer_exchange_kernel(
+    source, out, inboxes, state, error, first_rank, capacity, limit_cycles, start, row_width, rows, width, longer,
+    extra, total,
+):  # fmt: skip
+    """As peer_gather_kernel, but out[i] has only the rows of rank first_rank + i: row_width from rank row_width on.
+
+    A thread owns two neighbouring words of what each pair of ranks exchanges, from word `start` on.
+    """
+    local = i64(cuda.blockIdx.y)
+    world_size = i64(inboxes.shape[0])
+    rank = first_rank + local
+    epoch = state[2 * local + EPOCH]
+    pair = i64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
+    index = start + 2 * pair
+    half = (i64(epoch) & 1) * world_size * capacity
+    begin = start_of(rank, width, longer, extra, total)
+    columns = start_of(rank + 1, width, longer, extra, total) - begin
+    for step in range(world_size):
+        other = (rank + step) % world_size
+        first_row = min(other * row_width, rows)
+        words = (min(first_row + row_width, rows) - first_row) * columns
+        if pair < capacity and (pair == 0 or index < words):
+            first, second = i32(0), i32(0)
+            if index < words:
+                first = source[local, first_row * columns + index]
+            if index + 1 < words:
+                second = source[local, first_row * columns + index + 1]
+            if step == 0:
+                store_pair(out[local], index, first, second, begin, columns, total, words)
+            else:
+                inbox_store(inboxes[other] + (half + rank * capacity + pair) * PAIR_BYTES, first, second, epoch)
+    own_rows = min((rank + 1) * row_width, rows) - min(rank * row_width, rows)
+    for step in range(1, world_size):
+        other = (rank + world_size - step) % world_size
+        begin = start_of(other, width, longer, extra, total)
+        columns = start_of(other + 1, width, longer, extra, total) - begin
+        words = own_rows * columns
+        if pair < capacity and (pair == 0 or index < words):
+            address = inboxes[rank] + (half + other * capacity + pair) * PAIR_BYTES
+            first, second, arrived = inbox_load(address, epoch, limit_cycles)
+            if arrived == 0:
+                error[local] = i32(other + 1)
+            store_pair(out[local], index, first, second, begin, columns, total, words)
+    cuda.syncthreads()
+    end_epoch(state, local, epoch)
 
 
 def inbox_bytes(world_size, words):
@@ -202,22 +260,52 @@ def peer_gather(source, out, layout, inboxes, state, error, first_rank, most_wor
     send its words within limit_cycles of the GPU's clock; memory of the host will do. Ranks of more than most_words
     words take several launches. Raises ValueError for other arrays, DeviceError on the cpu device.
     """
-    count, words = check("peer_gather", "source", source, (None, None), WORDS)
-    (world_size,) = check("peer_gather", "inboxes", inboxes, (None,), (np.dtype(np.int64),))
+    world_size, count = _check("peer_gather", source, layout, inboxes, state, error, first_rank)
     check("peer_gather", "out", out, (count, layout.rows * layout.total), WORDS)
-    check("peer_gather", "state", state, (2 * count,), (np.dtype(np.uint32),))
-    check("peer_gather", "error", error, (count,), WORDS)
     longest = layout.rows * max(layout.columns(rank) for rank in range(world_size))
-    needed = layout.rows * max(layout.columns(first_rank + i) for i in range(count))
-    if words < needed:
-        raise ValueError(f"peer_gather: source must have {needed} words of {layout}, got {words}")
     if layout.rows * layout.total >= 1 << 31:
         raise ValueError(f"peer_gather: out must have less than 2^31 words, got {layout.rows * layout.total}")
-    if device.name() == "cpu":
-        raise DeviceError("peer_gather: the cpu device has no peers; processes there use shared memory")
     capacity = _capacity(most_words)
     inbox = inboxes, state, error, first_rank, capacity, limit_cycles
+    for start, grid in _launches(longest, capacity, count):
+        launch(peer_gather_kernel, grid, THREADS, source, out, *inbox, start, *layout)
+
+
+def peer_exchange(source, out, layout, row_width, inboxes, state, error, first_rank, most_words, limit_cycles):
+    """out[i] = the rows of rank first_rank + i, layout.own_rows(rank, row_width), of what all ranks have together.
+
+    out (n, W) int32: the first own_rows x layout.total words of each are written, W at least the most of any rank here.
+    The other arguments are peer_gather's, with which it shares inboxes; a piece of most_words is of what two ranks
+    exchange. Raises as peer_gather.
+    """
+    world_size, count = _check("peer_exchange", source, layout, inboxes, state, error, first_rank)
+    _, words = check("peer_exchange", "out", out, (count, None), WORDS)
+    needed = layout.total * max(layout.own_rows(first_rank + i, row_width) for i in range(count))
+    if words < needed or layout.rows * layout.total >= 1 << 31:
+        raise ValueError(f"peer_exchange: out must have {needed} words of {layout}, got {words}")
+    longest = min(row_width, layout.rows) * max(layout.columns(rank) for rank in range(world_size))
+    capacity = _capacity(most_words)
+    inbox = inboxes, state, error, first_rank, capacity, limit_cycles
+    for start, grid in _launches(longest, capacity, count):
+        launch(peer_exchange_kernel, grid, THREADS, source, out, *inbox, start, row_width, *layout)
+
+
+def _check(name, source, layout, inboxes, state, error, first_rank):
+    """(number of ranks, of which this process has so many), once arrays are as peer_gather says."""
+    count, words = check(name, "source", source, (None, None), WORDS)
+    (world_size,) = check(name, "inboxes", inboxes, (None,), (np.dtype(np.int64),))
+    check(name, "state", state, (2 * count,), (np.dtype(np.uint32),))
+    check(name, "error", error, (count,), WORDS)
+    needed = layout.rows * max(layout.columns(first_rank + i) for i in range(count))
+    if words < needed:
+        raise ValueError(f"{name}: source must have {needed} words of {layout}, got {words}")
+    if device.name() == "cpu":
+        raise DeviceError(f"{name}: the cpu device has no peers; processes there use shared memory")
+    return world_size, count
+
+
+def _launches(longest, capacity, count):
+    """Yields (first word, grid) of the launches that move `longest` words between two ranks."""
     for start in range(0, longest, 2 * capacity):
         pairs = -(-min(longest - start, 2 * capacity) // 2)
-        grid = -(-pairs // THREADS), count
-        launch(peer_gather_kernel, grid, THREADS, source, out, *inbox, start, *layout)
+        yield start, (-(-pairs // THREADS), count)

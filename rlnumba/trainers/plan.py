@@ -287,6 +287,9 @@ class PlannedRank(Communicator):
     def _gather_columns(self, *arguments):
         pass
 
+    def _exchange_rows(self, *arguments):
+        pass
+
     def _objects(self, operation, value):
         return [value, *([[]] * (self.world_size - 1))]
 
@@ -590,7 +593,8 @@ def describe_ranks(planner):
         of_all += [("-", role, of_engine) for role in roles * run.deploy.num_engines]
     names = list(dict.fromkeys(name for _, _, regions in of_all for name in regions))
     rows = [["rank", "GPU", "role", *names, "total"]]
-    gpus = gpus_of_ranks(len(of_all), "deploy.num_train_gpus") if planner.on_gpu else ["none"] * len(of_all)
+    key = "deploy.num_train_gpus" + (" + deploy.num_infer_gpus" if num_infer else "")
+    gpus = gpus_of_ranks(len(of_all), key) if planner.on_gpu else ["none"] * len(of_all)
     for (rank, role, regions), gpu in zip(of_all, gpus, strict=True):
         sizes = [*(regions.get(name, 0) for name in names), sum(regions.values())]
         rows.append([rank, str(gpu), role, *(f"{size / GIB:.3f}" for size in sizes)])

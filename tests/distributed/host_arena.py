@@ -38,6 +38,9 @@ class HostArena:
     def gather_columns(self, array, out, columns):
         return False
 
+    def exchange_rows(self, array, out, columns, row_width):
+        return False
+
     def begin(self, operation):
         pass
 

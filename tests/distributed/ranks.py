@@ -77,6 +77,13 @@ def check_columns(communicator, seed, rows, columns, dtype, xp=np):
     own = xp.asarray(np.ascontiguousarray(expected[:, columns.of(communicator.rank)]))
     communicator.gather_columns(own, out, columns)
     same_bits(out if xp is np else out.get(), expected)
+    # The same rows, each of which one rank has then.
+    row_width = -(-rows // communicator.world_size)
+    first = min(communicator.rank * row_width, rows)
+    out = out[first : first + row_width].copy()
+    out[...] = 0
+    communicator.exchange_rows(own, out, columns, row_width)
+    same_bits(out if xp is np else out.get(), expected[first : first + row_width])
 
 
 def check_fold(communicator, seed, parameters, count, is_first, xp=np):

@@ -158,8 +158,9 @@ def rloo_run_of(folder, num_infer_gpus=0, train=None, **options):
     return dataclasses.replace(run, deploy=deploy, asynchronous=AsyncConfig(**options) if options else None)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "beta": 0.05, "steps_per_generation": 4}])
-def test_rloo_without_staleness_is_the_synchronous_run(tmp_path, options):
+def test_rloo_without_staleness_is_the_synchronous_run(tmp_path):
+    """Two steps a generation, twice."""
+    options = {"num_iterations": 2, "beta": 0.05, "steps_per_generation": 4}
     expected = rloo_run_of(tmp_path / "1", train=options)
     run = rloo_run_of(tmp_path / "2", train=options, max_staleness=0)
     for each in (expected, run):

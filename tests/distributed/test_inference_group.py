@@ -101,6 +101,10 @@ def test_plan_shows_the_parts(tmp_path, capsys):
     rows = [line.split() for line in capsys.readouterr().out.partition("# GiB by region")[2].splitlines()][2:]
     parts = [["-", "none", "generate", f"{part}/2"] for part in (1, 2, 1, 2)]
     assert [row[1:5] for row in rows[1:]] == parts and rows[0][1:4] == ["0", "none", "train"]
+    # As few as it fits in, and a small model fits on one.
+    assert cli.run(["--device", "cpu", "grpo", "--config", str(file), "--dry-run", *options[:-1], "auto"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.partition("# GiB by region")[2].splitlines()][2:]
+    assert [row[1:4] for row in rows[1:]] == [["-", "none", "generate"]] * 4 and len({len(row) for row in rows}) == 1
     assert cli.run(["--device", "cpu", "plan", "--config", str(file), "--trainer", "grpo", *options]) == 0
     out = capsys.readouterr().out
     assert "each of 4 inference processes, 2 of them an engine, each with a part of the model:" in out

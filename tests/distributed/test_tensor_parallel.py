@@ -10,7 +10,7 @@ from rlnumba import cli
 from rlnumba.config import EngineConfig
 from rlnumba.distributed import tensor_parallel
 from rlnumba.distributed.tensor_parallel import TensorParallel, follow, last_logits
-from rlnumba.engine import LLM, SamplingParams
+from rlnumba.engine import LLM, SamplingParams, sampler
 from rlnumba.engine.check import Rollout
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD, ModelConfig
@@ -161,13 +161,26 @@ def test_the_text_and_log_probs_of_one_rank(folder_of, name, count):
     assert found == (expected, preemptions) and others == [None] * (count - 1)
 
 
-def one_completion(model):
-    """60 tokens of a prompt, on rank 0."""
-    if model.ranks.rank:
+def completed(model, count, tokens):
+    """(token ids, log-probs) of completions of one prompt each, on rank 0."""
+    if model.ranks is not None and model.ranks.rank:
         return follow(model, None)
-    output = LLM(model).generate([[5, 6, 7]], SamplingParams(max_tokens=60, ignore_eos=True))
-    model.ranks.end()
-    return output
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    outputs = LLM(model).generate([[5 + i, 6, 7] for i in range(count)], params)
+    if model.ranks is not None:
+        model.ranks.end()
+    return [(c.token_ids, c.logprobs) for output in outputs for c in output.completions]
+
+
+@pytest.mark.parametrize("count", [7, 8, 9])
+def test_each_rank_samples_some_rows(folder_of, monkeypatch, count):
+    """Of few all ranks sample all; of nine rows the fourth of four ranks has none."""
+    sample_rows, sampled = sampler.sample_rows, []
+    monkeypatch.setattr(sampler, "sample_rows", lambda z, *rest: (sampled.append(len(z)), sample_rows(z, *rest)))
+    expected = completed(load_model(folder_of("wide")), count, 2)
+    sampled.clear()
+    assert on_ranks(completed, 4, folder_of("wide"), count, 2)[0] == expected
+    assert {*sampled} == {7: {7}, 8: {2}, 9: {3}}[count] and len(sampled) == 2 * (3 if count == 9 else 4)
 
 
 @pytest.mark.parametrize("what, step", [("block_tables", 20), ("input_ids", 31)])
@@ -184,7 +197,7 @@ def test_ranks_that_decode_other_steps_are_found(folder_of, monkeypatch, what, s
     monkeypatch.setattr(TensorParallel, "compare_steps", changed)
     name = {"block_tables": "block tables", "input_ids": "tokens"}[what]
     with pytest.raises(UserError, match=f"decode step 32: rank 0 and rank 1 of the model have different {name}"):
-        on_ranks(one_completion, 2, folder_of("wide"))
+        on_ranks(completed, 2, folder_of("wide"), 1, 60)
 
 
 def test_drafts_and_a_cache_that_grows(folder_of):

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.checks import address
-from rlnumba.kernels.peer_gather import FIRST_EPOCH, Layout, inbox_bytes, peer_gather, peer_gather_kernel
+from rlnumba.kernels.peer_gather import (
+    FIRST_EPOCH,
+    Layout,
+    inbox_bytes,
+    peer_exchange,
+    peer_exchange_kernel,
+    peer_gather,
+    peer_gather_kernel,
+)
 from rlnumba.runtime import device
 from rlnumba.runtime.compile import type_name
 
@@ -92,6 +100,42 @@ def test_columns_of_rows(rng, resident, world_size, layout, most_words):
     assert ranks.state.tolist() == [FIRST_EPOCH + launches, 0] * world_size and not ranks.error.any()
 
 
+# Rows that the ranks do not divide, of which some have none; two launches.
+EXCHANGES = [
+    (2, Layout(3, 4, 0, 0, 8), MOST),
+    (2, Layout(1, 3, 0, 0, 6), MOST),
+    (3, Layout(5, 1, 2, 1, 5), MOST),
+    (3, Layout(4, 4, 1, 2, 13), 10),
+    (2, Layout(3, 6, 0, 6, 6), 8),
+    (2, Layout(9, 256, 0, 256, 300), MOST),
+]
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("world_size, layout, most_words", EXCHANGES)
+def test_an_exchange_of_rows(rng, resident, world_size, layout, most_words):
+    """Taking turns with gathers in one inbox."""
+    if device.name() == "cuda":
+        pytest.skip("several ranks of one process run in the simulator alone")
+    ranks, row_width = Ranks(world_size), -(-layout.rows // world_size)
+    counts = [layout.columns(rank) for rank in range(world_size)]
+    for _ in range(2):
+        expected = sources(rng, layout.rows, layout.total)
+        source = np.full((world_size, layout.rows * max(counts)), 77, np.int32)
+        for row, part in zip(source, np.split(expected, np.cumsum(counts)[:-1], axis=1), strict=True):
+            row[: part.size] = part.reshape(-1)
+        out = np.full((world_size, row_width * layout.total + 1), 55, np.int32)
+        memory = ranks.inboxes, ranks.state, ranks.error
+        peer_exchange(source, out, layout, row_width, *memory, 0, most_words, 1)
+        for rank in range(world_size):
+            own = expected[rank * row_width :][: layout.own_rows(rank, row_width)]
+            np.testing.assert_array_equal(out[rank, : own.size].reshape(own.shape), own)
+            assert (out[rank, own.size :] == 55).all()
+        for found in ranks.gather(source, layout, most_words):
+            np.testing.assert_array_equal(found.reshape(expected.shape), expected)
+    assert not ranks.error.any()
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize("epoch", [2**32 - 3, 2**31 - 3])
 def test_epochs_wrap(rng, resident, epoch):
@@ -161,6 +205,8 @@ def test_arrays_are_checked():
         peer_gather(source[:, :3].copy(), out, layout, *arrays, 0, 4, 0)
     with pytest.raises(ValueError, match=r"out must be \(1, 8\) int32"):
         peer_gather(source, out[:, :4].copy(), layout, *arrays, 0, 4, 0)
+    with pytest.raises(ValueError, match=r"out must have 8 words of Layout.* got 4"):
+        peer_exchange(source, out[:, :4].copy(), layout, 1, *arrays, 0, 4, 0)
 
 
 def test_machine_code(compile_offline):
@@ -171,3 +217,5 @@ def test_machine_code(compile_offline):
     types = tuple(map(type_name, arrays))
     for architecture in [(8, 0), (9, 0), (10, 0)]:
         assert not compile_offline(peer_gather_kernel, types, architecture)
+        # Also the rows of each rank.
+        assert not compile_offline(peer_exchange_kernel, (*types[:9], types[8], *types[9:]), architecture)

@@ -13,12 +13,14 @@ from rlnumba.config import SFTConfig
 from rlnumba.distributed import launch, saving, zero
 from rlnumba.distributed.communicator import SingleRank
 from rlnumba.distributed.layer_shards import LayerShards
+from rlnumba.distributed.placement import RANKS_PER_GPU, gpus_of_ranks
 from rlnumba.errors import RankError
 from rlnumba.kernels.nn import reduce
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import Transformer, load_model, save_model
 from rlnumba.model.weights import Weights
+from rlnumba.runtime import device
 from rlnumba.trainers.core import Policy
 from tests.distributed.host_memory import peak_growth
 from tests.trainers.runs import MODEL
@@ -47,10 +49,10 @@ def folder(tmp_path_factory):
 def step(policy, k):
     """An optimizer step on any gradient."""
     if policy.communicator is None:
-        policy.grads.flat[...] = gradient(policy, k)
+        policy.grads.flat[...] = device.asarray(gradient(policy, k))
         policy.optimizer.step(LR)
     else:
-        own = gradient(policy, k) if policy.communicator.rank == 0 else None
+        own = device.asarray(gradient(policy, k)) if policy.communicator.rank == 0 else None
         policy.optimizer.fold(own, 1, True)
         policy.optimizer.step(LR)
 
@@ -108,6 +110,7 @@ def hashes_of(output, number):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.mark.skipif(device.name() != "cpu", reason="counts the memory of the cpu device")
 @pytest.mark.usefixtures("quick_starts")
 def test_a_rank_has_no_more_than_its_share_on_the_host(tmp_path, folder):
     alone = SingleRank()
@@ -156,3 +159,27 @@ def test_a_part_that_cannot_be_written_leaves_the_checkpoint_before(tmp_path):
     assert str(caught.value) == f"rank 0: {expected}"
     assert [path.name for path in root.iterdir()] == ["step-1"]
     checkpoint.verify(root / "step-1")
+
+
+# 168 M parameters.
+LARGE = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+# Page-locked pieces on their way, and what the driver and compiled kernels take.
+GPU_ALLOWANCE = 160 << 20
+
+
+@pytest.mark.gpu
+def test_weights_on_gpus_have_no_copy_on_the_host(tmp_path, monkeypatch):
+    """On two GPUs, or two processes that share one."""
+    monkeypatch.setenv(RANKS_PER_GPU, "2")
+    config = dataclasses.replace(config_of(), **LARGE | {"num_key_value_heads": 16})
+    weights = Weights.random(config)
+    save_model(Transformer(config, weights), tmp_path / "model")
+    nbytes = weights.flat.nbytes
+    place = {"transport": "peer", "gpus": gpus_of_ranks(2, "test")}
+    outputs = [tmp_path / "1", tmp_path / "2"]
+    measured(SingleRank(), tmp_path / "model", outputs[0])
+    for peaks in launch(measured, 2, tmp_path / "model", outputs[1], timeout_s=300, **place):
+        for what in ("load", "part", "layers", "resume"):
+            assert peaks[what] < GPU_ALLOWANCE, (what, peaks)
+        assert peaks["save"] < 3 * nbytes // 2 + GPU_ALLOWANCE, peaks
+    assert hashes_of(outputs[1], 2) == hashes_of(outputs[0], 2)

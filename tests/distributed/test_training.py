@@ -7,17 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
 from rlnumba import cli
-from rlnumba.config import DeployConfig, SFTConfig, load_run, to_toml
+from rlnumba.config import DeployConfig, LoraConfig, SFTConfig, load_run, to_toml
 from rlnumba.errors import ConfigError
 from rlnumba.trainers.micro_batch import MicroBatch, costliest_first
 from rlnumba.trainers.ranks import train_on_ranks
 from rlnumba.trainers.sft import run_sft
-from tests.trainers.runs import metrics_of, sft_run
+from tests.trainers.runs import grpo_run, metrics_of, preference_run, sft_run
 
 # Micro-batches of a step: five, so that no number of ranks divides them.
 BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 10}
@@ -109,6 +110,20 @@ def test_one_gpu_is_needed_for_the_optimizer_in_the_backward(tmp_path):
     with pytest.raises(ConfigError, match="optimizer_in_backward is for one GPU, and deploy.num_train_gpus is 2"):
         options = {"global_batch_size": None, "optimizer_in_backward": True, "max_grad_norm": 0.0}
         run_of(tmp_path, 2, **options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"lora": LoraConfig()}, r"deploy.zero_stage 3 does not go with \[lora\]"),
+        ({"make": grpo_run}, "deploy.zero_stage 3 is for trainers that generate nothing"),
+        ({"make": partial(preference_run, "dpo"), "sync_ref_model": True}, "does not go with train.sync_ref_model"),
+    ],
+)
+def test_layers_in_parts_have_limits(tmp_path, options, message):
+    make, lora = options.pop("make", sft_run), options.pop("lora", None)
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(make(tmp_path, **options), deploy=DeployConfig(zero_stage=3), lora=lora)
 
 
 def test_a_rank_that_fails_ends_the_run_with_one_line(tmp_path, capsys, monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 
 from rlnumba.config import EngineConfig
 from rlnumba.distributed import inference
-from rlnumba.distributed import inference
 from rlnumba.distributed.inference import Engines, InferenceError, Limits
 from rlnumba.distributed.inference_worker import Setup
 from rlnumba.distributed.weight_sync import WeightSender

@@ -150,7 +150,10 @@ class DeployConfig(Section):
     section = "deploy"
     num_train_gpus: int = key(1, "GPUs that train; on the cpu device, processes.", minimum=1)
     num_infer_gpus: int = key(
-        0, "GPUs that generate while others train, with `[async]`; 0: the training GPUs generate.", minimum=0
+        0,
+        "GPUs that generate while others train, with `[async]`, on all nodes; 0: the training GPUs generate, and with "
+        "num_infer_nodes: gpus_per_node on each.",
+        minimum=0,
     )
     tensor_parallel_size: int = key(
         1,
@@ -165,6 +168,16 @@ class DeployConfig(Section):
         "for models that are too large otherwise. The result is the same. 3 is for `sft`, `reward`, `dpo` and `kto`.",
         choices=(2, 3),
     )
+    launcher: str = key(
+        "spawn",
+        "What starts inference processes: `spawn`, on this host; `ray`, on the nodes of a Ray cluster (RAY_ADDRESS).",
+        choices=("spawn", "ray"),
+    )
+    num_train_nodes: int = key(1, "Nodes that train: the one on which the command runs.", minimum=1, maximum=1)
+    num_infer_nodes: int = key(
+        0, "Nodes of the Ray cluster that generate, each with as many of num_infer_gpus.", minimum=0
+    )
+    gpus_per_node: int = key(8, "Most GPUs of a node that num_infer_gpus may be.", minimum=1)
     update_weights_bucket_megabytes: int = key(
         1024, "Weights are sent to the inference GPUs in parts of this size (verl).", minimum=1
     )
@@ -183,6 +196,7 @@ class DeployConfig(Section):
         if self.tensor_parallel_size == "auto":
             object.__setattr__(self, "tensor_parallel_size", 0)
         super().__post_init__()
+        self._check_nodes()
         if self.tensor_parallel_size != 1 and not self.num_infer_gpus:
             raise ConfigError(
                 f"deploy.tensor_parallel_size ({self.tensor_parallel_size or 'auto'}) cuts the model of GPUs that "
@@ -194,10 +208,43 @@ class DeployConfig(Section):
                 f"deploy.tensor_parallel_size ({self.tensor_parallel_size})"
             )
 
+    def _check_nodes(self):
+        """The numbers of nodes go with the other keys; num_infer_gpus is set where gpus_per_node gives it."""
+        nodes, size = self.num_infer_nodes, self.tensor_parallel_size or 1
+        if nodes == 0 and self.launcher == "ray":
+            raise ConfigError(
+                'deploy.launcher "ray" is for nodes that generate: deploy.num_infer_nodes must be above 0'
+            )
+        if nodes == 0:
+            return
+        if self.launcher != "ray":
+            raise ConfigError(f'deploy.num_infer_nodes ({nodes}) needs deploy.launcher "ray", got "{self.launcher}"')
+        if self.update_weights_transport == "peer":
+            raise ConfigError('deploy.update_weights_transport "peer" is for one host: not with deploy.launcher "ray"')
+        if self.num_infer_gpus == 0:
+            object.__setattr__(self, "num_infer_gpus", nodes * self.gpus_per_node)
+        gpus = self.num_infer_gpus
+        if gpus % (nodes * size):
+            of_engines = f" with engines of deploy.tensor_parallel_size ({size}) GPUs" if size > 1 else ""
+            raise ConfigError(
+                f"deploy.num_infer_gpus ({gpus}) must be a multiple of deploy.num_infer_nodes ({nodes}){of_engines}: "
+                "all nodes have as many"
+            )
+        if gpus // nodes > self.gpus_per_node:
+            raise ConfigError(
+                f"deploy.num_infer_gpus ({gpus}) on deploy.num_infer_nodes ({nodes}) nodes are {gpus // nodes} each, "
+                f"and deploy.gpus_per_node is {self.gpus_per_node}"
+            )
+
     @property
     def num_engines(self):
         """Inference engines, each of tensor_parallel_size GPUs: int."""
         return self.num_infer_gpus // self.tensor_parallel_size
+
+    @property
+    def engines_per_node(self):
+        """Inference engines of each of num_infer_nodes: int."""
+        return self.num_engines // self.num_infer_nodes
 
 
 RECOMPUTE_MODULES = ("norm", "rope", "swiglu")

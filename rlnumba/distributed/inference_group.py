@@ -112,9 +112,12 @@ def choose_device(setup, rank=0):
         device.select(setup.device)
     else:
         device.use_gpu(gpu, num_sharing)
-        # The trainer compiles what both launch.
-        ahead_of_time.leave_to_another()
+        if setup.kernels is None or rank:
+            # The trainer, or the leader, compiles what both launch.
+            ahead_of_time.leave_to_another()
     gemm.set_backend(setup.gemm)
+    if gpu is not None and setup.kernels is not None and rank == 0:
+        ahead_of_time.start(*setup.kernels)
 
 
 def _load_shard(setup, shard, link):

@@ -35,7 +35,8 @@ class Setup(NamedTuple):
     staging: (bytes of a version, number of versions, descriptor), or None: the process has its own. in_flight,
     keep_cache: whether running completions go on with new weights, and with their keys and values. followers: of
     further processes that have a part of the model each, (gpu, num_sharing); timeout_s: how long these processes wait
-    for each other.
+    for each other. kernels: (module, request) of ahead_of_time.start, or None for a process that shares the cache with
+    the trainer, which compiles for both.
     """
 
     model: str
@@ -53,6 +54,7 @@ class Setup(NamedTuple):
     keep_cache: bool
     followers: tuple = ()
     timeout_s: float = TIMEOUT_S
+    kernels: tuple | None = None
 
 
 class Interrupt(NamedTuple):
@@ -90,25 +92,32 @@ class Refused(NamedTuple):
 
 def main(descriptor):
     """Serve the connection of a file descriptor until it closes."""
-    connection, code = Connection(descriptor), 0
+    connection = Connection(descriptor)
+    code = serve(connection, connection.recv)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # Not through exit handlers, which may wait for threads.
+    os._exit(code)
+
+
+def serve(connection, setup_of):
+    """Serve a connection until it closes: the exit code of this process, whose end it is. setup_of(): the Setup."""
     try:
-        setup = connection.recv()
+        setup = setup_of()
         followers = Followers(setup, connection)
         Server(connection, setup, followers).run()
     except (EOFError, OSError):
         pass  # the trainer has ended
     except CommunicationError as error:
-        failure, code = followers.failure(), 1
+        failure = followers.failure()
         if failure is not None:
             connection.send(failure)
         else:  # the trainer starts all processes of the engine anew
             print(f"rlnumba: {error} ({followers.ended()})", file=sys.stderr)
+        return 1
     except Exception as error:  # reported by the trainer
         connection.send(Failed.of(error))
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    # Not through exit handlers, which may wait for threads.
-    os._exit(code)
+    return 0
 
 
 class Server:

@@ -27,7 +27,7 @@ def gpus_of_ranks(count, key):
 
     Raises ConfigError, naming the key, if there are not enough GPUs, or if two cannot access each other's memory.
     """
-    available, most = device.gpu_count(), _most_ranks_per_gpu()
+    available, most = device.gpu_count(), most_ranks_per_gpu()
     if count > available * most:
         gpus = "1 GPU" if available == 1 else f"{available} GPUs"
         each = "" if most == 1 else f", of which {RANKS_PER_GPU} allows {most} ranks each"
@@ -47,7 +47,8 @@ def num_sharing(count):
     return min(-(-count // device.gpu_count()), _most_ranks_per_gpu())
 
 
-def _most_ranks_per_gpu():
+def most_ranks_per_gpu():
+    """How many ranks may share a GPU: int. Raises ConfigError for another value of RLNUMBA_RANKS_PER_GPU."""
     text = os.environ.get(RANKS_PER_GPU) or "1"
     if not text.isdecimal() or int(text) == 0:
         raise ConfigError(f"{RANKS_PER_GPU} must be an integer of at least 1, got {text!r}")

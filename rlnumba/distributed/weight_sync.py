@@ -49,11 +49,12 @@ class Begin(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """A part of a version is in staging, with this checksum."""
+    """A part of a version is in staging, with this checksum. reference: the object of Ray's store that has it."""
 
     version: int
     index: int
     checksum: int
+    reference: object = None
 
 
 class Finish(NamedTuple):

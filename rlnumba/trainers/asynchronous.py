@@ -22,9 +22,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rlnumba.distributed.inference import Engines, Limits
+from rlnumba.config.runs import RUNS
+from rlnumba.distributed import ray_cluster
+from rlnumba.distributed.inference import Engines, Limits, SpawnedProcess
 from rlnumba.distributed.inference_worker import Setup
-from rlnumba.distributed.placement import gpus_of_ranks
+from rlnumba.distributed.placement import gpus_of_ranks, most_ranks_per_gpu
+from rlnumba.distributed.ray_engines import ObjectSender, RayEngines
 from rlnumba.distributed.weight_push import WeightPusher, can_share
 from rlnumba.distributed.weight_sync import WeightSender
 from rlnumba.engine.groups import GroupEngine, GroupRequest
@@ -35,6 +38,7 @@ from rlnumba.rewards.calling import Pending
 from rlnumba.runtime import ahead_of_time, device
 from rlnumba.trainers import rollout
 from rlnumba.trainers.group_buffer import Group, GroupBuffer
+from rlnumba.trainers.run_folder import KERNEL_LIST, kernel_request
 
 # Seconds between two looks at what engines report while the trainer waits for groups.
 POLL_S = 0.1
@@ -290,7 +294,7 @@ def decoded_completions(saved):
 
 
 class RemoteEngines:
-    """Inference processes as a Pipeline's engines; see Engines.
+    """Inference processes as a Pipeline's engines; see Engines. They are of this host, or of a Ray cluster.
 
     wait_s: how long the trainer waits for groups at a time. is_own: whether the trainer's LLM has the same engine.
     pusher: the WeightPusher of this rank, or None where weights go through the host's memory.
@@ -301,16 +305,27 @@ class RemoteEngines:
     def __init__(self, run, policy, pipeline, pusher):
         options, deploy, model = run.asynchronous, run.deploy, policy.model
         self.count, size = deploy.num_engines, deploy.tensor_parallel_size
+        on_gpus, is_on_ray = device.name() == "cuda", deploy.launcher == "ray"
+        limits = Limits(
+            options.rollout_timeout_s, options.heartbeat_stale_after_s, deploy.weight_sync_timeout, deploy.max_restarts
+        )
         gpus = [None] * (deploy.num_train_gpus + deploy.num_infer_gpus)
-        if device.name() == "cuda":
+        if on_gpus and (not is_on_ray or ray_cluster.is_of_this_process()):
             gpus = gpus_of_ranks(len(gpus), "deploy.num_train_gpus + deploy.num_infer_gpus")
+        self._nodes, start, sender_class, kernels = None, SpawnedProcess, WeightSender, None
+        if is_on_ray:
+            self._nodes = RayEngines(deploy, on_gpus, limits)
+            start, sender_class = self._nodes.start, ObjectSender
+            (kind,) = (kind for kind, each in RUNS.items() if type(run) is each)
+            kernels = KERNEL_LIST, kernel_request(kind, run)
+        elif on_gpus:
             # Once for all processes, which share the cache.
             ahead_of_time.finish()
         sender = pusher
         if sender is None:
             # Without in-flight updates a group may ask for any of these versions.
             slots = 2 if options.in_flight_weight_updates else options.max_staleness + 2
-            sender = WeightSender(model.trained, slots, deploy.update_weights_bucket_megabytes << 20)
+            sender = sender_class(model.trained, slots, deploy.update_weights_bucket_megabytes << 20)
         staging = None
         if not sender.needs_offers:
             staging = sender.staging.nbytes, sender.staging.slots, sender.staging.descriptor
@@ -321,17 +336,18 @@ class RemoteEngines:
             "in_flight": options.in_flight_weight_updates,
             "keep_cache": not options.recompute_kv_cache_after_weight_updates,
             "timeout_s": deploy.dist_timeout_seconds,
+            "kernels": kernels,
         }  # fmt: skip
 
         def setup_of(index):
             first = deploy.num_train_gpus + index * size
-            (gpu, num_sharing), *followers = ((gpu, gpus.count(gpu)) for gpu in gpus[first : first + size])
+            # None: of the cpu device, or chosen by Ray on another host.
+            (gpu, num_sharing), *followers = (
+                (gpu, most_ranks_per_gpu() if gpu is None else gpus.count(gpu)) for gpu in gpus[first : first + size]
+            )
             return Setup(**common, gpu=gpu, num_sharing=num_sharing, followers=tuple(followers))
 
-        limits = Limits(
-            options.rollout_timeout_s, options.heartbeat_stale_after_s, deploy.weight_sync_timeout, deploy.max_restarts
-        )
-        self._engines = Engines(setup_of, sender, self.count, pipeline.finished, pipeline.expired, limits)
+        self._engines = Engines(setup_of, sender, self.count, pipeline.finished, pipeline.expired, limits, start)
         try:
             self._engines.start(pipeline.version)
         except BaseException:  # a signal, too
@@ -370,6 +386,8 @@ class RemoteEngines:
 
     def close(self):
         self._engines.close()
+        if self._nodes is not None:
+            self._nodes.close()
 
 
 def pusher_of(run, policy):
@@ -377,7 +395,7 @@ def pusher_of(run, policy):
 
     All ranks call this together.
     """
-    if not run.deploy.num_infer_gpus:
+    if not run.deploy.num_infer_gpus or run.deploy.launcher == "ray":
         return None
     trained, gpu_bytes = policy.model.trained, 0
     if device.name() == "cuda" and can_share(device.xp().cuda.Device().id):

@@ -20,7 +20,8 @@ def with_engine_size(run, on_gpu, total_bytes, warns=False):
         return run
     config = replace(ModelConfig.from_folder(find_model(run.model, weights=False)), heads=LM_HEAD)
     dtype = run.train.dtype or (config.dtype if on_gpu else "float32")
-    share = total_bytes * run.engine.gpu_memory_utilization / num_sharing(deploy.num_train_gpus + deploy.num_infer_gpus)
+    here = deploy.num_train_gpus + (0 if deploy.launcher == "ray" else deploy.num_infer_gpus)
+    share = total_bytes * run.engine.gpu_memory_utilization / num_sharing(here)
     size = choose_size(deploy.tensor_parallel_size, config, dtype, share, on_gpu)
     if warns:
         warn_if_slow(size, config, dtype)

@@ -25,6 +25,7 @@ import numpy as np
 
 from rlnumba import data
 from rlnumba.config.rollout import SAMPLING_KEYS
+from rlnumba.distributed.ray_cluster import connected
 from rlnumba.distributed.replicas import llm_on_ranks
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
@@ -88,10 +89,22 @@ class Algorithm(NamedTuple):
 
 def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator=None):
     """Train a Run of prompts and rewards by an Algorithm; the arguments are run_grpo's."""
-    train = run.train
     # A ConfigError of generation_kwargs comes before anything is loaded.
-    sampling_params(train, 0, 1)
+    sampling_params(run.train, 0, 1)
     run = engine_size_of(run, communicator)
+    with nodes_of(run, communicator):
+        _train_on_prompts(algorithm, run, resume, reward_funcs, communicator)
+
+
+def nodes_of(run, communicator):
+    """A context manager in which the first rank is connected to the Ray cluster of its inference engines, if any."""
+    if run.deploy.launcher == "ray" and (communicator is None or communicator.rank == 0):
+        return connected(run.deploy, device.name() == "cuda")
+    return nullcontext()
+
+
+def _train_on_prompts(algorithm, run, resume, reward_funcs, communicator):
+    train = run.train
     folder = begin_run(algorithm.name, run, resume, communicator)
     rewards = load_rewards(run, reward_funcs) if folder.is_first_rank else None
     if rewards is not None:

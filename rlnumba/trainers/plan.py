@@ -572,7 +572,10 @@ def _describe_inference(planner, plan):
     deploy, regions = planner.run.deploy, planner.engine_regions(plan)
     size = deploy.tensor_parallel_size
     cut = f", {size} of them an engine, each with a part of the model" if size > 1 else ""
-    lines = [f"each of {deploy.num_infer_gpus} inference processes{cut}:"]
+    where = f" on {deploy.num_infer_nodes} nodes of Ray, {deploy.engines_per_node} actors each" * bool(
+        deploy.num_infer_nodes
+    )
+    lines = [f"each of {deploy.num_infer_gpus} inference processes{where}{cut}:"]
     lines += [f"{name:<20}{amount(nbytes):>12}" for name, nbytes in regions.items() if nbytes]
     return [*lines, f"{'total':<20}{amount(sum(regions.values())):>12}"]
 
@@ -581,23 +584,33 @@ def describe_ranks(planner):
     """A line for each rank and inference process of a run, below the headings: GPU, role, GiB by region; list of str.
 
     An inference process has the engine's regions alone; where several are one engine, its role says which part it has.
+    On Ray an engine is an actor, of which the node is said, too.
     """
     run, kind = planner.run, planner.kind
     num_infer, size = run.deploy.num_infer_gpus, run.deploy.tensor_parallel_size
+    is_on_ray = run.deploy.launcher == "ray"
     plans = [planner.plan(rank=rank) for rank in range(run.num_ranks)]
     role = "train" if kind in ROW_TRAINERS or num_infer else "train, generate"
-    of_all = [(str(rank), role, plan.regions | plan.extra) for rank, plan in enumerate(plans)]
+    of_all = [(str(rank), "this", role, plan.regions | plan.extra) for rank, plan in enumerate(plans)]
+    num_here = len(of_all) + (0 if is_on_ray else num_infer)
     if num_infer:
         of_engine = planner.engine_regions(plans[0])
         roles = ["generate"] if size == 1 else [f"generate {part + 1}/{size}" for part in range(size)]
-        of_all += [("-", role, of_engine) for role in roles * run.deploy.num_engines]
-    names = list(dict.fromkeys(name for _, _, regions in of_all for name in regions))
-    rows = [["rank", "GPU", "role", *names, "total"]]
-    key = "deploy.num_train_gpus" + (" + deploy.num_infer_gpus" if num_infer else "")
-    gpus = gpus_of_ranks(len(of_all), key) if planner.on_gpu else ["none"] * len(of_all)
-    for (rank, role, regions), gpu in zip(of_all, gpus, strict=True):
+        for index in range(run.deploy.num_engines):
+            who = "-", "this"
+            if is_on_ray:
+                who = f"actor {index}", f"Ray {index // run.deploy.engines_per_node}"
+            of_all += [(*who, role, of_engine) for role in roles]
+    names = list(dict.fromkeys(name for *_, regions in of_all for name in regions))
+    rows = [["rank", "node", "GPU", "role", *names, "total"]]
+    key = "deploy.num_train_gpus" + (" + deploy.num_infer_gpus" if num_infer and not is_on_ray else "")
+    gpus = gpus_of_ranks(num_here, key) if planner.on_gpu else ["none"] * num_here
+    gpus += ["any" if planner.on_gpu else "none"] * (len(of_all) - num_here)
+    for (rank, node, role, regions), gpu in zip(of_all, gpus, strict=True):
         sizes = [*(regions.get(name, 0) for name in names), sum(regions.values())]
-        rows.append([rank, str(gpu), role, *(f"{size / GIB:.3f}" for size in sizes)])
+        rows.append([rank, node, str(gpu), role, *(f"{size / GIB:.3f}" for size in sizes)])
+    if not is_on_ray:
+        rows = [[rank, *rest] for rank, _, *rest in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
 

@@ -1,0 +1,266 @@
+"""Inference engines on a Ray cluster: two nodes, which here are processes of one host, as in Ray's own tests."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rlnumba.config import DeployConfig, to_toml
+from rlnumba.distributed import ray_cluster
+from rlnumba.distributed.ray_actor import EngineActor, Mailbox, OtherIncarnation, visible_index
+from rlnumba.distributed.ray_engines import ObjectSender
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.trainers.callbacks import TrainerCallback, given
+from tests.distributed.test_asynchronous import metrics_of, run_of, train, trained_prompts
+
+# Ray calls a node dead that refuses two connections in a second each, not five in three: the tests wait for that.
+HEALTH = {"health_check_period_ms": 1000, "health_check_failure_threshold": 2}
+NODE = {"num_gpus": 0, "object_store_memory": 80 << 20}
+
+
+def descendants(process):
+    """The ids of a process's children, and of theirs: list."""
+    parents = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
+    found = [process]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return found[1:]
+
+
+def actors(raylets):
+    """The ids of the engines' processes that these raylets have started: list."""
+    found = []
+    for process in (child for raylet in raylets for child in descendants(raylet)):
+        with contextlib.suppress(OSError):
+            if b"EngineActor" in pathlib.Path(f"/proc/{process}/cmdline").read_bytes():
+                found.append(process)
+    return found
+
+
+def is_alive(process):
+    try:
+        return pathlib.Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class TwoNodes:
+    """A cluster of a node where the trainer is, with room for two engines, and of another one with room for one."""
+
+    def __init__(self):
+        from ray.cluster_utils import Cluster
+
+        head = NODE | {"num_cpus": 2, "include_dashboard": False, "_system_config": HEALTH}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.other, self.stopped = self.cluster.add_node(num_cpus=1, **NODE), []
+        self.head_raylet, self.raylet = (
+            node.all_processes["raylet"][0].process.pid for node in (self.cluster.head_node, self.other)
+        )
+
+    def actors(self):
+        return actors([self.head_raylet, self.raylet])
+
+    def kill(self):
+        """End the other node at once."""
+        self.cluster.remove_node(self.other, allow_graceful=False)
+
+    def freeze(self):
+        """Stop all processes of the other node, as those of a host that hangs."""
+        self.stopped = [self.raylet, *descendants(self.raylet)]
+        for process in self.stopped:
+            os.kill(process, signal.SIGSTOP)
+
+    def thaw(self):
+        for process in self.stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
+        self.stopped = []
+
+    def wait_for_no_actors(self, *others):
+        """others: ids of further processes that end with the run."""
+        deadline = time.monotonic() + 30
+        while self.actors() or any(map(is_alive, others)):
+            assert time.monotonic() < deadline, "actors end with the run"
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        found = TwoNodes()
+        patch.setenv("RAY_ADDRESS", found.cluster.address)
+        yield found
+        found.thaw()
+        found.cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory):
+    run = run_of(tmp_path_factory.mktemp("synchronous") / "run", train={"max_steps": 6})
+    return *train(run), trained_prompts(run)
+
+
+def ray_run(folder, num_nodes=2, **options):
+    """A run on the cluster that ends in the weights of `synchronous`, with an engine on each node."""
+    run = run_of(folder, train={"max_steps": 6}, **{"max_staleness": 0} | options)
+    deploy = DeployConfig(
+        launcher="ray", num_infer_gpus=num_nodes, num_infer_nodes=num_nodes, update_weights_bucket_megabytes=1
+    )
+    return dataclasses.replace(run, deploy=deploy)
+
+
+class After(TrainerCallback):
+    """{step: function} to be called when a step is complete, and its successor's prompts are given out."""
+
+    def __init__(self, functions):
+        self.functions = functions
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step in self.functions:
+            self.functions[state.global_step]()
+
+
+@pytest.fixture
+def damaged(monkeypatch):
+    """The second bucket that is sent, that of version 1, is damaged on its way: list of those that are sent."""
+    put, found = ObjectSender.put, []
+
+    def put_damaged(first, part):
+        found.append(first)
+        if len(found) == 2:
+            part = part.copy()
+            part[part.size // 2] ^= 1
+        return put(first, part)
+
+    monkeypatch.setattr(ObjectSender, "put", staticmethod(put_damaged))
+    return found
+
+
+def test_damage_a_killed_engine_and_a_frozen_node_do_not_change_the_result(
+    nodes, synchronous, damaged, tmp_path, capfd
+):
+    before, handlers = [], [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+
+    def kill_one():
+        before.extend(nodes.actors())
+        os.kill(actors([nodes.head_raylet])[0], signal.SIGKILL)
+
+    run = ray_run(tmp_path / "run", heartbeat_stale_after_s=4.0)
+    with given([After({2: kill_one, 4: nodes.freeze})]):
+        final, metrics = train(run)
+    nodes.thaw()
+    assert (final, trained_prompts(run)) == (synchronous[0], synchronous[2])
+    assert [row["loss"] for row in metrics] == [row["loss"] for row in synchronous[1]]
+    assert len(damaged) == 8 and len(before) == 2
+    lines = capfd.readouterr().err
+    assert "its actor on node" in lines and "has ended; starting it anew" in lines
+    assert "is silent: take was not answered within 4 s; starting it anew" in lines
+    assert not ray_cluster.package().is_initialized()
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    nodes.wait_for_no_actors()
+
+
+def test_more_nodes_than_the_cluster_has_end_a_run_with_one_line(nodes, tmp_path):
+    with pytest.raises(ConfigError, match="num_infer_nodes is 3, and the Ray cluster has 2 with 1 CPUs or more, of 2"):
+        train(ray_run(tmp_path / "run", 3))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_trainer_leaves_no_engines_and_a_killed_node_is_replaced(nodes, synchronous, tmp_path, capfd):
+    """At first one engine of two processes generates, then two on a node each."""
+    run = ray_run(tmp_path / "run")
+    (tmp_path / "run.toml").write_text(to_toml(run))
+    command = [sys.executable, "-m", "rlnumba", "--device", "cpu", "grpo", "--config", str(tmp_path / "run.toml")]
+    options = ["--deploy.num_infer_nodes", "1", "--deploy.tensor_parallel_size", "2"]
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "checkpoints" / "step-2").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+        time.sleep(0.01)
+    (leader,) = nodes.actors()
+    followers = descendants(leader)
+    process.kill()
+    process.communicate(timeout=30)
+    nodes.wait_for_no_actors(*followers)
+    assert followers
+    with given([After({4: nodes.kill})]):
+        final, _ = train(run, resume=2)
+    assert (final, trained_prompts(run)) == (synchronous[0], synchronous[2])
+    assert len(metrics_of(run)) == 6 and "has ended; starting it anew" in capfd.readouterr().err
+    nodes.wait_for_no_actors()
+
+
+def test_addresses_without_a_cluster_end_a_run_with_one_line(monkeypatch, tmp_path):
+    pytest.importorskip("ray")
+    for address, reason in (("127.0.0.1:9", "Connection refused"), ("nowhere", "Invalid address format: nowhere")):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(UserError, match=f"Ray cluster at RAY_ADDRESS {address}: .*{reason}"):
+            train(ray_run(tmp_path / "run"))
+
+
+def test_without_ray_the_line_says_how_to_install_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r'launcher = "ray" needs the package ray; pip install .rlnumba\[ray\]'):
+        train(ray_run(tmp_path / "run"))
+
+
+def test_an_actor_that_was_started_anew_knows_of_no_earlier_calls():
+    actor = EngineActor()
+    actor.incarnation = "second"
+    with pytest.raises(OtherIncarnation):
+        actor.give("first", [])
+    with pytest.raises(OtherIncarnation):
+        actor.take("first")
+
+
+def test_the_gpu_of_an_actor_is_numbered_among_the_visible_ones(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_index("2") == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert [visible_index(gpu) for gpu in ("2", 3)] == [0, 1]
+
+
+def test_messages_wait_in_their_order():
+    mailbox = Mailbox()
+    assert not mailbox.poll()
+    mailbox.put(1)
+    mailbox.put(2)
+    assert mailbox.poll() and mailbox.poll(1.0) and [mailbox.recv(), mailbox.recv()] == [1, 2] and not mailbox.poll()
+    mailbox.send(3)
+    mailbox.send(4)
+    assert mailbox.sent() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"launcher": "ray"}, 'deploy.launcher "ray" is for nodes .*deploy.num_infer_nodes must be above 0'),
+        ({"num_infer_nodes": 2}, r'deploy.num_infer_nodes \(2\) needs deploy.launcher "ray", got "spawn"'),
+        (
+            {"launcher": "ray", "num_infer_nodes": 2, "num_infer_gpus": 3},
+            r"deploy.num_infer_gpus \(3\) must be a multiple of deploy.num_infer_nodes \(2\)",
+        ),
+        (
+            {"launcher": "ray", "num_infer_nodes": 2, "num_infer_gpus": 6, "gpus_per_node": 2},
+            r"deploy.num_infer_gpus \(6\) on deploy.num_infer_nodes \(2\) nodes are 3 each, .*gpus_per_node is 2",
+        ),
+    ],
+)
+def test_numbers_that_do_not_go_together(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        DeployConfig(**keys)
+
+
+def test_without_num_infer_gpus_nodes_have_gpus_per_node():
+    assert DeployConfig(launcher="ray", num_infer_nodes=2, gpus_per_node=4).num_infer_gpus == 8

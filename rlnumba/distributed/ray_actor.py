@@ -113,6 +113,10 @@ class Mailbox:
     def __init__(self):
         self._inbox, self._outbox, self._next = queue.SimpleQueue(), queue.SimpleQueue(), []
 
+    def __reduce__(self):
+        # A follower of an engine is given its leader's connection, to keep it open: of this one it gets an empty one.
+        return Mailbox, ()
+
     def poll(self, timeout=0.0):
         """Whether a message is there, within so many seconds."""
         if not self._next:

@@ -44,7 +44,7 @@ def num_sharing(count):
     """How many of `count` processes share a GPU of this machine, as far as RLNUMBA_RANKS_PER_GPU allows it: int."""
     if device.name() != "cuda":
         return 1
-    return min(-(-count // device.gpu_count()), _most_ranks_per_gpu())
+    return min(-(-count // device.gpu_count()), most_ranks_per_gpu())
 
 
 def most_ranks_per_gpu():

@@ -8,7 +8,6 @@ Ray may start an actor anew at any time, which then is empty: nothing of what wa
 a number of its own, its incarnation; a call for another one is refused, and the trainer begins again.
 """
 
-import importlib.metadata
 import os
 import queue
 import socket
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from rlnumba.distributed.inference_worker import HEARTBEAT_S, serve
 from rlnumba.distributed.weight_sync import Bucket, Staging
+from rlnumba.runtime.environment import version_of
 
 PACKAGES = ("rlnumba", "numba", "numpy")
 
@@ -37,7 +37,7 @@ class OtherIncarnation(Exception):
 
 def versions():
     """{package: version} of what the bits of completions depend on."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {name: version_of(name) for name in PACKAGES}
 
 
 class EngineActor:

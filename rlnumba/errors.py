@@ -34,8 +34,11 @@ class CommunicationError(UserError):
 
 
 class RankError(UserError):
-    """What ended one rank of a run, with that rank's exit code. rank: its number."""
+    """What ended one rank of a run, with that rank's exit code. rank: its number.
+
+    because_of: another rank that ended before, if that is the reason.
+    """
 
     def __init__(self, rank, message, exit_code=1):
         super().__init__(f"rank {rank}: {message}")
-        self.rank, self.exit_code = rank, exit_code
+        self.rank, self.exit_code, self.because_of = rank, exit_code, None

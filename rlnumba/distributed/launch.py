@@ -26,12 +26,12 @@ import traceback
 from multiprocessing import Pipe, connection, get_context
 from typing import NamedTuple
 
-from rlnumba.distributed import shared_memory
+from rlnumba.distributed import shared_memory, tcp
 from rlnumba.distributed.communicator import TIMEOUT_S, Operation, SingleRank
 from rlnumba.errors import CommunicationError, RankError, UserError
 from rlnumba.runtime import ahead_of_time, device, signals
 
-TRANSPORTS = ("shm", "peer", "nccl")
+TRANSPORTS = ("shm", "tcp", "peer", "nccl")
 # Seconds between looks at signals, which do not end the wait for ranks.
 POLL_S = 0.1
 # Seconds in which the rank that has ended can report why, after another one has reported that it has ended.
@@ -59,10 +59,10 @@ def launch(
     """Run function(communicator, *args) on ranks 0 .. world_size - 1 and return what it returned, by rank: a list.
 
     function, args, results: what can be pickled. One rank runs in this process, several in processes of their own.
-    transport: "shm", on the cpu device, or in the simulator if this process has it; "peer" or "nccl", on GPUs of this
-    host. gpus: the number of each rank's GPU (placement.py), by default its rank; all processes see all GPUs. What
-    ahead_of_time has been given is compiled before, once for all ranks, which share the cache. timeout_s: see
-    Communicator. piece_bytes: of shm. Raises RankError for the first rank that fails; KeyboardInterrupt
+    transport: "shm" or "tcp", on the cpu device, or in the simulator if this process has it; "peer" or "nccl", on GPUs
+    of this host. gpus: the number of each rank's GPU (placement.py), by default its rank; all processes see all GPUs.
+    What ahead_of_time has been given is compiled before, once for all ranks, which share the cache. timeout_s: see
+    Communicator. piece_bytes: of shm and tcp. Raises RankError for the first rank that fails; KeyboardInterrupt
     after a signal.
     """
     if transport not in TRANSPORTS:
@@ -73,19 +73,28 @@ def launch(
     place = transport, list(gpus or range(world_size))
     ahead_of_time.finish()
     with signals.handled(), signals.held():
-        ranks = Ranks(shared_memory.make_links(world_size, timeout_s, piece_bytes), place, call)
-        try:
-            return ranks.results()
-        finally:
-            ranks.end()
+        with contextlib.ExitStack() as stack:
+            if transport == "tcp":
+                meeting = stack.enter_context(tcp.Meeting("localhost", world_size))
+                links = meeting.links(["localhost"] * world_size, timeout_s, piece_bytes)
+            else:
+                links = shared_memory.make_links(world_size, timeout_s, piece_bytes)
+            ranks = Ranks(links, place, call)
+            stack.callback(ranks.end)
+            results = ranks.results()
+            return [pickle.loads(results[rank]) for rank in range(world_size)]
 
 
 class Ranks:
-    """The processes of a run, and what they have reported."""
+    """The processes of a run on this host, and what they have reported.
+
+    links: of their ranks. place: (transport, the number of each rank's GPU, None of ranks elsewhere). call: pickled.
+    """
 
     def __init__(self, links, place, call):
-        self.world_size, self._results, self._failures, self._ended_at = len(links), {}, {}, {}
-        self._reports, self._processes, outputs = [], [], {}
+        self._results, self._failures, self._ended_at = {}, {}, {}
+        # By rank.
+        self._reports, self._processes, outputs = {}, {}, {}
         context = get_context("spawn")
         for link in links:
             own, other = Pipe()
@@ -93,8 +102,7 @@ class Ranks:
             arguments = link, other, [write for _, write in pipes], place, call
             process = context.Process(target=_run_rank, args=arguments, name=f"rank {link.rank}")
             process.start()
-            self._processes.append(process)
-            self._reports.append(own)
+            self._processes[link.rank], self._reports[link.rank] = process, own
             for given in [link, other, *(write for _, write in pipes)]:
                 given.close()
             for (read, _), stream in zip(pipes, ("stdout", "stderr"), strict=False):
@@ -102,11 +110,16 @@ class Ranks:
         self._output = threading.Thread(target=_copy_output, args=(outputs,), daemon=True)
         self._output.start()
 
-    def results(self):
-        """Wait for all ranks: a list of results. Raises RankError for the first failure."""
+    def results(self, check=lambda: None):
+        """Wait for all ranks: {rank: pickled result}. Raises RankError for the first failure.
+
+        check(): called again and again; raises for a failure elsewhere.
+        """
         signalled = None
-        while len(self._ended_at) < self.world_size:
+        while len(self._ended_at) < len(self._processes):
             self._wait()
+            if signalled is None:
+                check()
             if signalled is None and signals.received() is not None:
                 signalled = signals.received()
                 self._send(signalled)
@@ -119,24 +132,24 @@ class Ranks:
             if signalled is None:
                 raise self._rank_error(*self._first_failure(now=True))
             raise KeyboardInterrupt
-        return [pickle.loads(self._results[rank]) for rank in range(self.world_size)]
+        return self._results
 
     def end(self):
         """Kill what still runs, and print what is left of the output."""
-        for process in self._processes:
+        for process in self._processes.values():
             process.kill()
-        for process in self._processes:
+        for process in self._processes.values():
             process.join()
         self._output.join(REPORT_S)
 
     def _send(self, number):
-        for process in self._processes:
+        for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
     def _wait(self):
         """Wait until a rank reports or ends, at most POLL_S."""
-        reports = {report: rank for rank, report in enumerate(self._reports) if rank not in self._ended_at}
+        reports = {report: rank for rank, report in self._reports.items() if rank not in self._ended_at}
         for report in connection.wait(reports, POLL_S):
             rank = reports[report]
             try:
@@ -176,6 +189,7 @@ class Ranks:
         missed = None if failure.is_reported else self._missed(rank)
         where = "" if missed is None else " (rank {}: {})".format(*missed)
         error = RankError(rank, failure.message + where, failure.exit_code)
+        error.because_of = failure.because_of
         if failure.trace is not None:
             error.add_note(f"on rank {rank}:\n{failure.trace}")
         return error
@@ -240,8 +254,8 @@ def _run_rank(link, report, outputs, place, call):
 
 def _connect(link, transport, gpus, failed):
     """The Communicator of this rank, whose process gets its device here."""
-    control = shared_memory.SharedMemoryCommunicator(link)
-    if transport == "shm":
+    control = link.connect()
+    if transport in ("shm", "tcp"):
         device.select("sim" if device.simulated() else "cpu")
         return control
     # NCCL's sums in the switch are not used, and its start without them takes less memory.

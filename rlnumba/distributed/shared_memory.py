@@ -26,17 +26,8 @@ from multiprocessing import Pipe, reduction
 
 import numpy as np
 
-from rlnumba.distributed.communicator import (
-    TIMEOUT_S,
-    Communicator,
-    Operation,
-    Range,
-    add_in_place,
-    as_bytes,
-    check_ranges,
-    check_same,
-)
-from rlnumba.errors import CommunicationError
+from rlnumba.distributed.communicator import TIMEOUT_S, Range, add_in_place, as_bytes, check_ranges
+from rlnumba.distributed.messages import MessageCommunicator
 
 # Bytes of a slot: larger arrays move in pieces of this size. Not tuned.
 PIECE_BYTES = 1 << 20
@@ -62,6 +53,10 @@ class Link:
     def __setstate__(self, state):
         self.__dict__.update(state)
         self.descriptor = self.descriptor.detach()
+
+    def connect(self):
+        """The Communicator of this rank, in whose process this is."""
+        return SharedMemoryCommunicator(self)
 
     def close(self):
         """Close this process's file and connections."""
@@ -96,12 +91,12 @@ def unnamed_file(nbytes):
     return descriptor
 
 
-class SharedMemoryCommunicator(Communicator):
+class SharedMemoryCommunicator(MessageCommunicator):
     """A rank among processes of one host; see Communicator."""
 
     def __init__(self, link):
-        super().__init__(link.rank, link.world_size, link.timeout_s)
-        self._piece_bytes, self._connections = link.piece_bytes, link.connections
+        super().__init__(link.rank, link.world_size, link.timeout_s, link.connections)
+        self._piece_bytes = link.piece_bytes
         shared = mmap.mmap(link.descriptor, self.world_size * SLOTS * self._piece_bytes)
         os.close(link.descriptor)
         # (rank, slot, byte)
@@ -109,20 +104,8 @@ class SharedMemoryCommunicator(Communicator):
         self._slot = 0
 
     def close(self):
-        for connection in self._connections.values():
-            connection.close()
+        super().close()
         self._staging = None
-
-    def _compare(self, operation, rank=None):
-        """Every message is compared."""
-
-    def exchange_pair(self, operation, rank):
-        """Return once another rank is in the counterpart of this operation; CommunicationError in another one."""
-        self._send(operation, rank, None)
-        self._check_same(operation, {rank: self._receive(operation, rank)})
-
-    def _barrier(self, operation):
-        self.exchange(operation)
 
     def _gather(self, operation, array, out):
         source, targets = as_bytes(array), as_bytes(out).reshape(self.world_size, -1)
@@ -186,36 +169,3 @@ class SharedMemoryCommunicator(Communicator):
         """The slot of each rank for the next piece."""
         self._slot = 1 - self._slot
         return self._staging[:, self._slot]
-
-    def exchange(self, operation, detail=None):
-        """The details of all ranks, in their order, once all are in this exchange."""
-        details = [detail] * self.world_size
-        for rank in self._connections:
-            self._send(operation, rank, detail)
-        messages = {rank: self._receive(operation, rank) for rank in sorted(self._connections)}
-        self._check_same(operation, messages)
-        for rank, (_, found) in messages.items():
-            details[rank] = found
-        return details
-
-    def _check_same(self, operation, messages):
-        check_same(operation, self.rank, {rank: Operation(*message) for rank, (message, _) in messages.items()})
-
-    def _send(self, operation, rank, detail):
-        try:
-            self._connections[rank].send((tuple(operation), detail))
-        except OSError as error:
-            raise self._ended(operation, rank) from error
-
-    def _receive(self, operation, rank):
-        """The next message of a rank: (its Operation as a tuple, detail)."""
-        try:
-            if not self._connections[rank].poll(self.timeout_s):
-                message = f"{operation}: rank {rank} did not join rank {self.rank} within {self.timeout_s:g} s"
-                raise CommunicationError(message)
-            return self._connections[rank].recv()
-        except (EOFError, OSError) as error:
-            raise self._ended(operation, rank) from error
-
-    def _ended(self, operation, rank):
-        return CommunicationError(f"{operation}: rank {rank} has ended", rank)

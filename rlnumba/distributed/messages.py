@@ -1,0 +1,64 @@
+"""Ranks that have a connection to each other: what the transports shm and tcp share.
+
+All ranks send the same message in an operation, which names it, so that ranks in different ones find out. Receiving
+blocks without a loop, ends at a deadline, and fails at once when the other process has ended.
+"""
+
+from rlnumba.distributed.communicator import Communicator, Operation, check_same
+from rlnumba.errors import CommunicationError
+
+
+class MessageCommunicator(Communicator):
+    """See Communicator. connections: to the other ranks, by rank: multiprocessing's."""
+
+    def __init__(self, rank, world_size, timeout_s, connections):
+        super().__init__(rank, world_size, timeout_s)
+        self._connections = connections
+
+    def close(self):
+        for connection in self._connections.values():
+            connection.close()
+
+    def _compare(self, operation, rank=None):
+        """Every message is compared."""
+
+    def exchange_pair(self, operation, rank):
+        """Return once another rank is in the counterpart of this operation; CommunicationError in another one."""
+        self._send(operation, rank, None)
+        self._check_same(operation, {rank: self._receive(operation, rank)})
+
+    def _barrier(self, operation):
+        self.exchange(operation)
+
+    def exchange(self, operation, detail=None):
+        """The details of all ranks, in their order, once all are in this exchange."""
+        details = [detail] * self.world_size
+        for rank in self._connections:
+            self._send(operation, rank, detail)
+        messages = {rank: self._receive(operation, rank) for rank in sorted(self._connections)}
+        self._check_same(operation, messages)
+        for rank, (_, found) in messages.items():
+            details[rank] = found
+        return details
+
+    def _check_same(self, operation, messages):
+        check_same(operation, self.rank, {rank: Operation(*message) for rank, (message, _) in messages.items()})
+
+    def _send(self, operation, rank, detail):
+        try:
+            self._connections[rank].send((tuple(operation), detail))
+        except OSError as error:
+            raise self._ended(operation, rank) from error
+
+    def _receive(self, operation, rank):
+        """The next message of a rank: (its Operation as a tuple, detail)."""
+        try:
+            if not self._connections[rank].poll(self.timeout_s):
+                message = f"{operation}: rank {rank} did not join rank {self.rank} within {self.timeout_s:g} s"
+                raise CommunicationError(message)
+            return self._connections[rank].recv()
+        except (EOFError, OSError) as error:
+            raise self._ended(operation, rank) from error
+
+    def _ended(self, operation, rank):
+        return CommunicationError(f"{operation}: rank {rank} has ended", rank)

@@ -170,14 +170,16 @@ class DeployConfig(Section):
     )
     launcher: str = key(
         "spawn",
-        "What starts inference processes: `spawn`, on this host; `ray`, on the nodes of a Ray cluster (RAY_ADDRESS).",
+        "What starts processes: `spawn`, on this host; `ray`, also on the nodes of a Ray cluster (RAY_ADDRESS).",
         choices=("spawn", "ray"),
     )
-    num_train_nodes: int = key(1, "Nodes that train: the one on which the command runs.", minimum=1, maximum=1)
+    num_train_nodes: int = key(
+        1, "Nodes that train, each with as many of num_train_gpus; the first is the one of the command.", minimum=1
+    )
     num_infer_nodes: int = key(
         0, "Nodes of the Ray cluster that generate, each with as many of num_infer_gpus.", minimum=0
     )
-    gpus_per_node: int = key(8, "Most GPUs of a node that num_infer_gpus may be.", minimum=1)
+    gpus_per_node: int = key(8, "Most GPUs of a node of the Ray cluster that train, or generate.", minimum=1)
     update_weights_bucket_megabytes: int = key(
         1024, "Weights are sent to the inference GPUs in parts of this size (verl).", minimum=1
     )
@@ -211,29 +213,43 @@ class DeployConfig(Section):
     def _check_nodes(self):
         """The numbers of nodes go with the other keys; num_infer_gpus is set where gpus_per_node gives it."""
         nodes, size = self.num_infer_nodes, self.tensor_parallel_size or 1
-        if nodes == 0 and self.launcher == "ray":
+        if self.launcher != "ray":
+            for name, fewest in (("num_infer_nodes", 0), ("num_train_nodes", 1)):
+                if (value := getattr(self, name)) > fewest:
+                    raise ConfigError(f'deploy.{name} ({value}) needs deploy.launcher "ray", got "{self.launcher}"')
+            return
+        if nodes == 0 and self.num_train_nodes == 1:
             raise ConfigError(
-                'deploy.launcher "ray" is for nodes that generate: deploy.num_infer_nodes must be above 0'
+                'deploy.launcher "ray" is for other nodes: deploy.num_infer_nodes must be above 0, or num_train_nodes '
+                "above 1"
+            )
+        self._check_multiple("num_train_gpus", "num_train_nodes")
+        if nodes == 0 and self.num_infer_gpus:
+            raise ConfigError(
+                f'deploy.num_infer_gpus ({self.num_infer_gpus}) with deploy.launcher "ray" are on nodes of their own: '
+                "deploy.num_infer_nodes must be above 0"
             )
         if nodes == 0:
             return
-        if self.launcher != "ray":
-            raise ConfigError(f'deploy.num_infer_nodes ({nodes}) needs deploy.launcher "ray", got "{self.launcher}"')
         if self.update_weights_transport == "peer":
             raise ConfigError('deploy.update_weights_transport "peer" is for one host: not with deploy.launcher "ray"')
         if self.num_infer_gpus == 0:
             object.__setattr__(self, "num_infer_gpus", nodes * self.gpus_per_node)
-        gpus = self.num_infer_gpus
+        of_engines = f" with engines of deploy.tensor_parallel_size ({size}) GPUs" if size > 1 else ""
+        self._check_multiple("num_infer_gpus", "num_infer_nodes", size, of_engines)
+
+    def _check_multiple(self, gpus_key, nodes_key, size=1, note=""):
+        """Raise ConfigError unless all nodes have as many GPUs, a multiple of `size`, and no more than there are."""
+        gpus, nodes = getattr(self, gpus_key), getattr(self, nodes_key)
         if gpus % (nodes * size):
-            of_engines = f" with engines of deploy.tensor_parallel_size ({size}) GPUs" if size > 1 else ""
             raise ConfigError(
-                f"deploy.num_infer_gpus ({gpus}) must be a multiple of deploy.num_infer_nodes ({nodes}){of_engines}: "
-                "all nodes have as many"
+                f"deploy.{gpus_key} ({gpus}) must be a multiple of deploy.{nodes_key} ({nodes}){note}: all nodes have "
+                "as many"
             )
         if gpus // nodes > self.gpus_per_node:
             raise ConfigError(
-                f"deploy.num_infer_gpus ({gpus}) on deploy.num_infer_nodes ({nodes}) nodes are {gpus // nodes} each, "
-                f"and deploy.gpus_per_node is {self.gpus_per_node}"
+                f"deploy.{gpus_key} ({gpus}) on deploy.{nodes_key} ({nodes}) nodes are {gpus // nodes} each, and "
+                f"deploy.gpus_per_node is {self.gpus_per_node}"
             )
 
     @property

@@ -1,6 +1,6 @@
 """The hosts of a run that Ray manages: a connection to the cluster, places on its nodes, and calls of actors.
 
-    with connected(deploy, on_gpus):        the cluster of RAY_ADDRESS, or the one of this host, or a new one here
+    with connected(...):                    the cluster of RAY_ADDRESS, or the one of this host, or a new one here
         places = Places(deploy, on_gpus)    num_engines places on num_infer_nodes nodes
         places.options(index)               for the actor that takes a place
         call(actor, "method", ..., timeout_s=60.0)
@@ -65,12 +65,13 @@ def call(actor, method, *arguments, timeout_s):
 
 
 @contextmanager
-def connected(deploy, on_gpus):
-    """In the block this process is connected to a Ray cluster that has the nodes of a DeployConfig.
+def connected(key, num_nodes, processes, on_gpus, is_one_here=False):
+    """In the block this process is connected to a Ray cluster with num_nodes nodes, as `key` asks for.
 
-    on_gpus: whether engines need GPUs, or are processes of the CPU. A cluster of this host alone is started where
-    RAY_ADDRESS names none, and none runs here. A connection that there was before stays. Raises UserError where there
-    is no cluster at RAY_ADDRESS, or it has fewer nodes.
+    processes: of each node. on_gpus: whether these need GPUs, or are processes of the CPU. is_one_here: whether this
+    node is one of them, of which Ray needs none. A cluster of this host alone is started where RAY_ADDRESS names none,
+    and none runs here. A connection that there was before stays. Raises UserError where there is no cluster at
+    RAY_ADDRESS, or it has fewer nodes.
     """
     global _is_of_this_process
     ray = package()
@@ -78,12 +79,14 @@ def connected(deploy, on_gpus):
     # Ray ends the process at SIGTERM, in which a trainer saves a checkpoint.
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     if not was_connected:
-        _is_of_this_process = _connect(ray, deploy)
+        _is_of_this_process = _connect(ray, num_nodes * processes)
     try:
         for number, handler in handlers.items():
             if signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
-        _check_nodes(ray.nodes(), deploy, "GPU" if on_gpus else "CPU")
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        here = ray.get_runtime_context().get_node_id() if is_one_here else None
+        _check_nodes(nodes, key, num_nodes, processes, "GPU" if on_gpus else "CPU", here)
         yield
     finally:
         if not was_connected:
@@ -96,10 +99,10 @@ def is_of_this_process():
     return _is_of_this_process
 
 
-def _connect(ray, deploy):
-    """Connect this process: whether to a cluster that it has started for that."""
+def _connect(ray, count):
+    """Connect this process: whether to a cluster that it has started for that, with room for `count` processes."""
     options = {"log_to_driver": False, "logging_level": "error"}
-    count, address = deploy.num_infer_gpus, os.environ.get("RAY_ADDRESS")
+    address = os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         if address:
@@ -127,16 +130,68 @@ def _line_of(error):
     return " ".join(str(error).split())
 
 
-def _check_nodes(nodes, deploy, resource):
-    """Raise ConfigError if there are fewer nodes than are asked for that have as many GPUs, or CPUs."""
-    needed = deploy.num_infer_gpus / deploy.num_infer_nodes / (most_ranks_per_gpu() if resource == "GPU" else 1)
-    found = [node for node in nodes if node["Alive"]]
-    fitting = [node for node in found if node["Resources"].get(resource, 0) >= needed]
-    if len(fitting) < deploy.num_infer_nodes:
+def _check_nodes(nodes, key, num_nodes, processes, resource, here):
+    """Raise ConfigError if fewer of the nodes than num_nodes have room; here: id of one that needs none, or None."""
+    needed = processes / (most_ranks_per_gpu() if resource == "GPU" else 1)
+    fitting = [node for node in nodes if node["NodeID"] == here or node["Resources"].get(resource, 0) >= needed]
+    if len(fitting) < num_nodes:
+        with_this = ", this one among them," if here else ""
         raise ConfigError(
-            f"deploy.num_infer_nodes is {deploy.num_infer_nodes}, and the Ray cluster has {len(fitting)} with "
-            f"{needed:g} {resource}s or more, of {len(found)} in all (`ray status` lists them)"
+            f"{key} is {num_nodes}, and the Ray cluster has {len(fitting)}{with_this} with {needed:g} {resource}s or "
+            f"more, of {len(nodes)} in all (`ray status` lists them)"
         )
+
+
+class Bundles:
+    """Room on num_nodes nodes for `count` actors on each, of `size` processes each: a placement group, and more.
+
+    key: what asks for the nodes. on_gpus: whether processes need GPUs. strategy: of the placement group; without: ids
+    of nodes that are not taken. A context manager. Raises UserError where no room becomes free.
+    """
+
+    def __init__(self, key, num_nodes, count, size, on_gpus, strategy, without=()):
+        self._ray, self._on_gpus, self._without = package(), on_gpus, set(without)
+        self._size, self._gpus = size, size / most_ranks_per_gpu() if on_gpus else 0
+        self._groups = []
+        self.first = self.add(num_nodes, count, strategy)
+        if not self.first.wait(FREE_S):
+            self.close()
+            raise UserError(
+                f"{key}: {num_nodes} nodes of the Ray cluster did not have {count * size} free "
+                f"{'GPUs' if on_gpus else 'CPUs'} each within {FREE_S:g} s (`ray status` lists them)"
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.close()
+
+    def add(self, num_nodes, count, strategy="SPREAD", without=()):
+        """A further placement group; without: ids of nodes that are not taken from now on."""
+        self._without |= set(without)
+        selector = {"ray.io/node-id": f"!in({','.join(sorted(self._without))})"} if self._without else {}
+        bundles = [{"CPU": count * self._size} | ({"GPU": count * self._gpus} if self._on_gpus else {})] * num_nodes
+        group = self._ray.util.placement_group(
+            bundles, strategy=strategy, bundle_label_selector=[selector] * num_nodes if selector else None
+        )
+        self._groups.append(group)
+        return group
+
+    def options(self, bundle, count=1, group=None):
+        """The options of an actor that say where it is, in place of `count` of them: dict."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        found = {"num_cpus": count * self._size, "num_gpus": count * self._gpus}
+        if self._on_gpus:
+            found["runtime_env"] = {"env_vars": VISIBLE}
+        strategy = PlacementGroupSchedulingStrategy(group or self.first, placement_group_bundle_index=bundle)
+        return found | {"scheduling_strategy": strategy}
+
+    def close(self):
+        """Give all places back."""
+        for group in self._groups:
+            self._ray.util.remove_placement_group(group)
 
 
 class Places:
@@ -147,52 +202,23 @@ class Places:
     """
 
     def __init__(self, deploy, on_gpus):
-        self._ray, self._on_gpus = package(), on_gpus
-        # Of an engine: processes, and GPUs.
-        self._size = deploy.tensor_parallel_size
-        self._gpus = self._size / most_ranks_per_gpu() if on_gpus else 0
-        each = deploy.engines_per_node
-        self._groups = [self._group([self._resources(each)] * deploy.num_infer_nodes)]
-        # Of each engine: its placement group and bundle.
-        self._places = [(self._groups[0], index // each) for index in range(deploy.num_engines)]
-        # Ids of nodes that have not answered.
-        self._frozen = set()
-        if not self._groups[0].wait(FREE_S):
-            self.close()
-            raise UserError(
-                f"deploy.num_infer_nodes is {deploy.num_infer_nodes}: not so many nodes of the Ray cluster had "
-                f"{each * self._size} free {'GPUs' if on_gpus else 'CPUs'} in {FREE_S:g} s (`ray status` lists them)"
-            )
+        key, each = "deploy.num_infer_nodes", deploy.engines_per_node
+        self._bundles = Bundles(key, deploy.num_infer_nodes, each, deploy.tensor_parallel_size, on_gpus, "SPREAD")
+        # Of each engine: its bundle and placement group.
+        self._places = [(index // each, self._bundles.first) for index in range(deploy.num_engines)]
 
     def options(self, index):
         """The options of engine number `index`'s actor that say where it is: dict."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        group, bundle = self._places[index]
-        found = {"num_cpus": self._size, "num_gpus": self._gpus}
-        if self._on_gpus:
-            found["runtime_env"] = {"env_vars": VISIBLE}
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        return found | {"scheduling_strategy": strategy}
+        bundle, group = self._places[index]
+        return self._bundles.options(bundle, group=group)
 
     def leave(self, index, node_id):
         """Give an engine another place: its node has not answered, and gets no engines any more.
 
         What the engine had there stays taken, since Ray does not know that the node is frozen.
         """
-        self._frozen.add(node_id)
-        selector = {"ray.io/node-id": f"!in({','.join(sorted(self._frozen))})"}
-        self._groups.append(self._group([self._resources(1)], bundle_label_selector=[selector]))
-        self._places[index] = self._groups[-1], 0
+        self._places[index] = 0, self._bundles.add(1, 1, without=[node_id])
 
     def close(self):
         """Give all places back."""
-        for group in self._groups:
-            self._ray.util.remove_placement_group(group)
-
-    def _resources(self, count):
-        """Those of so many engines."""
-        return {"CPU": count * self._size} | ({"GPU": count * self._gpus} if self._on_gpus else {})
-
-    def _group(self, bundles, **options):
-        return self._ray.util.placement_group(bundles, strategy="SPREAD", **options)
+        self._bundles.close()

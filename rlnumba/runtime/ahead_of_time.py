@@ -84,6 +84,11 @@ def is_started():
     return _is_elsewhere or _request is not None
 
 
+def request():
+    """What this process has called `start` with: (module, request), or None."""
+    return _request
+
+
 def wait_for(path):
     """Wait until other processes have written this file of the cache: bool, False where they are not going to."""
     if _request is None:

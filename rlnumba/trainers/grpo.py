@@ -98,9 +98,11 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator
 
 def nodes_of(run, communicator):
     """A context manager in which the first rank is connected to the Ray cluster of its inference engines, if any."""
-    if run.deploy.launcher == "ray" and (communicator is None or communicator.rank == 0):
-        return connected(run.deploy, device.name() == "cuda")
-    return nullcontext()
+    deploy, is_first = run.deploy, communicator is None or communicator.rank == 0
+    if not deploy.num_infer_nodes or not is_first:
+        return nullcontext()
+    processes = deploy.num_infer_gpus // deploy.num_infer_nodes
+    return connected("deploy.num_infer_nodes", deploy.num_infer_nodes, processes, device.name() == "cuda")
 
 
 def _train_on_prompts(algorithm, run, resume, reward_funcs, communicator):

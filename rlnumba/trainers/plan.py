@@ -584,22 +584,24 @@ def describe_ranks(planner):
     """A line for each rank and inference process of a run, below the headings: GPU, role, GiB by region; list of str.
 
     An inference process has the engine's regions alone; where several are one engine, its role says which part it has.
-    On Ray an engine is an actor, of which the node is said, too.
+    On Ray the nodes are said, too, and an engine is an actor; Ray chooses the GPUs of all nodes but this one, train 0.
     """
     run, kind = planner.run, planner.kind
     num_infer, size = run.deploy.num_infer_gpus, run.deploy.tensor_parallel_size
     is_on_ray = run.deploy.launcher == "ray"
     plans = [planner.plan(rank=rank) for rank in range(run.num_ranks)]
     role = "train" if kind in ROW_TRAINERS or num_infer else "train, generate"
-    of_all = [(str(rank), "this", role, plan.regions | plan.extra) for rank, plan in enumerate(plans)]
-    num_here = len(of_all) + (0 if is_on_ray else num_infer)
+    per_node = run.num_ranks // run.deploy.num_train_nodes
+    nodes = [f"train {rank // per_node}" for rank in range(run.num_ranks)]
+    of_all = [(str(rank), nodes[rank], role, plan.regions | plan.extra) for rank, plan in enumerate(plans)]
+    num_here = per_node + (0 if is_on_ray else num_infer)
     if num_infer:
         of_engine = planner.engine_regions(plans[0])
         roles = ["generate"] if size == 1 else [f"generate {part + 1}/{size}" for part in range(size)]
         for index in range(run.deploy.num_engines):
-            who = "-", "this"
+            who = "-", ""
             if is_on_ray:
-                who = f"actor {index}", f"Ray {index // run.deploy.engines_per_node}"
+                who = f"actor {index}", f"infer {index // run.deploy.engines_per_node}"
             of_all += [(*who, role, of_engine) for role in roles]
     names = list(dict.fromkeys(name for *_, regions in of_all for name in regions))
     rows = [["rank", "node", "GPU", "role", *names, "total"]]

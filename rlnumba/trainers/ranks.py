@@ -11,6 +11,7 @@ from rlnumba.config.keys import Section
 from rlnumba.distributed.communicator import check_equal
 from rlnumba.distributed.launch import launch
 from rlnumba.distributed.placement import placement
+from rlnumba.distributed.ray_launch import launch_on_nodes
 from rlnumba.errors import ConfigError
 from rlnumba.rewards import resolve
 from rlnumba.runtime.environment import version_of
@@ -26,12 +27,16 @@ def train_on_ranks(kind, run, resume, reward_funcs=(), callbacks=()):
     or for a function or callback that other processes cannot have.
     """
     count, run = run.num_ranks, run.on_ranks()
-    place = placement(count, "deploy.num_train_gpus")
+    num_nodes, timeout_s = run.deploy.num_train_nodes, run.deploy.dist_timeout_seconds
+    place = placement(count // num_nodes, "deploy.num_train_gpus")
     for each in (*reward_funcs, *callbacks):
         check_picklable(each, count)
     start_compiling(kind, run)
     arguments = kind, run, resume, list(reward_funcs), list(callbacks)
-    launch(_train, count, *arguments, timeout_s=run.deploy.dist_timeout_seconds, **place)
+    if num_nodes > 1:
+        launch_on_nodes(_train, count, num_nodes, *arguments, timeout_s=timeout_s)
+    else:
+        launch(_train, count, *arguments, timeout_s=timeout_s, **place)
 
 
 def _train(communicator, kind, run, resume, reward_funcs, callbacks):

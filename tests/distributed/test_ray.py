@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -15,9 +16,13 @@ from rlnumba.config import DeployConfig, to_toml
 from rlnumba.distributed import ray_cluster
 from rlnumba.distributed.ray_actor import EngineActor, Mailbox, OtherIncarnation, visible_index
 from rlnumba.distributed.ray_engines import ObjectSender
-from rlnumba.errors import ConfigError, UserError
+from rlnumba.distributed.ray_launch import launch_on_nodes
+from rlnumba.errors import ConfigError, RankError, UserError
 from rlnumba.trainers.callbacks import TrainerCallback, given
-from tests.distributed.test_asynchronous import metrics_of, run_of, train, trained_prompts
+from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.ranks import train_on_ranks
+from tests.distributed import ranks
+from tests.distributed.test_asynchronous import final_of, metrics_of, run_of, train, trained_prompts
 
 # Ray calls a node dead that refuses two connections in a second each, not five in three: the tests wait for that.
 HEALTH = {"health_check_period_ms": 1000, "health_check_failure_threshold": 2}
@@ -41,7 +46,8 @@ def actors(raylets):
     found = []
     for process in (child for raylet in raylets for child in descendants(raylet)):
         with contextlib.suppress(OSError):
-            if b"EngineActor" in pathlib.Path(f"/proc/{process}/cmdline").read_bytes():
+            command = pathlib.Path(f"/proc/{process}/cmdline").read_bytes()
+            if command.startswith((b"ray::EngineActor", b"ray::RankHost")):
                 found.append(process)
     return found
 
@@ -177,6 +183,32 @@ def test_more_nodes_than_the_cluster_has_end_a_run_with_one_line(nodes, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_ranks_on_two_nodes_have_the_result_of_one(nodes, tmp_path):
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "global_batch_size": 16}
+    expected, run = (run_of(tmp_path / name, train=sizes | {"max_steps": 3}) for name in ("one", "two"))
+    run = dataclasses.replace(run, deploy=DeployConfig(launcher="ray", num_train_gpus=2, num_train_nodes=2))
+    train_on_ranks("grpo", run, False)
+    run_grpo(expected)
+    assert final_of(run) == final_of(expected) and trained_prompts(run) == trained_prompts(expected)
+    nodes.wait_for_no_actors()
+
+
+def test_a_rank_that_is_killed_on_another_node_ends_the_run(nodes, tmp_path):
+    def kill():
+        files = tmp_path / "0.pid", tmp_path / "1.pid"
+        while not all(file.exists() and file.read_text() for file in files):
+            time.sleep(0.05)
+        os.kill(int((tmp_path / "1.pid").read_text()), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 1: was ended by SIGKILL") as error:
+        launch_on_nodes(ranks.wait_for_signal, 2, 2, tmp_path)
+    assert time.monotonic() - began < 50 and error.value.rank == 1
+    assert not is_alive(int((tmp_path / "0.pid").read_text()))
+
+
 def test_a_killed_trainer_leaves_no_engines_and_a_killed_node_is_replaced(nodes, synchronous, tmp_path, capfd):
     """At first one engine of two processes generates, then two on a node each."""
     run = ray_run(tmp_path / "run")
@@ -245,7 +277,16 @@ def test_messages_wait_in_their_order():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"launcher": "ray"}, 'deploy.launcher "ray" is for nodes .*deploy.num_infer_nodes must be above 0'),
+        ({"launcher": "ray"}, 'deploy.launcher "ray" is for other nodes: deploy.num_infer_nodes must be above 0, or'),
+        ({"num_train_nodes": 2}, r'deploy.num_train_nodes \(2\) needs deploy.launcher "ray", got "spawn"'),
+        (
+            {"launcher": "ray", "num_train_nodes": 2, "num_train_gpus": 3},
+            r"deploy.num_train_gpus \(3\) must be a multiple of deploy.num_train_nodes \(2\): all nodes",
+        ),
+        (
+            {"launcher": "ray", "num_train_nodes": 2, "num_train_gpus": 2, "num_infer_gpus": 2},
+            r'deploy.num_infer_gpus \(2\) with deploy.launcher "ray" are on nodes of their own: .*num_infer_nodes',
+        ),
         ({"num_infer_nodes": 2}, r'deploy.num_infer_nodes \(2\) needs deploy.launcher "ray", got "spawn"'),
         (
             {"launcher": "ray", "num_infer_nodes": 2, "num_infer_gpus": 3},

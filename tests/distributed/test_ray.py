@@ -104,6 +104,8 @@ def nodes():
     pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # Whether or not this user has a token of Ray's.
+        patch.setenv("RAY_AUTH_MODE", "disabled")
         found = TwoNodes()
         patch.setenv("RAY_ADDRESS", found.cluster.address)
         yield found

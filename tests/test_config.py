@@ -318,8 +318,9 @@ def test_every_key_is_read_by_some_code():
         for name in keys_of(section_class)
         if name not in accepted_without_effect and name not in read
     ]
-    # Read through properties of TrainConfig, GRPOConfig and PolicyLossConfig.
+    # Read through properties of DeployConfig, TrainConfig, GRPOConfig and PolicyLossConfig.
     derived = {
+        "deploy.gpus_per_node",
         "train.gradient_checkpointing",
         "train.generation_batch_size",
         "train.steps_per_generation",

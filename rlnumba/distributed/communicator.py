@@ -19,12 +19,13 @@ library such as NCCL have an order that depends on the size, the number of GPUs 
 | --------- | ---------------------- | -------------------------------------------------------------- |
 | -         | one rank               | SingleRank                                                     |
 | shm       | processes on CPUs      | shared_memory.py: NumPy arrays; the host waits                 |
+| tcp       | CPUs of several hosts  | tcp.py: as shm                                                 |
 | peer      | GPUs of one host       | peer.py: CuPy arrays; on the current stream, for which the host does not wait |
 | nccl      | GPUs of several hosts  | nccl.py: as peer                                               |
 
 Operations are numbered: gather (of columns and rows, too), fold, barrier and objects together, put and get for each
 pair of ranks. A message names operation and number. With RLNUMBA_DEBUG=1 all transports compare operation, number,
-dtype and shape between the ranks before anything is moved; shm always does.
+dtype and shape between the ranks before anything is moved; shm and tcp always do.
 
 No operation, but named like one where faults are caused: `save`, a rank's writing of its part of a checkpoint
 (saving.py), in a thread of its own, for which ranks wait by means of files.

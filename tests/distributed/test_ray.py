@@ -20,6 +20,7 @@ from rlnumba.distributed.ray_launch import launch_on_nodes
 from rlnumba.errors import ConfigError, RankError, UserError
 from rlnumba.trainers.callbacks import TrainerCallback, given
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.plan import Planner, describe_ranks
 from rlnumba.trainers.ranks import train_on_ranks
 from tests.distributed import ranks
 from tests.distributed.test_asynchronous import final_of, metrics_of, run_of, train, trained_prompts
@@ -247,6 +248,15 @@ def test_without_ray_the_line_says_how_to_install_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r'launcher = "ray" needs the package ray; pip install .rlnumba\[ray\]'):
         train(ray_run(tmp_path / "run"))
+
+
+def test_a_plan_names_nodes_and_actors(tmp_path):
+    run = ray_run(tmp_path / "run")
+    run = dataclasses.replace(run, deploy=dataclasses.replace(run.deploy, num_train_gpus=2, num_train_nodes=2))
+    heading, *lines = (line.split() for line in describe_ranks(Planner("grpo", run, False, 1 << 34)))
+    assert heading[:4] == ["rank", "node", "GPU", "role"]
+    assert [line[:5] for line in lines[:2]] == [[str(k), "train", str(k), "none", "train"] for k in range(2)]
+    assert [line[:6] for line in lines[2:]] == [["actor", k, "infer", k, "none", "generate"] for k in "01"]
 
 
 def test_an_actor_that_was_started_anew_knows_of_no_earlier_calls():

@@ -67,7 +67,7 @@ class Policy:
         is_large = F32.itemsize * model.weights.size > FOLD_BY_LAYER_BYTES
         self.folds_layers = self.shards_layers or (self.communicator is not None and model.adapter is None and is_large)
         # In each_micro_batch: how many gradients this round has, and whether it is the step's first.
-        self._round = None
+        self._round = 1, True
         self.grads = self._new_grads()
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
         limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}

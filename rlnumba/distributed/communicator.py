@@ -47,7 +47,9 @@ from rlnumba.runtime import device
 DEBUG = int(os.environ.get("RLNUMBA_DEBUG") or 0) > 0
 # Seconds that a rank waits for the others: prime-rl's default of dist_timeout_seconds.
 TIMEOUT_S = 600.0
-OPERATIONS = ("gather", "fold", "put", "get", "barrier", "objects", "save")
+OPERATIONS = ("gather", "fold", "put", "get", "barrier", "objects")
+# Where a fault can be caused that ends or stalls a rank.
+INTERRUPTED = (*OPERATIONS, "save")
 OFFERING = ("gather", "fold", "put")
 FAULTS = ("kill", "stall", "corrupt")
 
@@ -76,7 +78,7 @@ class Communicator:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._fault = Fault.from_environment(world_size)
         # How often each operation was called, and how many operations of all ranks, and with each rank, there were.
-        self._calls, self._sequence, self._pair_sequences = dict.fromkeys(OPERATIONS, 0), 0, [0] * world_size
+        self._calls, self._sequence, self._pair_sequences = dict.fromkeys(INTERRUPTED, 0), 0, [0] * world_size
 
     def gather(self, array, out):
         """out[r] = rank r's array, on every rank.
@@ -339,9 +341,9 @@ class Fault(NamedTuple):
             return None
         operation, call, kind, rank = (*text.split(":"), "", "", "", "")[:4]
         rank = rank or str(world_size - 1)
-        offers = operation in (OPERATIONS if kind in ("kill", "stall") else OFFERING)
+        offers = operation in (INTERRUPTED if kind in ("kill", "stall") else OFFERING)
         if kind not in FAULTS or not offers or not (call.isdecimal() and rank.isdecimal()) or text.count(":") > 3:
-            wanted = f"OPERATION:N:KIND[:RANK], OPERATION of {', '.join(OPERATIONS)}, KIND of {', '.join(FAULTS)}"
+            wanted = f"OPERATION:N:KIND[:RANK], OPERATION of {', '.join(INTERRUPTED)}, KIND of {', '.join(FAULTS)}"
             raise ConfigError(f"RLNUMBA_FAULT must be {wanted} (corrupt: {', '.join(OFFERING)}), got {text!r}")
         return cls(operation, int(call), kind, int(rank))
 

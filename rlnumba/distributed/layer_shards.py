@@ -11,11 +11,12 @@ ZeRO, stage 3 (Rajbhandari et al. 2020), for models whose weights are too large 
 What is computed, and in which order gradients are added, is that of stage 2, so the bits are its bits.
 
 All ranks gather and fold together. A rank without a micro-batch in a round takes part in both without computing
-(`take_part`). Outside of training ranks compute as many forward passes each (trainers/core.py:Policy.own).
+(zero.py:ShardedOptimizer.take_part). Outside of training ranks compute as many forward passes each
+(trainers/core.py:Policy.own).
 """
 
 from rlnumba.distributed.zero import Part, ShardedOptimizer
-from rlnumba.model.layer_gradients import AFTER, BEFORE, layer_span, update_order
+from rlnumba.model.layer_gradients import layer_span
 from rlnumba.model.weights import MATRIX_ALIGNMENT, Weights
 from rlnumba.runtime import device, memory
 
@@ -86,7 +87,7 @@ class LayerShards(Weights):
 
 
 class LayerOptimizer(ShardedOptimizer):
-    """The ShardedOptimizer of a model with LayerShards: gradients come in parts."""
+    """The ShardedOptimizer of a model with LayerShards."""
 
     def _size(self):
         return self.model_weights.size
@@ -96,20 +97,3 @@ class LayerOptimizer(ShardedOptimizer):
 
     def _arrived(self, rank, first, values):
         self.model_weights.store(first, values)
-
-    def fold_part(self, start, gradient, count, is_first):
-        """As `fold`, of the elements start, start + 1, ... alone: gradient (n,) f32, the same n on all ranks."""
-        lower = min(max(start, self.part.start), start + len(gradient))
-        upper = max(min(start + len(gradient), self.part.stop), lower)
-        own = slice(lower - self.part.start, upper - self.part.start) if lower < upper else slice(0)
-        self.communicator.fold(gradient, self.grads.flat[own], lower - start, count, is_first)
-
-    def take_part(self, grads, fold_part):
-        """What a rank without a micro-batch does in a round: it gathers layers and folds as those that have one."""
-        for index in range(len(self.model_weights.layers)):
-            self.model_weights.layer(index)
-        for index, parts in update_order(grads):
-            if index not in (BEFORE, AFTER):
-                self.model_weights.layer(index)
-            for part in parts:
-                fold_part(*part)

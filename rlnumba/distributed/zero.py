@@ -4,6 +4,7 @@
     all ranks     all weights, in the model's dtype
 
     after each round of micro-batches k, k + 1, ... on ranks 0, 1, ...      A = ((A + g_k) + g_k+1) + ...     fold
+    or during its backward, layer by layer, of those that are complete                                        fold_part
     step          sums of squares by segments -> all ranks, added in order -> norm, one decision to skip
                   AdamW of the rank's part
                   weights of all parts -> all ranks
@@ -23,6 +24,7 @@ import numpy as np
 from rlnumba.checkpoint import ArrayPart
 from rlnumba.errors import UserError
 from rlnumba.kernels.nn import reduce
+from rlnumba.model.layer_gradients import AFTER, BEFORE, update_order
 from rlnumba.optim import Optimizer
 from rlnumba.runtime import device, memory
 
@@ -99,6 +101,23 @@ class ShardedOptimizer(Optimizer):
         first round, whose first gradient is copied.
         """
         self.communicator.fold(gradient, self.grads.flat, self.part.start, count, is_first)
+
+    def fold_part(self, start, gradient, count, is_first):
+        """As `fold`, of the elements start, start + 1, ... alone: gradient (n,) f32, the same n on all ranks."""
+        lower = min(max(start, self.part.start), start + len(gradient))
+        upper = max(min(start + len(gradient), self.part.stop), lower)
+        own = slice(lower - self.part.start, upper - self.part.start) if lower < upper else slice(0)
+        self.communicator.fold(gradient, self.grads.flat[own], lower - start, count, is_first)
+
+    def take_part(self, grads, fold_part):
+        """What a rank without a micro-batch does in a round: it folds as those that have one, and gathers layers."""
+        for index in range(len(self.model_weights.layers)):
+            self.model_weights.layer(index)
+        for index, parts in update_order(grads):
+            if index not in (BEFORE, AFTER):
+                self.model_weights.layer(index)
+            for part in parts:
+                fold_part(*part)
 
     def step(self, learning_rate):
         """As Optimizer's; then all ranks have all weights."""

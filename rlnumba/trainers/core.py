@@ -44,6 +44,9 @@ from rlnumba.runtime.transfer import copy_to_device
 from rlnumba.trainers.graphs import MicroBatchGraphs
 
 F32 = np.dtype(np.float32)
+# Where the gradients of a micro-batch are larger, several ranks fold them layer by layer: they never are there at once.
+# Micro-batches of such models, above 4 B parameters, are too large for CUDA graphs.
+FOLD_BY_LAYER_BYTES = 16 << 30
 
 
 class Policy:
@@ -60,14 +63,16 @@ class Policy:
         self.seed, self.micro_batch = seed, 0
         # With deploy.zero_stage = 3.
         self.shards_layers = isinstance(model.weights, LayerShards)
+        self.communicator = communicator if communicator is not None and communicator.world_size > 1 else None
+        is_large = F32.itemsize * model.weights.size > FOLD_BY_LAYER_BYTES
+        self.folds_layers = self.shards_layers or (self.communicator is not None and model.adapter is None and is_large)
         # In each_micro_batch: how many gradients this round has, and whether it is the step's first.
-        self._round = None
+        self._round = 1, True
         self.grads = self._new_grads()
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
         limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
         kept = {"optim": train.optim, "master_weights": train.master_weights, "offload": train.offload_optimizer}
         options = {**moments, **limits, **kept, "seed": seed}
-        self.communicator = communicator if communicator is not None and communicator.world_size > 1 else None
         if self.communicator is None:
             self.optimizer = Optimizer(model.trained, self.grads, **options)
         else:
@@ -81,7 +86,7 @@ class Policy:
         self._head_grad = None
         if train.accumulates_gradients and self.communicator is None and self.grads.lm_head is not None:
             self._own_head_grad()
-        self.graphs = MicroBatchGraphs(train, self.has_dropout, model.weights.size, not self.shards_layers)
+        self.graphs = MicroBatchGraphs(train, self.has_dropout, model.weights.size, not self.folds_layers)
         # With optimizer_in_backward, of the backward to come.
         self._learning_rate = None
         # What a loss carries from one step to the next, by name: JSON values, part of the checkpoint.
@@ -91,7 +96,7 @@ class Policy:
 
     def _new_grads(self):
         """Gradients in the layout of what is trained, or LayerGradients where layers are done one by one."""
-        if self.shards_layers:
+        if self.folds_layers:
             return LayerGradients(self.model.weights, adds=True)
         if not self.train.optimizer_in_backward:
             return self.model.trained.grads()
@@ -131,19 +136,19 @@ class Policy:
         rank, world_size = self.communicator.rank, self.communicator.world_size
         for first in range(0, len(batches), world_size):
             is_own, count = first + rank < len(batches), min(world_size, len(batches) - first)
-            if self.shards_layers:
-                self._round = count, first == 0
-                if not is_own:
-                    self.optimizer.take_part(self.grads, self._fold_part)
+            for policy in (self, *others):
+                policy._round = count, first == 0
+                if policy.folds_layers and not is_own:
+                    policy.optimizer.take_part(policy.grads, policy._fold_part)
             if is_own:
                 for policy in (self, *others):
                     if first:
                         policy._zero_grads()
                     policy.micro_batch = first + rank
                 yield batches[first + rank]
-            for policy in (self, *others) if not self.shards_layers else ():
-                gradient = policy.grads.flat if is_own else None
-                policy.optimizer.fold(gradient, count, first == 0)
+            for policy in (self, *others):
+                if not policy.folds_layers:
+                    policy.optimizer.fold(policy.grads.flat if is_own else None, count, first == 0)
 
     def _fold_part(self, start, gradient):
         """Add up what all ranks have of a part of this round's gradients."""
@@ -320,7 +325,7 @@ class Policy:
     def _backward(self, dhidden, tape, head=None):
         """The backward of the layers and the embedding; head: what the LM head's has written, None without one."""
         self._grads_are_zero = False
-        if self.shards_layers:
+        if self.folds_layers:
             backward_and_update(self.model, dhidden, tape, self.grads, self._fold_part)
             return
         if not self.train.optimizer_in_backward:

@@ -115,7 +115,7 @@ class Planner:
         dtype, step = self.dtype_of(run), step_of(self, run)
         # Any GPU: micro-batches are padded there.
         with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
-            trained, checkpoint = take_step(self.config, dtype, run, step, communicator)
+            trained, checkpoint, folds_layers = take_step(self.config, dtype, run, step, communicator)
             if step.prompts:
                 _generate(self, dtype, run, step.prompts)
         tokens = step.tokens
@@ -130,7 +130,7 @@ class Planner:
         notes["grads"] = "float32"
         if communicator is not None:
             notes["grads"] += f" of one micro-batch, and of the step 1/{run.num_ranks}"
-            if shards_layers:
+            if folds_layers:
                 notes["grads"] = f"float32 of a layer's matrices and the rest, and of the step 1/{run.num_ranks}"
         elif run.train.accumulates_gradients and self.kind != "reward" and run.lora is None:
             notes["grads"] += ", once more for the head of one micro-batch"
@@ -155,7 +155,7 @@ class Planner:
         if self.on_gpu:
             extra = {"operators": operator_bytes(tokens, self.config), "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
-            max_tokens = 0 if shards_layers else graphs.max_tokens(parameters)
+            max_tokens = 0 if folds_layers else graphs.max_tokens(parameters)
             if self.kind in GRAPHED and graphs.has_graphs(run.train, run.lora) and tokens <= max_tokens:
                 extra["graphs"] = min(extra["operators"], graphs.POOL_BYTES)
                 notes["graphs"] = "the same arrays once more, for micro-batches that are replayed"
@@ -297,8 +297,9 @@ class PlannedRank(Communicator):
 def take_step(config, dtype, run, step, communicator=None):
     """Make the policy of a run, and a critic, and take the Step.
 
-    Returns how many parameters of each this rank updates, a list, and the bytes of these and of their state, which are
-    copied to the host for a checkpoint. The arguments are make_policies'. To be called within shapes_only.
+    Returns how many parameters of each this rank updates, a list; the bytes of these and of their state, which are
+    copied to the host for a checkpoint; Policy.folds_layers. The arguments are make_policies'. To be called within
+    shapes_only.
     """
     policy, critic = make_policies(config, dtype, run, step, communicator)
     policy.step = _end_of_step
@@ -312,7 +313,7 @@ def take_step(config, dtype, run, step, communicator=None):
         pass
     optimizers = [each.optimizer for each in (policy, critic) if each is not None]
     nbytes = sum(array.nbytes for each in optimizers for array in (each.weights.flat, *each.state.values()))
-    return [each.weights.flat.shape[0] for each in optimizers], nbytes
+    return [each.weights.flat.shape[0] for each in optimizers], nbytes, policy.folds_layers
 
 
 def make_policies(config, dtype, run, step, communicator=None):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -18,7 +19,7 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.model.transformer import load_model, save_model
 from rlnumba.trainers.ranks import train_on_ranks
 from tests.distributed import test_trainers, test_training
-from tests.distributed.test_trainers import LORA, written
+from tests.distributed.test_trainers import LORA, train_all, train_each, written
 from tests.engine.test_llm import make_model
 from tests.trainers.runs import MODEL, SFT_ROWS
 
@@ -108,6 +109,15 @@ def test_the_files_of_one_rank(tmp_path, model, case):
         found = train(kind, run_of(kind, tmp_path / str(count), model, count, **options))
         for each, wanted in zip(found, expected, strict=True):
             assert each == wanted
+
+
+def test_layers_that_are_folded_one_by_one(tmp_path, model):
+    """As those of large models are."""
+    runs = [("sft", run_of("sft", tmp_path / str(count), model, count)) for count in (1, 2)]
+    (expected,) = train_all(runs[:1], 1)
+    place = {"transport": "peer", "gpus": gpus_of_ranks(2, "test")}
+    launch(partial(train_each, fold_by_layer_bytes=0), 2, runs[1:], timeout_s=300, **place)
+    assert written(runs[1][1]) == expected
 
 
 # So many that a rank with few takes over some of the other's, and of very different lengths.

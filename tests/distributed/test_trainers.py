@@ -5,6 +5,7 @@ import importlib
 import json
 import pathlib
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from rlnumba.kernels.nn import reduce
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
 from rlnumba.reporting import metrics
+from rlnumba.trainers import core
 from rlnumba.trainers.core import Policy
 from rlnumba.trainers.ranks import facts_of, train_on_ranks
 from tests.close import assert_same_bits
@@ -70,10 +72,11 @@ def run_of(kind, folder, num_ranks=1, lora=None, model=None, zero_stage=2, **opt
 SEGMENT = 4096
 
 
-def train_each(communicator, runs, resume=False):
+def train_each(communicator, runs, resume=False, fold_by_layer_bytes=core.FOLD_BY_LAYER_BYTES):
     """Train [(kind, Run)] one after the other in the processes of the same ranks, of which starting takes longest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reduce, "SEGMENT", SEGMENT)
+        patch.setattr(core, "FOLD_BY_LAYER_BYTES", fold_by_layer_bytes)
         # Drawing curves takes longer than such a run.
         patch.setattr(metrics, "plot", lambda *arguments: None)
         for kind, run in runs:
@@ -81,9 +84,9 @@ def train_each(communicator, runs, resume=False):
             train(run.on_ranks(), resume, communicator=communicator)
 
 
-def train_all(runs, num_ranks, resume=False):
-    """Train [(kind, Run)] on so many ranks: what each has written, see `written`."""
-    launch(train_each, num_ranks, runs, resume, timeout_s=120)
+def train_all(runs, num_ranks, resume=False, **options):
+    """Train [(kind, Run)] on so many ranks: what each has written, see `written`. options: train_each's."""
+    launch(partial(train_each, **options), num_ranks, runs, resume, timeout_s=120)
     return [written(run) for _, run in runs]
 
 
@@ -178,6 +181,16 @@ def test_the_files_of_one_rank(tmp_path, num_ranks, cases):
     for case, own, others in zip(cases, expected, found, strict=True):
         assert len(own[0]) >= 3 and len(own[1]) >= 2, case
         assert bool(own[2]) == case.startswith(("grpo", "rloo", "ppo")), case
+        assert others == own, case
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_the_files_of_one_rank_where_layers_are_folded_one_by_one(tmp_path):
+    """As the gradients of large models are; of five micro-batches or three, so that a rank has none in a round."""
+    cases = ["sft, untied", "reward, lora, evaluation", "dpo", "grpo, reference", "ppo", "ppo, shared"]
+    expected = train_all(runs_of_cases(cases, tmp_path, 1), 1)
+    found = train_all(runs_of_cases(cases, tmp_path, 2), 2, fold_by_layer_bytes=0)
+    for case, own, others in zip(cases, expected, found, strict=True):
         assert others == own, case
 
 

@@ -386,6 +386,6 @@ def test_a_model_of_8b_on_several_gpus(tmp_path):
     layer = (size - rest) // 36
     assert plans[2].regions["weights"] == 2 * size
     assert abs(plans[3].regions["weights"] / (2 * (size / 4 + (size - rest) / 4 + layer + rest)) - 1) < 0.01
-    assert abs(plans[2].regions["grads"] / (4 * (size + size / 4)) - 1) < 0.01
-    # Head and embedding share memory.
-    assert abs(plans[3].regions["grads"] / (4 * (layer + rest / 2 + size / 4)) - 1) < 0.01
+    # Of one layer at a time; head and embedding share memory.
+    for plan in plans.values():
+        assert abs(plan.regions["grads"] / (4 * (layer + rest / 2 + size / 4)) - 1) < 0.01

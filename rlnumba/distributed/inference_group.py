@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import traceback
 from multiprocessing import Pipe, get_context, reduction
 from multiprocessing.connection import wait
@@ -31,6 +32,8 @@ from rlnumba.runtime import ahead_of_time, device
 
 # Seconds in which a follower that has ended can have reported why, and then be waited for.
 REPORT_S, END_S = 2.0, 0.2
+# Seconds in which the leader finds out by itself that a follower has ended.
+NOTICE_S = 5.0
 
 
 class Failed(NamedTuple):
@@ -67,6 +70,7 @@ class Followers:
             self._reports.append(own)
             link.close()
             other.close()
+        threading.Thread(target=self._end_with_follower, args=(connection,), daemon=True).start()
 
     def load_model(self, setup):
         """This process's model, or its shard of it, which computes with the followers."""
@@ -80,6 +84,15 @@ class Followers:
                 if report.poll():
                     return report.recv()
         return None
+
+    def _end_with_follower(self, connection):
+        """End this process after a follower: where it waits for that one's part on its GPU, nothing else would."""
+        wait([process.sentinel for process in self._processes])
+        time.sleep(NOTICE_S)
+        failure = self.failure()
+        if failure is not None:
+            connection.send(failure)
+        _end(f"a process of this engine has ended ({self.ended()})")
 
     def ended(self):
         """How the followers that have ended did so, for the line of an error: str."""

@@ -3,11 +3,11 @@
 An engine is an actor (ray_actor.EngineActor). What it gets and sends are the messages of any inference process;
 weights go through Ray's object store, which copies them to a node once, and groups with what calls return.
 
-| what ends                   | how it is noticed                      | what takes its place                        |
-| --------------------------- | -------------------------------------- | ------------------------------------------- |
-| the actor's process         | Ray: a call fails                      | the actor, which Ray starts anew there      |
-| its node                    | Ray: a call fails                      | the actor, which Ray starts on another node |
-| nothing, the node is frozen | a call is not answered within STALE_S  | a new actor on a node that answers          |
+| what ends                   | how it is noticed                       | what takes its place                        |
+| --------------------------- | --------------------------------------- | ------------------------------------------- |
+| the actor's process         | Ray: a call fails                       | the actor, which Ray starts anew there      |
+| its node                    | Ray: a call fails                       | the actor, which Ray starts on another node |
+| nothing, the node is frozen | a call is not answered within STALE_S   | a new actor on a node that answers          |
 | nothing, the engine stalls  | async.heartbeat_stale_after_s (Engines) | a new actor in its place                    |
 
 In all cases Engines sends the newest weights first, then the groups that were not finished.
@@ -36,7 +36,7 @@ ENDING_S = 5.0
 
 
 class RayEngines:
-    """Starts the engines of a run: `start` is what Engines takes. A context manager, which gives their places back.
+    """Starts the engines of a run: `start` is what Engines takes; `close` gives their places back.
 
     deploy: DeployConfig; on_gpus: as of Places; limits: Limits.
     """

@@ -573,9 +573,9 @@ def _describe_inference(planner, plan):
     deploy, regions = planner.run.deploy, planner.engine_regions(plan)
     size = deploy.tensor_parallel_size
     cut = f", {size} of them an engine, each with a part of the model" if size > 1 else ""
-    where = f" on {deploy.num_infer_nodes} nodes of Ray, {deploy.engines_per_node} actors each" * bool(
-        deploy.num_infer_nodes
-    )
+    where = ""
+    if deploy.num_infer_nodes:
+        where = f" on {deploy.num_infer_nodes} nodes of Ray, {deploy.engines_per_node} actors each"
     lines = [f"each of {deploy.num_infer_gpus} inference processes{where}{cut}:"]
     lines += [f"{name:<20}{amount(nbytes):>12}" for name, nbytes in regions.items() if nbytes]
     return [*lines, f"{'total':<20}{amount(sum(regions.values())):>12}"]

@@ -20,9 +20,9 @@ from rlnumba.model.transformer import find_base, find_model, load_model, read_co
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.rewards import TrainerState
 from rlnumba.trainers import evaluation, reward
-from rlnumba.trainers.grpo import eval_params, load_prompts
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.plan import ROW_TRAINERS
+from rlnumba.trainers.prompt_run import eval_params, load_prompts
 from rlnumba.trainers.reward_model import load_rewards
 from rlnumba.trainers.run_folder import silence, start_compiling
 from rlnumba.trainers.shared_rollout import RewardsOnRanks

@@ -12,44 +12,22 @@ Sources: DeepSeekMath (arXiv 2402.03300); TRL 1.16's GRPOTrainer, whose names, d
 Dynamic sampling: DAPO (arXiv 2503.14476).
 """
 
-import copy
-import json
-import math
-from collections.abc import Callable
-from contextlib import closing, nullcontext
-from functools import partial
-from itertools import groupby, takewhile
-from typing import NamedTuple
+from itertools import groupby
 
 import numpy as np
 
-from rlnumba import data
-from rlnumba.config.rollout import SAMPLING_KEYS
-from rlnumba.distributed.ray_cluster import connected
-from rlnumba.distributed.replicas import llm_on_ranks
-from rlnumba.engine.llm import LLM
-from rlnumba.engine.sequence import SamplingParams
-from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
-from rlnumba.model.config import LM_HEAD
-from rlnumba.optim import learning_rate_at
-from rlnumba.rewards import TrainerState
 from rlnumba.runtime import device
-from rlnumba.trainers import dynamic_sampling, evaluation, rollout
+from rlnumba.trainers import dynamic_sampling, rollout
 from rlnumba.trainers import entropy as entropies
-from rlnumba.trainers.asynchronous import encoded, start_ahead
-from rlnumba.trainers.core import LateMetrics, Schedule
-from rlnumba.trainers.engine_size import engine_size_of
+from rlnumba.trainers.core import LateMetrics
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.micro_batch import costliest_first
-from rlnumba.trainers.prompt_order import PromptOrder, curriculum_values
+from rlnumba.trainers.prompt_loop import Algorithm, train_on_prompts
+from rlnumba.trainers.prompt_run import sampling_params
 from rlnumba.trainers.rejection import normalize_corrections, reject
-from rlnumba.trainers.replay_buffer import ReplayBuffer
-from rlnumba.trainers.reward_model import load_rewards
-from rlnumba.trainers.run_folder import Clock, begin_run, log, memory_metrics
-from rlnumba.trainers.shared_rollout import RewardsOnRanks
 
 
 def run_grpo(run, resume=False, reward_funcs=(), communicator=None):
@@ -64,197 +42,9 @@ def run_grpo(run, resume=False, reward_funcs=(), communicator=None):
     train_on_prompts(algorithm, run.weighted(), resume, reward_funcs, communicator)
 
 
-def save_final(folder, policy, tokenizer):
-    """Write final/ of a RunFolder, the policy as a causal language model."""
-    policy.gather_adapter()
-    folder.finish(policy.model, tokenizer, LM_HEAD)
-
-
-class Algorithm(NamedTuple):
-    """Where trainers on the model's own completions differ; their loop, train_on_prompts, is the same.
-
-    load(run, folder): (Policy, Tokenizer), folder being the RunFolder. generate(policy, llm, rewards, prompts, order,
-    run, trainer_state, index, on_policy, clock, writer): (Rollouts, list of Generation, metrics), where order and index
-    are roll_out's and on_policy add_logprobs'; raises RewardError; with [async] it has the keyword ahead, an Ahead.
-    train_step(policy, micro_batches, learning_rate): LateMetrics, or a dict. save_final(folder, policy, tokenizer):
-    writes what a run ends with.
-    """
-
-    name: str
-    load: Callable
-    generate: Callable
-    train_step: Callable
-    save_final: Callable = save_final
-
-
-def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator=None):
-    """Train a Run of prompts and rewards by an Algorithm; the arguments are run_grpo's."""
-    # A ConfigError of generation_kwargs comes before anything is loaded.
-    sampling_params(run.train, 0, 1)
-    run = engine_size_of(run, communicator)
-    with nodes_of(run, communicator):
-        _train_on_prompts(algorithm, run, resume, reward_funcs, communicator)
-
-
-def nodes_of(run, communicator):
-    """A context manager in which the first rank is connected to the Ray cluster of its inference engines, if any."""
-    deploy, is_first = run.deploy, communicator is None or communicator.rank == 0
-    if not deploy.num_infer_nodes or not is_first:
-        return nullcontext()
-    processes = deploy.num_infer_gpus // deploy.num_infer_nodes
-    return connected("deploy.num_infer_nodes", deploy.num_infer_nodes, processes, device.name() == "cuda")
-
-
-def _train_on_prompts(algorithm, run, resume, reward_funcs, communicator):
-    train = run.train
-    folder = begin_run(algorithm.name, run, resume, communicator)
-    rewards = load_rewards(run, reward_funcs) if folder.is_first_rank else None
-    if rewards is not None:
-        # While the model is loaded.
-        rewards.start()
-    policy, tokenizer = algorithm.load(run, folder)
-    model = policy.model
-    llm = generator = LLM(model, tokenizer, run.engine)
-    if not folder.is_alone:
-        generator, rewards = llm_on_ranks(llm, communicator), RewardsOnRanks(rewards, communicator)
-    prompts = load_prompts(run.data.train, run, llm)
-    eval_data = load_prompts(run.data.eval, run, llm, for_eval=True) if run.data.eval else None
-    schedule = MicroBatchSchedule(train, run.data.train, len(prompts.prompts))
-    order = prompt_order(prompts, run)
-    state = DataState(order)
-    groups, ahead = [], None
-    if folder.state is not None:
-        policy.load_state_dict(folder.state["policy"])
-        state.load_state_dict(folder.state["data"], train)
-        groups = folder.state["data"].get("groups", [])
-        llm.update_weights(folder.step)
-    if run.asynchronous is not None:
-
-        def params_of(step, index):
-            return sampling_params(train, rollout.derived_seed(run.seed, step, index, 0), train.num_generations)
-
-        ahead = start_ahead(run, policy, llm, prompts, rewards, state, schedule, folder.step, groups, params_of)
-        algorithm = algorithm._replace(generate=partial(algorithm.generate, ahead=ahead))
-    elif groups:
-        raise ConfigError(
-            f"{folder.model_folder} has {len(groups)} prompts of an asynchronous run that are not trained on yet: "
-            "resume it with its section [async]"
-        )
-
-    def completed(step):
-        """What a checkpoint keeps of the data after so many steps."""
-        return step, state.state_dict(schedule.within_generation(step)), ahead.state() if ahead else []
-
-    complete = completed(folder.step)
-
-    def save():
-        writer.flush()
-        step, data_state, groups = complete
-        data_state |= {"groups": encoded(groups)} if groups else {}
-        folder.save(step, model, tokenizer, {"policy": policy.state_dict(), "data": data_state})
-
-    callbacks, control = folder.callbacks, folder.callbacks.control
-    with (
-        policy.context.use(),
-        folder.writer(schedule.total_steps) as writer,
-        folder.kept_on_interruption(save),
-        closing(ahead) if ahead else nullcontext(),
-    ):
-        folder.hold_signals()
-        if eval_data and train.eval_on_start and folder.step == 0:
-            writer.log(0, evaluate(generator, rewards, eval_data, run, TrainerState(0, schedule.total_steps, 0.0)))
-        callbacks.begin(folder.step, schedule.total_steps, model)
-        if ahead:
-            ahead.start()
-        clock = Clock()
-        for step in range(folder.step, schedule.total_steps):
-            trainer_state = TrainerState(step, schedule.total_steps, schedule.epochs_done(step))
-            rollouts_of_micro_steps, generation_metrics_of, num_generated = [], [], 0
-            micro_steps = schedule.micro_steps(step)
-            for micro in micro_steps:
-                if micro.begins_generation or state.rollouts is None:
-                    with clock.phase("generate"):
-                        rollouts, generations, own_metrics = algorithm.generate(
-                            policy, generator, rewards, prompts, state.order, run, trainer_state, micro.index,
-                            schedule.on_policy, clock, writer,
-                        )  # fmt: skip
-                    with clock.phase("log"):
-                        state.begin(rollouts, generations, rewards.names, own_metrics)
-                        num_generated += sum(each.num_generated + each.num_unused for each in generations)
-                        writer.completions(step + 1, (row for each in generations for row in each.rows(rewards.names)))
-                rollouts_of_micro_steps.append(state.rollouts)
-                generation_metrics_of.append(state.metrics)
-            with clock.phase("train"):
-                micro_batches = [
-                    rollouts.part(micro.first, train.per_device_train_batch_size, micro.on_policy)
-                    for micro, rollouts in zip(micro_steps, rollouts_of_micro_steps, strict=True)
-                ]
-                # Signals are held from the update of the weights on.
-                metrics = algorithm.train_step(
-                    policy, micro_batches, learning_rate_at(train, step, schedule.total_steps)
-                )
-                policy.move_reference_if_due(step + 1)
-                complete = completed(step + 1)
-                (ahead or llm).update_weights(step + 1)
-                # What was launched counts here.
-                device.synchronize()
-            last, found = step + 1 == schedule.total_steps, None
-            with clock.phase("log"):
-                # The run's own names take precedence over those that rewards log.
-                metrics = metrics | mean_metrics(generation_metrics_of) | metrics
-                metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": state.num_tokens}
-                if prompts.dropped_prompts:
-                    metrics["dropped_prompts"] = prompts.dropped_prompts
-                callbacks.step_end(step + 1, metrics["epoch"], model)
-            if eval_data and folder.decided(callbacks.evaluation_due(step + 1, last)):
-                with writer.logged_on_interruption(step + 1, metrics), folder.interruptible(), clock.phase("eval"):
-                    if ahead:
-                        ahead.settle()
-                    found = evaluate(generator, rewards, eval_data, run, trainer_state)
-                metrics |= found
-            with clock.phase("log"):
-                if found is not None and folder.is_first_rank:
-                    callbacks.evaluated(found, model)
-                # What follows counts in the next step.
-                metrics |= clock.read()
-                metrics["perf/throughput"] = sum(len(part.token_ids) for part in micro_batches) / metrics["step_time"]
-                if num_generated and not ahead:
-                    metrics["perf/generation_tokens_per_s"] = num_generated / metrics["time/generate"]
-                writer.log(step + 1, metrics | memory_metrics())
-                callbacks.logged(metrics, model)
-                folder.saver.check()
-            last, saves = folder.decided((last or control.should_training_stop, control.should_save))
-            if last or (step + 1) % train.save_steps == 0 or saves:
-                with clock.phase("save"):
-                    save()
-                    callbacks.call("on_save", model)
-            folder.release_signals()
-            if last:
-                break
-        if ahead:
-            ahead.close()
-        callbacks.call("on_train_end", model)
-        writer.flush()
-        writer.draw()
-        # While the last checkpoint is being written.
-        if folder.is_first_rank and (folder.path / "completions.jsonl").exists():
-            writer.print(sample_report(llm, prompts, run, folder.path))
-        algorithm.save_final(folder, policy, tokenizer)
-    log(f"{folder.path} has the curves (curves.png), the completions and the model (final)")
-
-
 def load(run, folder):
     """(Policy, Tokenizer) of a run, with the reference that train.beta above 0 asks for."""
     return load_policy(run, folder, run.train.beta > 0, run.train.temperature)
-
-
-def load_prompts(path, run, llm, for_eval=False):
-    """The prompts of a file as token ids; logs how many were too long. for_eval: of data.eval."""
-    vocab_size = llm.model.config.vocab_size
-    prompts = data.load_prompts(path, run.data, llm.tokenizer, llm.max_model_len, vocab_size, for_eval)
-    if prompts.dropped_prompts:
-        log(f"{path}: {prompts.dropped_prompts} prompts are longer than data.max_prompt_length and are left out")
-    return prompts
 
 
 def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer, ahead=None):
@@ -275,17 +65,6 @@ def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on
     if run.train.rollout_is_batch_normalize:
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = rollouts.correction_mean
     return rollouts, generations, metrics
-
-
-def prompt_order(prompts, run):
-    """The PromptOrder of a run on PromptData, at its beginning. Raises UserError for a curriculum without numbers."""
-    train, column = run.train, run.data.curriculum_column
-    curriculum = None if column is None else curriculum_values(prompts, column)
-    options = {"difficulty_weights": train.difficulty_weights, "solved_at": train.no_resampling_pass_rate}
-    order = PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed, curriculum=curriculum, **options)
-    if train.replay_buffer_size:
-        order.replay_buffer = ReplayBuffer(train.replay_buffer_size)
-    return order
 
 
 def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer, ahead=None):
@@ -555,160 +334,3 @@ def loss_backward(policy, batch, logprobs, old_logprobs, dlogprobs, results, ent
     outputs = results["loss"], dlogprobs, of_sequences, results["stats"]
     fill(0.0, results["loss"])
     policy_loss(logprobs, old_logprobs, *of_tokens, *of_batch, policy.train, arrays["scale"], *outputs, entropy_mask)
-
-
-def evaluate(llm, rewards, prompts, run, trainer_state):
-    """Metrics of completions of every held-out prompt, the same noise each time: {"eval_reward": ..., ...}."""
-    generation = evaluation.generate(llm, rewards, prompts, eval_params(run), trainer_state)
-    return evaluation.metrics_of(generation, rewards.names, run)
-
-
-def eval_params(run):
-    """The SamplingParams of a run's evaluation."""
-    return evaluation.eval_params(run, sampling_params(run.train, rollout.derived_seed(run.seed), 1))
-
-
-def sampling_params(train, seed, n):
-    """The SamplingParams of a [train] section."""
-    settings = {name: getattr(train, name) for name in SAMPLING_KEYS} | train.generation_kwargs
-    replay = train.sampling_mask_replay
-    params = SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n, logit_thresholds=replay)
-    if replay and (params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty):
-        raise ConfigError(
-            "train.sampling_mask_replay replays top_p, top_k and min_p, but no penalties: set one of the two"
-        )
-    return params
-
-
-def sample_report(llm, prompts, run, path, count=4, width=200):
-    """The first `count` prompts' completions of the first step and of the same noise now, `width` characters each: str.
-
-    path: of the run, for its completions.jsonl.
-    """
-    train = run.train
-    with open(path / "completions.jsonl", encoding="utf-8") as file:
-        # In the order of the steps: the first are not followed by others.
-        rows = list(takewhile(lambda row: row["step"] == 1, map(json.loads, file)))
-    first = rows[: train.rollout_batch_size : train.num_generations][:count]
-    chosen = prompt_order(prompts, run).take(train.prompts_per_rollout)
-    params = sampling_params(train, rollout.derived_seed(run.seed, 0, 0, 0), 1)
-    llm.wake()
-    outputs = llm.generate([prompts.prompts[i].prompt_token_ids for i in chosen[: len(first)]], params)
-    llm.sleep()
-
-    def shown(text):
-        text = text if isinstance(text, str) else str(text[-1].get("content"))
-        return repr(text if len(text) <= width else text[:width] + " ...")
-
-    lines = [f"The first {len(first)} prompts before training and after it, drawn with the same noise:"]
-    for row, output in zip(first, outputs, strict=True):
-        lines += [
-            f"  {shown(row['prompt'])}",
-            f"    before  {shown(row['completion'])}",
-            f"    after   {shown(output.completions[0].text)}",
-        ]
-    return "\n".join(lines)
-
-
-class MicroStep(NamedTuple):
-    """One forward and backward pass: its index in the epoch and the first sequence of the generation that it takes.
-
-    on_policy: whether the weights are still those that generated: the generation began in this optimizer step. Never
-    with bypass_mode or replayed groups, whose ratio is to the log-probs of the sampler.
-    """
-
-    index: int
-    first: int
-    begins_generation: bool
-    on_policy: bool
-
-
-class MicroBatchSchedule(Schedule):
-    """Which micro-batches make up which optimizer step; an epoch ends without prompts that do not fill a generation."""
-
-    def __init__(self, train, path, num_prompts):
-        if num_prompts < train.prompts_per_rollout:
-            raise ConfigError(
-                f"{path}: {num_prompts} prompts are fewer than the {train.prompts_per_rollout} of one generation "
-                f"({train.prompts_key})"
-            )
-        self.train = train
-        self.micro_steps_per_generation = train.rollout_steps * train.num_iterations
-        super().__init__(train, num_prompts // train.prompts_per_rollout * self.micro_steps_per_generation)
-
-    def micro_steps(self, step):
-        """The MicroSteps of an optimizer step: list."""
-        start = step % self.steps_per_epoch * self.accumulation
-        found = []
-        for index in range(start, min(start + self.accumulation, self.micro_steps_per_epoch)):
-            within = index % self.micro_steps_per_generation
-            first = index % self.train.rollout_steps * self.train.per_device_train_batch_size
-            found.append(
-                MicroStep(index, first, within == 0, index - within >= start and not self.train.ratio_to_sampler)
-            )
-        return found
-
-    def within_generation(self, step):
-        """Whether optimizer step `step` begins with completions that an earlier one has generated."""
-        return not self.micro_steps(step)[0].begins_generation
-
-    @property
-    def on_policy(self):
-        """Whether all completions are trained on before the weights that generated them change."""
-        return self.accumulation % self.micro_steps_per_generation == 0 and not self.train.ratio_to_sampler
-
-
-class DataState:
-    """What the data pipeline carries from one optimizer step to the next: order, tokens seen, generation in use."""
-
-    def __init__(self, order):
-        self.order = order
-        self.num_tokens, self.rollouts, self.metrics = 0, None, {}
-
-    def begin(self, rollouts, generations, names, metrics):
-        """Use a new generation. generations: list of Generation; names: of the reward functions; metrics: further."""
-        self.rollouts, self.metrics = rollouts, rollout.generation_metrics(generations, names) | metrics
-        self.num_tokens += sum(each.num_tokens for each in generations)
-        num_samples = sum(len(each.samples) for each in generations)
-        if num_samples > len(rollouts.advantages):
-            self.metrics["dynamic_sampling/dropped"] = 1 - len(rollouts.advantages) / num_samples
-
-    def state_dict(self, within_generation):
-        """The state for a checkpoint; the generation only if the next step still trains on it."""
-        kept = within_generation and self.rollouts is not None
-        state = {
-            "prompts": [self.order.epoch, self.order.position],
-            "num_tokens": self.num_tokens,
-            "rollouts": self.rollouts.state() if kept else None,
-            "metrics": self.metrics if kept else {},
-        }
-        if self.order.replay_buffer is not None:
-            state["replay_buffer"] = self.order.replay_buffer.state()
-        # Lists and dicts of numbers, as long as there are prompts.
-        memory = {name: copy.copy(value) for name, value in self.order.memory.items()}
-        return state | ({"memory": memory} if memory else {})
-
-    def load_state_dict(self, state, train):
-        """Restore a checkpoint's state, but for a generation that does not fit a `train` changed since."""
-        self.order.epoch, self.order.position = state["prompts"]
-        self.order.memory = copy.deepcopy(state.get("memory", {}))
-        self.num_tokens = state["num_tokens"]
-        if self.order.replay_buffer is not None:
-            self.order.replay_buffer.load_state(state.get("replay_buffer", []), train.num_generations)
-        if state["rollouts"] is None:
-            return
-        rollouts = rollout.Rollouts(**state["rollouts"])
-        has_reference = len(rollouts.ref_logprobs) > 0
-        if len(rollouts.advantages) == train.rollout_batch_size and (has_reference or not train.beta):
-            self.rollouts, self.metrics = rollouts, state["metrics"]
-        else:
-            log("the completions in the checkpoint do not fit the changed configuration: drawing others")
-
-
-def mean_metrics(of_parts):
-    """The mean of each metric over the micro-batches that have it, NaN left out: dict."""
-    found = {}
-    for name in dict.fromkeys(name for metrics in of_parts for name in metrics):
-        values = [metrics[name] for metrics in of_parts if name in metrics and not math.isnan(metrics[name])]
-        found[name] = sum(values) / len(values) if values else math.nan
-    return found

@@ -21,6 +21,7 @@ from rlnumba.model.weights import Weights
 from rlnumba.runtime import device
 from rlnumba.runtime.shapes import launches_only
 from rlnumba.trainers import grpo, plan, ppo, rloo, rollout
+from rlnumba.trainers.prompt_run import sampling_params
 
 # Completions are taken to have max_completion_length divided by these: the GEMM's configuration follows from the tokens
 # of a micro-batch.
@@ -93,7 +94,7 @@ def num_prompts(kind, train):
 def engine_request(config, run, dtype, prompt_lengths):
     """The engine's Request of a run on prompts."""
     train = run.train
-    params = grpo.sampling_params(train, 0, train.rollout_batch_size // train.prompts_per_rollout)
+    params = sampling_params(train, 0, train.rollout_batch_size // train.prompts_per_rollout)
     workload = tuple(prompt_lengths), params.n, params.max_tokens, kernel_list.extras_of([params])
     return kernel_list.Request(config, dtype, run.lora, run.engine, *workload)
 

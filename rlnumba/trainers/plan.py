@@ -66,7 +66,7 @@ WITHOUT_EFFECT_ON_ROWS = {
 GRAPHED = ("sft", "grpo", "rloo")
 # What an inference process of an asynchronous run has.
 OF_INFERENCE = ("weights", "adapter", "engine activations", "kv", "CUDA context")
-# Of grpo.sample_report.
+# Of prompt_run.sample_report.
 REPORTED_PROMPTS = 4
 # A switch that saves less than this share of all regions is not listed.
 WORTH_LISTING = 0.005

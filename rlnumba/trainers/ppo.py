@@ -36,9 +36,11 @@ from rlnumba.runtime import device, memory
 from rlnumba.runtime.transfer import copy_to_device
 from rlnumba.trainers import rollout
 from rlnumba.trainers.core import LateMetrics, Policy, epoch_order
-from rlnumba.trainers.grpo import Algorithm, sampler_is_exact, sampling_params, train_on_prompts
+from rlnumba.trainers.grpo import sampler_is_exact
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.micro_batch import TargetBatch, costliest_first
+from rlnumba.trainers.prompt_loop import Algorithm, train_on_prompts
+from rlnumba.trainers.prompt_run import sampling_params
 
 
 def run_ppo(run, resume=False, reward_funcs=(), communicator=None):
@@ -216,7 +218,7 @@ class Experience:
 
 
 def generate(actor, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer):
-    """One batch, in the ActorCritic's buffer: see grpo.Algorithm. Completions without a reward are left out."""
+    """One batch, in the ActorCritic's buffer: see prompt_loop.Algorithm. Completions without a reward are left out."""
     train, step = run.train, trainer_state.global_step
     # prompt -> ids -> completions, text -> reward
     chosen = order.take(train.prompts_per_rollout)

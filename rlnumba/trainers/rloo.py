@@ -18,17 +18,9 @@ from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_sca
 from rlnumba.runtime import device
 from rlnumba.trainers import rollout
 from rlnumba.trainers.core import LateMetrics
-from rlnumba.trainers.grpo import (
-    Algorithm,
-    forward_parts,
-    host_logprobs,
-    in_order_of_step,
-    is_stale,
-    load,
-    sampler_is_exact,
-    sampling_params,
-    train_on_prompts,
-)
+from rlnumba.trainers.grpo import forward_parts, host_logprobs, in_order_of_step, is_stale, load, sampler_is_exact
+from rlnumba.trainers.prompt_loop import Algorithm, train_on_prompts
+from rlnumba.trainers.prompt_run import sampling_params
 
 # Added to the standard deviation that normalize_advantages divides by, as in TRL.
 EPSILON = 1e-4
@@ -40,7 +32,7 @@ def run_rloo(run, resume=False, reward_funcs=(), communicator=None):
 
 
 def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer, ahead=None):
-    """One generation, with the advantages of its completions: see grpo.Algorithm."""
+    """One generation, with the advantages of its completions: see prompt_loop.Algorithm."""
     train, step = run.train, trainer_state.global_step
     # prompt -> ids -> completions, text -> reward
     if ahead:

@@ -15,8 +15,8 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards import TrainerState
 from rlnumba.rewards.calling import Scores
 from rlnumba.trainers.asynchronous import Pipeline, encoded, generations_from
-from rlnumba.trainers.grpo import MicroBatchSchedule
 from rlnumba.trainers.prompt_order import PromptOrder
+from rlnumba.trainers.prompt_schedule import MicroBatchSchedule
 from tests.trainers.runs import grpo_run
 
 NUM_PROMPTS = 12

@@ -15,9 +15,10 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
-from rlnumba.rewards import RewardError, Rewards
+from rlnumba.rewards import RewardError, Rewards, TrainerState
 from rlnumba.rewards.calling import Pending, Scores
 from rlnumba.trainers import dynamic_sampling, grpo, rollout
+from rlnumba.trainers.prompt_run import prompt_order
 from rlnumba.trainers.run_folder import Clock
 from tests.trainers.runs import MODEL, grpo_config, grpo_run, metrics_of
 
@@ -67,7 +68,7 @@ def prompts(model):
 def generated(model, prompts, rewards, window, max_num_seqs=64, wanted=4):
     llm = LLM(*model, EngineConfig(max_num_seqs=max_num_seqs))
     found = dynamic_sampling.generate(
-        llm, rewards, prompts, range(len(DIFFER)), PARAMS, grpo.TrainerState(0, 1, 0.0), Clock(), wanted, window,
+        llm, rewards, prompts, range(len(DIFFER)), PARAMS, TrainerState(0, 1, 0.0), Clock(), wanted, window,
         lambda group: not rollout.is_uniform(group),
     )  # fmt: skip
     assert not llm.engine.has_unfinished and llm.engine.blocks.num_free == llm.engine.blocks.num_blocks
@@ -85,7 +86,7 @@ def tokens_of(generation):
 def test_the_batch_does_not_depend_on_timing(model, prompts, in_workers):
     """Nor on the window; its completions are those of a generation of these prompts alone."""
     plain = rollout.generate(
-        LLM(*model), SlowRewards([0] * 12, False), prompts, range(9), PARAMS, grpo.TrainerState(0, 1, 0.0), Clock()
+        LLM(*model), SlowRewards([0] * 12, False), prompts, range(9), PARAMS, TrainerState(0, 1, 0.0), Clock()
     )
     unused = []
     for trial, window in enumerate((4, 6, 12)):
@@ -143,7 +144,7 @@ def test_over_sampling_changes_nothing_but_speed(tmp_path):
     # The prompts of step 2 are those after the last one that step 1 took.
     lines = [json.loads(line) for line in texts[0].splitlines()]
     taken = [list(dict.fromkeys(line["prompt"] for line in lines if line["step"] == step)) for step in (1, 2)]
-    order = grpo.prompt_order(PromptData([None] * 16), runs[0]).upcoming(4, sum(map(len, taken)))
+    order = prompt_order(PromptData([None] * 16), runs[0]).upcoming(4, sum(map(len, taken)))
     assert sum(taken, []) == [f"what is the number {i}? " for i in order]
     expected = hash_of(runs[1]), rows_of(runs[1])
     grpo.run_grpo(runs[1], resume=2)

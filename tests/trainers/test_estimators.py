@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlnumba.errors import ConfigError
-from rlnumba.trainers import grpo
+from rlnumba.trainers import grpo, prompt_schedule
 from rlnumba.trainers.estimators import advantages_of, penalised
 from rlnumba.trainers.rejection import kept_tokens, mean_correction, reject
 from tests.trainers.runs import grpo_config, grpo_run, metrics_of
@@ -143,7 +143,7 @@ def test_normalized_corrections_have_mean_1(level):
 def test_bypass_mode_takes_the_samplers_log_probs():
     """Also on-policy, and without a forward; the ratio is that to the sampler."""
     train = {"bypass_mode": True, "top_k": 5, "steps_per_generation": 2, "num_iterations": 2}
-    schedule = grpo.MicroBatchSchedule(grpo_config(**train), "rows", 16)
+    schedule = prompt_schedule.MicroBatchSchedule(grpo_config(**train), "rows", 16)
     assert not schedule.on_policy and not any(m.on_policy for step in range(3) for m in schedule.micro_steps(step))
     policy, rollouts = golden_policy(bypass_mode=True, top_k=5), golden_rollouts()
     grpo.add_logprobs(policy, rollouts, schedule.on_policy)

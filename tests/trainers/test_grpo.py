@@ -11,12 +11,13 @@ from rlnumba.data import Prompt, PromptData
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.transformer import load_model
-from rlnumba.rewards import RewardError
+from rlnumba.rewards import RewardError, TrainerState
 from rlnumba.runtime import device
-from rlnumba.trainers import core, grpo
+from rlnumba.trainers import core, grpo, prompt_loop, prompt_run, prompt_schedule
 from rlnumba.trainers.core import Policy
 from rlnumba.trainers.prompt_order import PromptOrder
 from rlnumba.trainers.rollout import Generation, Rollouts, Sample, derived_seed
+from rlnumba.trainers.run_folder import Clock
 from tests.close import assert_close, assert_same_bits
 from tests.trainers.runs import MODEL, golden, grpo_config, grpo_run, metrics_of
 
@@ -306,7 +307,7 @@ def test_the_reference_is_saved_where_it_moves():
 
 def test_metrics_of_micro_batches_are_averaged():
     parts = [{"a": 1.0, "b": np.nan, "c": np.nan}, {"a": 4.0, "b": 3.0, "c": np.nan}, {"b": 5.0, "d": 7.0}]
-    found = grpo.mean_metrics(parts)
+    found = prompt_loop.mean_metrics(parts)
     assert list(found) == ["a", "b", "c", "d"] and np.isnan(found.pop("c"))
     assert found == {"a": 2.5, "b": 4.0, "d": 7.0}
 
@@ -392,9 +393,7 @@ def pretended_generation(monkeypatch, rewards_of, **train):
     run = SimpleNamespace(train=grpo_config(**config), seed=42)
     writer, rewards = SimpleNamespace(status=None), SimpleNamespace(weights=[1.0])
     order = PromptOrder(100, False, 0)
-    rollouts, generations = grpo.roll_out(
-        llm, rewards, None, order, run, grpo.TrainerState(7, 9, 0.5), 3, grpo.Clock(), writer
-    )
+    rollouts, generations = grpo.roll_out(llm, rewards, None, order, run, TrainerState(7, 9, 0.5), 3, Clock(), writer)
     assert slept == ["wake", "sleep"]
     return rollouts, generations, calls
 
@@ -436,7 +435,7 @@ def test_groups_that_teach_something_are_generated_until_there_are_enough(monkey
 
 def test_the_state_of_the_data_is_kept_between_steps():
     groups = [made_group(prompt, rewards) for prompt, rewards in ((0, (1.0, 0.0)), (1, (0.5, 0.5)), (2, (2.0, 1.0)))]
-    state = grpo.DataState(PromptOrder(9, True, 1))
+    state = prompt_schedule.DataState(PromptOrder(9, True, 1))
     assert state.state_dict(True) == {"prompts": [0, 0], "num_tokens": 0, "rollouts": None, "metrics": {}}
     state.order.take(3)
     rollouts = Rollouts.of([sample for group in (groups[0], groups[2]) for sample in group], False)
@@ -452,7 +451,7 @@ def test_the_state_of_the_data_is_kept_between_steps():
     assert state.num_tokens == 40 and "dynamic_sampling/dropped" not in state.metrics
 
     def restored(kept, **changes):
-        again = grpo.DataState(PromptOrder(9, True, 1))
+        again = prompt_schedule.DataState(PromptOrder(9, True, 1))
         again.load_state_dict(kept, grpo_config(**{"per_device_train_batch_size": 2, "num_generations": 2} | changes))
         assert (again.order.epoch, again.order.position, again.num_tokens) == (0, 3, 24)
         return again
@@ -499,7 +498,7 @@ def test_sample_report_at_start_and_end(tmp_path):
     llm = SimpleNamespace(generate=generate, wake=lambda: asked.append("wake"), sleep=lambda: asked.append("sleep"))
     data = PromptData([Prompt("", [i], {}, "") for i in range(8)])
     run = SimpleNamespace(train=train, seed=3, data=DataConfig(train="rows.jsonl"))
-    text = grpo.sample_report(llm, data, run, tmp_path)
+    text = prompt_run.sample_report(llm, data, run, tmp_path)
     chosen = PromptOrder(8, True, 3).take(6)[:4]
     assert asked[0] == "wake" and asked[2] == "sleep" and asked[1][0] == [[i] for i in chosen]
     assert asked[1][1] == grpo.sampling_params(train, derived_seed(3, 0, 0, 0), 1)
@@ -517,7 +516,7 @@ def test_sample_report_at_start_and_end(tmp_path):
 def test_generations_and_optimizer_steps():
     # 16 completions a generation = 4 prompts x 4, in two micro-batches that are trained on twice each.
     train = grpo_config(steps_per_generation=2, num_iterations=2, gradient_accumulation_steps=1, max_steps=-1)
-    schedule = grpo.MicroBatchSchedule(train, "rows", 18)
+    schedule = prompt_schedule.MicroBatchSchedule(train, "rows", 18)
     assert schedule.micro_steps_per_generation == 4
     assert (schedule.micro_steps_per_epoch, schedule.steps_per_epoch) == (16, 16)
     assert schedule.total_steps == 48 and not schedule.on_policy
@@ -531,18 +530,18 @@ def test_generations_and_optimizer_steps():
 
 def test_a_generation_is_on_policy_until_the_next_update():
     train = grpo_config(steps_per_generation=4, gradient_accumulation_steps=2, num_iterations=2)
-    schedule = grpo.MicroBatchSchedule(train, "rows", 16)
+    schedule = prompt_schedule.MicroBatchSchedule(train, "rows", 16)
     on_policy = [[micro.on_policy for micro in schedule.micro_steps(step)] for step in range(5)]
     assert on_policy == [[True, True], [False, False], [False, False], [False, False], [True, True]]
     train = grpo_config(steps_per_generation=2, gradient_accumulation_steps=3, num_iterations=1)
-    schedule = grpo.MicroBatchSchedule(train, "rows", 16)
+    schedule = prompt_schedule.MicroBatchSchedule(train, "rows", 16)
     on_policy = [[micro.on_policy for micro in schedule.micro_steps(step)] for step in range(3)]
     assert on_policy == [[True, True, True], [False, True, True], [True, True]]
 
 
 def test_an_epoch_ends_with_a_shorter_step():
     train = grpo_config(steps_per_generation=1, gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=1)
-    schedule = grpo.MicroBatchSchedule(train, "rows", 8)
+    schedule = prompt_schedule.MicroBatchSchedule(train, "rows", 8)
     indices = [[micro.index for micro in schedule.micro_steps(step)] for step in range(schedule.total_steps)]
     assert indices == [[0, 1, 2], [3]]
     assert [schedule.epochs_done(step) for step in range(4)] == [0, 0.75, 1, 1.75]
@@ -615,7 +614,7 @@ def test_metrics_and_completions(tmp_path):
 
 def test_cached_prefixes_are_those_of_the_current_weights(tmp_path, monkeypatch):
     # The same four prompts at every step, long enough for a block of a cache that does not sleep in between.
-    monkeypatch.setattr(grpo.LLM, "sleep", lambda self: None)
+    monkeypatch.setattr(prompt_loop.LLM, "sleep", lambda self: None)
     run = grpo_run(tmp_path / "run", num_prompts=4, max_steps=3, learning_rate=1e-2)
     grpo.run_grpo(run)
     assert [row["sampling/sampling_logp_difference/max"] for row in metrics_of(run)] == [0.0] * 3

@@ -18,7 +18,7 @@ from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.transformer import load_model, save_model
 from rlnumba.runtime import device
-from rlnumba.trainers import grpo, ppo
+from rlnumba.trainers import grpo, ppo, prompt_loop
 from rlnumba.trainers.core import Policy
 from rlnumba.trainers.rollout import Generation, Rollouts, Sample
 from rlnumba.trainers.run_folder import RunFolder
@@ -61,7 +61,7 @@ def test_golden_run_of_trl(tmp_path, monkeypatch, case):
     # The completions are another sampler's: old log-probs come from a forward, as in TRL.
     monkeypatch.setattr(ppo, "sampler_is_exact", lambda train: False)
     monkeypatch.setattr(ppo.rollout, "generate", recorded(recording))
-    monkeypatch.setattr(grpo, "sample_report", lambda *arguments: "")
+    monkeypatch.setattr(prompt_loop, "sample_report", lambda *arguments: "")
     permutations = iter(recording["permutations"])
     monkeypatch.setattr(ppo, "epoch_order", lambda *arguments: np.array(next(permutations)))
     rows = tmp_path / "prompts.jsonl"

@@ -13,8 +13,9 @@ from rlnumba.config import DataConfig, RewardsConfig, RLOOConfig, RLOORun, load_
 from rlnumba.engine.sequence import Completion
 from rlnumba.errors import ConfigError
 from rlnumba.model.transformer import load_model
+from rlnumba.rewards import TrainerState
 from rlnumba.runtime import device
-from rlnumba.trainers import grpo, rloo
+from rlnumba.trainers import grpo, prompt_loop, rloo
 from rlnumba.trainers.core import Policy
 from rlnumba.trainers.prompt_order import PromptOrder
 from rlnumba.trainers.rollout import Generation, Rollouts, Sample
@@ -55,7 +56,7 @@ def test_golden_run_of_trl(tmp_path, monkeypatch, case):
     # The completions are another sampler's: old log-probs come from a forward, as in TRL.
     monkeypatch.setattr(rloo, "sampler_is_exact", lambda train: False)
     monkeypatch.setattr(rloo.rollout, "generate", recorded(recording["completion_ids"]))
-    monkeypatch.setattr(grpo, "sample_report", lambda *arguments: "")
+    monkeypatch.setattr(prompt_loop, "sample_report", lambda *arguments: "")
     rows = tmp_path / "prompts.jsonl"
     rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in CURVES["prompts"]))
     run = RLOORun(
@@ -239,7 +240,7 @@ def test_a_generation_is_shuffled_by_its_place(monkeypatch):
     prompts = SimpleNamespace(prompts=[sample.prompt for sample in golden_samples()])
     llm = SimpleNamespace(wake=lambda: None, sleep=lambda: None)
     run = SimpleNamespace(train=policy.train, seed=3)
-    state, order = grpo.TrainerState(7, 9, 0.5), PromptOrder(16, False, 0)
+    state, order = TrainerState(7, 9, 0.5), PromptOrder(16, False, 0)
     clock, writer = Clock(), SimpleNamespace(status=None)
     rollouts, (generation,), metrics = rloo.generate(
         policy, llm, None, prompts, order, run, state, 2, True, clock, writer

@@ -1,0 +1,282 @@
+"""The loop of trainers on prompts and rewards: GRPO, RLOO and PPO, each of which is an Algorithm.
+
+    generation       completions from the engine with their rewards: Algorithm.generate
+    optimizer step   on micro-batches of it: Algorithm.train_step
+    then             evaluation, log, checkpoint, where they are due
+
+Engine and policy read the same weights, so nothing is copied between them. With [async] the completions are drawn
+ahead of training (asynchronous.py).
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+from rlnumba.distributed.ray_cluster import connected
+from rlnumba.distributed.replicas import llm_on_ranks
+from rlnumba.engine.llm import LLM
+from rlnumba.errors import ConfigError
+from rlnumba.model.config import LM_HEAD
+from rlnumba.optim import learning_rate_at
+from rlnumba.rewards import TrainerState
+from rlnumba.runtime import device
+from rlnumba.trainers import rollout
+from rlnumba.trainers.asynchronous import encoded, start_ahead
+from rlnumba.trainers.engine_size import engine_size_of
+from rlnumba.trainers.prompt_run import evaluate, load_prompts, prompt_order, sample_report, sampling_params
+from rlnumba.trainers.prompt_schedule import DataState, MicroBatchSchedule
+from rlnumba.trainers.reward_model import load_rewards
+from rlnumba.trainers.run_folder import Clock, begin_run, log, memory_metrics
+from rlnumba.trainers.shared_rollout import RewardsOnRanks
+
+
+def save_final(folder, policy, tokenizer):
+    """Write final/ of a RunFolder, the policy as a causal language model."""
+    policy.gather_adapter()
+    folder.finish(policy.model, tokenizer, LM_HEAD)
+
+
+class Algorithm(NamedTuple):
+    """Where trainers on the model's own completions differ; their loop, PromptLoop, is the same.
+
+    load(run, folder): (Policy, Tokenizer), folder being the RunFolder. generate(policy, llm, rewards, prompts, order,
+    run, trainer_state, index, on_policy, clock, writer): (Rollouts, list of Generation, metrics), where order and index
+    are grpo.roll_out's and on_policy grpo.add_logprobs'; raises RewardError; with [async] it has the keyword ahead, an
+    Ahead. train_step(policy, micro_batches, learning_rate): LateMetrics, or a dict.
+    save_final(folder, policy, tokenizer): writes what a run ends with.
+    """
+
+    name: str
+    load: Callable
+    generate: Callable
+    train_step: Callable
+    save_final: Callable = save_final
+
+
+def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator=None):
+    """Train a Run of prompts and rewards by an Algorithm; the arguments are grpo.run_grpo's."""
+    # A ConfigError of generation_kwargs comes before anything is loaded.
+    sampling_params(run.train, 0, 1)
+    run = engine_size_of(run, communicator)
+    with nodes_of(run, communicator):
+        PromptLoop(algorithm, run, resume, reward_funcs, communicator).train()
+
+
+def nodes_of(run, communicator):
+    """A context manager in which the first rank is connected to the Ray cluster of its inference engines, if any."""
+    deploy, is_first = run.deploy, communicator is None or communicator.rank == 0
+    if not deploy.num_infer_nodes or not is_first:
+        return nullcontext()
+    processes = deploy.num_infer_gpus // deploy.num_infer_nodes
+    return connected("deploy.num_infer_nodes", deploy.num_infer_nodes, processes, device.name() == "cuda")
+
+
+class PromptLoop:
+    """What a run has loaded, and its steps. The arguments are those of train_on_prompts.
+
+    llm: of this rank; generator: the LLM, or that of all ranks. ahead: the Ahead of a run with [async], else None.
+    state: the DataState; complete: what a checkpoint keeps of the data after the last complete step.
+    """
+
+    def __init__(self, algorithm, run, resume, reward_funcs, communicator):
+        self.algorithm, self.run = algorithm, run
+        self.folder = folder = begin_run(algorithm.name, run, resume, communicator)
+        self.rewards = load_rewards(run, reward_funcs) if folder.is_first_rank else None
+        if self.rewards is not None:
+            # While the model is loaded.
+            self.rewards.start()
+        self.policy, self.tokenizer = algorithm.load(run, folder)
+        self.llm = self.generator = LLM(self.policy.model, self.tokenizer, run.engine)
+        if not folder.is_alone:
+            self.generator = llm_on_ranks(self.llm, communicator)
+            self.rewards = RewardsOnRanks(self.rewards, communicator)
+        self.prompts = load_prompts(run.data.train, run, self.llm)
+        self.eval_data = load_prompts(run.data.eval, run, self.llm, for_eval=True) if run.data.eval else None
+        self.schedule = MicroBatchSchedule(run.train, run.data.train, len(self.prompts.prompts))
+        self.state = DataState(prompt_order(self.prompts, run))
+        self.ahead = self._start_ahead(self._restore())
+        self.complete = self._completed(folder.step)
+
+    def _restore(self):
+        """Take up the state of the checkpoint that the run goes on from: its groups that are not trained on, a list."""
+        folder = self.folder
+        if folder.state is None:
+            return []
+        self.policy.load_state_dict(folder.state["policy"])
+        self.state.load_state_dict(folder.state["data"], self.run.train)
+        self.llm.update_weights(folder.step)
+        return folder.state["data"].get("groups", [])
+
+    def _start_ahead(self, groups):
+        """The Ahead of a run with [async], with these groups of a checkpoint, and let the algorithm generate by it."""
+        run, train, step = self.run, self.run.train, self.folder.step
+        if run.asynchronous is None:
+            if groups:
+                raise ConfigError(
+                    f"{self.folder.model_folder} has {len(groups)} prompts of an asynchronous run that are not trained "
+                    "on yet: resume it with its section [async]"
+                )
+            return None
+
+        def params_of(step, index):
+            return sampling_params(train, rollout.derived_seed(run.seed, step, index, 0), train.num_generations)
+
+        parts = self.policy, self.llm, self.prompts, self.rewards, self.state, self.schedule
+        ahead = start_ahead(run, *parts, step, groups, params_of)
+        self.algorithm = self.algorithm._replace(generate=partial(self.algorithm.generate, ahead=ahead))
+        return ahead
+
+    def _completed(self, step):
+        """What a checkpoint keeps of the data after so many steps."""
+        kept = self.state.state_dict(self.schedule.within_generation(step))
+        return step, kept, self.ahead.state() if self.ahead else []
+
+    def train(self):
+        """All steps that are left, and the end of the run."""
+        folder, ahead = self.folder, self.ahead
+        with (
+            self.policy.context.use(),
+            folder.writer(self.schedule.total_steps) as self.writer,
+            folder.kept_on_interruption(self._save),
+            closing(ahead) if ahead else nullcontext(),
+        ):
+            folder.hold_signals()
+            self._begin()
+            self.clock = Clock()
+            for step in range(folder.step, self.schedule.total_steps):
+                is_last = self._step(step)
+                folder.release_signals()
+                if is_last:
+                    break
+            self._finish()
+        log(f"{folder.path} has the curves (curves.png), the completions and the model (final)")
+
+    def _begin(self):
+        """What comes before the first step."""
+        step, total_steps = self.folder.step, self.schedule.total_steps
+        if self.eval_data and self.run.train.eval_on_start and step == 0:
+            self.writer.log(0, self._evaluate(TrainerState(0, total_steps, 0.0)))
+        self.folder.callbacks.begin(step, total_steps, self.policy.model)
+        if self.ahead:
+            self.ahead.start()
+
+    def _step(self, step):
+        """Generate as needed, one optimizer step, and what is due after it: whether the run ends with it."""
+        schedule, callbacks, clock = self.schedule, self.folder.callbacks, self.clock
+        trainer_state = TrainerState(step, schedule.total_steps, schedule.epochs_done(step))
+        parts, generation_metrics, num_generated = self._generate(trainer_state)
+        with clock.phase("train"):
+            size = self.run.train.per_device_train_batch_size
+            micro_batches = [rollouts.part(micro.first, size, micro.on_policy) for micro, rollouts in parts]
+            metrics = self._update(step, micro_batches)
+        is_last = step + 1 == schedule.total_steps
+        with clock.phase("log"):
+            # The run's own names take precedence over those that rewards log.
+            metrics = metrics | generation_metrics | metrics
+            metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": self.state.num_tokens}
+            if self.prompts.dropped_prompts:
+                metrics["dropped_prompts"] = self.prompts.dropped_prompts
+            callbacks.step_end(step + 1, metrics["epoch"], self.policy.model)
+        self._evaluate_if_due(trainer_state, is_last, metrics)
+        with clock.phase("log"):
+            num_tokens = sum(len(part.token_ids) for part in micro_batches)
+            self._log(step, metrics, num_tokens, num_generated)
+        control = callbacks.control
+        is_last, saves = self.folder.decided((is_last or control.should_training_stop, control.should_save))
+        if is_last or (step + 1) % self.run.train.save_steps == 0 or saves:
+            with clock.phase("save"):
+                self._save()
+                callbacks.call("on_save", self.policy.model)
+        return is_last
+
+    def _generate(self, trainer_state):
+        """What a step trains on: (list of MicroSteps and their Rollouts, mean metrics of these, tokens generated)."""
+        schedule, state, clock = self.schedule, self.state, self.clock
+        parts, metrics, num_generated = [], [], 0
+        for micro in schedule.micro_steps(trainer_state.global_step):
+            if micro.begins_generation or state.rollouts is None:
+                with clock.phase("generate"):
+                    rollouts, generations, own_metrics = self.algorithm.generate(
+                        self.policy, self.generator, self.rewards, self.prompts, state.order, self.run, trainer_state,
+                        micro.index, schedule.on_policy, clock, self.writer,
+                    )  # fmt: skip
+                with clock.phase("log"):
+                    names = self.rewards.names
+                    state.begin(rollouts, generations, names, own_metrics)
+                    num_generated += sum(each.num_generated + each.num_unused for each in generations)
+                    rows = (row for each in generations for row in each.rows(names))
+                    self.writer.completions(trainer_state.global_step + 1, rows)
+            parts.append((micro, state.rollouts))
+            metrics.append(state.metrics)
+        return parts, mean_metrics(metrics), num_generated
+
+    def _update(self, step, micro_batches):
+        """The optimizer step, and its weights to the engine: metrics. Signals are held from here on."""
+        learning_rate = learning_rate_at(self.run.train, step, self.schedule.total_steps)
+        metrics = self.algorithm.train_step(self.policy, micro_batches, learning_rate)
+        self.policy.move_reference_if_due(step + 1)
+        self.complete = self._completed(step + 1)
+        (self.ahead or self.llm).update_weights(step + 1)
+        # What was launched counts here.
+        device.synchronize()
+        return metrics
+
+    def _evaluate_if_due(self, trainer_state, is_last, metrics):
+        """Add an evaluation to the metrics of a step where one is due."""
+        folder, done = self.folder, trainer_state.global_step + 1
+        if not self.eval_data or not folder.decided(folder.callbacks.evaluation_due(done, is_last)):
+            return
+        with self.writer.logged_on_interruption(done, metrics), folder.interruptible(), self.clock.phase("eval"):
+            if self.ahead:
+                self.ahead.settle()
+            found = self._evaluate(trainer_state)
+        metrics |= found
+        with self.clock.phase("log"):
+            if folder.is_first_rank:
+                folder.callbacks.evaluated(found, self.policy.model)
+
+    def _evaluate(self, trainer_state):
+        return evaluate(self.generator, self.rewards, self.eval_data, self.run, trainer_state)
+
+    def _log(self, step, metrics, num_tokens, num_generated):
+        """Write the metrics of a step. num_tokens, num_generated: trained on, and generated."""
+        # What follows counts in the next step.
+        metrics |= self.clock.read()
+        metrics["perf/throughput"] = num_tokens / metrics["step_time"]
+        if num_generated and not self.ahead:
+            metrics["perf/generation_tokens_per_s"] = num_generated / metrics["time/generate"]
+        self.writer.log(step + 1, metrics | memory_metrics())
+        self.folder.callbacks.logged(metrics, self.policy.model)
+        self.folder.saver.check()
+
+    def _save(self):
+        """Save a checkpoint of the last complete step."""
+        self.writer.flush()
+        step, data_state, groups = self.complete
+        data_state |= {"groups": encoded(groups)} if groups else {}
+        state = {"policy": self.policy.state_dict(), "data": data_state}
+        self.folder.save(step, self.policy.model, self.tokenizer, state)
+
+    def _finish(self):
+        """What comes after the last step: samples of what was learned, and final/."""
+        folder, writer = self.folder, self.writer
+        if self.ahead:
+            self.ahead.close()
+        folder.callbacks.call("on_train_end", self.policy.model)
+        writer.flush()
+        writer.draw()
+        # While the last checkpoint is being written.
+        if folder.is_first_rank and (folder.path / "completions.jsonl").exists():
+            writer.print(sample_report(self.llm, self.prompts, self.run, folder.path))
+        self.algorithm.save_final(folder, self.policy, self.tokenizer)
+
+
+def mean_metrics(of_parts):
+    """The mean of each metric over the micro-batches that have it, NaN left out: dict."""
+    found = {}
+    for name in dict.fromkeys(name for metrics in of_parts for name in metrics):
+        values = [metrics[name] for metrics in of_parts if name in metrics and not math.isnan(metrics[name])]
+        found[name] = sum(values) / len(values) if values else math.nan
+    return found

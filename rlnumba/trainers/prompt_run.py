@@ -1,0 +1,89 @@
+"""What runs on prompts have in common beside their loop: prompts, how completions are drawn, what is shown of them.
+
+The trainers are grpo.py, rloo.py and ppo.py; prompt_loop.py is their loop.
+"""
+
+import json
+from itertools import takewhile
+
+from rlnumba import data
+from rlnumba.config.rollout import SAMPLING_KEYS
+from rlnumba.engine.sequence import SamplingParams
+from rlnumba.errors import ConfigError
+from rlnumba.trainers import evaluation, rollout
+from rlnumba.trainers.prompt_order import PromptOrder, curriculum_values
+from rlnumba.trainers.replay_buffer import ReplayBuffer
+from rlnumba.trainers.run_folder import log
+
+
+def load_prompts(path, run, llm, for_eval=False):
+    """The prompts of a file as token ids; logs how many were too long. for_eval: of data.eval."""
+    vocab_size = llm.model.config.vocab_size
+    prompts = data.load_prompts(path, run.data, llm.tokenizer, llm.max_model_len, vocab_size, for_eval)
+    if prompts.dropped_prompts:
+        log(f"{path}: {prompts.dropped_prompts} prompts are longer than data.max_prompt_length and are left out")
+    return prompts
+
+
+def prompt_order(prompts, run):
+    """The PromptOrder of a run on PromptData, at its beginning. Raises UserError for a curriculum without numbers."""
+    train, column = run.train, run.data.curriculum_column
+    curriculum = None if column is None else curriculum_values(prompts, column)
+    options = {"difficulty_weights": train.difficulty_weights, "solved_at": train.no_resampling_pass_rate}
+    order = PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed, curriculum=curriculum, **options)
+    if train.replay_buffer_size:
+        order.replay_buffer = ReplayBuffer(train.replay_buffer_size)
+    return order
+
+
+def sampling_params(train, seed, n):
+    """The SamplingParams of a [train] section."""
+    settings = {name: getattr(train, name) for name in SAMPLING_KEYS} | train.generation_kwargs
+    replay = train.sampling_mask_replay
+    params = SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n, logit_thresholds=replay)
+    if replay and (params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty):
+        raise ConfigError(
+            "train.sampling_mask_replay replays top_p, top_k and min_p, but no penalties: set one of the two"
+        )
+    return params
+
+
+def evaluate(llm, rewards, prompts, run, trainer_state):
+    """Metrics of completions of every held-out prompt, the same noise each time: {"eval_reward": ..., ...}."""
+    generation = evaluation.generate(llm, rewards, prompts, eval_params(run), trainer_state)
+    return evaluation.metrics_of(generation, rewards.names, run)
+
+
+def eval_params(run):
+    """The SamplingParams of a run's evaluation."""
+    return evaluation.eval_params(run, sampling_params(run.train, rollout.derived_seed(run.seed), 1))
+
+
+def sample_report(llm, prompts, run, path, count=4, width=200):
+    """The first `count` prompts' completions of the first step and of the same noise now, `width` characters each: str.
+
+    path: of the run, for its completions.jsonl.
+    """
+    train = run.train
+    with open(path / "completions.jsonl", encoding="utf-8") as file:
+        # In the order of the steps: the first are not followed by others.
+        rows = list(takewhile(lambda row: row["step"] == 1, map(json.loads, file)))
+    first = rows[: train.rollout_batch_size : train.num_generations][:count]
+    chosen = prompt_order(prompts, run).take(train.prompts_per_rollout)
+    params = sampling_params(train, rollout.derived_seed(run.seed, 0, 0, 0), 1)
+    llm.wake()
+    outputs = llm.generate([prompts.prompts[i].prompt_token_ids for i in chosen[: len(first)]], params)
+    llm.sleep()
+
+    def shown(text):
+        text = text if isinstance(text, str) else str(text[-1].get("content"))
+        return repr(text if len(text) <= width else text[:width] + " ...")
+
+    lines = [f"The first {len(first)} prompts before training and after it, drawn with the same noise:"]
+    for row, output in zip(first, outputs, strict=True):
+        lines += [
+            f"  {shown(row['prompt'])}",
+            f"    before  {shown(row['completion'])}",
+            f"    after   {shown(output.completions[0].text)}",
+        ]
+    return "\n".join(lines)

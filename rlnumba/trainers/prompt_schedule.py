@@ -1,0 +1,104 @@
+"""Which completions each optimizer step of a run on prompts is trained on, and what of them a checkpoint keeps."""
+
+import copy
+from typing import NamedTuple
+
+from rlnumba.errors import ConfigError
+from rlnumba.trainers import rollout
+from rlnumba.trainers.core import Schedule
+from rlnumba.trainers.run_folder import log
+
+
+class MicroStep(NamedTuple):
+    """One forward and backward pass: its index in the epoch and the first sequence of the generation that it takes.
+
+    on_policy: whether the weights are still those that generated: the generation began in this optimizer step. Never
+    with bypass_mode or replayed groups, whose ratio is to the log-probs of the sampler.
+    """
+
+    index: int
+    first: int
+    begins_generation: bool
+    on_policy: bool
+
+
+class MicroBatchSchedule(Schedule):
+    """Which micro-batches make up which optimizer step; an epoch ends without prompts that do not fill a generation."""
+
+    def __init__(self, train, path, num_prompts):
+        if num_prompts < train.prompts_per_rollout:
+            raise ConfigError(
+                f"{path}: {num_prompts} prompts are fewer than the {train.prompts_per_rollout} of one generation "
+                f"({train.prompts_key})"
+            )
+        self.train = train
+        self.micro_steps_per_generation = train.rollout_steps * train.num_iterations
+        super().__init__(train, num_prompts // train.prompts_per_rollout * self.micro_steps_per_generation)
+
+    def micro_steps(self, step):
+        """The MicroSteps of an optimizer step: list."""
+        start = step % self.steps_per_epoch * self.accumulation
+        found = []
+        for index in range(start, min(start + self.accumulation, self.micro_steps_per_epoch)):
+            within = index % self.micro_steps_per_generation
+            first = index % self.train.rollout_steps * self.train.per_device_train_batch_size
+            found.append(
+                MicroStep(index, first, within == 0, index - within >= start and not self.train.ratio_to_sampler)
+            )
+        return found
+
+    def within_generation(self, step):
+        """Whether optimizer step `step` begins with completions that an earlier one has generated."""
+        return not self.micro_steps(step)[0].begins_generation
+
+    @property
+    def on_policy(self):
+        """Whether all completions are trained on before the weights that generated them change."""
+        return self.accumulation % self.micro_steps_per_generation == 0 and not self.train.ratio_to_sampler
+
+
+class DataState:
+    """What the data pipeline carries from one optimizer step to the next: order, tokens seen, generation in use."""
+
+    def __init__(self, order):
+        self.order = order
+        self.num_tokens, self.rollouts, self.metrics = 0, None, {}
+
+    def begin(self, rollouts, generations, names, metrics):
+        """Use a new generation. generations: list of Generation; names: of the reward functions; metrics: further."""
+        self.rollouts, self.metrics = rollouts, rollout.generation_metrics(generations, names) | metrics
+        self.num_tokens += sum(each.num_tokens for each in generations)
+        num_samples = sum(len(each.samples) for each in generations)
+        if num_samples > len(rollouts.advantages):
+            self.metrics["dynamic_sampling/dropped"] = 1 - len(rollouts.advantages) / num_samples
+
+    def state_dict(self, within_generation):
+        """The state for a checkpoint; the generation only if the next step still trains on it."""
+        kept = within_generation and self.rollouts is not None
+        state = {
+            "prompts": [self.order.epoch, self.order.position],
+            "num_tokens": self.num_tokens,
+            "rollouts": self.rollouts.state() if kept else None,
+            "metrics": self.metrics if kept else {},
+        }
+        if self.order.replay_buffer is not None:
+            state["replay_buffer"] = self.order.replay_buffer.state()
+        # Lists and dicts of numbers, as long as there are prompts.
+        memory = {name: copy.copy(value) for name, value in self.order.memory.items()}
+        return state | ({"memory": memory} if memory else {})
+
+    def load_state_dict(self, state, train):
+        """Restore a checkpoint's state, but for a generation that does not fit a `train` changed since."""
+        self.order.epoch, self.order.position = state["prompts"]
+        self.order.memory = copy.deepcopy(state.get("memory", {}))
+        self.num_tokens = state["num_tokens"]
+        if self.order.replay_buffer is not None:
+            self.order.replay_buffer.load_state(state.get("replay_buffer", []), train.num_generations)
+        if state["rollouts"] is None:
+            return
+        rollouts = rollout.Rollouts(**state["rollouts"])
+        has_reference = len(rollouts.ref_logprobs) > 0
+        if len(rollouts.advantages) == train.rollout_batch_size and (has_reference or not train.beta):
+            self.rollouts, self.metrics = rollouts, state["metrics"]
+        else:
+            log("the completions in the checkpoint do not fit the changed configuration: drawing others")

@@ -68,7 +68,7 @@ class PeerCommunicator(Communicator):
         self._control, self._memory = control, memory
         # Pieces sent to, and received from, each rank.
         self._sent, self._received = [first] * self.world_size, [first] * self.world_size
-        self._meetings = first
+        self._meetings, self._ending = first, None
         self._watchdog = Watchdog(self.timeout_s, failed, memory.problem)
 
     def share_gradients(self, make):
@@ -112,7 +112,7 @@ class PeerCommunicator(Communicator):
             for other in self._others(-1):
                 targets[other][piece] = self._receive(other, source[piece].size)
                 self._release(other)
-        self._end_copies(operation)
+        self._end_copies()
 
     def _gather_columns(self, operation, array, out, columns):
         if not self._memory.gather_columns(array, out, columns):
@@ -133,7 +133,7 @@ class PeerCommunicator(Communicator):
             self._add_what_arrives(ranges, gradient, accumulated, start, count, is_first)
         else:
             self._pull_and_add(places, gradient, accumulated, start, is_first)
-        self._end_copies(operation)
+        self._end_copies()
 
     def _pull_and_add(self, places, gradient, accumulated, start, is_first):
         """The fold of gradients that are at these places, of which each rank reads its part."""
@@ -186,7 +186,7 @@ class PeerCommunicator(Communicator):
         self._begin_copies(operation)
         for first in range(0, source.size, self._memory.piece_bytes):
             self._send(source[first : first + self._memory.piece_bytes], rank)
-        self._end_copies(operation)
+        self._end_copies()
 
     def _get(self, operation, array, rank):
         target = as_bytes(array)
@@ -195,7 +195,7 @@ class PeerCommunicator(Communicator):
             piece = target[first : first + self._memory.piece_bytes]
             piece[...] = self._receive(rank, piece.size)
             self._release(rank)
-        self._end_copies(operation)
+        self._end_copies()
 
     def _others(self, step):
         """The other ranks: those after this one, or with step -1 those before it, in a circle."""
@@ -203,9 +203,12 @@ class PeerCommunicator(Communicator):
 
     def _begin_copies(self, operation):
         self._memory.begin(operation)
+        # From here on: with a stream that waits, the driver may let the host wait, too, as to load a kernel.
+        self._ending = _Ending()
+        self._watchdog.watch(operation, self._ending)
 
-    def _end_copies(self, operation):
-        self._watchdog.watch(operation, self._memory.end())
+    def _end_copies(self):
+        self._ending.event = self._memory.end()
 
     # Both streams get their work piece by piece: the queue of a stream is limited, and the host waits when it is full.
     def _send(self, source, rank):
@@ -224,6 +227,16 @@ class PeerCommunicator(Communicator):
     def _release(self, rank):
         self._received[rank] = (self._received[rank] + 1) % UINT32
         self._memory.signal_free(rank, self._received[rank])
+
+
+class _Ending:
+    """The end of an operation, for the Watchdog. event: recorded after it, None until the host has called for all."""
+
+    event = None
+
+    @property
+    def done(self):
+        return self.event is not None and self.event.done
 
 
 class Arena:
@@ -490,8 +503,8 @@ def _allocate_alone(nbytes):
     cupy = device.xp()
     size = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
     cupy.get_default_memory_pool().free_all_blocks()
-    if size > device.memory_info()[0]:
-        reclaim()
+    if size > device.memory_info()[0] and reclaim():
+        cupy.get_default_memory_pool().free_all_blocks()
     if size > device.memory_info()[0]:
         raise OutOfMemory("grads", size)
     return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)

@@ -24,6 +24,8 @@ class HostArena:
         self.sends, self.last = ThreadPoolExecutor(1), None
         # Of what is pulled: a thread for each source, and the copies that have not been added yet.
         self.pulls, self.copies, self.shared = [ThreadPoolExecutor(1) for _ in arenas], {}, []
+        # How often this rank has waited for another one in a meeting.
+        self.num_waits = 0
         arenas[rank] = self
 
     def problem(self):
@@ -79,6 +81,8 @@ class HostArena:
         return None
 
     def begin_pulls(self):
+        # Here the host's exchange has kept the order already, unlike on a GPU. A fold has two meetings.
+        assert self.num_waits % (2 * self.world_size - 2) == self.world_size - 1
         assert not self.copies
 
     def pull(self, rank, slot, place, offset, nbytes):
@@ -102,6 +106,7 @@ class HostArena:
 
     def wait_meeting(self, rank, value):
         self.delay()
+        self.num_waits += 1
         self.wait(2 * self.world_size + rank, value)
 
     def wait_arrived(self, rank, value):

@@ -1,4 +1,4 @@
-"""What GPUs of one host do together: small gathers in a CUDA graph, large gathers and folds, beside NCCL.
+"""What GPUs of one host do together: small gathers in a CUDA graph, large gathers, and folds both ways, beside NCCL.
 
     python bench/distributed.py              2 GPUs
     python bench/distributed.py --gpus 4
@@ -12,6 +12,7 @@ import argparse
 import pathlib
 import sys
 import time
+from types import SimpleNamespace
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
@@ -71,14 +72,20 @@ def measure(communicator):
         def fold():
             communicator.fold(gradient, accumulated, rank * part, world_size, True)
 
-        fold()
-        communicator.barrier()
-        found["fold"] = lap_us(cupy, stream, fold, 5)
-        communicator.barrier()
-        begin = time.perf_counter()
-        fold()
-        found["fold, time of the host"] = (time.perf_counter() - begin) * 1e6
-        communicator.barrier()
+        # First of gradients anywhere, which are pushed, then of shared ones, which transport peer lets ranks pull.
+        for what in ("fold", "fold of shared gradients"):
+            if what != "fold":
+                del gradient
+                gradient = communicator.share_gradients(lambda: SimpleNamespace(flat=cupy.ones(PARAMETERS, np.float32)))
+                gradient = gradient.flat
+            fold()
+            communicator.barrier()
+            found[what] = lap_us(cupy, stream, fold, 5)
+            communicator.barrier()
+            begin = time.perf_counter()
+            fold()
+            found[f"{what}, time of the host"] = (time.perf_counter() - begin) * 1e6
+            communicator.barrier()
     communicator.check()
     return found
 
@@ -91,6 +98,7 @@ def main():
     received = {
         "gather": (gpus - 1) * LARGE_BYTES,
         "fold": (gpus - 1) * (PARAMETERS // gpus) * 4,
+        "fold of shared gradients": (gpus - 1) * (PARAMETERS // gpus) * 4,
     }
     for transport in ("peer", "nccl") if len(set(numbers)) == gpus else ("peer",):
         found = launch(measure, gpus, transport=transport, timeout_s=60, gpus=numbers)

@@ -4,6 +4,7 @@
     gather_columns(...)      the columns of out that rank r has = its array, on every rank
     exchange_rows(...)       the same, but each rank has some of the rows alone
     fold(gradient, ...)      accumulated += gradient_0, += gradient_1, ..., each rank for its part of the parameters
+    share_gradients(make)    gradients that fold moves faster, where ranks can read each other's memory
     put, get                 an array from one rank to another
     barrier()                returns when all ranks have called it, and all earlier operations are complete
     objects(value)           [value of rank 0, value of rank 1, ...]
@@ -148,6 +149,14 @@ class Communicator:
                 raise ValueError(f"fold: {name} must be (any) float32, got {array.shape} {array.dtype}")
         operation, gradient = self._begin("fold", f"{count} gradients, is_first={bool(is_first)}", gradient)
         self._fold(operation, gradient, accumulated, start, count, is_first)
+
+    def share_gradients(self, make):
+        """What make() returns: gradients to be offered to `fold`, in arrays that it allocates, alike on all ranks.
+
+        All ranks call this. Where they can read such memory of one another, fold moves it faster. It is kept until
+        `close`. Raises OutOfMemory.
+        """
+        return make()
 
     def put(self, array, rank):
         """Copy an array to another rank, which calls get with this rank and an array of the same dtype and shape."""

@@ -33,12 +33,10 @@ from rlnumba.distributed.weight_sync import buckets_of, layout_of, messages_of
 from rlnumba.errors import DeviceError
 from rlnumba.kernels.checksum import BLOCKS, MAX_BYTES, checksum, checksum_of, checksum_ref
 from rlnumba.runtime import device
-from rlnumba.runtime.memory import OutOfMemory, array_at, track
+from rlnumba.runtime.memory import BLOCK_BYTES, OutOfMemory, array_at, track
 
 # Buckets begin at multiples of this many bytes.
 ALIGNMENT = 256
-# The driver puts smaller allocations of cudaMalloc together into blocks of this size, and a handle is of a block.
-BLOCK_BYTES = 2 << 20
 # Of cudaDeviceGetAttribute, cudaDevAttrIpcEventSupport: whether processes can share what is on a GPU.
 IPC_ATTRIBUTE = 125
 

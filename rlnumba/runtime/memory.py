@@ -23,6 +23,8 @@ ALIGNMENT = 256
 MIN_CHUNK_BYTES = 16 << 20
 # Left to the driver: machine code, CUDA graphs, local memory of kernels.
 MARGIN_BYTES = 256 << 20
+# cudaMalloc puts smaller allocations together into blocks of this size, and a handle for other processes is of a block.
+BLOCK_BYTES = 2 << 20
 
 # {region: [bytes allocated now, peak]} of the process: engines and trainers share one GPU's memory. The lock is
 # reentrant because the garbage collector may run a finalizer that calls `track` wherever a container is made.

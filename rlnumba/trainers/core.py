@@ -96,10 +96,11 @@ class Policy:
 
     def _new_grads(self):
         """Gradients in the layout of what is trained, or LayerGradients where layers are done one by one."""
+        share = self.communicator.share_gradients if self.communicator is not None else lambda make: make()
         if self.folds_layers:
-            return LayerGradients(self.model.weights, adds=True)
+            return share(lambda: LayerGradients(self.model.weights, adds=True))
         if not self.train.optimizer_in_backward:
-            return self.model.trained.grads()
+            return share(self.model.trained.grads)
         if self.model.adapter is not None:
             raise ConfigError("train.optimizer_in_backward is for the model's weights, and [lora] trains an adapter")
         # While one layer's are read, those of the next are written.

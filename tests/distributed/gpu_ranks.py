@@ -1,6 +1,7 @@
 """What ranks on GPUs do in the tests; imported by their processes."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -108,6 +109,77 @@ def check_wrap(control, gpus):
         communicator.barrier()
         communicator.check()
     return True
+
+
+def check_late_gradients(communicator):
+    """Folds in a row of shared gradients that are written at the last moment, and overwritten at once.
+
+    The host is far ahead of the GPU, and only signals between the streams keep the order. Ranks are late in turn.
+    """
+    import cupy
+
+    world_size, rank, size, rounds = communicator.world_size, communicator.rank, 6_000_001, 8
+    shared = communicator.share_gradients(lambda: SimpleNamespace(flat=cupy.zeros(size, np.float32)))
+    part = -(-size // world_size)
+    start = min(rank * part, size)
+    stop = min(start + part, size)
+    sums = [cupy.zeros(stop - start, np.float32) for _ in range(2)]
+    busy = cupy.ones((64 << 20) // 4, np.float32)
+    assert communicator._memory.place_of(shared.flat) is not None
+    gradients = cupy.asarray(np.stack([ranks.gradient_of(k, 0, size) for k in range(rounds)]))
+    # Of this rank alone: a factor that has no rounding.
+    gradients *= np.float32(2.0**rank)
+    cupy.cuda.Device().synchronize()
+    communicator.barrier()
+    for k in range(rounds):
+        # The last round has fewer micro-batches than ranks.
+        count = world_size if k + 1 < rounds else world_size - 1
+        for _ in range(200 if k % world_size == rank else 0):
+            cupy.multiply(busy, 1.0, out=busy)
+        shared.flat[...] = gradients[k]
+        communicator.fold(shared.flat, sums[0], start, count, k == 0)
+        shared.flat.fill(np.nan)
+    # The same without shared memory.
+    for k in range(rounds):
+        count = world_size if k + 1 < rounds else world_size - 1
+        communicator.fold(gradients[k], sums[1], start, count, k == 0)
+    pulled, pushed = (each.get() for each in sums)
+    expected = ranks.gradient_of(0, 0, size)[start:stop]
+    for k in range(rounds):
+        own = ranks.gradient_of(k, 0, size)[start:stop]
+        count = world_size if k + 1 < rounds else world_size - 1
+        expected = ranks.folded(expected, [own * np.float32(2.0**r) for r in range(count)], 0, k == 0, True)
+    ranks.same_bits(pulled, pushed)
+    ranks.same_bits(pulled, expected)
+    communicator.barrier()
+    communicator.check()
+    return True
+
+
+def shared_folds(communicator):
+    """Folds of shared gradients, for faults; the host waits at the end of each round."""
+    import cupy
+
+    shared = communicator.share_gradients(lambda: SimpleNamespace(flat=cupy.ones(5_000_000, np.float32)))
+    accumulated = cupy.zeros(5_000_000, np.float32)
+    for _ in range(3):
+        communicator.fold(shared.flat, accumulated, 0, communicator.world_size, True)
+        communicator.barrier()
+
+
+def stuck_before_a_fold(communicator):
+    """The last rank's gradient is not complete within the time limit: its stream waits."""
+    import cupy
+    from cuda.bindings import driver
+
+    shared = communicator.share_gradients(lambda: SimpleNamespace(flat=cupy.ones(5_000_000, np.float32)))
+    never = cupy.zeros(1, np.uint32)
+    cupy.cuda.Device().synchronize()
+    if communicator.rank == communicator.world_size - 1:
+        flag = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        driver.cuStreamWaitValue32(cupy.cuda.get_current_stream().ptr, never.data.ptr, 1, flag)
+    communicator.fold(shared.flat, cupy.empty(5_000_000, np.float32), 0, communicator.world_size, True)
+    communicator.barrier()
 
 
 def one_of_each(communicator):

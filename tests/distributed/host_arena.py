@@ -1,6 +1,7 @@
 """The Arena of transport peer in the host's memory, for ranks that are threads of one process.
 
-The current stream is the thread itself; the stream of sends is another thread, which does its work in order.
+The current stream is the thread itself; the stream of sends, and that of what is pulled from each rank, are other
+threads, which do their work in order.
 """
 
 import threading
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from rlnumba.distributed.peer import SLOTS
+from rlnumba.distributed.peer import COUNTERS, SLOTS
 
 
 class HostArena:
@@ -17,10 +18,14 @@ class HostArena:
 
     def __init__(self, rank, arenas, piece_bytes, first, delay):
         self.rank, self.world_size, self.piece_bytes = rank, len(arenas), piece_bytes
-        self.counters = np.full(2 * len(arenas), first, np.uint32)
+        self.counters = np.full(COUNTERS * len(arenas), first, np.uint32)
         self.slots = np.zeros((len(arenas), SLOTS, piece_bytes), np.uint8)
         self.changed, self.arenas, self.delay = threading.Condition(), arenas, delay
         self.sends, self.last = ThreadPoolExecutor(1), None
+        # Of what is pulled: a thread for each source, and the copies that have not been added yet.
+        self.pulls, self.copies, self.shared = [ThreadPoolExecutor(1) for _ in arenas], {}, []
+        # How often this rank has waited for another one in a meeting.
+        self.num_waits = 0
         arenas[rank] = self
 
     def problem(self):
@@ -30,7 +35,8 @@ class HostArena:
         pass
 
     def close(self, control):
-        self.sends.shutdown()
+        for thread in (self.sends, *self.pulls):
+            thread.shutdown()
 
     def gather_small(self, array, out):
         return False
@@ -62,6 +68,46 @@ class HostArena:
     def slot(self, rank, slot, nbytes):
         self.delay()
         return self.slots[rank, slot, :nbytes]
+
+    def share(self, control, make):
+        made = make()
+        self.shared.append(made.flat)
+        return made
+
+    def place_of(self, gradient):
+        for number, flat in enumerate(self.shared):
+            if np.may_share_memory(gradient, flat):
+                return number, gradient.ctypes.data - flat.ctypes.data
+        return None
+
+    def begin_pulls(self):
+        # Here the host's exchange has kept the order already, unlike on a GPU. A fold has two meetings.
+        assert self.num_waits % (2 * self.world_size - 2) == self.world_size - 1
+        assert not self.copies
+
+    def pull(self, rank, slot, place, offset, nbytes):
+        def copy():
+            self.delay()
+            source = self.arenas[rank].shared[place[0]].view(np.uint8)[place[1] + offset :]
+            self.slots[rank, slot, :nbytes] = source[:nbytes]
+
+        assert (rank, slot) not in self.copies
+        self.copies[rank, slot] = self.pulls[rank].submit(copy)
+
+    def pulled(self, rank, slot, nbytes):
+        self.copies[rank, slot].result(20)
+        return self.slot(rank, slot, nbytes)
+
+    def added(self, rank, slot):
+        del self.copies[rank, slot]
+
+    def signal_meeting(self, rank, value):
+        self.arenas[rank].set(2 * self.world_size + self.rank, value)
+
+    def wait_meeting(self, rank, value):
+        self.delay()
+        self.num_waits += 1
+        self.wait(2 * self.world_size + rank, value)
 
     def wait_arrived(self, rank, value):
         self.wait(rank, value)

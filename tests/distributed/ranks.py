@@ -2,6 +2,7 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -87,6 +88,13 @@ def check_columns(communicator, seed, rows, columns, dtype, xp=np):
 
 
 def check_fold(communicator, seed, parameters, count, is_first, xp=np):
+    """Of gradients anywhere, and of shared ones; sometimes rank 0 has another one than the shared."""
+    for shares in (False, seed % 4 != 3 or communicator.rank > 0):
+        shared = communicator.share_gradients(lambda: SimpleNamespace(flat=xp.zeros(parameters + 3, np.float32)))
+        _check_fold(communicator, seed, parameters, count, is_first, xp, shared.flat[3:] if shares else None)
+
+
+def _check_fold(communicator, seed, parameters, count, is_first, xp, shared):
     world_size, rank = communicator.world_size, communicator.rank
     gradients = [gradient_of(seed, k, parameters) for k in range(count)]
     start, size = ranges_of(seed, world_size, parameters)[rank]
@@ -94,7 +102,14 @@ def check_fold(communicator, seed, parameters, count, is_first, xp=np):
     accumulated = xp.asarray(before.copy())
     # What ranks >= count offer is not read.
     own = gradients[rank] if rank < count else np.full(parameters, np.nan, np.float32)
-    communicator.fold(xp.asarray(own) if rank < count or seed % 2 else None, accumulated, start, count, is_first)
+    offered = xp.array(own) if rank < count or seed % 2 else None
+    if shared is not None and offered is not None:
+        shared[...] = offered
+        offered = shared
+    communicator.fold(offered, accumulated, start, count, is_first)
+    if offered is not None:
+        # As the next micro-batch's backward, at once.
+        offered[...] = np.nan
     same_bits(accumulated if xp is np else accumulated.get(), folded(before, gradients, start, is_first, xp is not np))
 
 

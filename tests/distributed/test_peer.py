@@ -36,6 +36,11 @@ def test_small_pieces_and_wrapping_counters(gpus):
     assert all(launch(gpu_ranks.check_wrap, len(gpus), gpus, timeout_s=60))
 
 
+def test_gradients_that_are_written_late(gpus):
+    """The order of gradients, pulls and the next gradients, which no call of the host keeps."""
+    assert all(launch(gpu_ranks.check_late_gradients, len(gpus), transport="peer", gpus=gpus, timeout_s=60))
+
+
 @pytest.mark.slow
 def test_no_stale_gather(gpus):
     """10^6 gathers that change, in graphs, with random delays between them; fewer where GPUs are shared."""
@@ -48,3 +53,15 @@ def test_faults_end_all(monkeypatch, gpus, transport, fault):
     monkeypatch.setenv("RLNUMBA_FAULT", fault)
     with pytest.raises(RankError, match="rank [0-9]: "):
         launch(gpu_ranks.one_of_each, len(gpus), transport=transport, gpus=gpus, timeout_s=5)
+
+
+@pytest.mark.parametrize("fault", ["fold:1:kill", "fold:1:stall", "fold:1:kill:0"])
+def test_faults_between_pulls_end_all(monkeypatch, gpus, fault):
+    monkeypatch.setenv("RLNUMBA_FAULT", fault)
+    with pytest.raises(RankError, match="rank [0-9]: "):
+        launch(gpu_ranks.shared_folds, len(gpus), transport="peer", gpus=gpus, timeout_s=5)
+
+
+def test_a_gradient_that_is_never_complete_ends_all(gpus):
+    with pytest.raises(RankError, match="fold 0 of .* did not end within 5 s"):
+        launch(gpu_ranks.stuck_before_a_fold, len(gpus), transport="peer", gpus=gpus, timeout_s=5)

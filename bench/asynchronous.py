@@ -81,6 +81,13 @@ def reward(completion_ids, **columns):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
+def write_prompts(path, count, length):
+    """Write a file of prompts of so many random letters, each of which is a token."""
+    letters = np.random.default_rng(0).integers(97, 123, (count, length)).astype(np.uint8)
+    with open(path, "w") as file:
+        file.writelines(json.dumps({"prompt": bytes(each).decode()}) + "\n" for each in letters)
+
+
 def measure(run, warmup):
     """Train; medians and means of the metrics of the steps after the first `warmup`: dict."""
     place = placement(run.num_ranks, "--train-gpus")
@@ -111,9 +118,7 @@ def main():
     del model
     for path in QUICKSTART.glob("tokenizer*"):
         shutil.copy(path, folder / "model")
-    words = np.random.default_rng(0).integers(97, 123, (64 * arguments.prompts, 12)).astype(np.uint8)
-    with open(folder / "prompts.jsonl", "w") as file:
-        file.writelines(json.dumps({"prompt": bytes(word).decode()}) + "\n" for word in words)
+    write_prompts(folder / "prompts.jsonl", 64 * arguments.prompts, 12)
     total = arguments.prompts * arguments.generations
     train = GRPOConfig(
         num_generations=arguments.generations, per_device_train_batch_size=arguments.micro_batch, dtype=dtype,

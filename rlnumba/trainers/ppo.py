@@ -8,7 +8,7 @@
 
 The critic is a model of its own, or a head on the policy's trunk, whose hidden states are then computed once for both.
 Engine and policy read the same weights, so where their arithmetic agrees bit for bit, the sampler's log-probs are the
-old ones. The loop over batches is GRPO's (trainers/grpo.py).
+old ones. The loop over batches is GRPO's (trainers/prompt_loop.py).
 
 Sources: Schulman et al. 2017 (arXiv 1707.06347), Ziegler et al. 2019 (arXiv 1909.08593); TRL 1.12's PPOTrainer, whose
 names, defaults and arithmetic these are, but for the score, which stands at the last token. Scaled scores: Zheng et al.

@@ -1,0 +1,119 @@
+"""The same GRPO steps on 1, 2 and 4 GPUs: step time by phase, and what share of the ideal speed the GPUs reach.
+
+    python bench/scaling.py --gpus 1 2 4
+
+Steps of 64 x 8 completions of 512 tokens to prompts of 128, Qwen3-0.6B's shape, random weights, the characters of
+examples/quickstart as tokens and arbitrary rewards. Whole runs with their files, each without its first --warmup steps.
+Efficiency is the time on one GPU over the number of GPUs times theirs; final weights are compared by their hashes.
+On the cpu device a GPU is a process.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+
+from asynchronous import QUICKSTART, write_prompts
+from report import row
+from shapes import SHAPES, random_model
+
+from rlnumba.config import DataConfig, DeployConfig, EngineConfig, GRPOConfig, GRPORun, RewardsConfig
+from rlnumba.distributed.launch import launch
+from rlnumba.distributed.placement import placement
+from rlnumba.model.transformer import save_model
+from rlnumba.runtime import device
+from rlnumba.trainers.grpo import run_grpo
+
+PHASES = ("generate", "train")
+
+
+def arguments_of(parser):
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="default: qwen3-0.6b on a GPU, else stories-15m")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], help="numbers of them, the first is compared")
+    parser.add_argument("--prompts", type=int, default=64, help="of a step")
+    parser.add_argument("--generations", type=int, default=8)
+    parser.add_argument("--prompt-length", type=int, default=128)
+    parser.add_argument("--completion-length", type=int, default=512)
+    parser.add_argument("--micro-batch", type=int, default=32)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2, help="steps that are not counted")
+    return parser.parse_args()
+
+
+def train_rank(communicator, run):
+    """What each rank does."""
+    run_grpo(run, communicator=communicator)
+
+
+def reward(completion_ids, **columns):
+    """Any number that differs within a group."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def measure(run, warmup):
+    """Train: (median seconds of a step and of its phases after the first `warmup`: dict, hash of the final weights)."""
+    place = placement(run.num_ranks, "--gpus")
+    launch(train_rank, run.num_ranks, run.on_ranks(), **place)
+    folder = Path(run.output_dir)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][warmup:]
+    names = {"step": "step_time"} | {phase: f"time/{phase}" for phase in PHASES}
+    found = {name: statistics.median(each[metric] for each in rows) for name, metric in names.items()}
+    with open(folder / "final" / "model.safetensors", "rb") as file:
+        return found, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def run_of(folder, arguments, dtype):
+    """The GRPORun on one GPU."""
+    total = arguments.prompts * arguments.generations
+    train = GRPOConfig(
+        num_generations=arguments.generations, per_device_train_batch_size=arguments.micro_batch, dtype=dtype,
+        global_batch_size=total, max_steps=arguments.steps, max_completion_length=arguments.completion_length,
+        generation_kwargs={"ignore_eos": True}, report_to=[], save_steps=10**6, learning_rate=1e-6,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    return GRPORun(
+        model=str(folder / "model"),
+        output_dir=str(folder / "1"),
+        data=DataConfig(train=str(folder / "prompts.jsonl")),
+        rewards=RewardsConfig(funcs=[f"{__file__}:reward"]),
+        train=train,
+        engine=EngineConfig(gpu_memory_utilization=arguments.gpu_memory_utilization, max_num_seqs=total),
+    )
+
+
+def main():
+    arguments = arguments_of(argparse.ArgumentParser(description=__doc__.partition("\n")[0]))
+    device.select(arguments.device)
+    folder = Path(tempfile.mkdtemp())
+    model = random_model(arguments.shape)
+    save_model(model, folder / "model")
+    dtype = model.dtype.name
+    del model
+    for path in QUICKSTART.glob("tokenizer*"):
+        shutil.copy(path, folder / "model")
+    write_prompts(folder / "prompts.jsonl", arguments.prompts * arguments.steps, arguments.prompt_length)
+    run, hashes = run_of(folder, arguments, dtype), set()
+    for count in arguments.gpus:
+        deploy = DeployConfig(num_train_gpus=count)
+        found, final = measure(
+            dataclasses.replace(run, output_dir=str(folder / str(count)), deploy=deploy), arguments.warmup
+        )
+        hashes.add(final)
+        if count == arguments.gpus[0]:
+            alone_s = found["step"] * count
+        phases = ", ".join(f"{phase} {found[phase]:.3f}" for phase in PHASES)
+        efficiency = alone_s / (count * found["step"])
+        what = f"GRPO step of {arguments.prompts} x {arguments.generations} on {count}"
+        row(what, f"{found['step']:.3f} s ({phases}), efficiency {efficiency:.2f}", "0.9" if count > 1 else "")
+    row("final weights", "equal" if len(hashes) == 1 else f"{len(hashes)} different ones")
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -91,12 +91,23 @@ def run(arguments):
         sys.stdout = None
         return 1
     except OSError as error:
+        _drop_unwritten_output()
         file = "" if error.filename is None else f"{error.filename}: "
         return _fail(error, f"{file}{error.strerror or error}", 1, arguments)
     except MemoryError as error:
         return _fail(error, f"out of memory {error}".strip(), 1, arguments)
     except Exception as error:  # a bug, too, ends in one line
         return _fail(error, f"internal error: {type(error).__name__}: {error} (--debug shows where)", 1, arguments)
+
+
+def _drop_unwritten_output():
+    """Forget what stdout cannot be written; at its end Python would try again, and exit with a code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except AttributeError:
+        pass  # closed by the parent process
 
 
 def _fail(error, message, code, arguments):

@@ -580,7 +580,9 @@ def test_streams_that_are_closed_or_full(tmp_path):
     score = f"score --model {MODEL} --input {source} --output {tmp_path}/out.jsonl 2>&-"
     full = "--help > /dev/full"
     for arguments, code, message in ((score, 0, ""), (full, 1, "rlnumba: No space left on device\n")):
-        ended = subprocess.run(f"{sys.executable} -m rlnumba {arguments}", shell=True, capture_output=True)
+        # Python keeps output in a buffer, unless this variable says otherwise.
+        environment, command = os.environ | {"PYTHONUNBUFFERED": ""}, f"{sys.executable} -m rlnumba {arguments}"
+        ended = subprocess.run(command, shell=True, capture_output=True, env=environment)
         assert (ended.returncode, ended.stdout, ended.stderr.decode()) == (code, b"", message)
     assert (tmp_path / "out.jsonl").exists()
 

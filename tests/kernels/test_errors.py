@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlnumba.config import PolicyLossConfig
-from rlnumba.kernels import decode_state
+from rlnumba.kernels import checksum, decode_state
 from rlnumba.kernels.adamw import adamw, adamw_scalars
 from rlnumba.kernels.adamw_8bit import adamw_8bit
 from rlnumba.kernels.attention import ops as attention
@@ -86,6 +86,7 @@ def head():
 
 # operator: valid arguments, by name. Outputs are among them.
 OPERATORS = {
+    checksum.checksum: lambda: {"x": np.ones(8, np.int64), "partials": np.zeros(checksum.BLOCKS, np.int64)},
     embedding.embedding: lambda: {"input_ids": ids(N), "weight": f32(V, D), "out": f32(N, D)},
     embedding.embedding_backward: lambda: {"input_ids": ids(N), "dout": f32(N, D), "dweight": f32(V, D)},
     rmsnorm.rmsnorm: lambda: {"x": f32(N, D), "weight": f32(D), "eps": 1e-6, "out": f32(N, D), "rstd": f32(N)},
@@ -174,6 +175,7 @@ OPERATORS = {
 
 # (operator, argument, axis) that may be longer than the other arguments say; of any length at all.
 FREE = {
+    ("checksum", "x", 0),
     ("advance_decode_state", "results", 0),
     ("advance_decode_state", "results", 2),
     ("edit_decode_state", "edits", 0),
@@ -245,7 +247,8 @@ def test_the_arguments_are_valid(operator):
 @pytest.mark.parametrize("operator, name", ARRAYS)
 def test_dtype(operator, name):
     array = arguments(operator)[name]
-    wrong = array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
+    of_integers = np.int32 if array.dtype == np.int64 else np.int64
+    wrong = array.astype(np.float64 if array.dtype.kind == "f" else of_integers)
     message = refused(operator, name, wrong)
     assert f"{name} must be" in message and f"got {tuple(wrong.shape)} {wrong.dtype}" in message
 

@@ -3,11 +3,15 @@
 import dataclasses
 import os
 import signal
+import time
+from multiprocessing import get_context
 
 import pytest
 
 from rlnumba import cli
 from rlnumba.config import AsyncConfig, DeployConfig, LoraConfig, to_toml
+from rlnumba.distributed import inference_group
+from rlnumba.distributed.shared_memory import unnamed_file
 from rlnumba.distributed.weight_shards import ranges_of
 from rlnumba.errors import ConfigError
 from rlnumba.model.shard import Shard
@@ -56,6 +60,28 @@ def test_a_follower_that_ends_or_stalls_ends_its_engine(running, how, capfd):
     assert not {*before} & {*ids_of(running)} and not any(os.path.exists(f"/proc/{each}/exe") for each in before)
     reason = "its process ended with exit code 1" if how == signal.SIGKILL else "no sign of life for 2.5 s"
     assert f"rlnumba: inference process 0: {reason}" in capfd.readouterr().err
+
+
+def lead_and_wait(setup, connection):
+    """What a leader does whose main thread waits for its followers where nothing ends it, as for a GPU."""
+    os.setsid()
+    inference_group.NOTICE_S = 0.1
+    nbytes, slots, _ = setup.staging
+    inference_group.Followers(setup._replace(staging=(nbytes, slots, unnamed_file(nbytes * slots))), connection)
+    time.sleep(120)
+
+
+def test_a_leader_that_does_not_notice_ends_after_its_follower(running):
+    context = get_context("spawn")
+    _, other = context.Pipe()
+    leader = context.Process(target=lead_and_wait, args=(running.engines.setup_of(0), other))
+    leader.start()
+    deadline = time.monotonic() + 60
+    while not (found := followers_of(leader.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(found[0], signal.SIGKILL)
+    leader.join(60)
+    assert leader.exitcode == 1
 
 
 @pytest.mark.parametrize("tied, count", [(True, 2), (False, 3)])

@@ -81,6 +81,15 @@ def reward(completion_ids, **columns):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
+def write_model(folder, shape):
+    """Write a model of a shape with random weights, whose tokens are those of QUICKSTART: its dtype's name."""
+    model = random_model(shape)
+    save_model(model, folder)
+    for path in QUICKSTART.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return model.dtype.name
+
+
 def write_prompts(path, count, length):
     """Write a file of prompts of so many random letters, each of which is a token."""
     letters = np.random.default_rng(0).integers(97, 123, (count, length)).astype(np.uint8)
@@ -112,12 +121,7 @@ def main():
     arguments = arguments_of(argparse.ArgumentParser(description=__doc__.partition("\n")[0]))
     device.select(arguments.device)
     folder = Path(tempfile.mkdtemp())
-    model = random_model(arguments.shape)
-    save_model(model, folder / "model")
-    dtype = model.dtype.name
-    del model
-    for path in QUICKSTART.glob("tokenizer*"):
-        shutil.copy(path, folder / "model")
+    dtype = write_model(folder / "model", arguments.shape)
     write_prompts(folder / "prompts.jsonl", 64 * arguments.prompts, 12)
     total = arguments.prompts * arguments.generations
     train = GRPOConfig(

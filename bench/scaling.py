@@ -17,14 +17,14 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from asynchronous import QUICKSTART, write_prompts
+import asynchronous
+from asynchronous import write_model, write_prompts
 from report import row
-from shapes import SHAPES, random_model
+from shapes import SHAPES
 
 from rlnumba.config import DataConfig, DeployConfig, EngineConfig, GRPOConfig, GRPORun, RewardsConfig
 from rlnumba.distributed.launch import launch
 from rlnumba.distributed.placement import placement
-from rlnumba.model.transformer import save_model
 from rlnumba.runtime import device
 from rlnumba.trainers.grpo import run_grpo
 
@@ -49,11 +49,6 @@ def arguments_of(parser):
 def train_rank(communicator, run):
     """What each rank does."""
     run_grpo(run, communicator=communicator)
-
-
-def reward(completion_ids, **columns):
-    """Any number that differs within a group."""
-    return [float(sum(ids) % 7) for ids in completion_ids]
 
 
 def measure(run, warmup):
@@ -81,7 +76,7 @@ def run_of(folder, arguments, dtype):
         model=str(folder / "model"),
         output_dir=str(folder / "1"),
         data=DataConfig(train=str(folder / "prompts.jsonl")),
-        rewards=RewardsConfig(funcs=[f"{__file__}:reward"]),
+        rewards=RewardsConfig(funcs=[f"{asynchronous.__file__}:reward"]),
         train=train,
         engine=EngineConfig(gpu_memory_utilization=arguments.gpu_memory_utilization, max_num_seqs=total),
     )
@@ -91,12 +86,7 @@ def main():
     arguments = arguments_of(argparse.ArgumentParser(description=__doc__.partition("\n")[0]))
     device.select(arguments.device)
     folder = Path(tempfile.mkdtemp())
-    model = random_model(arguments.shape)
-    save_model(model, folder / "model")
-    dtype = model.dtype.name
-    del model
-    for path in QUICKSTART.glob("tokenizer*"):
-        shutil.copy(path, folder / "model")
+    dtype = write_model(folder / "model", arguments.shape)
     write_prompts(folder / "prompts.jsonl", arguments.prompts * arguments.steps, arguments.prompt_length)
     run, hashes = run_of(folder, arguments, dtype), set()
     for count in arguments.gpus:

@@ -91,10 +91,28 @@ def write_model(folder, shape):
 
 
 def write_prompts(path, count, length):
-    """Write a file of prompts of so many random letters, each of which is a token."""
-    letters = np.random.default_rng(0).integers(97, 123, (count, length)).astype(np.uint8)
+    """Write a file of prompts of so many random characters, each of which is a token."""
+    characters = np.random.default_rng(0).integers(97, 123, (count, length)).astype(np.uint8)
     with open(path, "w") as file:
-        file.writelines(json.dumps({"prompt": bytes(each).decode()}) + "\n" for each in letters)
+        file.writelines(json.dumps({"prompt": bytes(each).decode()}) + "\n" for each in characters)
+
+
+def run_of(folder, arguments, dtype, **engine):
+    """The GRPORun of a folder's model and prompts on one GPU, with the sizes that a bench was given."""
+    train = GRPOConfig(
+        num_generations=arguments.generations, per_device_train_batch_size=arguments.micro_batch, dtype=dtype,
+        global_batch_size=arguments.prompts * arguments.generations, max_steps=arguments.steps,
+        max_completion_length=arguments.completion_length, generation_kwargs={"ignore_eos": True}, report_to=[],
+        save_steps=10**6, learning_rate=1e-6, gradient_checkpointing=False,
+    )  # fmt: skip
+    return GRPORun(
+        model=str(folder / "model"),
+        output_dir=str(folder / "synchronous"),
+        data=DataConfig(train=str(folder / "prompts.jsonl")),
+        rewards=RewardsConfig(funcs=[f"{__file__}:reward"]),
+        train=train,
+        engine=EngineConfig(gpu_memory_utilization=arguments.gpu_memory_utilization, **engine),
+    )
 
 
 def measure(run, warmup):
@@ -123,22 +141,8 @@ def main():
     folder = Path(tempfile.mkdtemp())
     dtype = write_model(folder / "model", arguments.shape)
     write_prompts(folder / "prompts.jsonl", 64 * arguments.prompts, 12)
-    total = arguments.prompts * arguments.generations
-    train = GRPOConfig(
-        num_generations=arguments.generations, per_device_train_batch_size=arguments.micro_batch, dtype=dtype,
-        global_batch_size=total, max_steps=arguments.steps, max_completion_length=arguments.completion_length,
-        generation_kwargs={"ignore_eos": True}, report_to=[], save_steps=10**6, learning_rate=1e-6,
-        gradient_checkpointing=False,
-    )  # fmt: skip
-    run = GRPORun(
-        model=str(folder / "model"),
-        output_dir=str(folder / "synchronous"),
-        data=DataConfig(train=str(folder / "prompts.jsonl")),
-        rewards=RewardsConfig(funcs=[f"{__file__}:reward"]),
-        train=train,
-        engine=EngineConfig(gpu_memory_utilization=arguments.gpu_memory_utilization),
-        deploy=DeployConfig(num_train_gpus=arguments.train_gpus + arguments.infer_gpus),
-    )
+    deploy = DeployConfig(num_train_gpus=arguments.train_gpus + arguments.infer_gpus)
+    run = dataclasses.replace(run_of(folder, arguments, dtype), deploy=deploy)
     asynchronous = dataclasses.replace(
         run,
         output_dir=str(folder / "asynchronous"),
@@ -146,7 +150,7 @@ def main():
         asynchronous=AsyncConfig(
             max_staleness=arguments.max_staleness,
             in_flight_weight_updates=arguments.in_flight == "true",
-            queue_maxsize=total * (arguments.max_staleness + 2),
+            queue_maxsize=run.train.global_batch_size * (arguments.max_staleness + 2),
         ),
     )
     found = {

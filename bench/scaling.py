@@ -17,12 +17,11 @@ import statistics
 import tempfile
 from pathlib import Path
 
-import asynchronous
-from asynchronous import write_model, write_prompts
+from asynchronous import run_of, write_model, write_prompts
 from report import row
 from shapes import SHAPES
 
-from rlnumba.config import DataConfig, DeployConfig, EngineConfig, GRPOConfig, GRPORun, RewardsConfig
+from rlnumba.config import DeployConfig
 from rlnumba.distributed.launch import launch
 from rlnumba.distributed.placement import placement
 from rlnumba.runtime import device
@@ -63,32 +62,14 @@ def measure(run, warmup):
         return found, hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def run_of(folder, arguments, dtype):
-    """The GRPORun on one GPU."""
-    total = arguments.prompts * arguments.generations
-    train = GRPOConfig(
-        num_generations=arguments.generations, per_device_train_batch_size=arguments.micro_batch, dtype=dtype,
-        global_batch_size=total, max_steps=arguments.steps, max_completion_length=arguments.completion_length,
-        generation_kwargs={"ignore_eos": True}, report_to=[], save_steps=10**6, learning_rate=1e-6,
-        gradient_checkpointing=False,
-    )  # fmt: skip
-    return GRPORun(
-        model=str(folder / "model"),
-        output_dir=str(folder / "1"),
-        data=DataConfig(train=str(folder / "prompts.jsonl")),
-        rewards=RewardsConfig(funcs=[f"{asynchronous.__file__}:reward"]),
-        train=train,
-        engine=EngineConfig(gpu_memory_utilization=arguments.gpu_memory_utilization, max_num_seqs=total),
-    )
-
-
 def main():
     arguments = arguments_of(argparse.ArgumentParser(description=__doc__.partition("\n")[0]))
     device.select(arguments.device)
     folder = Path(tempfile.mkdtemp())
     dtype = write_model(folder / "model", arguments.shape)
     write_prompts(folder / "prompts.jsonl", arguments.prompts * arguments.steps, arguments.prompt_length)
-    run, hashes = run_of(folder, arguments, dtype), set()
+    total = arguments.prompts * arguments.generations
+    run, hashes = run_of(folder, arguments, dtype, max_num_seqs=total), set()
     for count in arguments.gpus:
         deploy = DeployConfig(num_train_gpus=count)
         found, final = measure(

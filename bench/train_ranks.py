@@ -43,10 +43,10 @@ def arguments_of(parser):
 
 
 def write_rows(path, count, length):
-    """Write rows of so many random letters, each of which is a token; a token that ends the row follows."""
-    letters = np.random.default_rng(0).integers(97, 123, (count, length - 1)).astype(np.uint8)
+    """Write rows of so many tokens: random characters, each of which is one, and the token that ends the row."""
+    characters = np.random.default_rng(0).integers(97, 123, (count, length - 1)).astype(np.uint8)
     with open(path, "w") as file:
-        file.writelines(json.dumps({"text": bytes(each).decode()}) + "\n" for each in letters)
+        file.writelines(json.dumps({"text": bytes(each).decode()}) + "\n" for each in characters)
 
 
 def train_rank(communicator, run):

@@ -45,7 +45,7 @@ END_S = 10.0
 # How often a process may refuse one version, each time of which it is sent again.
 MAX_REFUSALS = 3
 # Seconds in which a process whose memory cannot be mapped may turn out to have ended.
-END_S = 5.0
+MAPPING_S = 5.0
 
 
 class InferenceError(UserError):
@@ -274,7 +274,7 @@ class Engines:
             if process.index not in left_out:
                 self._send_weights(process, version)
                 continue
-            if not process.ends_within(END_S):
+            if not process.ends_within(MAPPING_S):
                 raise InferenceError(
                     f"inference process {process.index}: weights cannot be written to its memory: "
                     f'{left_out[process.index]}; try deploy.update_weights_transport = "shm"'

@@ -91,7 +91,8 @@ class Followers:
         time.sleep(NOTICE_S)
         failure = self.failure()
         if failure is not None:
-            connection.send(failure)
+            with contextlib.suppress(OSError):  # the trainer has ended
+                connection.send(failure)
         _end(f"a process of this engine has ended ({self.ended()})")
 
     def ended(self):

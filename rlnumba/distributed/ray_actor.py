@@ -17,9 +17,7 @@ from typing import NamedTuple
 
 from rlnumba.distributed.inference_worker import HEARTBEAT_S, serve
 from rlnumba.distributed.weight_sync import Bucket, Staging
-from rlnumba.runtime.environment import version_of
-
-PACKAGES = ("rlnumba", "numba", "numpy")
+from rlnumba.runtime.environment import versions_of_results
 
 
 class Beginning(NamedTuple):
@@ -33,11 +31,6 @@ class Beginning(NamedTuple):
 
 class OtherIncarnation(Exception):
     """The actor has been started anew since."""
-
-
-def versions():
-    """{package: version} of what the bits of completions depend on."""
-    return {name: version_of(name) for name in PACKAGES}
 
 
 class EngineActor:
@@ -67,7 +60,7 @@ class EngineActor:
         self.incarnation = uuid.uuid4().hex
         threading.Thread(target=self._serve, args=(setup,), daemon=True).start()
         context = ray.get_runtime_context()
-        return Beginning(self.incarnation, context.get_node_id(), socket.gethostname(), versions())
+        return Beginning(self.incarnation, context.get_node_id(), socket.gethostname(), versions_of_results())
 
     def give(self, incarnation, messages):
         """Hand messages to the Server, those about weights once these are here."""

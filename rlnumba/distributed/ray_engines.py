@@ -21,11 +21,12 @@ from typing import NamedTuple
 from rlnumba.distributed.communicator import as_bytes
 from rlnumba.distributed.inference import START_S, Ended, Process
 from rlnumba.distributed.inference_group import Failed
-from rlnumba.distributed.ray_actor import EngineActor, OtherIncarnation, versions
+from rlnumba.distributed.ray_actor import EngineActor, OtherIncarnation
 from rlnumba.distributed.ray_cluster import ActorEnded, NoAnswer, Places, call, package
 from rlnumba.distributed.weight_sync import WeightSender, buckets_of, checksums_of, layout_of, messages_of
 from rlnumba.errors import UserError
 from rlnumba.runtime import device
+from rlnumba.runtime.environment import versions_of_results
 
 # Seconds without an answer after which a node counts as frozen.
 STALE_S = 60.0
@@ -135,7 +136,7 @@ class RayProcess(Process):
                 if error.is_final or self._closed:
                     raise
                 time.sleep(RETRY_S)
-        self._answered_at, own = time.monotonic(), versions()
+        self._answered_at, own = time.monotonic(), versions_of_results()
         for name, version in found.versions.items():
             if version != own[name]:
                 raise UserError(f"node {found.node} has {name} {version}, and the trainer {own[name]}")

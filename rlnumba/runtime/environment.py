@@ -9,6 +9,9 @@ from rlnumba.runtime import device
 
 PACKAGES = ("numpy", "numba", "numba-cuda", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "safetensors", "tokenizers")
 
+# Those that the bits of a result depend on.
+OF_RESULTS = ("rlnumba", "numba", "numpy")
+
 
 def environment():
     """{"rlnumba": version, "git": commit, "device": ..., package: version, ...} of this process: dict of str."""
@@ -23,6 +26,11 @@ def version_of(package):
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def versions_of_results():
+    """{package: version} of what the bits of a result depend on; processes of one run compare them."""
+    return {name: version_of(name) for name in OF_RESULTS}
 
 
 def _git_commit():

@@ -14,7 +14,7 @@ from rlnumba.distributed.placement import placement
 from rlnumba.distributed.ray_launch import launch_on_nodes
 from rlnumba.errors import ConfigError
 from rlnumba.rewards import resolve
-from rlnumba.runtime.environment import version_of
+from rlnumba.runtime.environment import versions_of_results
 from rlnumba.trainers.callbacks import given
 from rlnumba.trainers.run_folder import start_compiling
 
@@ -69,7 +69,7 @@ def check_picklable(value, count):
 
 def facts_of(run):
     """{name: value} of what a run's result depends on: versions, and all keys."""
-    facts = {name: version_of(name) for name in ("rlnumba", "numba", "numpy")}
+    facts = versions_of_results()
     for field in dataclasses.fields(run):
         value = getattr(run, field.name)
         if isinstance(value, Section):

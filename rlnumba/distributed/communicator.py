@@ -112,6 +112,14 @@ class Communicator:
         if out.size:
             self._gather_columns(operation, array, out, columns)
 
+    def gather_rmsnorm(self, part, weight, eps, out):
+        """out (N, D) = rmsnorm of the rows that gather_columns makes of equal parts (N, D / world_size), in one kernel.
+
+        weight (D,); all of one floating dtype; as kernels/nn/rmsnorm.py, whose bits it has. Returns whether it did: not
+        where the transport has no such kernel, or none for arrays of these shapes, which is the same on all ranks.
+        """
+        return False
+
     def exchange_rows(self, array, out, columns, row_width):
         """out[:, columns.of(r)] = this rank's rows of rank r's array: those from rank row_width on, at most row_width.
 

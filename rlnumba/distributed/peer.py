@@ -38,6 +38,7 @@ from rlnumba.distributed.communicator import Communicator, Operation, Range, add
 from rlnumba.distributed.watchdog import Watchdog
 from rlnumba.errors import CommunicationError, DeviceError
 from rlnumba.kernels.peer_gather import FIRST_EPOCH, Layout, inbox_bytes, peer_exchange, peer_gather
+from rlnumba.kernels.peer_rmsnorm import peer_rmsnorm, supports_peer_rmsnorm
 from rlnumba.runtime import device
 from rlnumba.runtime.memory import BLOCK_BYTES, OutOfMemory, array_at, reclaim, shared_with_host, track
 
@@ -121,6 +122,13 @@ class PeerCommunicator(Communicator):
     def _exchange_rows(self, operation, array, out, columns, row_width):
         if not self._memory.exchange_rows(array, out, columns, row_width):
             super()._exchange_rows(operation, array, out, columns, row_width)
+
+    def gather_rmsnorm(self, part, weight, eps, out):
+        if not self._memory.gathers_rmsnorm(part, weight, out):
+            return False
+        _, part = self._begin("gather", f"{out.dtype} {tuple(out.shape)}, normalised", part)
+        self._memory.gather_rmsnorm(part, weight, eps, out)
+        return True
 
     def _fold(self, operation, gradient, accumulated, start, count, is_first):
         mine = Range(start, accumulated.size, None if gradient is None else gradient.size)
@@ -343,6 +351,14 @@ class Arena:
         if layout is not None:
             self._gather_words(array, out, layout)
         return layout is not None
+
+    def gathers_rmsnorm(self, part, weight, out):
+        """Whether gather_rmsnorm takes these arrays."""
+        return supports_peer_rmsnorm(part[None], weight, out[None], self._small_words)
+
+    def gather_rmsnorm(self, part, weight, eps, out):
+        """Gather columns and write the rmsnorm of the rows, by one kernel on the current stream."""
+        peer_rmsnorm(part[None], weight, eps, out[None], *self._inbox())
 
     def exchange_rows(self, array, out, columns, row_width):
         """Exchange rows by kernels on the current stream, if columns are whole words: whether it did."""

@@ -1,11 +1,12 @@
 """Tensor-parallel inference: each rank has a shard of the model (model/shard.py); the bits are those of one rank.
 
-    every layer     qkv of own heads -> attention -> GATHER -> own columns of o + residual -> GATHER
-                    gate and up of own columns -> SwiGLU -> GATHER -> own columns of down + residual -> GATHER
+    every layer     GATHER and norm -> qkv of own heads -> attention -> GATHER -> own columns of o + residual
+                    GATHER and norm -> gate and up of own columns -> SwiGLU -> GATHER -> own columns of down + residual
     head            logits of own tiles -> GATHER -> whole rows, of many each rank's own ones -> tokens -> GATHER
 
 Gathers copy, and no rank adds what another one has computed: there are no sums over ranks, whose order would have to
-be that of one rank's GEMM. Norms are computed on whole rows, by all ranks.
+be that of one rank's GEMM. Each rank has its columns of the residual stream; norms are computed of whole rows, by all
+ranks, of few rows in the kernel that gathers them (kernels/peer_rmsnorm.py).
 
 Two ways to run ranks:
 
@@ -34,6 +35,7 @@ from rlnumba.errors import UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob import slices
 from rlnumba.kernels.logprob.chunked import forward_rows, logp_of_logits
+from rlnumba.kernels.nn.rmsnorm import rmsnorm
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.layers import HeapAllocator, PackedAttention
 from rlnumba.model.shard import Columns, Shard, vocabulary
@@ -65,6 +67,14 @@ class TensorParallel:
         """Write and return out (N, C), whose columns are those of the ranks' parts (N, C / count), in their order."""
         self.communicator.gather_columns(part, out, Columns.equal(out.shape[1], self.count))
         return out
+
+    def rmsnorm(self, part, weight, eps, out, memory):
+        """out (N, D) = rmsnorm (kernels/nn/rmsnorm.py) of rows; part (N, D / count): this rank's columns of them."""
+        if self.communicator.gather_rmsnorm(part, weight, eps, out):
+            return
+        with memory.scope():
+            rows = self.gather_columns(part, memory.empty(out.shape, out.dtype))
+            rmsnorm(rows, weight, eps, out, memory.empty((len(out),), np.float32))
 
     def own_columns(self, x, memory):
         """A copy (N, C / count) of this rank's columns of x (N, C)."""

@@ -17,7 +17,8 @@ comes 2, of the same parity as 0, which cleared memory has. The epoch belongs to
 the GPU's memory, where the kernel increments it: a replayed graph needs no arguments of its own.
 
 Blocks wait for blocks of the same index on other GPUs, which run before those of higher indices: no cycle. A wait ends
-after limit_cycles, and then reports the rank that it waited for.
+after limit_cycles, and then reports the rank that it waited for. With PDL the next kernel may begin as soon as all
+blocks run, and fetch its weights while they wait.
 Source: PTX ISA, memory consistency model, on morally strong 64-bit accesses of system scope.
 """
 
@@ -29,7 +30,12 @@ from rlnumba.errors import DeviceError
 from rlnumba.kernels.checks import check
 from rlnumba.kernels.ptx.instruction import SIMULATED, instruction
 from rlnumba.kernels.ptx.semaphore import atomic_add_acq_rel
-from rlnumba.kernels.ptx.warp import device_function, udiv
+from rlnumba.kernels.ptx.warp import (
+    device_function,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    udiv,
+)
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
@@ -157,9 +163,12 @@ def peer_gather_kernel(
     A thread owns two neighbouring words of each rank: it sends its own to all others, and receives theirs. The first
     pair is always sent. The last block of a rank increments its epoch.
     """
+    # All blocks run by now: they wait for other GPUs, but for no block of this one.
+    griddepcontrol_launch_dependents()
     local = i64(cuda.blockIdx.y)
     world_size = i64(inboxes.shape[0])
     rank = first_rank + local
+    griddepcontrol_wait()
     epoch = state[2 * local + EPOCH]
     pair = i64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
     index = start + 2 * pair
@@ -202,9 +211,12 @@ def peer_exchange_kernel(
 
     A thread owns two neighbouring words of what each pair of ranks exchanges, from word `start` on.
     """
+    # All blocks run by now: they wait for other GPUs, but for no block of this one.
+    griddepcontrol_launch_dependents()
     local = i64(cuda.blockIdx.y)
     world_size = i64(inboxes.shape[0])
     rank = first_rank + local
+    griddepcontrol_wait()
     epoch = state[2 * local + EPOCH]
     pair = i64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
     index = start + 2 * pair

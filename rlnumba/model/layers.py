@@ -3,7 +3,8 @@
     h = x + o_proj(attention(rope(norm?(q, k)), v)),  q | k | v = qkv_proj(rmsnorm(x))
     y = h + down_proj(silu(gate) * up),               gate | up = gate_up_proj(rmsnorm(h))
 
-The residual stream x -> h -> y stays in the compute dtype and is added in the epilogue of the GEMM before it.
+The residual stream x -> h -> y stays in the compute dtype and is added in the epilogue of the GEMM before it. Of
+several ranks each has its columns of it, and norms gather the rows.
 A block's forward returns what its backward reads, as a tuple that only the backward below it unpacks. Outputs of the
 modules `recomputed` are None there, and the backward computes them again: no GEMM but an adapter's.
 A backward overwrites the gradient of a block's output with that of its input: `dx` is dy on entry.
@@ -108,14 +109,10 @@ def _linear(layer, name, x, w, ctx, y, residual=None):
 
 
 def _linear_to_residual(layer, name, x, w, ctx, y, residual):
-    """_linear of o or down. Of several ranks each has some columns of x, and computes its columns of y."""
-    if ctx.ranks is None:
-        return _linear(layer, name, x, w, ctx, y, residual)
-    x = ctx.ranks.gather_columns(x, ctx.memory.empty((x.shape[0], x.shape[1] * ctx.ranks.count), x.dtype))
-    part = ctx.ranks.own_columns(residual, ctx.memory)
-    _linear(layer, name, x, w, ctx, part, residual=part)
-    ctx.ranks.gather_columns(part, y)
-    return None
+    """_linear of o or down. Of several ranks each has some columns of x, and of the residual stream, y, its own."""
+    if ctx.ranks is not None:
+        x = ctx.ranks.gather_columns(x, ctx.memory.empty((x.shape[0], x.shape[1] * ctx.ranks.count), x.dtype))
+    return _linear(layer, name, x, w, ctx, y, residual)
 
 
 def _reduce(layer, name, x, ctx):
@@ -148,10 +145,18 @@ def _weight_backward(name, dy, x, grads, ctx):
         bias_backward(dy, dbias)
 
 
+def norm_rows(x, weight, ctx, out, rstd):
+    """out (N, D) = rmsnorm(x), whole rows on every rank; rstd (N,) is written, but not of several ranks."""
+    if ctx.ranks is None:
+        rmsnorm(x, weight, ctx.config.rms_norm_eps, out, rstd)
+    else:
+        ctx.ranks.rmsnorm(x, weight, ctx.config.rms_norm_eps, out, ctx.memory)
+
+
 def _normed(x, weight, rstd, ctx):
-    """rmsnorm(x); rstd (N,) is written."""
-    normed = ctx.memory.empty(x.shape, x.dtype)
-    rmsnorm(x, weight, ctx.config.rms_norm_eps, normed, rstd)
+    """The result of norm_rows."""
+    normed = ctx.memory.empty((x.shape[0], len(weight)), x.dtype)
+    norm_rows(x, weight, ctx, normed, rstd)
     return normed
 
 
@@ -163,10 +168,10 @@ def _scope(ctx, name, recomputed):
 def attention_block(layer, x, w, ctx, h, recomputed=()):
     """h = x + o_proj(attention(...rmsnorm(x)...)).
 
-    layer: its index; x, h: (N, D); w: LayerWeights; recomputed: of MODULES. Writes h; returns what the backward reads.
+    layer: its index; x, h: (N, D), of several ranks this rank's columns; w: LayerWeights; recomputed: of MODULES.
+    Writes h; returns what the backward reads.
     """
-    config, empty = ctx.config, ctx.memory.empty
-    N, D = x.shape
+    config, empty, N = ctx.config, ctx.memory.empty, x.shape[0]
     H, HK, E = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     rstd, qkv, attended = empty((N,), F32), empty((N, (H + 2 * HK) * E), x.dtype), empty((N, H, E), x.dtype)
     if "rope" in recomputed:
@@ -206,8 +211,11 @@ def attention_block_backward(layer, dx, w, grads, ctx, saved):
 
 
 def mlp_block(layer, h, w, ctx, y, recomputed=()):
-    """y = h + down_proj(silu(gate) * up). h, y: (N, D). Writes y unless it is None (recomputation for the backward,
-    which does not read y); recomputed: of MODULES; returns what the backward reads."""
+    """y = h + down_proj(silu(gate) * up).
+
+    h, y: (N, D), of several ranks this rank's columns. Writes y unless it is None (recomputation for the backward,
+    which does not read y); recomputed: of MODULES; returns what the backward reads.
+    """
     config, empty = ctx.config, ctx.memory.empty
     N, F = h.shape[0], config.intermediate_size
     rstd, gate_up = empty((N,), F32), empty((N, 2 * F), h.dtype)

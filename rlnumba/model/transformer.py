@@ -121,15 +121,18 @@ class Transformer:
         hidden, rstd = memory.empty((N, D), self.dtype), memory.empty((N,), F32)
         if tape is None:
             with memory.scope():
-                x, h = memory.empty((N, D), self.dtype), memory.empty((N, D), self.dtype)
+                x = memory.empty((N, D), self.dtype)
                 embedding(input_ids, weights.embed_tokens, x)
+                if self.ranks is not None:
+                    x = self.ranks.own_columns(x, memory)
+                h = memory.empty(x.shape, self.dtype)
                 for index in range(config.num_hidden_layers):
                     w = weights.layer(index)
                     with memory.scope():
                         layers.attention_block(index, x, w, ctx, h)
                     with memory.scope():
                         layers.mlp_block(index, h, w, ctx, x)
-                rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd)
+                layers.norm_rows(x, weights.norm, ctx, hidden, rstd)
             return hidden
         tape.ctx, tape.input_ids = ctx, input_ids
         if lora is None:

@@ -22,8 +22,13 @@ from report import row
 
 from rlnumba.distributed import launch
 from rlnumba.distributed.placement import gpus_of_ranks
+from rlnumba.runtime.launch import pdl_scope
 
-SMALL_BYTES, LARGE_BYTES, PARAMETERS = 16 << 10, 256 << 20, 1 << 28
+LARGE_BYTES, PARAMETERS = 256 << 20, 1 << 28
+# Bytes of a rank's array; those of 64 rows of Qwen3-8B's o and down on two GPUs, and of its MLP.
+GATHERS = {"16 KiB a rank": 16 << 10, "8 KiB a rank": 8 << 10, "256 KiB a rank": 256 << 10, "768 KiB a rank": 768 << 10}
+# Columns of a row whose norm is computed: Qwen3-8B's hidden size.
+WIDTH = 4096
 CALLS = 100
 # Microseconds of a gather of 16 KiB, by the number of GPUs.
 BARS = {2: 5.0, 4: 6.0}
@@ -42,6 +47,20 @@ def lap_us(cupy, stream, work, calls):
     return float(np.median(times))
 
 
+def captured_us(cupy, communicator, stream, work):
+    """Microseconds of work, of CALLS times in a CUDA graph, with PDL as in the engine."""
+    work()
+    communicator.barrier()
+    stream.begin_capture()
+    with pdl_scope():
+        for _ in range(CALLS):
+            work()
+    graph = stream.end_capture()
+    graph.launch(stream)
+    communicator.barrier()
+    return lap_us(cupy, stream, graph.launch, 10) / CALLS
+
+
 def measure(communicator):
     """{what: microseconds}, on each rank."""
     import cupy
@@ -49,18 +68,21 @@ def measure(communicator):
     world_size, rank = communicator.world_size, communicator.rank
     stream, found = cupy.cuda.Stream(non_blocking=True), {}
     with stream:
-        for what, nbytes in (("a rank", SMALL_BYTES), ("in all", SMALL_BYTES // world_size)):
+        for what, nbytes in GATHERS.items():
             source = cupy.ones(nbytes // 4, np.int32)
             out = cupy.empty((world_size, source.size), np.int32)
-            communicator.gather(source, out)
-            communicator.barrier()
-            stream.begin_capture()
-            for _ in range(CALLS):
-                communicator.gather(source, out)
-            graph = stream.end_capture()
-            graph.launch(stream)
-            communicator.barrier()
-            found[f"gather of 16 KiB {what}, in a graph"] = lap_us(cupy, stream, graph.launch, 10) / CALLS
+            found[f"gather of {what}, in a graph"] = captured_us(
+                cupy, communicator, stream, lambda source=source, out=out: communicator.gather(source, out)
+            )
+        for rows in (1, 64):
+            part, weight, whole = (
+                cupy.ones(shape, np.float16) for shape in ((rows, WIDTH // world_size), WIDTH, (rows, WIDTH))
+            )
+            arguments = part, weight, 1e-6, whole
+            if communicator.gather_rmsnorm(*arguments):
+                found[f"norm of {rows} gathered rows of {WIDTH}, in a graph"] = captured_us(
+                    cupy, communicator, stream, lambda arguments=arguments: communicator.gather_rmsnorm(*arguments)
+                )
         source = cupy.ones(LARGE_BYTES, np.uint8)
         out = cupy.empty((world_size, source.size), np.uint8)
         communicator.gather(source, out)
@@ -108,7 +130,7 @@ def main():
                 result = f"{received[what] / us / 1e3:.0f} GB/s, {us:.0f} us for {received[what] >> 20} MiB"
             else:
                 result = f"{us:.2f} us"
-            bar = f"{BARS[gpus]:g} us" if transport == "peer" and "a rank" in what and gpus in BARS else ""
+            bar = f"{BARS[gpus]:g} us" if transport == "peer" and "16 KiB" in what and gpus in BARS else ""
             print(f"{transport} {what}, {gpus} GPUs: {result}", flush=True)
             row(f"{transport} {what}, {gpus} GPUs", result, bar)
 

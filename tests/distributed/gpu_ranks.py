@@ -5,7 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from rlnumba.model.shard import vocabulary
+from rlnumba.kernels.nn.rmsnorm import rmsnorm
+from rlnumba.model.shard import Columns, vocabulary
+from rlnumba.runtime import device
+from rlnumba.runtime.launch import pdl_scope
 from tests.distributed import ranks
 
 
@@ -49,6 +52,39 @@ def check_graph(communicator):
             expected = np.stack([ranks.array_of(seed, r, (4096,), np.int32) for r in range(world_size)])
             for out in outs:
                 np.testing.assert_array_equal(out.get(stream), expected)
+    communicator.check()
+    return True
+
+
+def check_norms(communicator):
+    """The norm of gathered rows has the bits of gather and norm: twenty times both in a graph with PDL."""
+    import cupy
+
+    columns, eps = Columns.equal(4096, communicator.world_size), 1e-6
+    stream, rng = cupy.cuda.Stream(non_blocking=True), np.random.default_rng(0)
+    for rows, dtype in [(1, "bfloat16"), (64, "bfloat16"), (200, "float16"), (2, "float32")]:
+        x, weight = (rng.standard_normal(shape).astype(device.DTYPES[dtype]) for shape in ((rows, 4096), 4096))
+        with stream:
+            part = device.asarray(np.ascontiguousarray(x[:, columns.of(communicator.rank)]))
+            weight, rstd = device.asarray(weight), cupy.empty(rows, np.float32)
+            whole, apart, found = (cupy.empty(x.shape, part.dtype) for _ in range(3))
+            for captures in (False, True):
+                stream.synchronize()
+                communicator.barrier()
+                if captures:
+                    stream.begin_capture()
+                with pdl_scope():
+                    for _ in range(20):
+                        assert communicator.gather_rmsnorm(part, weight, eps, found)
+                        communicator.gather_columns(part, whole, columns)
+                        rmsnorm(whole, weight, eps, apart, rstd)
+            graph = stream.end_capture()
+            for _ in range(10):
+                graph.launch(stream)
+            ranks.same_bits(device.to_host(whole), x)
+            ranks.same_bits(device.to_host(found), device.to_host(apart))
+    many = cupy.empty((1025, columns.width), np.float32)
+    assert not communicator.gather_rmsnorm(many, weight, eps, cupy.empty((1025, 4096), np.float32))
     communicator.check()
     return True
 

@@ -31,6 +31,10 @@ def test_a_gather_in_a_graph_equals_numpy(gpus, transport):
     assert all(launch(gpu_ranks.check_graph, len(gpus), transport=transport, gpus=gpus, timeout_s=60))
 
 
+def test_the_norm_of_gathered_rows_has_the_bits_of_both(gpus):
+    assert all(launch(gpu_ranks.check_norms, len(gpus), transport="peer", gpus=gpus, timeout_s=60))
+
+
 def test_small_pieces_and_wrapping_counters(gpus):
     """The communicator is made by the ranks, with counters and epochs shortly before they wrap."""
     assert all(launch(gpu_ranks.check_wrap, len(gpus), gpus, timeout_s=60))

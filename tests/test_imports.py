@@ -37,6 +37,7 @@ SHARED_KERNELS = {"ptx", "nn", "philox", "checks", "simd"}
 # (importing operator, imported module of another one): what is imported.
 BETWEEN_OPERATORS = {
     ("adamw_8bit", "adamw"): "the step of one element",
+    ("peer_rmsnorm", "peer_gather"): "the inboxes that both write, and their epochs",
     ("logprob", "gemm.ops"): "the GEMM with the LM head",
     ("logprob", "gemm.scheduler"): "tile coordinates of the fused GEMM with the LM head",
     ("logprob", "gemm.sm90"): "the GEMM of the weight gradient",

@@ -33,6 +33,25 @@ def announced(self, name):
 
 run_folder.Clock.phase = announced
 """
+# The command line, which sends itself a signal {delay} s after a phase has begun for the {times}th time: another
+# process may see that too late, on a machine that is busy.
+SIGNALLING = """
+import os, threading
+from contextlib import contextmanager
+from rlnumba.trainers import run_folder
+phase = run_folder.Clock.phase
+begun = []
+
+@contextmanager
+def signalled(self, name):
+    begun.append(name)
+    with phase(self, name):
+        if name == {name!r} and begun.count(name) == {times}:
+            threading.Timer({delay}, os.kill, (os.getpid(), {number})).start()
+        yield
+
+run_folder.Clock.phase = signalled
+"""
 MAIN = """
 from rlnumba import cli
 cli.main()
@@ -104,10 +123,7 @@ def test_a_signal_leaves_a_checkpoint_of_the_last_complete_step(whole, tmp_path,
     run = elsewhere(undisturbed, tmp_path / "stopped")
     phase, times, complete, delay = MOMENTS[kind][moment]
     number, code, message = [(signal.SIGTERM, 143, "ended by SIGTERM"), (signal.SIGINT, 130, "interrupted")][moment % 2]
-    process = start(kind, run)
-    wait_for(process, f"phase {phase}", times)
-    time.sleep(delay)
-    process.send_signal(number)
+    process = start(kind, run, code=SIGNALLING.format(name=phase, times=times, delay=delay, number=int(number)))
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     (folder,) = checkpoint.existing(run.output_dir)

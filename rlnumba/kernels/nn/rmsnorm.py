@@ -124,7 +124,8 @@ def normalise_function(layout):
         Sum of squares: a thread over its columns, those of a chunk ascending, then the chunks; then a butterfly within
         each warp; then the warps in order.
         """
-        squares = warp_sum(square_sum(values, 0))
+        squares = square_sum(values, 0)
+        squares = warp_sum(squares)
         if warps > 1:
             if cuda.threadIdx.x % 32 == 0:
                 sums[cuda.threadIdx.x // 32] = squares

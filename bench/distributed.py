@@ -34,10 +34,10 @@ CALLS = 100
 BARS = {2: 5.0, 4: 6.0}
 
 
-def lap_us(cupy, stream, work, calls):
-    """Microseconds a call, on this rank's GPU; the median of five."""
+def lap_us(cupy, stream, work, calls, repeats=5):
+    """Microseconds a call, on this rank's GPU; the median of some repeats."""
     times = []
-    for _ in range(5):
+    for _ in range(repeats):
         begin = stream.record()
         for _ in range(calls):
             work()
@@ -108,6 +108,12 @@ def measure(communicator):
             fold()
             found[f"{what}, time of the host"] = (time.perf_counter() - begin) * 1e6
             communicator.barrier()
+        # What is left for a backward to wait for when gradients have moved during the forward.
+        finish = communicator.begin_fold(gradient, accumulated, rank * part, world_size, True)
+        communicator.barrier()
+        cupy.cuda.Device().synchronize()
+        found["second half of a fold of shared gradients"] = lap_us(cupy, stream, finish, 1, repeats=1)
+        communicator.barrier()
     communicator.check()
     return found
 

@@ -145,6 +145,14 @@ class Communicator:
         >= count. accumulated: (n,) float32 of this rank, written; start and n differ between ranks. is_first: the first
         gradient is copied, not added. Raises ValueError for other arrays, CommunicationError where ranks do not meet.
         """
+        self.begin_fold(gradient, accumulated, start, count, is_first)()
+
+    def begin_fold(self, gradient, accumulated, start, count, is_first):
+        """The first half of `fold`, returning the second: a function, to be called before another fold begins.
+
+        In between the current stream may be given other work, such as the next forward, during which gradients move if
+        the transport can do that. It must neither write `gradient` nor use `accumulated`. Raises as fold.
+        """
         if not 1 <= count <= self.world_size:
             raise ValueError(f"fold: count must be in [1, {self.world_size}], got {count}")
         gradient = gradient if self.rank < count else None
@@ -156,13 +164,13 @@ class Communicator:
             if array.ndim != 1 or array.dtype != np.float32:
                 raise ValueError(f"fold: {name} must be (any) float32, got {array.shape} {array.dtype}")
         operation, gradient = self._begin("fold", f"{count} gradients, is_first={bool(is_first)}", gradient)
-        self._fold(operation, gradient, accumulated, start, count, is_first)
+        return self._begin_fold(operation, gradient, accumulated, start, count, is_first)
 
-    def share_gradients(self, make):
+    def share_gradients(self, make, overlaps=True):
         """What make() returns: gradients to be offered to `fold`, in arrays that it allocates, alike on all ranks.
 
-        All ranks call this. Where they can read such memory of one another, fold moves it faster. It is kept until
-        `close`. Raises OutOfMemory.
+        All ranks call this. Where they can read such memory of one another, fold moves it faster. overlaps: there shall
+        be memory for what moves between begin_fold and its second half. All is kept until `close`. Raises OutOfMemory.
         """
         return make()
 
@@ -198,6 +206,11 @@ class Communicator:
 
     def close(self):
         """Give back memory and connections. No operation follows."""
+
+    def _begin_fold(self, *arguments):
+        """All of it at once."""
+        self._fold(*arguments)
+        return lambda: None
 
     def _gather_columns(self, operation, array, out, columns):
         """By a gather of arrays as large as the largest."""

@@ -10,23 +10,15 @@ A rank's arena has SLOTS slots for each other rank. Pieces are pushed because ar
 target adds from where they arrive: neither side copies a gradient once more. Every rank sends first to its successor,
 so that no GPU receives from all others at once.
 
-Gradients in memory of `share_gradients`, which the others have mapped, are pulled by a fold instead, for which their
-rank does nothing. A rank has a stream for each source, so that it reads from all at once; pieces arrive in the slots:
-
-    current stream              signal all ranks, wait for all: gradients are complete, slots are not used
-    stream of source k          wait until the piece before the last has been added; copy a piece into the slot
-    current stream              wait for the copy; add from the slot, k = 0, 1, ...
-                                signal all ranks, wait for all: gradients may be overwritten, slots are free again
-
-The additions are those of the other way, by the same kernel, in the same order; only events of this process are between
-a copy and an addition.
+Gradients in memory of `share_gradients`, which the others have mapped, are pulled by a fold instead (pulled_fold.py).
 
 Memory order: a signal is cuStreamWriteValue32 on the stream of the copies, which comes after a fence of system scope;
 a wait is cuStreamWaitValue32, after which the stream's work reads what was written before the signal. Neither takes an
-SM. Signals are counters of pieces for each pair of ranks, 32 bits, compared as signed differences: they may wrap.
+SM. Signals are counters of pieces, or of folds, for each pair of ranks, 32 bits, compared as signed differences: they
+may wrap.
 
-Arenas and shared gradients come from cudaMalloc, whose memory other processes can map (not that of cuMemMap, with these
-handles); each is mapped once, and freed after all have unmapped it.
+Arenas come from cudaMalloc, whose memory other processes can map (not that of cuMemMap, with these handles); each is
+mapped once, and freed after all have unmapped it.
 
 Ranks may share a GPU: their processes then run in time slices, and no kernel needs that another process's runs at the
 same time. One that waits keeps the GPU until the end of its slice, which is why this is for tests.
@@ -34,13 +26,16 @@ same time. One that waits keeps the GPU until the end of its slice, which is why
 
 import numpy as np
 
+from rlnumba.distributed import shared_gradients
 from rlnumba.distributed.communicator import Communicator, Operation, Range, add_in_place, as_bytes, check_ranges
+from rlnumba.distributed.pulled_fold import PulledFold
+from rlnumba.distributed.shared_gradients import SharedGradients
 from rlnumba.distributed.watchdog import Watchdog
 from rlnumba.errors import CommunicationError, DeviceError
 from rlnumba.kernels.peer_gather import FIRST_EPOCH, Layout, inbox_bytes, peer_exchange, peer_gather
 from rlnumba.kernels.peer_rmsnorm import peer_rmsnorm, supports_peer_rmsnorm
 from rlnumba.runtime import device
-from rlnumba.runtime.memory import BLOCK_BYTES, OutOfMemory, array_at, reclaim, shared_with_host, track
+from rlnumba.runtime.memory import array_at, shared_with_host, track
 
 # To be chosen by bench/distributed.py: a piece of 8 MiB takes 25 us at 340 GB/s, two signals some microseconds.
 PIECE_BYTES = 8 << 20
@@ -51,7 +46,7 @@ PULLS_GRADIENTS = True
 SMALL_BYTES = 1 << 20
 ALIGNMENT = 256
 # Kinds of counters in an Arena, one of each for each rank.
-COUNTERS = 3
+COUNTERS = 4
 UINT32 = 1 << 32
 # What ranks are in while they map memory.
 CONNECT = Operation("connect", 0, "")
@@ -69,11 +64,14 @@ class PeerCommunicator(Communicator):
         self._control, self._memory = control, memory
         # Pieces sent to, and received from, each rank.
         self._sent, self._received = [first] * self.world_size, [first] * self.world_size
-        self._meetings, self._ending = first, None
+        # Folds of shared gradients so far; the one that has not been finished.
+        self._pulled, self._unfinished = first, None
         self._watchdog = Watchdog(self.timeout_s, failed, memory.problem)
 
-    def share_gradients(self, make):
-        return self._memory.share(self._control, make) if PULLS_GRADIENTS else make()
+    def share_gradients(self, make, overlaps=True):
+        if not PULLS_GRADIENTS:
+            return make()
+        return self._memory.gradients.share(lambda value: self._control.exchange(CONNECT, value), make, overlaps)
 
     def check(self):
         problem = self._memory.problem()
@@ -104,7 +102,7 @@ class PeerCommunicator(Communicator):
         if self._memory.gather_small(array, out):
             return
         source, targets = as_bytes(array), as_bytes(out).reshape(self.world_size, -1)
-        self._begin_copies(operation)
+        ending = self._begin_copies(operation)
         targets[self.rank][...] = source
         for first in range(0, source.size, self._memory.piece_bytes):
             piece = slice(first, first + self._memory.piece_bytes)
@@ -113,7 +111,7 @@ class PeerCommunicator(Communicator):
             for other in self._others(-1):
                 targets[other][piece] = self._receive(other, source[piece].size)
                 self._release(other)
-        self._end_copies()
+        self._end_copies(ending)
 
     def _gather_columns(self, operation, array, out, columns):
         if not self._memory.gather_columns(array, out, columns):
@@ -130,46 +128,29 @@ class PeerCommunicator(Communicator):
         self._memory.gather_rmsnorm(part, weight, eps, out)
         return True
 
-    def _fold(self, operation, gradient, accumulated, start, count, is_first):
+    def _begin_fold(self, operation, gradient, accumulated, start, count, is_first):
+        if self._unfinished is not None:
+            raise ValueError(f"{operation}: {self._unfinished} has not been finished")
         mine = Range(start, accumulated.size, None if gradient is None else gradient.size)
-        place = None if gradient is None else self._memory.place_of(gradient)
+        place = None if gradient is None else self._memory.gradients.place_of(gradient)
         found = self._control.exchange(operation, (tuple(mine), place))
         ranges, places = [Range(*each) for each, _ in found], [place for _, place in found[:count]]
         check_ranges(operation, ranges)
-        self._begin_copies(operation)
+        ending = self._begin_copies(operation)
         if None in places:
             self._add_what_arrives(ranges, gradient, accumulated, start, count, is_first)
-        else:
-            self._pull_and_add(places, gradient, accumulated, start, is_first)
-        self._end_copies()
+            self._end_copies(ending)
+            return lambda: None
+        self._pulled = (self._pulled + 1) % UINT32
+        fold = PulledFold(self._memory, self._pulled, places, gradient, accumulated, start, is_first)
+        self._unfinished = operation
 
-    def _pull_and_add(self, places, gradient, accumulated, start, is_first):
-        """The fold of gradients that are at these places, of which each rank reads its part."""
-        memory, length = self._memory, self._memory.piece_bytes // 4
-        others = [k for k in self._others(1) if k < len(places)]
-        self._meet()
-        memory.begin_pulls()
-        for number, first in enumerate(range(0, accumulated.size, length)):
-            target, slot = accumulated[first : first + length], number % SLOTS
-            begin = start + first
-            for k in others:
-                memory.pull(k, slot, places[k], 4 * begin, 4 * target.size)
-            for k in range(len(places)):
-                if k == self.rank:
-                    add_in_place(target, gradient[begin : begin + target.size], is_first and k == 0)
-                else:
-                    part = memory.pulled(k, slot, 4 * target.size).view(np.float32)
-                    add_in_place(target, part, is_first and k == 0)
-                    memory.added(k, slot)
-        self._meet()
+        def finish():
+            fold.finish()
+            self._unfinished = None
+            self._end_copies(ending)
 
-    def _meet(self):
-        """Let what follows on the current stream begin when all ranks' streams have come here."""
-        self._meetings = (self._meetings + 1) % UINT32
-        for other in self._others(1):
-            self._memory.signal_meeting(other, self._meetings)
-        for other in self._others(1):
-            self._memory.wait_meeting(other, self._meetings)
+        return finish
 
     def _add_what_arrives(self, ranges, gradient, accumulated, start, count, is_first):
         """The fold of any gradients, of which each rank sends the others their parts."""
@@ -191,19 +172,19 @@ class PeerCommunicator(Communicator):
 
     def _put(self, operation, array, rank):
         source = as_bytes(array)
-        self._begin_copies(operation)
+        ending = self._begin_copies(operation)
         for first in range(0, source.size, self._memory.piece_bytes):
             self._send(source[first : first + self._memory.piece_bytes], rank)
-        self._end_copies()
+        self._end_copies(ending)
 
     def _get(self, operation, array, rank):
         target = as_bytes(array)
-        self._begin_copies(operation)
+        ending = self._begin_copies(operation)
         for first in range(0, target.size, self._memory.piece_bytes):
             piece = target[first : first + self._memory.piece_bytes]
             piece[...] = self._receive(rank, piece.size)
             self._release(rank)
-        self._end_copies()
+        self._end_copies(ending)
 
     def _others(self, step):
         """The other ranks: those after this one, or with step -1 those before it, in a circle."""
@@ -212,11 +193,12 @@ class PeerCommunicator(Communicator):
     def _begin_copies(self, operation):
         self._memory.begin(operation)
         # From here on: with a stream that waits, the driver may let the host wait, too, as to load a kernel.
-        self._ending = _Ending()
-        self._watchdog.watch(operation, self._ending)
+        ending = _Ending()
+        self._watchdog.watch(operation, ending)
+        return ending
 
-    def _end_copies(self):
-        self._ending.event = self._memory.end()
+    def _end_copies(self, ending):
+        ending.event = self._memory.end()
 
     # Both streams get their work piece by piece: the queue of a stream is limited, and the host waits when it is full.
     def _send(self, source, rank):
@@ -251,11 +233,20 @@ class Arena:
     """Memory of this process's GPU that the other ranks of the host have mapped, and theirs.
 
     It holds, from the start: counters of pieces that arrived from each rank, of own pieces that each rank has released,
-    and of meetings that each rank has come to; the inbox of small gathers; the slots. Beside it there are the ranks'
-    shared gradients. first: the counters' start; epoch: of small gathers.
+    of folds for which each rank's gradient is complete, and of those for which each rank has read this one's; the inbox
+    of small gathers; the slots. gradients: the SharedGradients beside it. first: the counters' start; epoch: of small
+    gathers.
     """
 
-    def __init__(self, control, piece_bytes=PIECE_BYTES, small_bytes=SMALL_BYTES, first=0, epoch=FIRST_EPOCH):
+    def __init__(
+        self,
+        control,
+        piece_bytes=PIECE_BYTES,
+        small_bytes=SMALL_BYTES,
+        first=0,
+        epoch=FIRST_EPOCH,
+        pull_bytes=shared_gradients.PIECE_BYTES,
+    ):
         import cupy
         from cuda.bindings import driver
 
@@ -291,13 +282,7 @@ class Arena:
         self._timeout_s = control.timeout_s
         self._limit_cycles = int(self._timeout_s * 1e3 * clock_khz)
         self._sends = cupy.cuda.Stream(non_blocking=True)
-        # Of each source: a stream, and events after the copy to a slot and after the addition from it.
-        self._pulls = [cupy.cuda.Stream(non_blocking=True) for _ in range(world_size)]
-        self._copied, self._added = (
-            [[cupy.cuda.Event(disable_timing=True) for _ in range(SLOTS)] for _ in range(world_size)] for _ in range(2)
-        )
-        # Of each allocation of shared gradients: that of this rank, and each rank's address in this process.
-        self._shared = []
+        self.gradients = SharedGradients(rank, world_size, self._map, pull_bytes)
         cupy.cuda.Device().synchronize()
         # No rank writes here before all have cleared their memory.
         control.exchange(CONNECT)
@@ -329,12 +314,11 @@ class Arena:
         runtime = self._cupy.cuda.runtime
         self._cupy.cuda.Device().synchronize()
         control.exchange(CONNECT)
-        for bases in (self._bases, *(addresses for _, addresses in self._shared)):
-            for rank, base in enumerate(bases):
-                if rank != self.rank:
-                    runtime.ipcCloseMemHandle(base)
+        others = [base for rank, base in enumerate(self._bases) if rank != self.rank]
+        for address in (*others, *self.gradients.addresses()):
+            runtime.ipcCloseMemHandle(address)
         control.exchange(CONNECT)
-        self._shared.clear()
+        self.gradients.close()
         runtime.free(self._own)
         track("peer", -arena_bytes(self.world_size, self.piece_bytes, 4 * self._small_words))
 
@@ -375,58 +359,6 @@ class Arena:
         state = self._inboxes, self._state, self._error
         return *state, self.rank, self._small_words, self._limit_cycles
 
-    def share(self, control, make):
-        """make(), whose arrays get allocations of their own, which all ranks map."""
-        runtime, own = self._cupy.cuda.runtime, []
-
-        def allocate(nbytes):
-            pointer = _allocate_alone(nbytes)
-            own.extend([pointer.mem] if nbytes else [])
-            return pointer
-
-        with self._cupy.cuda.using_allocator(allocate):
-            made = make()
-        handles = [runtime.ipcGetMemHandle(each.ptr) for each in own]
-        offers = control.exchange(CONNECT, (runtime.getDevice(), handles))
-        for number, allocation in enumerate(own):
-            addresses = [
-                allocation.ptr if rank == self.rank else self._map(gpu, theirs[number])
-                for rank, (gpu, theirs) in enumerate(offers)
-            ]
-            self._shared.append((allocation, addresses))
-        return made
-
-    def place_of(self, gradient):
-        """(number of the allocation, byte in it) of an array that the other ranks have mapped; None for others."""
-        for number, (allocation, _) in enumerate(self._shared):
-            offset = gradient.data.ptr - allocation.ptr
-            if 0 <= offset <= offset + gradient.nbytes <= allocation.size:
-                return number, offset
-        return None
-
-    def begin_pulls(self):
-        """Order what is pulled after the current stream's work so far."""
-        event = self._cupy.cuda.get_current_stream().record()
-        for stream in self._pulls:
-            stream.wait_event(event)
-
-    def pull(self, rank, slot, place, offset, nbytes):
-        """Copy bytes of a rank's shared array to its slot here, when what was there before has been added."""
-        (number, first), stream, runtime = place, self._pulls[rank], self._cupy.cuda.runtime
-        source = self._shared[number][1][rank] + first + offset
-        stream.wait_event(self._added[rank][slot])
-        target = self._slot_address(self._own, rank, slot)
-        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream.ptr)
-        self._copied[rank][slot].record(stream)
-
-    def pulled(self, rank, slot, nbytes):
-        """What was pulled last to a slot, (nbytes,) uint8, to be used on the current stream until `added`."""
-        self._cupy.cuda.get_current_stream().wait_event(self._copied[rank][slot])
-        return self.slot(rank, slot, nbytes)
-
-    def added(self, rank, slot):
-        self._added[rank][slot].record(self._cupy.cuda.get_current_stream())
-
     def begin(self, operation):
         """Order what is sent after the current stream's work so far."""
         stream = self._cupy.cuda.get_current_stream()
@@ -455,7 +387,7 @@ class Arena:
         return self._slots[rank][slot][:nbytes]
 
     # Counters: [0, R) pieces that arrived from each rank, [R, 2 R) own pieces that each rank has released, [2 R, 3 R)
-    # meetings.
+    # folds for which each rank's gradient is complete, [3 R, 4 R) those for which each rank has read this one's.
     def wait_arrived(self, rank, value):
         self._wait(self._cupy.cuda.get_current_stream(), rank, value)
 
@@ -468,11 +400,17 @@ class Arena:
     def signal_free(self, rank, value):
         self._signal(self._cupy.cuda.get_current_stream(), rank, self.world_size + self.rank, value)
 
-    def signal_meeting(self, rank, value):
+    def signal_complete(self, rank, value):
         self._signal(self._cupy.cuda.get_current_stream(), rank, 2 * self.world_size + self.rank, value)
 
-    def wait_meeting(self, rank, value):
-        self._wait(self._cupy.cuda.get_current_stream(), 2 * self.world_size + rank, value)
+    def wait_complete(self, rank, value):
+        self._wait(self.gradients.stream_of(rank), 2 * self.world_size + rank, value)
+
+    def signal_read(self, rank, value):
+        self._signal(self.gradients.stream_of(rank), rank, 3 * self.world_size + self.rank, value)
+
+    def wait_read(self, rank, value):
+        self._wait(self._cupy.cuda.get_current_stream(), 3 * self.world_size + rank, value)
 
     def _wait(self, stream, counter, value):
         # (int32)(counter - value) >= 0
@@ -512,18 +450,6 @@ def _words(*arrays):
 def _has_whole_words(nbytes, *arrays):
     """Whether a number of bytes, and the addresses of arrays, are multiples of 4."""
     return nbytes % 4 == 0 and all(array.data.ptr % 4 == 0 for array in arrays)
-
-
-def _allocate_alone(nbytes):
-    """Memory for CuPy that is an allocation of cudaMalloc, of whole blocks; memory that is lent is taken for it."""
-    cupy = device.xp()
-    size = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
-    cupy.get_default_memory_pool().free_all_blocks()
-    if size > device.memory_info()[0] and reclaim():
-        cupy.get_default_memory_pool().free_all_blocks()
-    if size > device.memory_info()[0]:
-        raise OutOfMemory("grads", size)
-    return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
 
 
 def _aligned(nbytes):

@@ -4,6 +4,7 @@
     all ranks     all weights, in the model's dtype
 
     after each round of micro-batches k, k + 1, ... on ranks 0, 1, ...      A = ((A + g_k) + g_k+1) + ...     fold
+    which may move gradients during the next round's forward                                                  begin_fold
     or during its backward, layer by layer, of those that are complete                                        fold_part
     step          sums of squares by segments -> all ranks, added in order -> norm, one decision to skip
                   AdamW of the rank's part
@@ -100,7 +101,11 @@ class ShardedOptimizer(Optimizer):
         gradient: (P,) f32 of this rank, complete; not read, and may be None, on ranks >= count. is_first: the step's
         first round, whose first gradient is copied.
         """
-        self.communicator.fold(gradient, self.grads.flat, self.part.start, count, is_first)
+        self.begin_fold(gradient, count, is_first)()
+
+    def begin_fold(self, gradient, count, is_first):
+        """The first half of `fold`, returning the second, as Communicator.begin_fold."""
+        return self.communicator.begin_fold(gradient, self.grads.flat, self.part.start, count, is_first)
 
     def fold_part(self, start, gradient, count, is_first):
         """As `fold`, of the elements start, start + 1, ... alone: gradient (n,) f32, the same n on all ranks."""

@@ -68,6 +68,8 @@ class Policy:
         self.folds_layers = self.shards_layers or (self.communicator is not None and model.adapter is None and is_large)
         # In each_micro_batch: how many gradients this round has, and whether it is the step's first.
         self._round = 1, True
+        # The second half of the fold of this rank's last micro-batch, whose first half moves it meanwhile, or None.
+        self._finish_fold = None
         self.grads = self._new_grads()
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
         limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
@@ -96,11 +98,12 @@ class Policy:
 
     def _new_grads(self):
         """Gradients in the layout of what is trained, or LayerGradients where layers are done one by one."""
-        share = self.communicator.share_gradients if self.communicator is not None else lambda make: make()
         if self.folds_layers:
-            return share(lambda: LayerGradients(self.model.weights, adds=True))
+            return self.communicator.share_gradients(lambda: LayerGradients(self.model.weights, adds=True), False)
+        if self.communicator is not None:
+            return self.communicator.share_gradients(self.model.trained.grads)
         if not self.train.optimizer_in_backward:
-            return share(self.model.trained.grads)
+            return self.model.trained.grads()
         if self.model.adapter is not None:
             raise ConfigError("train.optimizer_in_backward is for the model's weights, and [lora] trains an adapter")
         # While one layer's are read, those of the next are written.
@@ -143,13 +146,30 @@ class Policy:
                     policy.optimizer.take_part(policy.grads, policy._fold_part)
             if is_own:
                 for policy in (self, *others):
-                    if first:
-                        policy._zero_grads()
                     policy.micro_batch = first + rank
+                    if first and policy.folds_layers:
+                        policy._zero_grads()
                 yield batches[first + rank]
-            for policy in (self, *others):
+            # One fold is under way at a time, and that of this policy until the next backward.
+            self.begin_gradients()
+            for policy in (*others, self):
                 if not policy.folds_layers:
-                    policy.optimizer.fold(policy.grads.flat if is_own else None, count, first == 0)
+                    gradient = policy.grads.flat if is_own else None
+                    policy._finish_fold = policy.optimizer.begin_fold(gradient, count, first == 0)
+                if policy is not self:
+                    policy.begin_gradients()
+        self._end_fold()
+
+    def begin_gradients(self):
+        """To be called before a micro-batch writes gradients: those of the one before are added up, then zero."""
+        if self._finish_fold is not None:
+            self._end_fold()
+            self._zero_grads()
+
+    def _end_fold(self):
+        if self._finish_fold is not None:
+            finish, self._finish_fold = self._finish_fold, None
+            finish()
 
     def _fold_part(self, start, gradient):
         """Add up what all ranks have of a part of this round's gradients."""
@@ -283,6 +303,7 @@ class Policy:
     def backward_values(self, forward, dvalues):
         """Add to the gradients what follows from dvalues (T,) f32, the derivative of the loss by each value."""
         tape, head = forward
+        self.begin_gradients()
         dhidden = value_head_backward(self.model, head, dvalues, self.grads, self.arena)
         self._backward(dhidden, tape)
 
@@ -303,11 +324,12 @@ class Policy:
         self._backward(dhidden, tape, head)
 
     def _head_target(self):
-        """Where a backward writes the LM head's gradient, None where it is not trained.
+        """Where a backward, which this begins, writes the LM head's gradient, None where it is not trained.
 
         The head's is a sum of several parts, and a tied embedding's is one more. So from the second micro-batch on they
         are completed in memory of their own.
         """
+        self.begin_gradients()
         if self._grads_are_zero or self.grads.lm_head is None:
             return self.grads.lm_head
         return self._own_head_grad()

@@ -107,6 +107,8 @@ class MicroBatchGraphs:
             {name: ((num_rows if n is None else n,), np.dtype(dtype)) for name, (n, dtype) in outputs.items()},
         )
         if micro_batch.is_padded:
+            # A graph cannot wait for other ranks between its forward and its backward.
+            policy.begin_gradients()
             shapes = *(tuple(layout.items()) for layout in layouts), micro_batch.max_seqlen
             bucket = self._bucket((function, constants, shapes, policy.state_of_gradients), layouts)
         else:

@@ -25,6 +25,7 @@ from rlnumba.config.lora import LoraConfig
 from rlnumba.distributed.communicator import Communicator
 from rlnumba.distributed.peer import arena_bytes
 from rlnumba.distributed.placement import gpus_of_ranks, num_sharing
+from rlnumba.distributed.shared_gradients import staging_bytes
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
 from rlnumba.engine.parallel_size import weights_bytes
 from rlnumba.engine.runner import Runner
@@ -148,8 +149,10 @@ class Planner:
                 notes["activations"] += f", minimal in {run.train.recompute_num_layers} layers"
         extra = {}
         if self.on_gpu and communicator is not None:
-            regions["peer"] = arena_bytes(run.num_ranks)
-            notes["peer"] = "what other GPUs write into"
+            # A policy and a critic use it in turn.
+            shared = (regions["grads"] - 4 * sum(trained)) // len(trained)
+            regions["peer"] = arena_bytes(run.num_ranks) + staging_bytes(shared, run.num_ranks, not folds_layers)
+            notes["peer"] = "what other GPUs write into, and copies of their gradients"
         if step.prompts:
             self._add_kv(regions, notes, run, itemsize, step.prompts, self.config)
         if self.on_gpu:

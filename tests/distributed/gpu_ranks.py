@@ -135,7 +135,7 @@ def check_wrap(control, gpus):
     device.replace("cuda")
     device.use_gpu(gpus[control.rank])
     for first in (2**32 - 3, 2**31 - 3):
-        arena = Arena(control, piece_bytes=1024, small_bytes=4096, first=first, epoch=first)
+        arena = Arena(control, piece_bytes=1024, small_bytes=4096, first=first, epoch=first, pull_bytes=1024)
         communicator = PeerCommunicator(control, arena, print, first)
         for seed in range(10):
             ranks.check_gather(communicator, seed, (400,), np.uint8, cupy)
@@ -148,7 +148,7 @@ def check_wrap(control, gpus):
 
 
 def check_late_gradients(communicator):
-    """Folds in a row of shared gradients that are written at the last moment, and overwritten at once.
+    """Folds in a row of shared gradients that are written at the last moment, and overwritten at once after them.
 
     The host is far ahead of the GPU, and only signals between the streams keep the order. Ranks are late in turn.
     """
@@ -161,7 +161,7 @@ def check_late_gradients(communicator):
     stop = min(start + part, size)
     sums = [cupy.zeros(stop - start, np.float32) for _ in range(2)]
     busy = cupy.ones((64 << 20) // 4, np.float32)
-    assert communicator._memory.place_of(shared.flat) is not None
+    assert communicator._memory.gradients.place_of(shared.flat) is not None
     gradients = cupy.asarray(np.stack([ranks.gradient_of(k, 0, size) for k in range(rounds)]))
     # Of this rank alone: a factor that has no rounding.
     gradients *= np.float32(2.0**rank)
@@ -173,7 +173,10 @@ def check_late_gradients(communicator):
         for _ in range(200 if k % world_size == rank else 0):
             cupy.multiply(busy, 1.0, out=busy)
         shared.flat[...] = gradients[k]
-        communicator.fold(shared.flat, sums[0], start, count, k == 0)
+        finish = communicator.begin_fold(shared.flat, sums[0], start, count, k == 0)
+        # As the next forward.
+        cupy.multiply(busy, 1.0, out=busy)
+        finish()
         shared.flat.fill(np.nan)
     # The same without shared memory.
     for k in range(rounds):

@@ -24,8 +24,8 @@ class HostArena:
         self.sends, self.last = ThreadPoolExecutor(1), None
         # Of what is pulled: a thread for each source, and the copies that have not been added yet.
         self.pulls, self.copies, self.shared = [ThreadPoolExecutor(1) for _ in arenas], {}, []
-        # How often this rank has waited for another one in a meeting.
-        self.num_waits = 0
+        # Two slots, so that copies of a fold also wait for additions.
+        self.gradients, self.num_slots, self.staging = self, SLOTS, np.zeros_like(self.slots)
         arenas[rank] = self
 
     def problem(self):
@@ -47,9 +47,6 @@ class HostArena:
     def exchange_rows(self, array, out, columns, row_width):
         return False
 
-    def begin(self, operation):
-        pass
-
     def end(self):
         if self.last is not None:
             self.last.result(20)
@@ -69,7 +66,7 @@ class HostArena:
         self.delay()
         return self.slots[rank, slot, :nbytes]
 
-    def share(self, control, make):
+    def share(self, exchange, make, overlaps):
         made = make()
         self.shared.append(made.flat)
         return made
@@ -80,34 +77,39 @@ class HostArena:
                 return number, gradient.ctypes.data - flat.ctypes.data
         return None
 
-    def begin_pulls(self):
-        # Here the host's exchange has kept the order already, unlike on a GPU. A fold has two meetings.
-        assert self.num_waits % (2 * self.world_size - 2) == self.world_size - 1
-        assert not self.copies
+    def signal_complete(self, rank, value):
+        self.arenas[rank].set(2 * self.world_size + self.rank, value)
 
-    def pull(self, rank, slot, place, offset, nbytes):
+    def begin(self, operation=None):
+        # Of what is sent, and, without an operation, of what is pulled.
+        assert operation is not None or not self.copies
+
+    def wait_complete(self, rank, value):
+        self.pulls[rank].submit(self.wait, 2 * self.world_size + rank, value)
+
+    def copy(self, rank, slot, place, offset, nbytes):
         def copy():
             self.delay()
             source = self.arenas[rank].shared[place[0]].view(np.uint8)[place[1] + offset :]
-            self.slots[rank, slot, :nbytes] = source[:nbytes]
+            self.staging[rank, slot, :nbytes] = source[:nbytes]
 
         assert (rank, slot) not in self.copies
         self.copies[rank, slot] = self.pulls[rank].submit(copy)
 
-    def pulled(self, rank, slot, nbytes):
+    def copied(self, rank, slot, nbytes):
         self.copies[rank, slot].result(20)
-        return self.slot(rank, slot, nbytes)
+        self.delay()
+        return self.staging[rank, slot, :nbytes]
 
     def added(self, rank, slot):
         del self.copies[rank, slot]
 
-    def signal_meeting(self, rank, value):
-        self.arenas[rank].set(2 * self.world_size + self.rank, value)
+    def signal_read(self, rank, value):
+        self.pulls[rank].submit(self.arenas[rank].set, 3 * self.world_size + self.rank, value)
 
-    def wait_meeting(self, rank, value):
+    def wait_read(self, rank, value):
         self.delay()
-        self.num_waits += 1
-        self.wait(2 * self.world_size + rank, value)
+        self.wait(3 * self.world_size + rank, value)
 
     def wait_arrived(self, rank, value):
         self.wait(rank, value)

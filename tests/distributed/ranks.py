@@ -106,7 +106,10 @@ def _check_fold(communicator, seed, parameters, count, is_first, xp, shared):
     if shared is not None and offered is not None:
         shared[...] = offered
         offered = shared
-    communicator.fold(offered, accumulated, start, count, is_first)
+    finish = communicator.begin_fold(offered, accumulated, start, count, is_first)
+    # As the next forward, with a loss whose denominator the ranks exchange.
+    assert len(set(communicator.objects(seed))) == 1
+    finish()
     if offered is not None:
         # As the next micro-batch's backward, at once.
         offered[...] = np.nan

@@ -229,7 +229,8 @@ def trained_adapter(communicator):
         gradients = np.random.default_rng(0).standard_normal((5, *policy.grads.flat.shape), np.float32)
         total = np.zeros_like(gradients[0])
         for k in policy.each_micro_batch(range(5)):
-            # The CPU has no 16-bit forward.
+            # The CPU has no 16-bit forward, nor then a backward.
+            policy.begin_gradients()
             total = policy.grads.flat if communicator is not None else total
             np.add(total, gradients[k], out=total)
         policy.grads.flat[...] = total

@@ -350,6 +350,19 @@ def add_in_place(accumulated, gradient, is_first):
         accumulate(gradient, accumulated)
 
 
+def add_in_order(accumulated, gradients, is_first):
+    """add_in_place of each of a list, of which is_first is about the first; on a GPU two at a time."""
+    if isinstance(accumulated, np.ndarray) or len(gradients) == 1:
+        for k, gradient in enumerate(gradients):
+            add_in_place(accumulated, gradient, is_first and k == 0)
+        return
+    from rlnumba.kernels.nn.elementwise import fold_two
+
+    fold_two(*gradients[:2], accumulated, is_first)
+    if len(gradients) > 2:
+        add_in_order(accumulated, gradients[2:], False)
+
+
 def as_bytes(array):
     """The memory of a C-contiguous array, as (nbytes,) uint8."""
     return array.reshape(-1).view(np.uint8)

@@ -19,7 +19,7 @@ The host calls for all of it before any of it has happened; the order is that of
 
 import numpy as np
 
-from rlnumba.distributed.communicator import add_in_place
+from rlnumba.distributed.communicator import add_in_order
 
 
 class PulledFold:
@@ -77,10 +77,11 @@ class PulledFold:
     def _add(self, piece):
         target, slot = self._pieces[piece], piece % self._pulls.num_slots
         begin = self._start + piece * (self._pulls.piece_bytes // 4)
-        for k in range(len(self._places)):
-            is_first = self._is_first and k == 0
-            if k == self._memory.rank:
-                add_in_place(target, self._gradient[begin : begin + target.size], is_first)
-            else:
-                add_in_place(target, self._pulls.copied(k, slot, 4 * target.size).view(np.float32), is_first)
-                self._pulls.added(k, slot)
+        own = None if self._gradient is None else self._gradient[begin : begin + target.size]
+        parts = [
+            own if k == self._memory.rank else self._pulls.copied(k, slot, 4 * target.size).view(np.float32)
+            for k in range(len(self._places))
+        ]
+        add_in_order(target, parts, self._is_first)
+        for k in self._sources:
+            self._pulls.added(k, slot)

@@ -30,8 +30,8 @@ from rlnumba.optim import Optimizer
 from rlnumba.runtime import device, memory
 
 F32 = np.dtype(np.float32)
-# Segments that are moved at a time. On 8 ranks the weights that arrive have 128 MiB in 16 bits.
-PIECE_SEGMENTS = 8
+# Segments that are moved at a time. On 8 ranks the weights that arrive have 256 MiB in 16 bits.
+PIECE_SEGMENTS = 16
 
 
 class Part(NamedTuple):

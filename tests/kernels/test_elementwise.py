@@ -88,6 +88,9 @@ def test_kernels_compile_for_gpus(compile_offline, element, vector):
         for op in ("add", "scale", "fill"):
             kernel = elementwise_kernel(op, vector, vector, False)
             troubles += compile_offline(kernel, [x, x, "float32", x], architecture)
+        if element == "float32":
+            kernel = elementwise_kernel("fold", vector, vector, False)
+            troubles += compile_offline(kernel, [x, x, "float32", x], architecture)
         types = [x, "float32[::1]", "float32", "float32[::1]"]
         troubles += compile_offline(elementwise_kernel("cast", 4, 4, False), types, architecture)
     assert not troubles, "\n".join(troubles)

@@ -166,6 +166,7 @@ OPERATORS = {
         "decay_end": 2,
     },
     elementwise.add: lambda: {"x": f32(N), "y": f32(N), "out": f32(N)},
+    elementwise.fold_two: lambda: {"x": f32(N), "y": f32(N), "out": f32(N), "is_first": True},
     elementwise.scale: lambda: {"x": f32(N), "factor": 2.0, "out": f32(N)},
     elementwise.cast: lambda: {"x": f32(N), "out": f32(N)},
     elementwise.fill: lambda: {"value": 1.0, "out": f32(N)},
@@ -199,7 +200,7 @@ FREE = {
     ("scatter_rows", "out", 0),
 }
 # Elementwise operators take any number of dimensions.
-ANY_SHAPE = {"add", "scale", "cast", "fill"}
+ANY_SHAPE = {"add", "fold_two", "scale", "cast", "fill"}
 ARRAYS = [
     pytest.param(operator, name, id=f"{operator.__name__}-{name}")
     for operator, make in OPERATORS.items()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.gemm.ops import bias_backward, linear_backward_weight
-from rlnumba.kernels.nn.elementwise import accumulate
+from rlnumba.kernels.nn.elementwise import accumulate, fold_two
 from rlnumba.kernels.nn.embedding import embedding_backward
 from rlnumba.kernels.nn.qkv import qkv_split_backward
 from rlnumba.kernels.nn.rmsnorm import rmsnorm_backward
@@ -68,6 +68,24 @@ def check(rng, rows, width, dtype):
                     untouched = ~one.any(axis=1)
                     expected[untouched] = array[untouched]
             assert_same_bits(total, expected, name)
+
+
+@pytest.mark.parametrize("size", [1, 50, 4099])
+def test_two_at_once(rng, size):
+    """A fold of two gradients has the bits of one after the other, the first of a step with nothing before."""
+    total, *gradients = rng.standard_normal((3, size + 1), np.float32)
+    gradients[0][::3] = total[::2] = TINY
+    for is_first in (True, False):
+        # From an element on that is no multiple of a vector.
+        expected, found = (device.asarray(total.copy())[1:] for _ in range(2))
+        first, second = (device.asarray(gradient)[1:] for gradient in gradients)
+        if is_first:
+            expected[...] = first
+        else:
+            accumulate(first, expected)
+        accumulate(second, expected)
+        fold_two(first, second, found, is_first)
+        assert_same_bits(found, expected, f"is_first={is_first}")
 
 
 @pytest.mark.parametrize("rows, width", [(1, 8), (40, 48), (600, 72)])

@@ -20,30 +20,41 @@ THREADS = 256
 
 @specialize
 def elementwise_kernel(op, vector, access, bounded):
-    """The kernel of add, accumulate, scale, cast or fill for vectors of `vector` elements, moved `access` at a time.
+    """The kernel of add, accumulate, "fold", "first fold" (fold_two), scale, cast or fill.
+
+    For vectors of `vector` elements, moved `access` at a time.
 
     bounded: the last block has elements beyond the end.
     """
     load, store = vector_access(vector, access, bounded)
     adds, accumulates, scales, fills = op == "add", op == "accumulate", op == "scale", op == "fill"
+    folds, is_first = op in ("fold", "first fold"), op == "first fold"
 
     @cuda.jit
     def elementwise_kernel(x, y, value, out):
-        """out = x + y, x * value, x or value, all arrays with one axis; a thread owns a vector.
+        """out = x + y, x * value, x, value or (out + x) + y, all arrays with one axis; a thread owns a vector.
 
         To accumulate, y is out.
         """
         first = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * vector
         values, others = cuda.local.array(vector, np.float32), cuda.local.array(vector, np.float32)
+        if folds:
+            sums = cuda.local.array(vector, np.float32)
         if not fills:
             load(x, first, values, 0)
-        if adds or accumulates:
+        if adds or accumulates or folds:
             load(y, first, others, 0)
+        if folds and not is_first:
+            load(out, first, sums, 0)
         for i in range(vector):
             if adds:
                 values[i] += others[i]
             if accumulates:
                 values[i] = add_gradient(others[i], values[i])
+            if folds and not is_first:
+                values[i] = add_gradient(sums[i], values[i])
+            if folds:
+                values[i] = add_gradient(values[i], others[i])
             if scales:
                 values[i] *= value
             if fills:
@@ -89,6 +100,18 @@ def accumulate(x, out):
         np.add(out, x, out=out)
         return
     _launch("accumulate", x, out, 0.0, out)
+
+
+def fold_two(x, y, out, is_first):
+    """out = (out + x) + y, or x + y if is_first: as `accumulate` of x, which is copied if is_first, then of y.
+
+    x, y, out of one shape, float32; out is written. Raises ValueError for other arrays.
+    """
+    check_all("fold_two", x.shape, F32, x=x, y=y, out=out)
+    if device.name() == "cpu":
+        np.add(x if is_first else np.add(out, x, out=out), y, out=out)
+        return
+    _launch("first fold" if is_first else "fold", x, y, 0.0, out)
 
 
 def scale(x, factor, out):

@@ -246,6 +246,7 @@ def test_wrong_files_name_file_key_and_remedy(load, text, message):
         ("train.learning_rate", None, "--train.learning_rate needs a value"),
         ("seed", None, "--seed needs a value"),
         ("train.top_k", "None", "command line: train.top_k must be an integer, got 'None'"),
+        ("deploy.tensor_parallel_size", "0.5", "deploy.tensor_parallel_size must be an integer or \"auto\", got '0.5'"),
         ("train.dynamic_sampling", "yes", "command line: train.dynamic_sampling must be true or false, got 'yes'"),
         ("output_dir", "", "command line: output_dir must not be empty"),
         ("rewards.weights", "1,x", "command line: rewards.weights must be a list of numbers"),

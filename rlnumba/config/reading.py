@@ -151,7 +151,9 @@ class _Values:
         try:
             value = words[str(value).lower()] if str(value).lower() in words else convert(value, hint)
         except ValueError as error:
-            expected = TYPE_NAMES[hint] + (' or "None"' if optional else "")
+            # Of a key of strings or lists these are other spellings, and "choices" names what there is.
+            named = [f'"{word}"' for word in words] if hint in (int, float) else []
+            expected = " or ".join([TYPE_NAMES[hint], *named, *(['"None"'] if optional else [])])
             raise ConfigError(f"{where}{shown} must be {expected}, got {value!r}") from error
         problem = range_problem(metadata, value)
         if problem:

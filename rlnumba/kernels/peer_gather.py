@@ -143,6 +143,26 @@ def store_pair(out, index, first, second, begin, columns, total, words):
 
 
 @device_function
+def receive(
+    out, inboxes, error, local, rank, half, capacity, pair, index, epoch, limit_cycles, rows, width, longer, extra,
+    total,
+):  # fmt: skip
+    """Wait for a pair of words of each other rank, of those that it sends of `rows` rows, and store it."""
+    world_size = i64(inboxes.shape[0])
+    for step in range(1, world_size):
+        other = (rank + world_size - step) % world_size
+        begin = start_of(other, width, longer, extra, total)
+        columns = start_of(other + 1, width, longer, extra, total) - begin
+        words = rows * columns
+        if pair < capacity and (pair == 0 or index < words):
+            address = inboxes[rank] + (half + other * capacity + pair) * PAIR_BYTES
+            first, second, arrived = inbox_load(address, epoch, limit_cycles)
+            if arrived == 0:
+                error[local] = i32(other + 1)
+            store_pair(out, index, first, second, begin, columns, total, words)
+
+
+@device_function
 def end_epoch(state, local, epoch):
     """The last block of a rank, all of whose threads have read the epoch and their inbox, increments it."""
     if cuda.threadIdx.x == 0:
@@ -187,17 +207,10 @@ def peer_gather_kernel(
             other = (rank + step) % world_size
             inbox_store(inboxes[other] + (half + rank * capacity + pair) * PAIR_BYTES, first, second, epoch)
         store_pair(out[local], index, first, second, begin, columns, total, words)
-    for step in range(1, world_size):
-        other = (rank + world_size - step) % world_size
-        begin = start_of(other, width, longer, extra, total)
-        columns = start_of(other + 1, width, longer, extra, total) - begin
-        words = rows * columns
-        if pair < capacity and (pair == 0 or index < words):
-            address = inboxes[rank] + (half + other * capacity + pair) * PAIR_BYTES
-            first, second, arrived = inbox_load(address, epoch, limit_cycles)
-            if arrived == 0:
-                error[local] = i32(other + 1)
-            store_pair(out[local], index, first, second, begin, columns, total, words)
+    receive(
+        out[local], inboxes, error, local, rank, half, capacity, pair, index, epoch, limit_cycles, rows, width, longer,
+        extra, total,
+    )  # fmt: skip
     cuda.syncthreads()
     end_epoch(state, local, epoch)
 
@@ -238,17 +251,10 @@ def peer_exchange_kernel(
             else:
                 inbox_store(inboxes[other] + (half + rank * capacity + pair) * PAIR_BYTES, first, second, epoch)
     own_rows = min((rank + 1) * row_width, rows) - min(rank * row_width, rows)
-    for step in range(1, world_size):
-        other = (rank + world_size - step) % world_size
-        begin = start_of(other, width, longer, extra, total)
-        columns = start_of(other + 1, width, longer, extra, total) - begin
-        words = own_rows * columns
-        if pair < capacity and (pair == 0 or index < words):
-            address = inboxes[rank] + (half + other * capacity + pair) * PAIR_BYTES
-            first, second, arrived = inbox_load(address, epoch, limit_cycles)
-            if arrived == 0:
-                error[local] = i32(other + 1)
-            store_pair(out[local], index, first, second, begin, columns, total, words)
+    receive(
+        out[local], inboxes, error, local, rank, half, capacity, pair, index, epoch, limit_cycles, own_rows, width,
+        longer, extra, total,
+    )  # fmt: skip
     cuda.syncthreads()
     end_epoch(state, local, epoch)
 

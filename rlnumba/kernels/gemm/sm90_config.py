@@ -157,7 +157,8 @@ def few_rows_config(m, n, k, sm_count, fixed, swiglu):
         if swiglu and columns == 64:
             columns, most_panels = 48, 2
     else:
-        widths = (64, 128) if swiglu else (64, 32, 48, 96)
+        # A model's part on each of several GPUs has few columns; 64 rows of A would be read too often by narrow tiles.
+        widths = (64, 128) if swiglu else (64, 32, 48, 96, *((24, 16) if eight else ()))
         columns = min(widths, key=lambda columns: round(1 - filled(columns) / math.ceil(filled(columns)), 1))
         most_panels = 4 if columns <= (32 if eight else 16 * halves) else 2 if eight or columns != 64 else 1
     return with_stages(Sm90GemmConfig(columns, 1, 2, *fixed, eight_rows=eight), most_panels, k)

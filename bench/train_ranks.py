@@ -2,6 +2,7 @@
 
     python bench/train_ranks.py --gpus 1 2 4
     python bench/train_ranks.py --gpus 4 --shape qwen3-8b --activations minimal
+    python bench/train_ranks.py --gpus 2 --peer          and PyTorch's FSDP2 (bench/train_fsdp2.py) in the same run
 
 Random weights of a shape, the characters of examples/quickstart as tokens, rows of exactly --length tokens, --batch of
 them in a micro-batch. Whole runs with their files, each without its first --warmup steps; medians. On the cpu device a
@@ -16,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import train_fsdp2
 from asynchronous import write_model
 from report import row
 from shapes import SHAPES
@@ -37,9 +39,22 @@ def arguments_of(parser):
     parser.add_argument("--batch", type=int, default=8, help="rows of a micro-batch, of which each GPU has one")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
     parser.add_argument("--activations", choices=("full", "selective", "minimal"), default="full")
+    parser.add_argument("--zero-stage", type=int, choices=(2, 3), default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not counted")
-    return parser.parse_args()
+    parser.add_argument("--peer", nargs="*", choices=train_fsdp2.FORMS, help="FSDP2, too; default: all forms")
+    arguments = parser.parse_args()
+    if arguments.peer is not None and arguments.activations == "selective":
+        parser.error("--peer has no --activations selective")
+    return arguments
+
+
+def peer_rates(arguments):
+    """Tokens a second of FSDP2 at the same sizes, by (GPUs, form), after a row of each: dict, empty without --peer."""
+    if arguments.peer is None:
+        return {}
+    own = {"forms": arguments.peer or list(train_fsdp2.FORMS), "attention": "cudnn"}
+    return train_fsdp2.print_rows(argparse.Namespace(**vars(arguments) | own))
 
 
 def write_rows(path, count, length):
@@ -64,6 +79,8 @@ def measure(run, warmup):
 
 def main():
     arguments = arguments_of(argparse.ArgumentParser(description=__doc__.partition("\n")[0]))
+    # First, while this process has nothing on the GPU.
+    peers = peer_rates(arguments)
     device.select(arguments.device)
     shape = arguments.shape or ("qwen3-0.6b" if device.name() == "cuda" else "stories-15m")
     folder = Path(tempfile.mkdtemp())
@@ -81,14 +98,15 @@ def main():
             output_dir=str(folder / str(count)),
             data=DataConfig(train=str(folder / "rows.jsonl")),
             train=train,
-            deploy=DeployConfig(num_train_gpus=count),
+            deploy=DeployConfig(num_train_gpus=count, zero_stage=arguments.zero_stage),
         )
         rows = measure(run, arguments.warmup)
         seconds = statistics.median(each["step_time"] for each in rows)
         tokens = arguments.batch * arguments.length
         peak = rows[-1]["perf/peak_memory"] / (1 << 30)
-        value = f"{count * tokens / seconds:.0f} tokens/s, {1e3 * seconds:.1f} ms a step"
-        value += f", {peak:.1f} GiB on each"
+        rate = count * tokens / seconds
+        value = f"{rate:.0f} tokens/s, {1e3 * seconds:.1f} ms a step, {peak:.1f} GiB on each"
+        value += "".join(f"; {rate / peers[key]:.2f} x FSDP2 {key[1]}" for key in peers if key[0] == count)
         bar = BARS.get((shape, count, arguments.activations), "")
         row(f"SFT of {arguments.batch} x {arguments.length} tokens on each of {count}", value, bar)
         shutil.rmtree(folder / str(count))

@@ -20,12 +20,11 @@ from pathlib import Path
 
 import numpy as np
 from report import row
-from shapes import SHAPES, random_model
+from shapes import SHAPES, in_own_process, write_model
 
 from rlnumba.config import AsyncConfig, DataConfig, DeployConfig, EngineConfig, GRPOConfig, GRPORun, RewardsConfig
 from rlnumba.distributed.launch import launch
 from rlnumba.distributed.placement import placement
-from rlnumba.model.transformer import save_model
 from rlnumba.runtime import device
 from rlnumba.trainers import rollout
 from rlnumba.trainers.grpo import run_grpo
@@ -81,13 +80,12 @@ def reward(completion_ids, **columns):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def write_model(folder, shape):
+def new_model(folder, arguments):
     """Write a model of a shape with random weights, whose tokens are those of QUICKSTART: its dtype's name."""
-    model = random_model(shape)
-    save_model(model, folder)
+    dtype = in_own_process(write_model, folder, arguments.shape, arguments.device)
     for path in QUICKSTART.glob("tokenizer*"):
         shutil.copy(path, folder)
-    return model.dtype.name
+    return dtype
 
 
 def write_prompts(path, count, length):
@@ -139,7 +137,7 @@ def main():
     arguments = arguments_of(argparse.ArgumentParser(description=__doc__.partition("\n")[0]))
     device.select(arguments.device)
     folder = Path(tempfile.mkdtemp())
-    dtype = write_model(folder / "model", arguments.shape)
+    dtype = new_model(folder / "model", arguments)
     write_prompts(folder / "prompts.jsonl", 64 * arguments.prompts, 12)
     deploy = DeployConfig(num_train_gpus=arguments.train_gpus + arguments.infer_gpus)
     run = dataclasses.replace(run_of(folder, arguments, dtype), deploy=deploy)

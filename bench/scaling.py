@@ -1,6 +1,7 @@
 """The same GRPO steps on 1, 2 and 4 GPUs: step time by phase, and what share of the ideal speed the GPUs reach.
 
     python bench/scaling.py --gpus 1 2 4
+    python bench/scaling.py --gpus 4 --shape qwen3-8b --prompts 8 --activations minimal --steps 3 --warmup 1
 
 Steps of 64 x 8 completions of 512 tokens to prompts of 128, Qwen3-0.6B's shape, random weights, the characters of
 examples/quickstart as tokens and arbitrary rewards. Whole runs with their files, each without its first --warmup steps.
@@ -17,7 +18,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from asynchronous import run_of, write_model, write_prompts
+from asynchronous import new_model, run_of, write_prompts
 from report import row
 from shapes import SHAPES
 
@@ -39,6 +40,8 @@ def arguments_of(parser):
     parser.add_argument("--prompt-length", type=int, default=128)
     parser.add_argument("--completion-length", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=32)
+    parser.add_argument("--activations", choices=("full", "selective", "minimal"), default="full")
+    parser.add_argument("--model", type=Path, help="folder of a model, with its tokenizer, in place of random weights")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not counted")
@@ -56,8 +59,10 @@ def measure(run, warmup):
     launch(train_rank, run.num_ranks, run.on_ranks(), **place)
     folder = Path(run.output_dir)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][warmup:]
-    names = {"step": "step_time"} | {phase: f"time/{phase}" for phase in PHASES}
+    names = {"step": "step_time"} | {phase: f"time/{phase}" for phase in PHASES} | {"peak": "perf/peak_memory"}
     found = {name: statistics.median(each[metric] for each in rows) for name, metric in names.items()}
+    # What rollout and training say of one token: 0 where their bits are equal.
+    found["difference"] = max(each["sampling/sampling_logp_difference/max"] for each in rows)
     with open(folder / "final" / "model.safetensors", "rb") as file:
         return found, hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -66,10 +71,12 @@ def main():
     arguments = arguments_of(argparse.ArgumentParser(description=__doc__.partition("\n")[0]))
     device.select(arguments.device)
     folder = Path(tempfile.mkdtemp())
-    dtype = write_model(folder / "model", arguments.shape)
+    dtype = None if arguments.model else new_model(folder / "model", arguments)
     write_prompts(folder / "prompts.jsonl", arguments.prompts * arguments.steps, arguments.prompt_length)
     total = arguments.prompts * arguments.generations
     run, hashes = run_of(folder, arguments, dtype, max_num_seqs=total), set()
+    train = dataclasses.replace(run.train, activation_memory=arguments.activations)
+    run = dataclasses.replace(run, train=train, model=str(arguments.model or run.model))
     for count in arguments.gpus:
         deploy = DeployConfig(num_train_gpus=count)
         found, final = measure(
@@ -81,7 +88,10 @@ def main():
         phases = ", ".join(f"{phase} {found[phase]:.3f}" for phase in PHASES)
         efficiency = alone_s / (count * found["step"])
         what = f"GRPO step of {arguments.prompts} x {arguments.generations} on {count}"
-        row(what, f"{found['step']:.3f} s ({phases}), efficiency {efficiency:.2f}", "0.9" if count > 1 else "")
+        memory = f"{found['peak'] / (1 << 30):.1f} GiB on each"
+        value = f"{found['step']:.3f} s ({phases}), efficiency {efficiency:.3f}, {memory}"
+        value += f", sampler difference {found['difference']:g}"
+        row(what, value, "0.9" if count > arguments.gpus[0] else "")
     row("final weights", "equal" if len(hashes) == 1 else f"{len(hashes)} different ones")
     shutil.rmtree(folder)
 

@@ -1,12 +1,14 @@
 """The shapes of the models that benches measure, and random weights made where they are used."""
 
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 
 import numpy as np
 
 from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.model.config import LM_HEAD, ModelConfig
-from rlnumba.model.transformer import Transformer
+from rlnumba.model.transformer import Transformer, save_model
 from rlnumba.model.weights import Weights
 from rlnumba.runtime import device
 
@@ -54,3 +56,17 @@ def random_model(shape=None, dtype=None, heads=LM_HEAD):
         elif parameter.name.endswith("norm"):
             view.fill(1)
     return Transformer(config, weights)
+
+
+def write_model(folder, shape, device_name="auto"):
+    """Write a random_model to a folder: its dtype's name. In another process it leaves the GPU's memory free."""
+    device.select(device_name)
+    model = random_model(shape)
+    save_model(model, folder)
+    return model.dtype.name
+
+
+def in_own_process(function, *arguments):
+    """function(*arguments) in a process, whose memory on the GPU is free when it has ended."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()

@@ -11,19 +11,17 @@ import argparse
 import shutil
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 from report import row
-from shapes import SHAPES, random_model
+from shapes import SHAPES, in_own_process, write_model
 
 from rlnumba.config import EngineConfig
 from rlnumba.distributed.tensor_parallel import generate, on_ranks
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.model.config import LM_HEAD
-from rlnumba.model.transformer import load_model, save_model
+from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
 
 # Of the shorter run, in which kernels are loaded and graphs captured, too.
@@ -35,6 +33,7 @@ BARS = {(2, 1): 3.2, (2, 64): 4.9}
 def arguments_of(parser):
     parser.add_argument("--device", default="auto")
     parser.add_argument("--shape", choices=tuple(SHAPES), help="default: qwen3-0.6b on a GPU, else stories-15m")
+    parser.add_argument("--model", type=Path, help="folder of a model of that shape, in place of random weights")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--context", type=int, default=1024)
@@ -70,29 +69,19 @@ def decode(model, arguments, progress):
     return found
 
 
-def write_model(folder, arguments):
-    """Write the model with random weights to a folder."""
-    device.select(arguments.device)
-    save_model(random_model(arguments.shape), folder)
-
-
 def decode_alone(folder, arguments):
     """`decode` on one GPU."""
     device.select(arguments.device)
     return decode(load_model(folder), arguments, None)
 
 
-def in_own_process(function, *arguments):
-    """function(*arguments) in a process, whose memory on the GPU is free when it has ended."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
 def main():
     arguments = arguments_of(argparse.ArgumentParser(description=__doc__.partition("\n")[0]))
     device.select(arguments.device)
-    folder, texts = Path(tempfile.mkdtemp()), []
-    in_own_process(write_model, folder, arguments)
+    temporary, texts = Path(tempfile.mkdtemp()), []
+    folder = arguments.model or temporary
+    if not arguments.model:
+        in_own_process(write_model, folder, arguments.shape, arguments.device)
     for count in arguments.gpus:
         if count == 1:
             found = in_own_process(decode_alone, folder, arguments)
@@ -104,7 +93,7 @@ def main():
             bar = BARS.get((count, sequences), "") if arguments.shape == "qwen3-8b" else ""
             row(f"decode step of {sequences} sequences on {count}", value, bar)
     row("text", "equal" if all(each == texts[0] for each in texts) else "differs")
-    shutil.rmtree(folder)
+    shutil.rmtree(temporary)
 
 
 if __name__ == "__main__":

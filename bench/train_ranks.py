@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import train_fsdp2
-from asynchronous import write_model
+from asynchronous import new_model
 from report import row
 from shapes import SHAPES
 
@@ -84,7 +84,7 @@ def main():
     device.select(arguments.device)
     shape = arguments.shape or ("qwen3-0.6b" if device.name() == "cuda" else "stories-15m")
     folder = Path(tempfile.mkdtemp())
-    dtype = write_model(folder / "model", shape)
+    dtype = new_model(folder / "model", arguments)
     write_rows(folder / "rows.jsonl", arguments.batch * max(arguments.gpus) * arguments.steps, arguments.length)
     for count in arguments.gpus:
         train = SFTConfig(

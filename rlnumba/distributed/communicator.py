@@ -166,11 +166,11 @@ class Communicator:
         operation, gradient = self._begin("fold", f"{count} gradients, is_first={bool(is_first)}", gradient)
         return self._begin_fold(operation, gradient, accumulated, start, count, is_first)
 
-    def share_gradients(self, make, overlaps=True):
+    def share_gradients(self, make):
         """What make() returns: gradients to be offered to `fold`, in arrays that it allocates, alike on all ranks.
 
-        All ranks call this. Where they can read such memory of one another, fold moves it faster. overlaps: there shall
-        be memory for what moves between begin_fold and its second half. All is kept until `close`. Raises OutOfMemory.
+        All ranks call this. Where they can read such memory of one another, fold moves it faster. It is kept until
+        `close`. Raises OutOfMemory.
         """
         return make()
 

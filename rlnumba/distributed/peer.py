@@ -69,10 +69,10 @@ class PeerCommunicator(Communicator):
         self._pulled, self._unfinished = first, None
         self._watchdog = Watchdog(self.timeout_s, failed, memory.problem)
 
-    def share_gradients(self, make, overlaps=True):
+    def share_gradients(self, make):
         if not PULLS_GRADIENTS:
             return make()
-        return self._memory.gradients.share(lambda value: self._control.exchange(CONNECT, value), make, overlaps)
+        return self._memory.gradients.share(lambda value: self._control.exchange(CONNECT, value), make)
 
     def check(self):
         problem = self._memory.problem()

@@ -1,8 +1,8 @@
 """Gradients that other GPUs of the host have mapped, and the staging to which a rank copies what it reads of theirs.
 
 Shared arrays get allocations of their own from cudaMalloc, of which a handle is exchanged. The staging has num_slots
-slots of piece_bytes for each other rank. For folds that overlap with other work there are as many as hold a rank's part
-of all that is shared, so that no copy waits for an addition, but not more than STAGING_BYTES in all.
+slots of piece_bytes for each other rank: as many as hold a rank's part of all that is shared, so that no copy waits for
+an addition, but not more than STAGING_BYTES in all.
 """
 
 import numpy as np
@@ -33,11 +33,8 @@ class SharedGradients:
         self._staging, self._slots, self._copied, self._added = None, [], [], []
         self.piece_bytes = self.num_slots = 0
 
-    def share(self, exchange, make, overlaps):
-        """make(), whose arrays get allocations of their own, which all ranks map.
-
-        exchange(value): the values of all ranks. overlaps: as Communicator.share_gradients.
-        """
+    def share(self, exchange, make):
+        """make(), whose arrays get allocations of their own, which all ranks map. exchange(value): of all ranks."""
         own = []
 
         def allocate(nbytes):
@@ -56,7 +53,7 @@ class SharedGradients:
             ]
             self._allocations.append((allocation, addresses))
         shared_bytes = sum(each.size for each in own)
-        self._reserve(*staging_of(shared_bytes, self._world_size, overlaps, self._most_piece_bytes))
+        self._reserve(*staging_of(shared_bytes, self._world_size, self._most_piece_bytes))
         return made
 
     def _reserve(self, num_slots, piece_bytes):
@@ -139,17 +136,17 @@ class SharedGradients:
         return (rank - self._rank - 1) % self._world_size
 
 
-def staging_of(shared_bytes, world_size, overlaps, piece_bytes=PIECE_BYTES):
+def staging_of(shared_bytes, world_size, piece_bytes=PIECE_BYTES):
     """(slots of each source, bytes of a slot) for folds of so many bytes that a rank shares."""
     part = min(shared_bytes // world_size + 4 * SEGMENT, shared_bytes)
     piece = min(piece_bytes, -(-max(part, 1) // ALIGNMENT) * ALIGNMENT)
-    most = STAGING_BYTES // (max(world_size - 1, 1) * piece) if overlaps else MIN_SLOTS
+    most = STAGING_BYTES // (max(world_size - 1, 1) * piece)
     return max(min(-(-part // piece), most), MIN_SLOTS), piece
 
 
-def staging_bytes(shared_bytes, world_size, overlaps):
+def staging_bytes(shared_bytes, world_size):
     """Bytes of a rank's staging."""
-    num_slots, piece_bytes = staging_of(shared_bytes, world_size, overlaps)
+    num_slots, piece_bytes = staging_of(shared_bytes, world_size)
     return (world_size - 1) * num_slots * piece_bytes
 
 

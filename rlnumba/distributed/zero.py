@@ -5,7 +5,7 @@
 
     after each round of micro-batches k, k + 1, ... on ranks 0, 1, ...      A = ((A + g_k) + g_k+1) + ...     fold
     which may move gradients during the next round's forward                                                  begin_fold
-    or during its backward, layer by layer, of those that are complete                                        fold_part
+    or during its backward, layer by layer, of those that are complete                                  begin_fold_part
     step          sums of squares by segments -> all ranks, added in order -> norm, one decision to skip
                   AdamW of the rank's part
                   weights of all parts -> all ranks
@@ -107,12 +107,12 @@ class ShardedOptimizer(Optimizer):
         """The first half of `fold`, returning the second, as Communicator.begin_fold."""
         return self.communicator.begin_fold(gradient, self.grads.flat, self.part.start, count, is_first)
 
-    def fold_part(self, start, gradient, count, is_first):
-        """As `fold`, of the elements start, start + 1, ... alone: gradient (n,) f32, the same n on all ranks."""
+    def begin_fold_part(self, start, gradient, count, is_first):
+        """As begin_fold, of the elements start, start + 1, ... alone: gradient (n,) f32, the same n on all ranks."""
         lower = min(max(start, self.part.start), start + len(gradient))
         upper = max(min(start + len(gradient), self.part.stop), lower)
         own = slice(lower - self.part.start, upper - self.part.start) if lower < upper else slice(0)
-        self.communicator.fold(gradient, self.grads.flat[own], lower - start, count, is_first)
+        return self.communicator.begin_fold(gradient, self.grads.flat[own], lower - start, count, is_first)
 
     def take_part(self, grads, fold_part):
         """What a rank without a micro-batch does in a round: it folds as those that have one, and gathers layers."""

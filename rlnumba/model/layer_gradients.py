@@ -72,6 +72,11 @@ class LayerGradients:
         """(first element, gradients (n,)) of a layer's matrices."""
         return self._layers[index]
 
+    def begin_layer(self, index):
+        """Set to zero what the backward of a layer adds to."""
+        if self.adds:
+            fill(0.0, self._layers[index][1])
+
     def head(self):
         """Of an untied LM head, else None."""
         return self._head
@@ -110,13 +115,14 @@ def backward_and_update(model, dhidden, tape, grads, update):
         update(*part)
 
     def on_layer(index):
-        for start, gradients in order[index]:
-            update(start, gradients)
-            if grads.adds:
-                fill(0.0, gradients)
-        if index == 0:
+        for part in order[index]:
+            update(*part)
+        if index:
+            grads.begin_layer(index - 1)
+        else:
             grads.begin_embedding()
 
+    grads.begin_layer(len(grads.layers) - 1)
     model.backward(dhidden, tape, grads, on_layer)
     for part in order[AFTER]:
         update(*part)

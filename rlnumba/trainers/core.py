@@ -68,7 +68,7 @@ class Policy:
         self.folds_layers = self.shards_layers or (self.communicator is not None and model.adapter is None and is_large)
         # In each_micro_batch: how many gradients this round has, and whether it is the step's first.
         self._round = 1, True
-        # The second half of the fold of this rank's last micro-batch, whose first half moves it meanwhile, or None.
+        # The second half of the fold of what this rank has computed last, whose first half moves it, or None.
         self._finish_fold = None
         self.grads = self._new_grads()
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
@@ -99,7 +99,8 @@ class Policy:
     def _new_grads(self):
         """Gradients in the layout of what is trained, or LayerGradients where layers are done one by one."""
         if self.folds_layers:
-            return self.communicator.share_gradients(lambda: LayerGradients(self.model.weights, adds=True), False)
+            # While one layer's move to other ranks, those of the next are written.
+            return self.communicator.share_gradients(lambda: LayerGradients(self.model.weights, 2, adds=True))
         if self.communicator is not None:
             return self.communicator.share_gradients(self.model.trained.grads)
         if not self.train.optimizer_in_backward:
@@ -144,6 +145,7 @@ class Policy:
                 policy._round = count, first == 0
                 if policy.folds_layers and not is_own:
                     policy.optimizer.take_part(policy.grads, policy._fold_part)
+                    policy._end_fold()
             if is_own:
                 for policy in (self, *others):
                     policy.micro_batch = first + rank
@@ -172,8 +174,9 @@ class Policy:
             finish()
 
     def _fold_part(self, start, gradient):
-        """Add up what all ranks have of a part of this round's gradients."""
-        self.optimizer.fold_part(start, gradient, *self._round)
+        """Begin to add up what all ranks have of a part of this round's gradients, and end it for the part before."""
+        self._end_fold()
+        self._finish_fold = self.optimizer.begin_fold_part(start, gradient, *self._round)
 
     def own(self, parts):
         """Those of a list of parts of a computation that this rank does: of R ranks every R-th.
@@ -350,6 +353,7 @@ class Policy:
         self._grads_are_zero = False
         if self.folds_layers:
             backward_and_update(self.model, dhidden, tape, self.grads, self._fold_part)
+            self._end_fold()
             return
         if not self.train.optimizer_in_backward:
             grads, embed_grads = self.grads, None

@@ -132,7 +132,7 @@ class Planner:
         if communicator is not None:
             notes["grads"] += f" of one micro-batch, and of the step 1/{run.num_ranks}"
             if folds_layers:
-                notes["grads"] = f"float32 of a layer's matrices and the rest, and of the step 1/{run.num_ranks}"
+                notes["grads"] = f"float32 of two layers' matrices and the rest, and of the step 1/{run.num_ranks}"
         elif run.train.accumulates_gradients and self.kind != "reward" and run.lora is None:
             notes["grads"] += ", once more for the head of one micro-batch"
         if run.train.optimizer_in_backward:
@@ -151,7 +151,7 @@ class Planner:
         if self.on_gpu and communicator is not None:
             # A policy and a critic use it in turn.
             shared = (regions["grads"] - 4 * sum(trained)) // len(trained)
-            regions["peer"] = arena_bytes(run.num_ranks) + staging_bytes(shared, run.num_ranks, not folds_layers)
+            regions["peer"] = arena_bytes(run.num_ranks) + staging_bytes(shared, run.num_ranks)
             notes["peer"] = "what other GPUs write into, and copies of their gradients"
         if step.prompts:
             self._add_kv(regions, notes, run, itemsize, step.prompts, self.config)

@@ -66,7 +66,7 @@ class HostArena:
         self.delay()
         return self.slots[rank, slot, :nbytes]
 
-    def share(self, exchange, make, overlaps):
+    def share(self, exchange, make):
         made = make()
         self.shared.append(made.flat)
         return made

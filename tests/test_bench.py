@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import importlib.util
+import json
 import pathlib
 import sys
 
@@ -37,3 +38,41 @@ def test_fsdp2_without_torch_is_one_row_that_says_so(monkeypatch, capsys, import
     assert train_fsdp2.print_rows(argparse.Namespace()) == {}
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 and "not run: torch not installed" in lines[0]
+
+
+def write_learning(path, rewards, seconds):
+    """A file of bench/learning.py of these rewards, a step every so many seconds."""
+    about = {"library": "rlnumba", "version": "", "seed": 0, "cold": False, "gpus": path.stem}
+    steps = [{"step": i + 1, "reward": each, "seconds": seconds * (i + 1)} for i, each in enumerate(rewards)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (about, *steps)))
+    return path
+
+
+def test_learning_says_when_a_run_reaches_the_reward_of_another_ones_end(tmp_path, capsys, imported):
+    learning = imported("learning")
+    rising = [step / 20 for step in range(21)]
+    slow = write_learning(tmp_path / "2.jsonl", rising, 1.0)
+    fast = write_learning(tmp_path / "1+1.jsonl", [0.0, *rising, 1.0], 0.5)
+    # The last ten of `slow` are 0.55 ... 1.0. `fast` has them a step later, and its last ten are 0.6 ... 1.0, 1.0.
+    assert learning.trailing_mean(learning.read(slow)[2])[[0, 1, -1]].tolist() == pytest.approx([0, 0.025, 0.775])
+    learning.print_comparison({"2": [slow], "1+1": [fast]})
+    rows = capsys.readouterr().out.splitlines()
+    assert "end after 21.0 s" in rows[0] and "end after 11.5 s" in rows[1]
+    assert "reward 0.775, 100%" in rows[2] and "2 after 21.0 s; 1+1 after 11.0 s" in rows[2]
+    # 90 % of it, 0.6975: a step before that, the mean is 0.725.
+    assert "2 after 20.0 s; 1+1 after 10.5 s" in rows[3]
+    assert len(learning.picture([slow, fast]).axes) == 2
+    write_learning(fast, [0.0] * 20, 0.5)
+    learning.print_comparison({"2": [slow], "1+1": [fast]})
+    assert "1+1 never" in capsys.readouterr().out
+
+
+def test_learning_refuses_gpus_that_are_no_numbers(imported):
+    learning = imported("learning")
+    assert [learning.gpus_given(text) for text in ("2", "1+1")] == ["2", "1+1"]
+    for text in ("0", "1+", "1+1+1", "two"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            learning.gpus_given(text)
+    keys = learning.on_gpus("1+3", 128, 2)
+    assert keys["per_device_train_batch_size"] == 32 and keys["asynchronous"] == {"max_staleness": 2}
+    assert "asynchronous" not in learning.on_gpus("2", 128, 2)

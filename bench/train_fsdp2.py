@@ -14,12 +14,14 @@ and the most memory that torch had given out. Needs torch and transformers. On t
 
 import argparse
 import contextlib
+import datetime
 import functools
 import importlib.util
 import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -33,6 +35,8 @@ NEEDED = ("torch", "transformers")
 CHUNK = 2048
 # Of train.max_grad_norm's default.
 LARGEST_NORM = 1.0
+# Of ranks that wait for one another, as for one that still compiles.
+TIMEOUT_S = 180
 
 
 def arguments_of(parser):
@@ -154,7 +158,8 @@ def train_rank(rank, world_size, arguments, form, folder):
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    place = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": world_size}
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    place = {"timeout": timeout, "init_method": f"file://{folder}/meeting", "rank": rank, "world_size": world_size}
     if on_gpu:
         place["device_id"] = torch.device("cuda", rank)
     dist.init_process_group("nccl" if on_gpu else "gloo", **place)
@@ -197,10 +202,11 @@ def measure(arguments, count, form):
     try:
         torch.multiprocessing.spawn(train_rank, (count, arguments, form, folder), nprocs=count)
         return json.loads((Path(folder) / "found.json").read_text())
-    except torch.multiprocessing.ProcessRaisedException as error:
+    except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
         if "OutOfMemoryError" in str(error):
             return "not run: out of memory"
-        raise
+        print(error, file=sys.stderr, flush=True)
+        return f"failed: {str(error).strip().splitlines()[-1][:160]}".replace("|", "/")
     finally:
         shutil.rmtree(folder)
 

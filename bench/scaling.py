@@ -28,8 +28,6 @@ from rlnumba.distributed.placement import placement
 from rlnumba.runtime import device
 from rlnumba.trainers.grpo import run_grpo
 
-PHASES = ("generate", "train")
-
 
 def arguments_of(parser):
     parser.add_argument("--device", default="auto")
@@ -59,8 +57,11 @@ def measure(run, warmup):
     launch(train_rank, run.num_ranks, run.on_ranks(), **place)
     folder = Path(run.output_dir)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][warmup:]
-    names = {"step": "step_time"} | {phase: f"time/{phase}" for phase in PHASES} | {"peak": "perf/peak_memory"}
-    found = {name: statistics.median(each[metric] for each in rows) for name, metric in names.items()}
+    found = {
+        name: statistics.median(each[name] for each in rows)
+        for name in rows[-1]
+        if name in ("step_time", "perf/peak_memory") or name.startswith("time/")
+    }
     # What rollout and training say of one token: 0 where their bits are equal.
     found["difference"] = max(each["sampling/sampling_logp_difference/max"] for each in rows)
     with open(folder / "final" / "model.safetensors", "rb") as file:
@@ -84,12 +85,14 @@ def main():
         )
         hashes.add(final)
         if count == arguments.gpus[0]:
-            alone_s = found["step"] * count
-        phases = ", ".join(f"{phase} {found[phase]:.3f}" for phase in PHASES)
-        efficiency = alone_s / (count * found["step"])
+            alone_s = found["step_time"] * count
+        phases = {name.partition("/")[2]: seconds for name, seconds in found.items() if name.startswith("time/")}
+        phases["rest"] = found["step_time"] - sum(phases.values())
+        phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in phases.items())
+        efficiency = alone_s / (count * found["step_time"])
         what = f"GRPO step of {arguments.prompts} x {arguments.generations} on {count}"
-        memory = f"{found['peak'] / (1 << 30):.1f} GiB on each"
-        value = f"{found['step']:.3f} s ({phases}), efficiency {efficiency:.3f}, {memory}"
+        memory = f"{found['perf/peak_memory'] / (1 << 30):.1f} GiB on each"
+        value = f"{found['step_time']:.3f} s ({phases}), efficiency {efficiency:.3f}, {memory}"
         value += f", sampler difference {found['difference']:g}"
         row(what, value, "0.9" if count > arguments.gpus[0] else "")
     row("final weights", "equal" if len(hashes) == 1 else f"{len(hashes)} different ones")

@@ -165,7 +165,8 @@ class DeployConfig(Section):
     zero_stage: int = key(
         2,
         "What the training GPUs share (OpenRLHF): 2: gradients and the optimizer's state; 3: the layers' weights, too, "
-        "for models that are too large otherwise. The result is the same. 3 is for `sft`, `reward`, `dpo` and `kto`.",
+        "for models that are too large otherwise. The result is the same. 3 is for `sft`, `reward`, `dpo` and `kto`, "
+        "and with num_infer_gpus above 0 for `grpo` and `rloo`.",
         choices=(2, 3),
     )
     launcher: str = key(
@@ -482,9 +483,10 @@ class Run:
 
     def _check_zero_3(self):
         """Raise ConfigError for what needs all weights on each GPU."""
-        if hasattr(self, "rewards"):
+        if hasattr(self, "rewards") and not self.deploy.num_infer_gpus:
             raise ConfigError(
-                "deploy.zero_stage 3 is for trainers that generate nothing, sft, reward, dpo and kto: use 2"
+                "deploy.zero_stage 3 leaves no GPU all weights to generate with: use 2, or for grpo and rloo "
+                "deploy.num_infer_gpus above 0 and [async]"
             )
         if self.lora is not None:
             raise ConfigError("deploy.zero_stage 3 does not go with [lora], which trains few parameters: use 2")

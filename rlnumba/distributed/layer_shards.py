@@ -15,27 +15,34 @@ All ranks gather and fold together. A rank without a micro-batch in a round take
 (trainers/core.py:Policy.own).
 """
 
+import numpy as np
+
+from rlnumba.distributed.communicator import as_bytes
 from rlnumba.distributed.zero import Part, ShardedOptimizer
 from rlnumba.model.layer_gradients import layer_span
 from rlnumba.model.weights import MATRIX_ALIGNMENT, Weights
 from rlnumba.runtime import device, memory
+
+# Elements that go from a rank to the first one at a time.
+PIECE = 16 << 20
 
 
 class LayerShards(Weights):
     """The Weights of one rank. flat: the optimizer's part of this rank, elements [first, first + n) of the model.
 
     communicator: of the ranks, which all make theirs at the same time. layers: of all layers the same memory, valid for
-    the layer that `layer` was called for last.
+    the layer that `layer` was called for last. is_trained: whether there is such a part; flat is empty otherwise.
     """
 
-    def __init__(self, config, dtype="float32", region="weights", shard=None, communicator=None):
-        self.communicator = communicator
+    def __init__(self, config, dtype="float32", region="weights", shard=None, communicator=None, is_trained=True):
+        self.communicator, self.is_trained = communicator, is_trained
         super().__init__(config, dtype, region)
 
     def _allocate(self, region):
         """The views of all parameters by name, the memory of which is allocated."""
         rank, world_size = self.communicator.rank, self.communicator.world_size
-        part = Part.of(self.size, rank, world_size)
+        self.parts_of_ranks = [Part.of(self.size, each, world_size) for each in range(world_size)]
+        part = self.parts_of_ranks[rank] if self.is_trained else Part(0, 0)
         layers = range(self.config.num_hidden_layers)
         self._begins = [layer_span(self.parameters, index)[0] for index in layers]
         begin, end = layer_span(self.parameters, 0)
@@ -78,6 +85,28 @@ class LayerShards(Weights):
     def store(self, first, values):
         """Set elements first, first + 1, ... where this rank has them, but for the optimizer's part."""
         self._copy(first, values, self.spans()[1:])
+
+    def host_part(self, first, count):
+        """Elements first, first + 1, ... on the host of rank 0, (count,) of the weights' dtype; None on other ranks.
+
+        All ranks call this together: they come from the optimizer's parts.
+        """
+        rank, xp = self.communicator.rank, device.xp()
+        whole = np.empty(count, self.dtype) if rank == 0 else None
+        for owner, part in enumerate(self.parts_of_ranks):
+            stop = min(first + count, part.stop)
+            for lower in range(max(first, part.start), stop, PIECE):
+                upper = min(lower + PIECE, stop)
+                own = self.flat[lower - self.first : upper - self.first] if rank == owner else None
+                if rank == owner and rank:
+                    self.communicator.put(own, 0)
+                if rank:
+                    continue
+                if owner:
+                    own = xp.empty(upper - lower, self.dtype)
+                    self.communicator.get(own, owner)
+                as_bytes(whole[lower - first : upper - first])[...] = as_bytes(device.to_host(own))
+        return whole
 
     def _copy(self, first, values, spans):
         for start, array in spans:

@@ -23,9 +23,9 @@ from rlnumba.distributed.inference import START_S, Ended, Process
 from rlnumba.distributed.inference_group import Failed
 from rlnumba.distributed.ray_actor import EngineActor, OtherIncarnation
 from rlnumba.distributed.ray_cluster import ActorEnded, NoAnswer, Places, call, package
-from rlnumba.distributed.weight_sync import WeightSender, buckets_of, checksums_of, layout_of, messages_of
+from rlnumba.distributed.weight_shards import whole_bytes
+from rlnumba.distributed.weight_sync import WeightSender, checksums_of, host_buckets, layout_of, messages_of
 from rlnumba.errors import UserError
-from rlnumba.runtime import device
 from rlnumba.runtime.environment import versions_of_results
 
 # Seconds without an answer after which a node counts as frozen.
@@ -168,15 +168,13 @@ class ObjectSender(WeightSender):
 
     def __init__(self, trained, slots, bucket_bytes):
         self.trained, self.bucket_bytes = trained, bucket_bytes
-        self.staging, self._messages = Room(trained.flat.nbytes, slots), {}
+        self.staging, self._messages = Room(whole_bytes(trained), slots), {}
 
     def write(self, version, offers=None):
         """Put the weights as they are into the store; returns {}. offers: not needed."""
-        device.synchronize()
         self._messages.pop(self.replaced_by(version), None)
         first, checksums, references = 0, [], []
-        for part in buckets_of(self.trained.flat, self.bucket_bytes):
-            part = as_bytes(device.to_host(part))
+        for part in map(as_bytes, host_buckets(self.trained, self.bucket_bytes)):
             checksums += checksums_of([part])
             references.append(self.put(first, part))
             first += part.size

@@ -13,10 +13,11 @@ side's kernels wait. What is written is not live; only WeightReceiver.apply copi
 is room for one version, so a rank writes the next one after the process has taken this one. The layout is compared
 before the first byte is written.
 
-Ranks have all weights after an optimizer step, so a process that is started later gets them from rank 0 alone; older
-versions are kept nowhere. The memory of a process that has ended is given back when the ranks unmap it: rank 0 where
-it waits for groups, others at the next push. On the cpu device the memory is a file without a name of the inference
-process, which ranks open by /proc.
+Ranks have all weights after an optimizer step, so a process that is started later gets them from rank 0 alone. Where
+each rank has a part of them (layer_shards.py), a bucket lies within one part, whose rank copies it, and rank 0 asks the
+others (Again) for what such a process gets. Older versions are kept nowhere. The memory of a process that has ended is
+given back when the ranks unmap it: rank 0 where it waits for groups, others at the next push. On the cpu device the
+memory is a file without a name of the inference process, which ranks open by /proc.
 """
 
 import mmap
@@ -28,8 +29,8 @@ import numpy as np
 
 from rlnumba.distributed.communicator import as_bytes
 from rlnumba.distributed.shared_memory import unnamed_file
-from rlnumba.distributed.weight_shards import whole_of
-from rlnumba.distributed.weight_sync import buckets_of, layout_of, messages_of
+from rlnumba.distributed.weight_shards import is_in_parts, whole_bytes
+from rlnumba.distributed.weight_sync import Again, buckets_of, layout_of, messages_of
 from rlnumba.errors import DeviceError
 from rlnumba.kernels.checksum import BLOCKS, MAX_BYTES, checksum, checksum_of, checksum_ref
 from rlnumba.runtime import device
@@ -62,6 +63,15 @@ def bucket_size(nbytes, bucket_bytes, num_ranks):
     return -(-nbytes // (num_ranks * rounds * ALIGNMENT)) * ALIGNMENT
 
 
+def part_bucket_size(nbytes, bucket_bytes):
+    """Bytes of a bucket of a rank's part of so many bytes, whole segments: those of a part are as large, and as many as
+    a power of two, so that none is larger than asked for, as far as that can be."""
+    most = min(bucket_bytes, MAX_BYTES)
+    while nbytes > most and nbytes % (2 * ALIGNMENT) == 0:
+        nbytes //= 2
+    return nbytes
+
+
 def can_share(gpu):
     """Whether processes can map each other's memory of a GPU, by its number: bool."""
     return bool(device.xp().cuda.runtime.deviceGetAttribute(IPC_ATTRIBUTE, gpu))
@@ -74,7 +84,7 @@ class OwnStaging:
     """
 
     def __init__(self, trained, bucket_bytes):
-        nbytes = whole_of(trained)[0] * trained.flat.itemsize
+        nbytes = whole_bytes(trained)
         make = self._on_gpu if device.name() == "cuda" else self._on_host
         gpu, handle, self._memory = make(nbytes)
         self.offer = Offer(layout_of(trained, bucket_bytes), nbytes, gpu, os.getpid(), handle)
@@ -213,8 +223,8 @@ class Mapping:
 class WeightPusher:
     """A trainer rank's side; on rank 0 it takes the place of a WeightSender.
 
-    trained: a Weights or an Adapter, the same on all ranks after a step. communicator: of the ranks, or None. Other
-    ranks than 0 call take_part as often as rank 0 calls `write`.
+    trained: a Weights or an Adapter, the same on all ranks after a step, or LayerShards. communicator: of the ranks, or
+    None. Other ranks than 0 call take_part as often as rank 0 calls `write`, and when it says Again.
     """
 
     needs_offers = True
@@ -223,7 +233,12 @@ class WeightPusher:
         alone = communicator is None or communicator.world_size == 1
         self.trained, self.communicator = trained, None if alone else communicator
         self.rank, self.num_ranks = (0, 1) if alone else (communicator.rank, communicator.world_size)
-        self.bucket_bytes = bucket_size(trained.flat.nbytes, bucket_bytes, self.num_ranks)
+        self.is_in_parts = is_in_parts(trained)
+        if self.is_in_parts:
+            largest = trained.parts_of_ranks[0].size * trained.flat.itemsize
+            self.bucket_bytes = part_bucket_size(largest, bucket_bytes)
+        else:
+            self.bucket_bytes = bucket_size(trained.flat.nbytes, bucket_bytes, self.num_ranks)
         # {Offer: Mapping}; messages of the newest version, by its number; seconds of the last write's copies.
         self._mappings, self._messages, self.seconds = {}, {}, 0.0
 
@@ -243,22 +258,30 @@ class WeightPusher:
         """
         if self.communicator is None:
             return self.write_again(version, offers, offers)
-        self.communicator.objects(offers)
-        left_out = self._map(offers)
-        found = self.communicator.objects((left_out, *self._copy(offers, self.rank, self.num_ranks)))
-        return self._written(version, found)
+        return self._written(version, self._copy_together((offers, list(offers))))
 
     def write_again(self, version, offers, numbers):
-        """As `write`, by this rank alone, to processes of these numbers; the weights are still those of `version`."""
+        """As `write`, to processes of these numbers; the weights are still those of `version`. By this rank alone, if
+        it has them."""
+        if self.is_in_parts:
+            self.communicator.objects(Again())
+            return self._written(version, self._copy_together((offers, list(numbers))))
         left_out = self._map(offers)
-        found = left_out, *self._copy({number: offers[number] for number in numbers}, 0, 1)
+        found = left_out, *self._copy({number: offers[number] for number in numbers}, self._buckets(0, 1))
         return self._written(version, [found])
 
     def take_part(self):
-        """Another rank's part of rank 0's `write`."""
-        offers = self.communicator.objects(None)[0]
+        """Another rank's part of rank 0's `write`, or `write_again`."""
+        self._copy_together(None)
+
+    def _copy_together(self, wanted):
+        """Copy what each rank copies: what all have found, a list. wanted: of rank 0, (offers, numbers of those that
+        are written to)."""
+        offers, numbers = self.communicator.objects(wanted)[0]
         left_out = self._map(offers)
-        self.communicator.objects((left_out, *self._copy(offers, self.rank, self.num_ranks)))
+        written = {number: offers[number] for number in numbers}
+        found = self._copy(written, self._buckets(self.rank, self.num_ranks))
+        return self.communicator.objects((left_out, *found))
 
     def messages(self, version):
         """What is sent for the newest version: list of Begin, Bucket, ..., Finish."""
@@ -284,20 +307,26 @@ class WeightPusher:
         self._messages = {version: messages_of(version, layout, [checksums[i] for i in sorted(checksums)])}
         return left_out
 
-    def _copy(self, offers, rank, num_ranks):
-        """Copy the buckets of a rank to where offers are mapped: ({bucket: checksum}, seconds)."""
+    def _buckets(self, rank, num_ranks):
+        """The buckets that one of so many ranks copies: {number: array}."""
+        parts = buckets_of(self.trained.flat, self.bucket_bytes)
+        if self.is_in_parts:
+            return dict(enumerate(parts, self.trained.first * self.trained.flat.itemsize // self.bucket_bytes))
+        return dict(list(enumerate(parts))[rank::num_ranks])
+
+    def _copy(self, offers, buckets):
+        """Copy buckets to where offers are mapped: ({bucket: checksum}, seconds)."""
         mappings = [self._mappings[offer] for offer in offers.values() if offer in self._mappings]
         device.synchronize()
-        began, parts = time.perf_counter(), buckets_of(self.trained.flat, self.bucket_bytes)
-        own = range(rank, len(parts), num_ranks)
+        began = time.perf_counter()
         # Bucket by bucket, on a stream for each process: none waits for what another one's GPU receives.
-        for index in own:
+        for index, part in buckets.items():
             for mapping in mappings:
-                mapping.write(parts[index], index * self.bucket_bytes)
-        checksums = Checksums([parts[index] for index in own]).read()
+                mapping.write(part, index * self.bucket_bytes)
+        checksums = Checksums(buckets.values()).read()
         for mapping in mappings:
             mapping.synchronize()
-        return dict(zip(own, checksums, strict=True)), time.perf_counter() - began
+        return dict(zip(buckets, checksums, strict=True)), time.perf_counter() - began
 
     def _map(self, offers):
         """Map what is offered, and unmap what is not any more: {number: why it could not be mapped}."""

@@ -1,13 +1,17 @@
 """Where a shard's weights are in those of the whole model: what a process of a tensor-parallel engine copies of a push.
 
-Weights are sent whole, as the trainer has them, and all engines read the same bytes. A shard has whole rows of the
-matrices (model/shard.py), which are contiguous there, too, so each process copies ranges.
+Weights are sent whole, and all engines read the same bytes. A shard has whole rows of the matrices (model/shard.py),
+which are contiguous there, too, so each process copies ranges.
+
+A rank of the trainer may have a part alone (layer_shards.py), and what is sent is then made of those of all ranks.
 """
 
 from typing import NamedTuple
 
+from rlnumba.distributed.layer_shards import LayerShards
 from rlnumba.model.shard import WHOLE
-from rlnumba.model.weights import parameters
+from rlnumba.model.weights import Weights, parameters
+from rlnumba.runtime import device
 
 
 class Range(NamedTuple):
@@ -21,10 +25,38 @@ class Range(NamedTuple):
 def whole_of(trained):
     """(elements of the flat buffer, decay_end) of the whole model of which `trained`, a Weights or Adapter, may be a
     shard."""
+    if is_in_parts(trained):
+        return trained.size, trained.decay_end
     if trained.shard == WHOLE:
         return trained.flat.shape[0], trained.decay_end
     placed = parameters(trained.config)
     return placed[-1].offset + placed[-1].padded_size, next(p.offset for p in placed if not p.decays)
+
+
+def is_in_parts(trained):
+    """Whether each rank of the trainer has a part of what is trained, so that all take part where it is sent."""
+    return isinstance(trained, LayerShards)
+
+
+def kind_of(trained):
+    """Whether this is a Weights or an Adapter: str."""
+    return Weights.__name__ if isinstance(trained, Weights) else type(trained).__name__
+
+
+def whole_bytes(trained):
+    """Bytes of all that is trained."""
+    return whole_of(trained)[0] * trained.flat.itemsize
+
+
+def host_part(trained, first, count):
+    """Elements first, first + 1, ... of all that is trained, on the host: (count,); fewer at the end.
+
+    Of what is in parts, on rank 0 alone; other ranks call this with the same arguments.
+    """
+    count = min(count, whole_of(trained)[0] - first)
+    if is_in_parts(trained):
+        return trained.host_part(first, count)
+    return device.to_host(trained.flat[first : first + count])
 
 
 def ranges_of(trained):

@@ -24,7 +24,15 @@ import xxhash
 
 from rlnumba.distributed.communicator import as_bytes
 from rlnumba.distributed.shared_memory import unnamed_file
-from rlnumba.distributed.weight_shards import pieces_of, ranges_of, whole_of
+from rlnumba.distributed.weight_shards import (
+    host_part,
+    is_in_parts,
+    kind_of,
+    pieces_of,
+    ranges_of,
+    whole_bytes,
+    whole_of,
+)
 from rlnumba.errors import UserError
 from rlnumba.runtime import device
 
@@ -63,13 +71,17 @@ class Finish(NamedTuple):
     version: int
 
 
+class Again(NamedTuple):
+    """From rank 0 of the trainer to others, which have parts of the weights: they are sent once more, by take_part."""
+
+
 def layout_of(trained, bucket_bytes):
     """In which two layouts of trained weights, of a Weights or an Adapter, and of their buckets differ: str.
 
     Of a shard, the whole model's.
     """
     config, dtype, (size, decay_end) = trained.config, trained.flat.dtype, whole_of(trained)
-    name = f"{type(trained).__name__} {config.architecture} {dtype} {size} {decay_end}"
+    name = f"{kind_of(trained)} {config.architecture} {dtype} {size} {decay_end}"
     return f"{name} {max(bucket_bytes // dtype.itemsize, 1)}"
 
 
@@ -77,6 +89,14 @@ def buckets_of(array, bucket_bytes):
     """The parts of at most so many bytes, but at least an element, of an array (n,): list of views."""
     step = max(bucket_bytes // array.itemsize, 1)
     return [array[first : first + step] for first in range(0, len(array), step)]
+
+
+def host_buckets(trained, bucket_bytes):
+    """Yields buckets_of all that is trained, on the host; each is None on other ranks than 0, of what is in parts."""
+    device.synchronize()
+    step = max(bucket_bytes // trained.flat.itemsize, 1)
+    for first in range(0, whole_of(trained)[0], step):
+        yield host_part(trained, first, step)
 
 
 def messages_of(version, layout, checksums):
@@ -118,14 +138,17 @@ def checksums_of(parts):
 
 
 class WeightSender:
-    """The trainer's side. trained: a Weights or an Adapter; bucket_bytes: of a part."""
+    """The trainer's side. trained: a Weights or an Adapter; bucket_bytes: of a part.
+
+    Of weights that ranks have in parts, rank 0's: others have a PartSender.
+    """
 
     # Whether processes have staging of their own, in which this then writes (weight_push.WeightPusher).
     needs_offers = False
 
     def __init__(self, trained, slots, bucket_bytes):
         self.trained, self.bucket_bytes = trained, bucket_bytes
-        self.staging = Staging(trained.flat.nbytes, slots)
+        self.staging = Staging(whole_bytes(trained), slots)
         # By version, of those that are in staging.
         self._messages = {}
 
@@ -145,23 +168,41 @@ class WeightSender:
 
     def write(self, version, offers=None):
         """Copy the weights as they are to staging; returns {}. offers: not needed."""
-        device.synchronize()
         self._messages.pop(self.replaced_by(version), None)
         memory, checksums = self.staging.of_version(version), []
         targets = buckets_of(memory.view(self.trained.flat.dtype), self.bucket_bytes)
-        for part, target in zip(buckets_of(self.trained.flat, self.bucket_bytes), targets, strict=True):
-            as_bytes(target)[...] = as_bytes(device.to_host(part))
+        for part, target in zip(host_buckets(self.trained, self.bucket_bytes), targets, strict=True):
+            as_bytes(target)[...] = as_bytes(part)
             checksums += checksums_of([target])
         self._messages[version] = messages_of(version, layout_of(self.trained, self.bucket_bytes), checksums)
         return {}
 
     def write_again(self, version, offers=None, numbers=None):
         """As `write`, for a version that processes have refused."""
+        if is_in_parts(self.trained):
+            self.trained.communicator.objects(Again())
         return self.write(version)
 
     def messages(self, version):
         """What is sent for a version in staging: list of Begin, Bucket, ..., Finish."""
         return self._messages[version]
+
+
+class PartSender:
+    """Another rank's side of a WeightSender, which sends it what this rank has of the weights; the same arguments."""
+
+    needs_offers = False
+
+    def __init__(self, trained, bucket_bytes):
+        self.trained, self.bucket_bytes = trained, bucket_bytes
+
+    def take_part(self):
+        """This rank's part of rank 0's `write`."""
+        for _ in host_buckets(self.trained, self.bucket_bytes):
+            pass
+
+    def close(self):
+        """Nothing: rank 0 has the memory."""
 
 
 class WeightReceiver:

@@ -114,10 +114,14 @@ class ShardedOptimizer(Optimizer):
         own = slice(lower - self.part.start, upper - self.part.start) if lower < upper else slice(0)
         return self.communicator.begin_fold(gradient, self.grads.flat[own], lower - start, count, is_first)
 
-    def take_part(self, grads, fold_part):
-        """What a rank without a micro-batch does in a round: it folds as those that have one, and gathers layers."""
-        for index in range(len(self.model_weights.layers)):
-            self.model_weights.layer(index)
+    def take_part(self, grads, fold_part, before=()):
+        """What a rank without a micro-batch does in a round: it folds as those that have one, and gathers layers.
+
+        before: Weights of which the others do a forward first.
+        """
+        for weights in (*before, self.model_weights):
+            for index in range(len(weights.layers)):
+                weights.layer(index)
         for index, parts in update_order(grads):
             if index not in (BEFORE, AFTER):
                 self.model_weights.layer(index)

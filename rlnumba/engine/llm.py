@@ -22,10 +22,11 @@ class LLM:
     model: a Transformer, or a Hugging Face folder or hub id, also a PEFT adapter's, whose tokenizer is then the
     default. The other arguments are Engine's, and so are update_weights, needed after every change of the weights,
     sleep and wake. adapters: {name: PEFT adapter folder} of adapters on the model, which itself has none, for
-    generate's `adapters`.
+    generate's `adapters`. engine: what has an Engine's methods and is to be used in its place, for a model whose
+    weights are not all there.
     """
 
-    def __init__(self, model, tokenizer=None, config=None, adapters=None):
+    def __init__(self, model, tokenizer=None, config=None, adapters=None, engine=None):
         if isinstance(model, str | Path):
             base, adapter = find_base(model)
             tokenizer = tokenizer or (adapter and Tokenizer.from_folder(adapter)) or Tokenizer.from_folder(base)
@@ -34,7 +35,7 @@ class LLM:
         if adapters:
             model = with_adapters(model, adapters.values())
         self.model, self.tokenizer = model, tokenizer
-        self.engine = Engine(model, tokenizer, config)
+        self.engine = engine or Engine(model, tokenizer, config)
         self.max_model_len = self.engine.max_model_len
 
     def update_weights(self, version):

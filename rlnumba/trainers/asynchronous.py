@@ -29,7 +29,8 @@ from rlnumba.distributed.inference_worker import Setup
 from rlnumba.distributed.placement import gpus_of_ranks, most_ranks_per_gpu
 from rlnumba.distributed.ray_engines import ObjectSender, RayEngines
 from rlnumba.distributed.weight_push import WeightPusher, can_share
-from rlnumba.distributed.weight_sync import WeightSender
+from rlnumba.distributed.weight_shards import whole_bytes
+from rlnumba.distributed.weight_sync import Again, PartSender, WeightSender
 from rlnumba.engine.groups import GroupEngine, GroupRequest
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import UserError
@@ -37,6 +38,7 @@ from rlnumba.rewards import TrainerState
 from rlnumba.rewards.calling import Pending
 from rlnumba.runtime import ahead_of_time, device
 from rlnumba.trainers import rollout
+from rlnumba.trainers.engine_elsewhere import GroupsApart
 from rlnumba.trainers.group_buffer import Group, GroupBuffer
 from rlnumba.trainers.run_folder import KERNEL_LIST, kernel_request
 
@@ -83,6 +85,7 @@ class Pipeline:
         self.prompts, self.rewards, self.order, self.version = prompts, rewards, order, version
         self.coming, self.engines = deque(generations), None
         self.buffer = GroupBuffer(self.options.queue_maxsize // self.train.num_generations, self.options.order)
+        self.apart = GroupsApart(self.options)
         self.next_number, self.num_dropped, self.num_rejected, self.sync_s = 0, 0, 0, 0.0
         self.last_stats, self.last_time, self.metrics = (0, 0.0), time.monotonic(), {}
 
@@ -149,6 +152,9 @@ class Pipeline:
 
     def finished(self, request):
         """An engine has completed a group; called in any thread."""
+        if self.apart.has(request):
+            self.apart.finished(request)
+            return
         group = self._in_flight(request)
         drawn = group.content
         drawn.completions = request.completions
@@ -157,9 +163,21 @@ class Pipeline:
 
     def expired(self, request):
         """An engine has given a group back; called in any thread."""
+        if self.apart.has(request):
+            self.apart.expired(self.engines, request)
+            return
         if not self.options.partial_rollouts:
             request = replace(request, done={}, begun=[])
         self._again(self._in_flight(request), request)
+
+    def submit_apart(self, name, prompt, params):
+        """Give out a group that is not trained on, of the newest weights; see GroupsApart.submit."""
+        self.apart.submit(self.engines, name, prompt, params, self.version)
+
+    def take_apart(self):
+        """Those that are complete, after wait_s at the latest; see GroupsApart.take."""
+        self.engines.check()
+        return self.apart.take(self.engines.wait_s)
 
     def _in_flight(self, request):
         return next(group for group, _ in self.buffer.snapshot() if group.number == request.number)
@@ -393,19 +411,28 @@ class RemoteEngines:
 def pusher_of(run, policy):
     """This rank's WeightPusher, where weights are pushed into memory of the inference processes, else None.
 
-    All ranks call this together.
+    Where ranks have the weights in parts, other ranks than 0 have a PartSender instead of None. All ranks call this
+    together.
     """
-    if not run.deploy.num_infer_gpus or run.deploy.launcher == "ray":
+    if not run.deploy.num_infer_gpus:
         return None
-    trained, gpu_bytes = policy.model.trained, 0
+    trained, bucket_bytes = policy.model.trained, run.deploy.update_weights_bucket_megabytes << 20
+    if _transport_of(run, policy) == "peer":
+        return WeightPusher(trained, policy.communicator, bucket_bytes)
+    return PartSender(trained, bucket_bytes) if policy.shards_layers and policy.communicator.rank else None
+
+
+def _transport_of(run, policy):
+    """The way of new weights, "peer" or "shm"; on a Ray cluster they go through the host, too."""
+    if run.deploy.launcher == "ray":
+        return "shm"
+    gpu_bytes = 0
     if device.name() == "cuda" and can_share(device.xp().cuda.Device().id):
         gpu_bytes = device.memory_info()[1]
     if policy.communicator is not None:
         # GPUs may differ, and all must take the same way.
         gpu_bytes = min(policy.communicator.objects(gpu_bytes))
-    if run.weights_transport(trained.flat.nbytes, gpu_bytes) != "peer":
-        return None
-    return WeightPusher(trained, policy.communicator, run.deploy.update_weights_bucket_megabytes << 20)
+    return run.weights_transport(whole_bytes(policy.model.trained), gpu_bytes)
 
 
 class InterleavedEngine:
@@ -473,7 +500,7 @@ class Ahead:
     """What a trainer's loop has of a Pipeline, on every rank; pipeline is None on other ranks than the first.
 
     rewards: whose names and weights are known on all ranks; make_engines(pipeline): called by `start`. pusher: this
-    rank's, if all push weights.
+    rank's, as far as it takes part where weights are sent: see pusher_of.
     """
 
     pipeline: Pipeline | None
@@ -482,7 +509,7 @@ class Ahead:
     prompts: object
     rewards: object
     make_engines: Callable
-    pusher: WeightPusher | None = None
+    pusher: WeightPusher | PartSender | None = None
     metrics: dict = field(default_factory=dict)
 
     @property
@@ -493,6 +520,9 @@ class Ahead:
         """Start the engines, with the weights as they are, and give out prompts."""
         if self.pipeline is not None:
             self.pipeline.start(self.make_engines(self.pipeline))
+        elif self.pusher is not None and not self.pusher.needs_offers:
+            # Engines that have no memory of their own for weights find them at their start.
+            self.pusher.take_part()
 
     def take(self, trainer_state, clock, status):
         """The next generation, whose trainer_state this is: (indices of its prompts, Generation)."""
@@ -501,13 +531,34 @@ class Ahead:
             drawn = self.pipeline.take(trainer_state.global_step, status)
             self.metrics = self.pipeline.metrics
             shared = [each.prompt for each in drawn], [each.completions for each in drawn]
-        if not self.is_alone:
-            shared = self.communicator.objects(shared)[0]
+        shared = self._of_first_rank(shared)
         indices, completions = shared
         with clock.phase("reward"):
             scores = self.rewards.collect([each.pending for each in drawn])
         chosen = [self.prompts.prompts[i] for i in indices]
         return indices, rollout.as_generation(chosen, completions, scores, self.rewards.weights, self.llm.tokenizer)
+
+    def _of_first_rank(self, value):
+        """What rank 0 has, on all ranks; until then these send their parts of the weights again where it says so."""
+        if self.is_alone:
+            return value
+        while isinstance(found := self.communicator.objects(value)[0], Again):
+            self.pusher.take_part()
+        return found
+
+    def submit_apart(self, name, prompt, params):
+        """Let the engines draw a group that is not trained on; see Pipeline. All ranks call this."""
+        if self.pipeline is not None:
+            self.pipeline.submit_apart(name, prompt, params)
+
+    def take_apart(self):
+        """Those that are complete by now, on all ranks: [(name, list of Completion)]."""
+        return self._of_first_rank(None if self.pipeline is None else self.pipeline.take_apart())
+
+    def forget_apart(self):
+        """They are not asked for any more."""
+        if self.pipeline is not None:
+            self.pipeline.apart.forget()
 
     def update_weights(self, version):
         """The weights are of this version now; to be called instead of the LLM's."""

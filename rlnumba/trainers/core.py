@@ -125,12 +125,12 @@ class Policy:
         if self.communicator is not None and self.model.adapter is not None and "master" in self.optimizer.state:
             self.model.adapter.master = self.optimizer.gathered("master")
 
-    def each_micro_batch(self, batches, others=()):
+    def each_micro_batch(self, batches, others=(), before=()):
         """Iterate over those of a step's micro-batches that this rank computes: of R ranks every R-th.
 
         batches: a sequence of all of them, the same on every rank, in the order in which their gradients are added.
         What the block of the loop adds to the gradients is that of one micro-batch. others: further Policies, to whose
-        gradients it adds, too.
+        gradients it adds, too. before: models of which the block does a forward first.
         """
         if self.communicator is None:
             for batch in batches:
@@ -144,7 +144,7 @@ class Policy:
             for policy in (self, *others):
                 policy._round = count, first == 0
                 if policy.folds_layers and not is_own:
-                    policy.optimizer.take_part(policy.grads, policy._fold_part)
+                    policy.optimizer.take_part(policy.grads, policy._fold_part, [each.weights for each in before])
                     policy._end_fold()
             if is_own:
                 for policy in (self, *others):

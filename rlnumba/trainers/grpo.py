@@ -175,7 +175,7 @@ def host_logprobs(policy, model, parts):
     """(T,) float32 on the host: a model's log-probs of all completion tokens."""
     outputs = {"logprobs": (None, np.float32)}
     readings = [policy.run(score, part.micro_batch(), outputs, model) for part in policy.own(parts)]
-    return np.concatenate(policy.of_all_micro_batches([read()["logprobs"] for read in readings]))
+    return np.concatenate(policy.of_all_micro_batches([read()["logprobs"] for read in readings], len(parts)))
 
 
 def score(policy, batch, results, model):

@@ -39,14 +39,16 @@ def load_policy(run, folder, reference=False, temperature=1.0, heads=LM_HEAD, he
     tokenizer = Tokenizer.from_folder(source)
     before = None
     if reference:
-        before = model.without_adapter() if run.lora else load_model(source, model.dtype.name)
+        kind = weights_of(run, folder.communicator, is_trained=False)
+        before = model.without_adapter() if run.lora else load_model(source, model.dtype.name, make_weights=kind)
     return Policy(model, train, before, temperature, run.seed, folder.communicator), tokenizer
 
 
-def weights_of(run, communicator):
-    """The Weights to make of a run's policy: those of layers in parts with deploy.zero_stage 3, on several ranks."""
+def weights_of(run, communicator, is_trained=True):
+    """The Weights to make of a run's policy, or of its reference, which is not trained: those of layers in parts with
+    deploy.zero_stage 3, on several ranks."""
     if run.deploy.zero_stage == 3 and communicator is not None and communicator.world_size > 1:
-        return partial(LayerShards, communicator=communicator)
+        return partial(LayerShards, communicator=communicator, is_trained=is_trained)
     return Weights
 
 

@@ -7,7 +7,8 @@ memory/*, computed by the code that allocates. Only config.json, the tokenizer a
 On a GPU there is besides what no region counts: the operators' own arrays and the CUDA context, estimated here.
 
 Of R ranks each has what one has, but for its part of the optimizer's state and of the step's gradient. No part is
-larger than the first, so the plan is that of rank 0 unless another one is asked for.
+larger than the first, so the plan is that of rank 0 unless another one is asked for. Ranks that have the weights in
+parts (deploy.zero_stage 3) have no engine.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.logprob import chunked
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD, ModelConfig
 from rlnumba.model.lora import Adapter, lora_of_run
-from rlnumba.model.shard import Shard
+from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, find_model
 from rlnumba.model.weights import Weights
@@ -117,17 +118,20 @@ class Planner:
         # Any GPU: micro-batches are padded there.
         with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
             trained, checkpoint, folds_layers = take_step(self.config, dtype, run, step, communicator)
-            if step.prompts:
+            shards_layers = weights_of(run, communicator) is not Weights
+            has_engine = step.prompts and not shards_layers
+            if has_engine:
                 _generate(self, dtype, run, step.prompts)
         tokens = step.tokens
         regions, notes = dict(peaks), {}
         host = regions.pop("host", 0)
         regions.pop(SHARED, None)
         itemsize = device.dtype(dtype).itemsize
-        shards_layers, parameters = weights_of(run, communicator) is not Weights, regions["weights"] // itemsize
+        parameters = regions["weights"] // itemsize
         notes["weights"] = f"{parameters:,} parameters, {dtype}"
         if shards_layers:
             notes["weights"] += f": 1/{run.num_ranks} of all twice, and a layer, embedding and head"
+            notes["reference"] = f"1/{run.num_ranks} of all, and a layer, embedding and head"
         notes["grads"] = "float32"
         if communicator is not None:
             notes["grads"] += f" of one micro-batch, and of the step 1/{run.num_ranks}"
@@ -153,7 +157,7 @@ class Planner:
             shared = (regions["grads"] - 4 * sum(trained)) // len(trained)
             regions["peer"] = arena_bytes(run.num_ranks) + staging_bytes(shared, run.num_ranks)
             notes["peer"] = "what other GPUs write into, and copies of their gradients"
-        if step.prompts:
+        if has_engine:
             self._add_kv(regions, notes, run, itemsize, step.prompts, self.config)
         if self.on_gpu:
             extra = {"operators": operator_bytes(tokens, self.config), "CUDA context": CONTEXT_BYTES}
@@ -170,18 +174,23 @@ class Planner:
     def engine_regions(self, plan):
         """{name: bytes} of what each process of an inference engine has: the engine's regions of a Plan of the run, and
         of several processes their parts. Memory for new weights counts for all of them, and the first has it."""
-        run, shard = self.run, Shard(0, self.run.deploy.tensor_parallel_size)
+        run, shard, dtype = self.run, Shard(0, self.run.deploy.tensor_parallel_size), self.dtype_of(self.run)
+        prompts, itemsize = step_of(self, run).prompts, device.dtype(dtype).itemsize
         found = {name: size for name, size in (plan.regions | plan.extra).items() if name in OF_INFERENCE}
         sent = plan.regions["weights" if run.lora is None else "adapter"]
+        has_own_engine = "engine activations" in found
+        if not has_own_engine:
+            sent = weights_bytes(self.config, dtype, WHOLE)
+            with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
+                _generate(self, dtype, run, prompts)
+            found["engine activations"] = peaks["engine activations"]
         is_pushed = run.weights_transport(sent, self.total_bytes if self.on_gpu else 0) == "peer"
-        if shard.count == 1 and not is_pushed:
+        if shard.count == 1 and not is_pushed and has_own_engine:
             return found
-        dtype = self.dtype_of(run)
         regions = {name: size for name, size in found.items() if name not in ("kv", "CUDA context")}
         regions["weights"] = weights_bytes(self.config, dtype, shard)
         if is_pushed:
             regions["new weights"] = sent
-        prompts, itemsize = step_of(self, run).prompts, device.dtype(dtype).itemsize
         self._add_kv(regions, {}, run, itemsize, prompts, shard.config_of(self.config))
         if self.on_gpu:
             regions |= {"peer": arena_bytes(shard.count)} if shard.count > 1 else {}
@@ -330,10 +339,10 @@ def make_policies(config, dtype, run, step, communicator=None):
     reference = None
     if step.reference:
         # With an adapter, the reference is the model without it.
-        alone = run.lora is None
-        reference = (
-            Transformer(config, Weights(config, dtype, region="reference")) if alone else model.without_adapter()
-        )
+        reference = model.without_adapter()
+        if run.lora is None:
+            kind = weights_of(run, communicator, is_trained=False)
+            reference = Transformer(config, kind(config, dtype, region="reference"))
     policy, critic = Policy(model, run.train, reference, communicator=communicator), None
     if step.critic is not None:
         model = Transformer(step.critic, Weights(step.critic, dtype))
@@ -517,7 +526,8 @@ def _switches(kind, run, on_gpu, model_dtype):
         add("train", master_weights=False)
     if dtype == "float32" and on_gpu:
         add("train", dtype="bfloat16")
-    if run.num_ranks > 1 and run.deploy.zero_stage == 2 and kind in ROW_TRAINERS and run.lora is None:
+    generates = kind not in ROW_TRAINERS and not run.deploy.num_infer_gpus
+    if run.num_ranks > 1 and run.deploy.zero_stage == 2 and not generates and run.lora is None:
         add("deploy", zero_stage=3)
     if train.per_device_train_batch_size % 2 == 0:
         halved = train.per_device_train_batch_size // 2

@@ -57,7 +57,8 @@ def optimizer_step(loss, learning_rate):
     """One optimizer step on the rows of a StepLoss, dpo's or kto's: LateMetrics."""
     policy = loss.policy
     policy.zero_grad(learning_rate)
-    for part in policy.each_micro_batch(loss.micro_batches()):
+    before = [] if policy.reference is None else [policy.reference]
+    for part in policy.each_micro_batch(loss.micro_batches(), before=before):
         with policy.scope():
             # ids -> log-probs -> loss -> gradients
             forward, dlogprobs = loss.forward(part)

@@ -5,7 +5,8 @@
     then             evaluation, log, checkpoint, where they are due
 
 Engine and policy read the same weights, so nothing is copied between them. With [async] the completions are drawn
-ahead of training (asynchronous.py).
+ahead of training (asynchronous.py), and with deploy.zero_stage = 3, where no rank has all weights, those of evaluations
+elsewhere, too (engine_elsewhere.py).
 """
 
 import math
@@ -24,6 +25,7 @@ from rlnumba.rewards import TrainerState
 from rlnumba.runtime import device
 from rlnumba.trainers import rollout
 from rlnumba.trainers.asynchronous import encoded, start_ahead
+from rlnumba.trainers.engine_elsewhere import EngineElsewhere
 from rlnumba.trainers.engine_size import engine_size_of
 from rlnumba.trainers.prompt_run import evaluate, load_prompts, prompt_order, sample_report, sampling_params
 from rlnumba.trainers.prompt_schedule import DataState, MicroBatchSchedule
@@ -76,7 +78,8 @@ def nodes_of(run, communicator):
 class PromptLoop:
     """What a run has loaded, and its steps. The arguments are those of train_on_prompts.
 
-    llm: of this rank; generator: the LLM, or that of all ranks. ahead: the Ahead of a run with [async], else None.
+    llm: of this rank; generator: the LLM, or that of all ranks. elsewhere: the EngineElsewhere that both have where
+    ranks have the weights in parts, else None. ahead: the Ahead of a run with [async], else None.
     state: the DataState; complete: what a checkpoint keeps of the data after the last complete step.
     """
 
@@ -88,9 +91,12 @@ class PromptLoop:
             # While the model is loaded.
             self.rewards.start()
         self.policy, self.tokenizer = algorithm.load(run, folder)
-        self.llm = self.generator = LLM(self.policy.model, self.tokenizer, run.engine)
+        model, self.elsewhere = self.policy.model, None
+        if self.policy.shards_layers:
+            self.elsewhere = EngineElsewhere(model.config, run.engine)
+        self.llm = self.generator = LLM(model, self.tokenizer, run.engine, engine=self.elsewhere)
         if not folder.is_alone:
-            self.generator = llm_on_ranks(self.llm, communicator)
+            self.generator = self.llm if self.elsewhere else llm_on_ranks(self.llm, communicator)
             self.rewards = RewardsOnRanks(self.rewards, communicator)
         self.prompts = load_prompts(run.data.train, run, self.llm)
         self.eval_data = load_prompts(run.data.eval, run, self.llm, for_eval=True) if run.data.eval else None
@@ -125,6 +131,8 @@ class PromptLoop:
 
         parts = self.policy, self.llm, self.prompts, self.rewards, self.state, self.schedule
         ahead = start_ahead(run, *parts, step, groups, params_of)
+        if self.elsewhere:
+            self.elsewhere.ahead = ahead
         self.algorithm = self.algorithm._replace(generate=partial(self.algorithm.generate, ahead=ahead))
         return ahead
 
@@ -156,10 +164,12 @@ class PromptLoop:
     def _begin(self):
         """What comes before the first step."""
         step, total_steps = self.folder.step, self.schedule.total_steps
+        if self.elsewhere:
+            self.ahead.start()
         if self.eval_data and self.run.train.eval_on_start and step == 0:
             self.writer.log(0, self._evaluate(TrainerState(0, total_steps, 0.0)))
         self.folder.callbacks.begin(step, total_steps, self.policy.model)
-        if self.ahead:
+        if self.ahead and not self.elsewhere:
             self.ahead.start()
 
     def _step(self, step):
@@ -262,15 +272,24 @@ class PromptLoop:
     def _finish(self):
         """What comes after the last step: samples of what was learned, and final/."""
         folder, writer = self.folder, self.writer
-        if self.ahead:
+        if self.ahead and not self.elsewhere:
             self.ahead.close()
         folder.callbacks.call("on_train_end", self.policy.model)
         writer.flush()
         writer.draw()
         # While the last checkpoint is being written.
-        if folder.is_first_rank and (folder.path / "completions.jsonl").exists():
-            writer.print(sample_report(self.llm, self.prompts, self.run, folder.path))
+        if folder.is_first_rank or self.elsewhere:
+            self._print_samples()
+        if self.elsewhere:
+            self.ahead.close()
         self.algorithm.save_final(folder, self.policy, self.tokenizer)
+
+    def _print_samples(self):
+        """On rank 0, print samples of what was learned; with an EngineElsewhere all ranks draw them."""
+        folder = self.folder
+        is_there = (folder.path / "completions.jsonl").exists()
+        if folder.decided(is_there) if self.elsewhere else is_there:
+            self.writer.print(sample_report(self.llm, self.prompts, self.run, folder.path))
 
 
 def mean_metrics(of_parts):

@@ -284,6 +284,9 @@ class _NoWriter:
     def draw(self):
         """Nothing."""
 
+    def print(self, text):
+        """Nothing."""
+
 
 _is_silent = False
 

@@ -33,6 +33,7 @@ from rlnumba.distributed.weight_shards import is_in_parts, whole_bytes
 from rlnumba.distributed.weight_sync import Again, buckets_of, layout_of, messages_of
 from rlnumba.errors import DeviceError
 from rlnumba.kernels.checksum import BLOCKS, MAX_BYTES, checksum, checksum_of, checksum_ref
+from rlnumba.kernels.nn import reduce
 from rlnumba.runtime import device
 from rlnumba.runtime.memory import BLOCK_BYTES, OutOfMemory, array_at, track
 
@@ -235,8 +236,8 @@ class WeightPusher:
         self.rank, self.num_ranks = (0, 1) if alone else (communicator.rank, communicator.world_size)
         self.is_in_parts = is_in_parts(trained)
         if self.is_in_parts:
-            largest = trained.parts_of_ranks[0].size * trained.flat.itemsize
-            self.bucket_bytes = part_bucket_size(largest, bucket_bytes)
+            segments = reduce.num_segments(trained.parts_of_ranks[0].size)
+            self.bucket_bytes = part_bucket_size(segments * reduce.SEGMENT * trained.flat.itemsize, bucket_bytes)
         else:
             self.bucket_bytes = bucket_size(trained.flat.nbytes, bucket_bytes, self.num_ranks)
         # {Offer: Mapping}; messages of the newest version, by its number; seconds of the last write's copies.

@@ -15,12 +15,14 @@ import pytest
 
 from rlnumba import checkpoint
 from rlnumba.config import AsyncConfig, DeployConfig, LoraConfig, to_toml
+from rlnumba.distributed import launch
 from rlnumba.errors import ConfigError
 from rlnumba.trainers import grpo, rloo
 from rlnumba.trainers.callbacks import TrainerCallback, given
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.ranks import train_on_ranks
 from rlnumba.trainers.rloo import run_rloo
+from tests.distributed.test_trainers import train_each, written
 from tests.trainers.runs import grpo_run, metrics_of, rloo_run
 
 
@@ -151,9 +153,9 @@ def test_without_in_flight_updates_the_result_does_not_depend_on_the_engines(tmp
     assert found[1][0]["sampling/sampling_logp_difference/max"] == 0
 
 
-def rloo_run_of(folder, num_infer_gpus=0, train=None, **options):
+def rloo_run_of(folder, num_infer_gpus=0, train=None, data=None, **options):
     """As run_of, of RLOO."""
-    run = rloo_run(folder, **{"max_steps": 4, "save_steps": 2, "report_to": []} | (train or {}))
+    run = rloo_run(folder, data=data, **{"max_steps": 4, "save_steps": 2, "report_to": []} | (train or {}))
     deploy = DeployConfig(num_infer_gpus=num_infer_gpus)
     return dataclasses.replace(run, deploy=deploy, asynchronous=AsyncConfig(**options) if options else None)
 
@@ -247,6 +249,45 @@ def test_two_ranks_train_an_adapter_with_the_completions_of_one_inference_proces
     name = "adapter_model.safetensors"
     assert final_of(run, name) == final_of(expected, name) and trained_prompts(run) == trained_prompts(expected)
     assert all(row["weight_pause_time_s"] > 0 for row in metrics_of(run))
+
+
+def train_and_kill(communicator, kind, run, kills):
+    """train_each of a run on a rank; the first inference process may be killed."""
+    with given([KillOnce()] if kills and communicator.rank == 0 else []):
+        train_each(communicator, [(kind, run)], True)
+
+
+# Three micro-batches of each of two steps a generation: a rank has none in the second round.
+IN_PARTS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "global_batch_size": 12}
+IN_PARTS |= {"generation_batch_size": 24, "save_steps": 1, "beta": 0.05, "eval_on_start": True, "eval_steps": 2}
+
+
+@pytest.mark.usefixtures("quick_starts")
+@pytest.mark.parametrize("kind, transport, kills", [("grpo", "shm", False), ("rloo", "peer", True)])
+def test_two_ranks_with_parts_of_the_weights_write_the_files_of_one(tmp_path, kind, transport, kills):
+    """From the checkpoint of one rank on, whose weights are whole, and back; also if the inference process is killed,
+    so that another one gets the parts of both."""
+    data = {"eval": str(tmp_path / "prompts.jsonl")}
+    # Top k: the log-probs of the policy are computed, too.
+    options = IN_PARTS | ({"top_k": 20, "top_entropy_quantile": 0.5} if kind == "grpo" else {})
+    make = {"grpo": run_of, "rloo": rloo_run_of}[kind]
+
+    def train(folder, steps, ranks=1, zero_stage=2):
+        asynchronous = {"num_infer_gpus": 1, "max_staleness": 0} if ranks > 1 else {}
+        run = make(tmp_path / folder, train=options | {"max_steps": steps}, data=data, **asynchronous)
+        deploy = {"num_train_gpus": ranks, "zero_stage": zero_stage, "update_weights_transport": transport}
+        run = with_deploy(run, **deploy)
+        launch(train_and_kill, ranks, kind, run, kills and ranks > 1, timeout_s=60)
+        return written(run)
+
+    expected = train("whole", 4)
+    for steps, ranks, zero_stage in [(1, 1, 2), (3, 2, 3), (4, *((1, 2) if kills else (2, 2)))]:
+        found = train("parts", steps, ranks, zero_stage)
+    assert found[0] == expected[0]
+    # Parts of the run end with an evaluation besides.
+    for row, other in zip(expected[1], found[1], strict=True):
+        for name in {"loss", "eval_reward", "entropy"} & row.keys():
+            assert other[name] == row[name], name
 
 
 def test_older_tokens_have_the_gradient_of_a_sampler_with_other_log_probs(tmp_path, monkeypatch):

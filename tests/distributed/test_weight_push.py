@@ -9,9 +9,18 @@ import pytest
 from rlnumba.config import LoraConfig
 from rlnumba.distributed import inference
 from rlnumba.distributed.inference import InferenceError
-from rlnumba.distributed.weight_push import Checksums, Mapping, OwnStaging, WeightPusher, bucket_size
-from rlnumba.distributed.weight_sync import WeightReceiver, WeightsRefused
+from rlnumba.distributed.layer_shards import LayerShards
+from rlnumba.distributed.weight_push import (
+    Checksums,
+    Mapping,
+    OwnStaging,
+    WeightPusher,
+    bucket_size,
+    part_bucket_size,
+)
+from rlnumba.distributed.weight_sync import Again, PartSender, WeightReceiver, WeightSender, WeightsRefused
 from rlnumba.kernels.checksum import checksum_ref
+from rlnumba.kernels.nn import reduce
 from rlnumba.model.lora import Adapter
 from tests.close import assert_same_bits
 from tests.distributed import in_threads
@@ -73,6 +82,56 @@ def test_ranks_push_their_buckets_to_two_processes(kind, world_size):
 
     sizes = in_threads.run(rank, world_size, {})
     assert len(set(sizes)) == 1 and sizes[0] <= BUCKET_BYTES
+
+
+@pytest.mark.parametrize("transport", ["peer", "shm"])
+@pytest.mark.parametrize(
+    "segment, parts", [(2048, [2048, 1664]), (256, [1280, 1280, 1152]), (1024, [2048, 1664, 0]), (4096, [3712, 0])]
+)
+def test_ranks_send_what_each_has_of_the_weights(monkeypatch, segment, parts, transport):
+    """And send it again when rank 0 says so."""
+    monkeypatch.setattr(reduce, "SEGMENT", segment)
+
+    def rank(communicator):
+        whole = trained_of("weights")
+        trained = LayerShards(whole.config, communicator=communicator)
+        is_first = communicator.rank == 0
+        if transport == "peer":
+            sender = WeightPusher(trained, communicator, BUCKET_BYTES)
+        else:
+            sender = WeightSender(trained, 2, BUCKET_BYTES) if is_first else PartSender(trained, BUCKET_BYTES)
+        receiving = Receiving(sender, "weights") if is_first else None
+        offers = {0: receiving.staging.offer} if is_first else {}
+        if is_first and transport == "shm":
+            receiving.receiver.staging = sender.staging
+        for version in range(1, 4):
+            values = weights_of(version, whole)
+            trained.flat[...] = values[trained.first : trained.first + len(trained.flat)]
+            is_again = version == 3
+            if not is_first:
+                assert not is_again or isinstance(communicator.objects(None)[0], Again)
+                sender.take_part()
+                continue
+            found = sender.write_again(version, offers, [0]) if is_again else sender.write(version, offers)
+            assert found == {} and sender.versions[-1] == version
+            receiving.take(sender.messages(version))
+            assert receiving.receiver.apply() == version
+            assert_same_bits(receiving.trained.flat, values)
+        return sender.bucket_bytes, len(trained.flat)
+
+    sizes, found = zip(*in_threads.run(rank, len(parts)), strict=True)
+    assert list(found) == parts
+    # Those of a part of 1280 elements are half of it.
+    assert set(sizes) == {2560 if transport == "peer" and segment == 256 else BUCKET_BYTES}
+
+
+@pytest.mark.parametrize("segments", [1, 7, 3821])
+def test_buckets_of_a_part_fill_it(segments):
+    nbytes = segments * 2 * reduce.SEGMENT
+    for most in (1 << 20, 3 << 20, 1 << 30, 1 << 40):
+        size = part_bucket_size(nbytes, most)
+        assert nbytes % size == 0 and size % 256 == 0 and size <= most
+        assert size == nbytes or 2 * size > min(most, 8 << 30)
 
 
 @pytest.mark.parametrize("which", [0, 1, -1])

@@ -29,7 +29,7 @@ from rlnumba.distributed.inference_worker import Setup
 from rlnumba.distributed.placement import gpus_of_ranks, most_ranks_per_gpu
 from rlnumba.distributed.ray_engines import ObjectSender, RayEngines
 from rlnumba.distributed.weight_push import WeightPusher, can_share
-from rlnumba.distributed.weight_shards import whole_bytes
+from rlnumba.distributed.weight_shards import is_in_parts, whole_bytes
 from rlnumba.distributed.weight_sync import Again, PartSender, WeightSender
 from rlnumba.engine.groups import GroupEngine, GroupRequest
 from rlnumba.engine.sequence import Completion, SamplingParams
@@ -419,7 +419,7 @@ def pusher_of(run, policy):
     trained, bucket_bytes = policy.model.trained, run.deploy.update_weights_bucket_megabytes << 20
     if _transport_of(run, policy) == "peer":
         return WeightPusher(trained, policy.communicator, bucket_bytes)
-    return PartSender(trained, bucket_bytes) if policy.shards_layers and policy.communicator.rank else None
+    return PartSender(trained, bucket_bytes) if is_in_parts(trained) and policy.communicator.rank else None
 
 
 def _transport_of(run, policy):

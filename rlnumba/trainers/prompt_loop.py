@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from rlnumba.distributed.ray_cluster import connected
 from rlnumba.distributed.replicas import llm_on_ranks
+from rlnumba.distributed.weight_shards import is_in_parts
 from rlnumba.engine.llm import LLM
 from rlnumba.errors import ConfigError
 from rlnumba.model.config import LM_HEAD
@@ -92,7 +93,7 @@ class PromptLoop:
             self.rewards.start()
         self.policy, self.tokenizer = algorithm.load(run, folder)
         model, self.elsewhere = self.policy.model, None
-        if self.policy.shards_layers:
+        if is_in_parts(model.weights):
             self.elsewhere = EngineElsewhere(model.config, run.engine)
         self.llm = self.generator = LLM(model, self.tokenizer, run.engine, engine=self.elsewhere)
         if not folder.is_alone:

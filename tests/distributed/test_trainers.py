@@ -153,7 +153,7 @@ CASES = {
 # Per-device sizes multiply by the number of ranks, as in TRL: two with one pass each have the step of one with two.
 ON_TWO = ["sft", "dpo", "grpo", "grpo, dynamic sampling", "ppo", "sft, per device", "grpo, per device"]
 ON_THREE = [case for case in CASES if not case.endswith("per device")]
-ON_FOUR = ["sft", "grpo", "grpo, dynamic sampling", "sft, zero 3"]
+ON_FOUR = ["sft", "grpo", "grpo, dynamic sampling", "sft, zero 3", "dpo, zero 3"]
 
 
 def runs_of_cases(cases, folder, num_ranks):

@@ -18,7 +18,7 @@ from rlnumba.errors import ConfigError
 from rlnumba.trainers.micro_batch import MicroBatch, costliest_first
 from rlnumba.trainers.ranks import train_on_ranks
 from rlnumba.trainers.sft import run_sft
-from tests.trainers.runs import grpo_run, metrics_of, preference_run, sft_run
+from tests.trainers.runs import grpo_run, metrics_of, ppo_run, preference_run, sft_run
 
 # Micro-batches of a step: five, so that no number of ranks divides them.
 BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 10}
@@ -116,7 +116,11 @@ def test_one_gpu_is_needed_for_the_optimizer_in_the_backward(tmp_path):
     "options, message",
     [
         ({"lora": LoraConfig()}, r"deploy.zero_stage 3 does not go with \[lora\]"),
-        ({"make": grpo_run}, "deploy.zero_stage 3 is for trainers that generate nothing"),
+        (
+            {"make": grpo_run},
+            r"deploy.zero_stage 3 leaves no GPU all weights .* deploy.num_infer_gpus above 0 and \[async",
+        ),
+        ({"make": ppo_run}, "deploy.zero_stage 3 leaves no GPU all weights to generate with: use 2"),
         ({"make": partial(preference_run, "dpo"), "sync_ref_model": True}, "does not go with train.sync_ref_model"),
     ],
 )

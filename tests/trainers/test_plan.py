@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlnumba import cli
-from rlnumba.config import DeployConfig, to_toml
+from rlnumba.config import AsyncConfig, DeployConfig, to_toml
 from rlnumba.config.lora import LoraConfig
 from rlnumba.distributed import launch
 from rlnumba.errors import UserError
@@ -122,13 +122,14 @@ def test_a_reward_model_takes_what_was_planned(tmp_path, kept):
 
 
 def taken_on_rank(communicator, runs):
-    """What each of {kind: Run} takes by region on this rank."""
+    """What each of {kind, which other words may follow: Run} takes by region on this rank."""
     reduce.SEGMENT = SEGMENT
-    train = {"sft": run_sft, "grpo": run_grpo, "ppo": run_ppo}
-    return {
-        kind: taken(lambda run, kind=kind: train[kind](run.on_ranks(), communicator=communicator), run)
-        for kind, run in runs.items()
-    }
+    functions = {"sft": run_sft, "grpo": run_grpo, "ppo": run_ppo, "dpo": run_dpo}
+    found = {}
+    for name, run in runs.items():
+        train = functions[name.partition(",")[0]]
+        found[name] = taken(lambda run, train=train: train(run.on_ranks(), communicator=communicator), run)
+    return found
 
 
 # So small that two ranks have about as much of the model.
@@ -144,14 +145,21 @@ def test_ranks_take_what_was_planned(tmp_path, monkeypatch):
         "ppo": ppo_run(tmp_path / "ppo", global_batch_size=16, optim="adamw_8bit", **steps),
     }
     runs = {kind: dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=2)) for kind, run in runs.items()}
+    # With parts of the weights of policy and reference, and without an engine.
+    elsewhere = DeployConfig(num_train_gpus=2, num_infer_gpus=1, zero_stage=3)
+    run = grpo_run(tmp_path / "parts", per_device_train_batch_size=8, global_batch_size=16, beta=0.1, **steps)
+    runs["grpo, parts"] = dataclasses.replace(run, deploy=elsewhere, asynchronous=AsyncConfig(max_staleness=0))
+    run = preference_run("dpo", tmp_path / "dpo", per_device_train_batch_size=4, global_batch_size=8, **steps)
+    runs["dpo, parts"] = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=2, zero_stage=3))
     for rank, found in enumerate(launch(taken_on_rank, 2, runs, timeout_s=120)):
-        for kind, run in runs.items():
-            plan = Planner(kind, run, False, 16 * GIB).plan(rank=rank)
+        for name, run in runs.items():
+            plan = Planner(name.partition(",")[0], run, False, 16 * GIB).plan(rank=rank)
             # The largest micro-batches may be those of the other rank, and rank 0 alone draws the report at the end.
             for region in ("activations", *(["engine activations", "kv"] if rank else [])):
-                if region in found[kind]:
-                    found[kind][region] = max(found[kind][region], plan.regions[region])
-            assert_taken(plan, found[kind])
+                if region in found[name]:
+                    found[name][region] = max(found[name][region], plan.regions[region])
+            assert_taken(plan, found[name])
+            assert ("kv" in plan.regions) == (name in ("grpo", "ppo"))
 
 
 def test_the_memory_that_gpus_exchange(tmp_path):
@@ -222,6 +230,23 @@ def test_a_dry_run_says_what_ranks_do(tmp_path, capfd):
     assert "new weights" in lines[0]
     trainer, *others = [line.split() for line in lines[1:]]
     assert [trainer[-2], *(each[-2] for each in others)] == ["0.000", others[0][4], others[0][4]]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_ranks_with_parts_of_the_weights_have_no_engine(tmp_path, on_gpu):
+    """And inference processes take what they take beside ranks with all weights."""
+    run, plans, engines = grpo_run(tmp_path / "run"), [], []
+    for stage in (2, 3):
+        deploy = DeployConfig(
+            num_train_gpus=2, num_infer_gpus=1, zero_stage=stage, update_weights_transport="peer" if on_gpu else "shm"
+        )
+        run = dataclasses.replace(run, deploy=deploy, asynchronous=AsyncConfig())
+        planner = Planner("grpo", run, on_gpu, 2 * GIB)
+        plans.append(planner.plan().regions)
+        engines.append(planner.engine_regions(planner.plan()))
+    assert plans[0].keys() - plans[1].keys() == {"engine activations", "kv"}
+    assert engines[1].pop("kv") > 0 and engines[0].pop("kv") > 0
+    assert engines[0] == engines[1]
 
 
 def test_planning_reads_no_weights_and_leaves_no_trace(tmp_path):

@@ -7,7 +7,8 @@ import pytest
 from rlnumba.config import AsyncConfig, DeployConfig
 from rlnumba.trainers.callbacks import given
 from rlnumba.trainers.grpo import run_grpo
-from tests.distributed.test_asynchronous import KillOnce, final_of, train, trained_prompts
+from rlnumba.trainers.ranks import train_on_ranks
+from tests.distributed.test_asynchronous import KillOnce, final_of, metrics_of, train, trained_prompts
 from tests.distributed.test_gpu_training import model, shared  # noqa: F401 (fixtures)
 from tests.distributed.test_gpu_training import run_of as gpu_run_of
 from tests.distributed.test_trainers import LORA
@@ -31,6 +32,22 @@ def test_without_staleness_the_result_is_the_synchronous_one(tmp_path, model, nu
     with given([KillOnce(tp > 1)] if (num_infer_gpus, tp) != (2, 1) and num_infer_gpus else []):
         found = train(run)
     assert found[0] == train(expected)[0] and trained_prompts(run) == trained_prompts(expected)
+
+
+@pytest.mark.parametrize("transport, tp", [("peer", 1), ("shm", 1), ("peer", 2)])
+def test_two_ranks_with_parts_of_the_weights_have_the_result_of_one(tmp_path, model, transport, tp):  # noqa: F811
+    """Also if an inference process ends, so that another one gets the parts of both."""
+    options = {"global_batch_size": 12, "generation_batch_size": 24, "beta": 0.05, "gradient_checkpointing": True}
+    evaluation = {"eval_steps": 2, "eval_on_start": True, "data": {"eval": str(tmp_path / "prompts.jsonl")}}
+    expected = run_of(tmp_path / "synchronous", model, **options, **evaluation)
+    run = run_of(tmp_path / "run", model, tp, NOT_STALE, tp, **options, **evaluation)
+    deploy = {"num_train_gpus": 2, "zero_stage": 3, "update_weights_transport": transport}
+    run = dataclasses.replace(run, deploy=dataclasses.replace(run.deploy, **deploy))
+    metrics = train(expected)[1]
+    train_on_ranks("grpo", run, False, callbacks=[KillOnce()])
+    assert final_of(run) == final_of(expected) and trained_prompts(run) == trained_prompts(expected)
+    for name in ("loss", "eval_reward"):
+        assert [row.get(name) for row in metrics_of(run)] == [row.get(name) for row in metrics]
 
 
 def test_without_in_flight_updates_the_result_does_not_depend_on_the_engines(tmp_path, model):  # noqa: F811

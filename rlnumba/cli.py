@@ -335,7 +335,7 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, num_gpus
             names = ("text", "token_ids", "logprobs", "finish_reason")
             completions = [{name: getattr(c, name) for name in names} for c in result.completions]
             file.write(to_line({"prompt_token_ids": result.prompt_token_ids, "completions": completions}))
-    tokens, seconds = sum(len(c.token_ids) for r in outputs for c in r.completions), time.monotonic() - progress.started
+    tokens, seconds = sum(c.num_tokens for r in outputs for c in r.completions), time.monotonic() - progress.started
     progress.end(f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s) -> {output}")
 
 

@@ -122,15 +122,19 @@ def longest_sequence(model_config, engine_config):
     return longest
 
 
-def completion_text(tokenizer, sequence, token_ids):
-    """The text of a finished sequence: without the token or the string that stopped it. "" without a tokenizer."""
+def completion_texts(tokenizer, sequences):
+    """The texts of finished sequences, without the tokens or the strings that stopped them: "" without a tokenizer."""
     if tokenizer is None:
-        return ""
-    if sequence.finish_reason == "stop" and token_ids[-1] in sequence.stop_ids:
-        token_ids = token_ids[:-1]
-    text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    ends = stop_string_positions(tokenizer, sequence.params, token_ids, text)
-    return text[: min((end for end in ends if end >= 0), default=len(text))]
+        return [""] * len(sequences)
+    token_ids = [sequence.completion_ids.tolist() for sequence in sequences]
+    for sequence, ids in zip(sequences, token_ids, strict=True):
+        if sequence.finish_reason == "stop" and ids[-1] in sequence.stop_ids:
+            ids.pop()
+    texts = tokenizer.decode_batch(token_ids)
+    for i, (sequence, ids) in enumerate(zip(sequences, token_ids, strict=True)):
+        ends = stop_string_positions(tokenizer, sequence.params, ids, texts[i])
+        texts[i] = texts[i][: min((end for end in ends if end >= 0), default=None)]
+    return texts
 
 
 def stop_string_positions(tokenizer, params, token_ids, text):
@@ -407,8 +411,8 @@ class Engine:
             thresholds = None if thresholds is None else thresholds[kept]
         check_finite(logprobs)
         sequences = scheduler.table.sequences[step.sampled_rows]
-        finished = [self._finish(sequence) for sequence in scheduler.update(step, token_ids, logprobs, thresholds)]
-        return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version)
+        finished = scheduler.update(step, token_ids, logprobs, thresholds)
+        return StepOutput(self._finish(finished) if finished else [], sequences, token_ids, logprobs, self.policy_version)
 
     def _time(self, kind):
         """Let the speculator know of a recorded step, and of the seconds since the last one if that was of its kind.
@@ -438,16 +442,18 @@ class Engine:
             raise PromptError(request_id, f"{len(ids)} tokens are more than the limit of {self.max_model_len}")
         return ids.astype(np.int32)
 
-    def _finish(self, sequence):
-        """The FinishedCompletion of a sequence that the scheduler has finished."""
-        self.speculator.finish(sequence)
-        self._forget(sequence)
-        token_ids = sequence.completion_ids.tolist()
-        logprobs = sequence.completion_logprobs.tolist() if sequence.params.logprobs else []
-        text = completion_text(self.tokenizer, sequence, token_ids)
-        thresholds = sequence.completion_thresholds if sequence.params.logit_thresholds else None
-        completion = Completion(token_ids, logprobs, sequence.finish_reason, text, sequence.policy_versions, thresholds)
-        return FinishedCompletion(sequence.request_id, sequence.index, completion)
+    def _finish(self, sequences):
+        """The FinishedCompletions of sequences that the scheduler has finished: list."""
+        finished = []
+        for sequence, text in zip(sequences, completion_texts(self.tokenizer, sequences), strict=True):
+            self.speculator.finish(sequence)
+            self._forget(sequence)
+            logprobs = sequence.completion_logprobs if sequence.params.logprobs else []
+            thresholds = sequence.completion_thresholds if sequence.params.logit_thresholds else None
+            values = logprobs, sequence.finish_reason, text, sequence.policy_versions, thresholds
+            completion = Completion(sequence.completion_ids, *values)
+            finished.append(FinishedCompletion(sequence.request_id, sequence.index, completion))
+        return finished
 
     def _forget(self, sequence):
         unfinished = self.requests[sequence.request_id]

@@ -101,6 +101,42 @@ class SamplingParams:
             raise ConfigError(f"sampling: {name} must be {expectation}, got {getattr(self, name)!r}")
 
 
+class LazyList:
+    """A field of a dataclass that is a list, set as one or as an array, which `array_of` returns without a copy.
+
+    The list of an array is made when it is first asked for: it takes far longer than a copy of the array.
+    """
+
+    def __init__(self, dtype, default=None):
+        self.dtype, self.default = dtype, default
+
+    def __set_name__(self, owner, name):
+        self.name = name
+
+    def __get__(self, instance, owner=None):
+        if instance is None:
+            # Where the dataclass asks for the field's default.
+            if self.default is None:
+                raise AttributeError(self.name)
+            return self.default
+        values = vars(instance)
+        if values[self.name] is None:
+            values[self.name] = values[f"_{self.name}"].tolist()
+        return values[self.name]
+
+    def __set__(self, instance, value):
+        is_array = isinstance(value, np.ndarray)
+        vars(instance)[self.name] = None if is_array else list(value)
+        vars(instance)[f"_{self.name}"] = value if is_array else None
+
+    def array_of(self, instance):
+        """The array of an instance, which is not to be written."""
+        values = vars(instance)
+        if values[f"_{self.name}"] is None:
+            values[f"_{self.name}"] = np.array(values[self.name], self.dtype)
+        return values[f"_{self.name}"]
+
+
 @dataclass
 class Completion:
     """One completion: token_ids, and of each token its log-prob and the policy version that it was sampled from.
@@ -110,12 +146,25 @@ class Completion:
     that the filters kept for each token, -inf without filters; None unless logit_thresholds asked for it.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: list[int] = LazyList(np.int32)
+    logprobs: list[float] = LazyList(np.float32)
     finish_reason: str
     text: str = ""
-    policy_versions: list[int] = field(default_factory=list)
+    policy_versions: list[int] = LazyList(np.int32, default=())
     thresholds: np.ndarray | None = None
+
+    @property
+    def num_tokens(self):
+        return len(self.token_ids if self._token_ids is None else self._token_ids)
+
+    def array(self, name):
+        """token_ids, logprobs or policy_versions as an array, int32 or float32, which is not to be written."""
+        return vars(type(self))[name].array_of(self)
+
+    def __getstate__(self):
+        # Arrays take the least time to pickle: the lists that are made of them are left out.
+        values = vars(self)
+        return values | {name: None for name in values if values.get(f"_{name}") is not None}
 
 
 @dataclass
@@ -132,7 +181,7 @@ class Sequence:
     adapter_id: in the model's AdapterStack, -1 for none. prompt: (P,) int32; philox_key: (2,) uint32, of the request's
     noise; length_limit: tokens, prompt included, at which it ends; stop_ids: ids that end it. While it runs its tokens
     are in row `row` of the table (None: it waits); token_ids, logprobs (of every position, 0 in the prompt) and
-    policy_versions (of sampled tokens) are up to date when it leaves the row. is_prefix_leader: whether the sequences
+    policy_versions (of sampled tokens, int32) are up to date when it leaves the row. is_prefix_leader: whether the sequences
     of the same prompt wait until it has computed the prompt.
     """
 
@@ -146,7 +195,7 @@ class Sequence:
         self.logprobs = np.zeros(len(prompt), np.float32)
         # As logprobs; empty unless the request wants them.
         self.thresholds = np.zeros(len(prompt) if params.logit_thresholds else 0, np.float32)
-        self.policy_versions = []
+        self.policy_versions = np.zeros(0, np.int32)
         self.finish_reason = self.row = None
         self.is_prefix_leader = False
 
@@ -237,8 +286,10 @@ class SequenceTable:
     def note_version(self, row, policy_version):
         """Tokens of a row that have no policy version yet were sampled from this one."""
         sequence = self.sequences[row]
-        known = int(self.prompt_length[row]) + len(sequence.policy_versions)
-        sequence.policy_versions += [policy_version] * (int(self.length[row]) - known)
+        known = sequence.policy_versions
+        added = int(self.length[row] - self.prompt_length[row]) - len(known)
+        new = np.full(added, policy_version, np.int32)
+        sequence.policy_versions = np.concatenate([known, new]) if len(known) else new
 
     def take(self, row, policy_version):
         """Clear a row and return its sequence with its tokens; those without a policy version have this one."""

@@ -154,10 +154,18 @@ class Tokenizer:
 
     def decode(self, ids, skip_special_tokens=True):
         """The text of token ids, by default without special tokens (such as the EOS that stopped it)."""
-        text = self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
-        if self._clean_up:
-            for old, new in CLEAN_UP:
-                text = text.replace(old, new)
+        return self._cleaned(self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
+
+    def decode_batch(self, lists):
+        """The texts of lists of token ids, as `decode`'s; on several cores."""
+        if len(lists) == 1:
+            return [self.decode(lists[0])]
+        return [self._cleaned(text) for text in self.backend.decode_batch(lists, skip_special_tokens=True)]
+
+    def _cleaned(self, text):
+        """A decoded text without the spaces that clean_up_tokenization_spaces removes."""
+        for old, new in CLEAN_UP if self._clean_up else ():
+            text = text.replace(old, new)
         return text
 
     def apply_chat_template(self, messages, add_generation_prompt=False, tools=None, tokenize=True, **variables):

@@ -115,8 +115,8 @@ class Rewards:
     def submit(self, prompts, texts, completion_ids, columns, trainer_state=None):
         """Begin to call the functions on a group of B completions: Pending, which `collect` takes.
 
-        prompts: B strings or message lists. texts: B strings. completion_ids: B lists of int. columns: {name: B
-        values}.
+        prompts: B strings or message lists. texts: B strings. completion_ids: B lists of int, or arrays. columns:
+        {name: B values}.
         """
         keywords = {
             **columns,
@@ -285,6 +285,8 @@ class Call:
         self.keywords = {**keywords, "log_extra": self._log_extra, "log_metric": self._log_metric}
         # A copy for each: prompts are used again, one by several completions, and a function may modify its arguments.
         self.keywords["prompts"] = [copy.deepcopy(prompt) for prompt in keywords.get("prompts", ())]
+        ids = keywords.get("completion_ids", ())
+        self.keywords["completion_ids"] = [each.tolist() if isinstance(each, np.ndarray) else each for each in ids]
 
     def _log_extra(self, column, values):
         values = list(values)

@@ -68,7 +68,7 @@ class Drawn:
 
     @property
     def oldest_version(self):
-        return min(version for completion in self.completions for version in completion.policy_versions)
+        return min(int(completion.array("policy_versions").min()) for completion in self.completions)
 
 
 class Pipeline:
@@ -219,8 +219,9 @@ class Pipeline:
     def _metrics(self, step, groups, waited_s):
         """Metrics of groups that are about to be trained on: dict."""
         completions = [c for group in groups for c in group.content.completions]
-        oldest = np.array([step - min(c.policy_versions) for c in completions])
-        of_tokens = step - np.concatenate([c.policy_versions for c in completions])
+        versions = [c.array("policy_versions") for c in completions]
+        oldest = np.array([step - each.min() for each in versions])
+        of_tokens = step - np.concatenate(versions)
         now, (tokens, busy_s) = time.monotonic(), self.engines.stats
         seconds, (last_tokens, last_busy_s) = max(now - self.last_time, 1e-9), self.last_stats
         self.last_time, self.last_stats = now, (tokens, busy_s)
@@ -234,7 +235,7 @@ class Pipeline:
             "off_policy/in_flight": self.buffer.num_in_flight,
             "off_policy/in_queue": waiting,
             "token_staleness/mean": float(of_tokens.mean()),
-            "cross_version_response_fraction": float(np.mean([len({*c.policy_versions}) > 1 for c in completions])),
+            "cross_version_response_fraction": float(np.mean([each.min() < each.max() for each in versions])),
             "buffer_qsize": waiting * self.train.num_generations,
             "queue_wait_time_s": float(np.mean([now - group.complete_at for group in groups])),
             "weight_sync_time_s": self.sync_s,
@@ -288,23 +289,21 @@ def encoded(groups):
     ]  # fmt: skip
 
 
+# What a Completion has of each token.
+OF_TOKENS = ("token_ids", "logprobs", "policy_versions")
+
+
 def encoded_completions(completions):
     """Completions as arrays of all of them: dict."""
-    arrays = {"token_ids": np.int32, "logprobs": np.float32, "policy_versions": np.int32}
-    found = {
-        name: np.concatenate([np.array(getattr(each, name), dtype) for each in completions])
-        for name, dtype in arrays.items()
-    }
-    found["lengths"] = np.array([len(each.token_ids) for each in completions], np.int32)
+    found = {name: np.concatenate([each.array(name) for each in completions]) for name in OF_TOKENS}
+    found["lengths"] = np.array([each.num_tokens for each in completions], np.int32)
     return found | {name: [getattr(each, name) for each in completions] for name in ("finish_reason", "text")}
 
 
 def decoded_completions(saved):
     """The inverse of encoded_completions: list."""
     cuts = np.cumsum(saved["lengths"])[:-1]
-    columns = [
-        [part.tolist() for part in np.split(saved[name], cuts)] for name in ("token_ids", "logprobs", "policy_versions")
-    ]
+    columns = [np.split(saved[name], cuts) for name in OF_TOKENS]
     return [
         Completion(ids, logprobs, reason, text, versions)
         for ids, logprobs, versions, reason, text in zip(*columns, saved["finish_reason"], saved["text"], strict=True)

@@ -115,7 +115,8 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
 
 def is_stale(generation, step):
     """Whether some tokens of a Generation were sampled from older weights than those after `step` steps: bool."""
-    return {v for sample in generation.samples for v in sample.completion.policy_versions} != {step}
+    versions = (sample.completion.array("policy_versions") for sample in generation.samples)
+    return any((of_tokens != step).any() for of_tokens in versions)
 
 
 def rollouts_of(groups, rewards, order, run, trainer_state, index):

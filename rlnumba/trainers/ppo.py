@@ -248,7 +248,7 @@ def generate(actor, llm, rewards, prompts, order, run, trainer_state, index, on_
         for sample, of_tokens in zip(samples, advantages, strict=True):
             sample.advantage = float(of_tokens.mean(dtype=np.float64))
         metrics = objective_metrics(actor.buffer, scores, train)
-        ids = [token for sample in samples for token in sample.completion.token_ids]
+        ids = np.concatenate([sample.completion.array("token_ids") for sample in samples])
         metrics["val/num_eos_tokens"] = int(np.isin(ids, actor.model.config.eos_token_ids).sum())
     return rollouts, [generation], metrics
 

@@ -49,7 +49,7 @@ class Sample:
     @property
     def truncated(self):
         completion = self.completion
-        return completion.finish_reason == "length" and completion.token_ids[-1] != self.pad_token_id
+        return completion.finish_reason == "length" and completion.array("token_ids")[-1] != self.pad_token_id
 
 
 # Columns of completions.jsonl that every run has.
@@ -75,12 +75,12 @@ class Generation:
     @property
     def num_tokens(self):
         """Tokens of prompts and completions, a prompt counted with each of its completions: int."""
-        return sum(len(s.prompt.prompt_token_ids) + len(s.completion.token_ids) for s in self.samples)
+        return sum(len(s.prompt.prompt_token_ids) + s.completion.num_tokens for s in self.samples)
 
     @property
     def num_generated(self):
         """Tokens of completions: int."""
-        return sum(len(sample.completion.token_ids) for sample in self.samples)
+        return sum(sample.completion.num_tokens for sample in self.samples)
 
     def rows(self, names):
         """The lines of completions.jsonl: list of dict. names: of the reward functions."""
@@ -144,7 +144,7 @@ def columns_of(prompts, indices, n):
 def submit_group(rewards, prompts, index, completions, columns, trainer_state):
     """Begin to score the Completions of prompt `index`: Pending. columns: columns_of the generation."""
     prompt, n = prompts.prompts[index], len(completions)
-    texts, ids = ([getattr(c, name) for c in completions] for name in ("text", "token_ids"))
+    texts, ids = [c.text for c in completions], [c.array("token_ids") for c in completions]
     columns = columns | prompts.columns([index] * n)
     return rewards.submit([prompt.prompt] * n, texts, ids, columns, trainer_state)
 
@@ -208,7 +208,7 @@ def set_advantages(groups, weights, scale_rewards, aggregation="sum_then_normali
 def set_estimated_advantages(groups, train, state):
     """set_advantages by trainers/estimators.py: with an advantage_estimator or a length_penalty. Writes state."""
     samples = [sample for group in groups for sample in group]
-    lengths = np.array([len(sample.completion.token_ids) for sample in samples])
+    lengths = np.array([sample.completion.num_tokens for sample in samples])
     limit = train.max_completion_length
     rewards = penalised(np.array([sample.reward for sample in samples]), lengths, train.length_penalty, limit)
     if train.advantage_estimator == "grpo":
@@ -230,7 +230,7 @@ def generation_metrics(generations, names):
     samples = [sample for each in generations for sample in each.samples]
     values = np.array([sample.values for sample in samples])
     rewards = np.array([sample.reward for sample in samples])
-    lengths = np.array([len(sample.completion.token_ids) for sample in samples])
+    lengths = np.array([sample.completion.num_tokens for sample in samples])
     truncated = np.array([sample.truncated for sample in samples])
     ended = lengths[~truncated] if not truncated.all() else np.zeros(1)
     found = {"reward": _mean(rewards), "reward_std": _std(rewards)}
@@ -298,22 +298,26 @@ class Rollouts:
     @staticmethod
     def of(samples, mask_truncated):
         """From Samples, in their order. mask_truncated: whether a truncated completion's loss mask is 0."""
-        ids = [ids for s in samples for ids in (s.prompt.prompt_token_ids, s.completion.token_ids)]
-        lengths = np.array([len(part) for part in ids], np.int32).reshape(-1, 2)
+        # Samples of a group have one list as their prompt.
+        prompts = {id(s.prompt.prompt_token_ids): s.prompt.prompt_token_ids for s in samples}
+        prompts = {key: np.array(token_ids, np.int32) for key, token_ids in prompts.items()}
+        completions = [sample.completion for sample in samples]
+        ids = [(prompts[id(s.prompt.prompt_token_ids)], s.completion.array("token_ids")) for s in samples]
+        lengths = np.array([[len(part) for part in pair] for pair in ids], np.int32).reshape(-1, 2)
         completion_lengths = np.ascontiguousarray(lengths[:, 1])
-        logprobs = chain.from_iterable(sample.completion.logprobs for sample in samples)
-        thresholds = [s.completion.thresholds for s in samples if s.completion.thresholds is not None]
+        thresholds = [each.thresholds for each in completions if each.thresholds is not None]
         masked = np.array([mask_truncated and sample.truncated for sample in samples])
+        no_ids, nothing = np.empty(0, np.int32), np.empty(0, np.float32)
         return Rollouts(
-            token_ids=np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum())),
+            token_ids=np.concatenate([no_ids, *chain.from_iterable(ids)]),
             prompt_lengths=np.ascontiguousarray(lengths[:, 0]),
             completion_lengths=completion_lengths,
             loss_mask=np.repeat(np.where(masked, 0, 1).astype(np.float32), completion_lengths),
-            rollout_logprobs=np.fromiter(logprobs, np.float32, int(completion_lengths.sum())),
+            rollout_logprobs=np.concatenate([nothing, *(each.array("logprobs") for each in completions)]),
             advantages=np.array([sample.advantage for sample in samples], np.float32),
-            old_logprobs=np.empty(0, np.float32),
-            ref_logprobs=np.empty(0, np.float32),
-            thresholds=np.concatenate([np.empty(0, np.float32), *thresholds]),
+            old_logprobs=nothing,
+            ref_logprobs=nothing,
+            thresholds=np.concatenate([nothing, *thresholds]),
         )
 
     def part(self, first, count, on_policy=False):

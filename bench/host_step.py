@@ -1,36 +1,55 @@
-"""CPU time of the host for a decode step in which nothing changes, and for a GRPO step's prefill and whole generation.
+"""Time of the host for a decode step in which nothing changes, and for the parts of a GRPO step, on any machine.
 
-    python bench/host_step.py           1, 64 and 256 sequences; 16 prompts of 8 completions; on any machine
+    python bench/host_step.py           1, 64 and 256 sequences; 64 prompts of 8 completions, 128 + 512 tokens
 
-The device's part is left out: a launch does nothing, and every token is the same. What is measured is the engine's
-Python: of decode choosing whether to launch, reading a step's results, recording them, and making its StepOutput; of
-prefill admission, the arrays of its two steps, and recording what they sampled. No text is decoded.
+The device's part is left out: a launch does nothing, and every token is the same. What is measured is Python. Of
+decode, CPU time: choosing whether to launch, reading a step's results, recording them, and making its StepOutput. Of a
+GRPO step, wall-clock time, what a GPU waits for: adding the requests, the prefill steps, and the last step of decode,
+which ends all completions and decodes their texts; the wait for a trivial reward function in worker processes, with all
+of its calls at the end; advantages and packing; metrics; the arrays of the micro-batches. At last, how long one of two
+ranks takes to pickle its half of the completions, and to unpickle the other half.
 """
 
+import pickle
 import statistics
 import time
+from pathlib import Path
 
 import numpy as np
 from report import row
 from shapes import QWEN3_06B
 
-from rlnumba.config import EngineConfig
-from rlnumba.engine import Engine, SamplingParams
+from rlnumba.config import DataConfig, EngineConfig, GRPOConfig, GRPORun, RewardsConfig
+from rlnumba.data import Prompt, PromptData
+from rlnumba.engine import LLM, Engine, SamplingParams
 from rlnumba.model.config import ModelConfig
+from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer
 from rlnumba.model.weights import Weights
+from rlnumba.rewards import TrainerState, load_rewards
 from rlnumba.runtime import device
+from rlnumba.trainers import grpo
+from rlnumba.trainers.prompt_order import PromptOrder
+from rlnumba.trainers.prompt_schedule import DataState
+from rlnumba.trainers.run_folder import Clock
 
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
 SEQUENCES, PROMPT, STEPS, REPEAT = (1, 64, 256), 100, 300, 5
 
 
 # Of a GRPO step.
-PROMPTS, COMPLETIONS, PROMPT_TOKENS, COMPLETION_TOKENS = 16, 8, 40, 32
+PROMPTS, COMPLETIONS, PROMPT_TOKENS, COMPLETION_TOKENS, MICRO_BATCH = 64, 8, 128, 512, 32
+# Steps that are not counted: reward processes start.
+WARMUP = 2
 
 
-def engine_without_device(model, blocks):
-    """An Engine that launches nothing; what it samples is whatever is in the arrays."""
-    engine = Engine(model, None, EngineConfig(num_gpu_blocks_override=blocks))
+def reward(completion_ids, **columns):
+    """Any number that differs within a group."""
+    return [float(sum(ids) % 7 + i) for i, ids in enumerate(completion_ids)]
+
+
+def without_device(engine):
+    """Let an Engine launch nothing; what it samples is whatever is in the arrays."""
     runner = engine.runner
     runner.results[...] = runner.published[0][...] = 1
     runner.launch = lambda: None
@@ -40,7 +59,7 @@ def engine_without_device(model, blocks):
 
 def time_decode(model, sequences):
     """Microseconds of a decode step of so many sequences."""
-    engine = engine_without_device(model, 150 * sequences)
+    engine = without_device(Engine(model, None, EngineConfig(num_gpu_blocks_override=150 * sequences)))
     generator = np.random.default_rng(0)
     params = SamplingParams(max_tokens=(REPEAT + 1) * STEPS, ignore_eos=True)
     for number in range(sequences):
@@ -56,25 +75,93 @@ def time_decode(model, sequences):
     return statistics.median(times) * 1e6
 
 
-def time_generation(model):
-    """Milliseconds of (adding the requests of a GRPO step, its two prefill steps, all steps until the last)."""
-    engine, times = engine_without_device(model, 4000), []
-    generator = np.random.default_rng(0)
-    params = SamplingParams(max_tokens=COMPLETION_TOKENS, n=COMPLETIONS, ignore_eos=True)
-    for version in range(4 * REPEAT):
-        moments = [time.thread_time()]
-        for number in range(PROMPTS):
-            engine.add_request(number, generator.integers(2, model.config.vocab_size, PROMPT_TOKENS), params)
-        moments.append(time.thread_time())
-        engine.step(), engine.step()
-        moments.append(time.thread_time())
-        while engine.has_unfinished:
-            engine.step()
-        moments.append(time.thread_time())
-        times.append(np.diff(moments))
-        # What is in the cache is of other weights.
-        engine.update_weights(version + 1)
-    return np.median(times, axis=0) * 1e3
+class TimedEngine:
+    """An engine that a LLM uses, and the seconds of its parts of a generation."""
+
+    def __init__(self, engine):
+        self._engine, self.seconds = engine, {}
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def add_request(self, *arguments):
+        began = time.perf_counter()
+        prompt = self._engine.add_request(*arguments)
+        self._count("adding requests", began)
+        return prompt
+
+    def _count(self, part, began):
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
+
+    def step(self):
+        """As the engine's; the time of a step counts where it belongs."""
+        is_prefill, began = not self._engine.run_ahead.in_flight, time.perf_counter()
+        output = self._engine.step()
+        part = "prefill steps" if is_prefill else "other decode steps" if self._engine.has_unfinished else "last step"
+        self._count(part, began)
+        return output
+
+
+def time_step(model):
+    """{part: median milliseconds} of GRPO steps, and the list of groups of Completions of the last one."""
+    total, spec = PROMPTS * COMPLETIONS, f"{__file__}:reward"
+    blocks = total * (-(-(PROMPT_TOKENS + COMPLETION_TOKENS) // 16) + 2)
+    config = EngineConfig(num_gpu_blocks_override=blocks, max_num_seqs=total)
+    llm = LLM(model, Tokenizer(QUICKSTART), config)
+    llm.engine = engine = TimedEngine(without_device(llm.engine))
+    train = GRPOConfig(
+        num_generations=COMPLETIONS, per_device_train_batch_size=MICRO_BATCH, global_batch_size=total,
+        max_completion_length=COMPLETION_TOKENS, generation_kwargs={"ignore_eos": True}, max_steps=WARMUP + REPEAT,
+    )  # fmt: skip
+    run = GRPORun(model="", output_dir="", data=DataConfig(train=""), rewards=RewardsConfig(funcs=[spec]), train=train)
+    drawn = np.random.default_rng(0).integers(2, model.config.vocab_size, (2 * PROMPTS, PROMPT_TOKENS))
+    prompts = PromptData([Prompt("p" * PROMPT_TOKENS, ids.tolist(), {}, str(i)) for i, ids in enumerate(drawn)])
+    order, rewards, found = PromptOrder(len(drawn), True, 0), load_rewards(run.rewards), []
+    state, writer = DataState(order), Writer()
+    for step in range(WARMUP + REPEAT):
+        clock, trainer_state, engine.seconds = Clock(), TrainerState(step, train.max_steps, 0.0), {}
+        with clock.phase("generate"):
+            rollouts, generations, metrics = grpo.generate(
+                Untrained(train), llm, rewards, prompts, order, run, trainer_state, 0, True, clock, writer
+            )
+        with clock.phase("log"):
+            state.begin(rollouts, generations, rewards.names, metrics)
+        with clock.phase("micro-batches"):
+            parts = [rollouts.part(first, MICRO_BATCH, True) for first in range(0, total, MICRO_BATCH)]
+            for part in parts:
+                part.micro_batch()
+        seconds = engine.seconds | {name.removeprefix("time/"): value for name, value in clock.read().items()}
+        found.append(seconds)
+        engine.update_weights(step + 1)
+    names = [name for name in found[-1] if name not in ("generate", "step_time", "logprob", "other decode steps")]
+    medians = {name: 1e3 * statistics.median(each[name] for each in found[WARMUP:]) for name in names}
+    return medians, [[sample.completion for sample in group] for group in generations[0].groups]
+
+
+class Writer:
+    """In place of a MetricsWriter."""
+
+    def status(self, text):
+        """Nothing."""
+
+
+class Untrained:
+    """In place of a Policy that computes no log-probs beforehand."""
+
+    reference = None
+
+    def __init__(self, train):
+        self.train = train
+
+
+def time_exchange(completions):
+    """Milliseconds to pickle Completions and to unpickle as many, as of another rank."""
+    times = []
+    for _ in range(WARMUP + REPEAT):
+        began = time.perf_counter()
+        pickle.loads(pickle.dumps(completions))
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3
 
 
 def main():
@@ -84,10 +171,10 @@ def main():
     model = Transformer(config, Weights(config, "float32"))
     for sequences in SEQUENCES:
         row(f"host's part of a decode step of {sequences} sequences", f"{time_decode(model, sequences):.0f} us")
-    for what, milliseconds in zip(
-        ("adding requests", "two prefill steps", "decode"), time_generation(model), strict=True
-    ):
-        row(f"host's part of {PROMPTS} x {COMPLETIONS} completions: {what}", f"{milliseconds:.1f} ms")
+    medians, groups = time_step(model)
+    for part, milliseconds in medians.items():
+        row(f"host's part of a GRPO step of {PROMPTS} x {COMPLETIONS}: {part}", f"{milliseconds:.1f} ms")
+    row("completions of two ranks to each other", f"{time_exchange(groups[: PROMPTS // 2]):.1f} ms")
 
 
 if __name__ == "__main__":

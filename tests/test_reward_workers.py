@@ -13,7 +13,7 @@ import pytest
 
 from rlnumba.config import EngineConfig, RewardsConfig
 from rlnumba.engine.llm import LLM
-from rlnumba.rewards import RewardError, Rewards, load_rewards
+from rlnumba.rewards import RewardError, Rewards, load_rewards, workers
 from rlnumba.runtime import device
 from rlnumba.trainers.grpo import run_grpo
 from tests.trainers.runs import grpo_run, metrics_of
@@ -42,6 +42,8 @@ def does_it(completions, log_extra, log_metric, **columns):
             os._exit(7)
         elif text == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif text == "nap":
+            time.sleep(0.5)
         elif text == "raise":
             raise ValueError(text)
         elif text == "unpicklable":
@@ -159,6 +161,26 @@ def test_what_one_completion_causes_costs_no_other(rewards, bad, said):
         strict.collect([submit(strict, [bad])])
     # The worker was replaced.
     assert made.collect([submit(made, ["again"])]).values.tolist() == [[5, 5]]
+
+
+@pytest.mark.parametrize(("bad", "sizes"), [("raise", [1, 5]), ("exit", [1, 5, 1, 1, 1, 1, 1])])
+def test_short_calls_are_sent_together(rewards, monkeypatch, bad, sizes):
+    monkeypatch.setattr(workers, "num_workers", lambda: 1)
+    monkeypatch.setattr(workers, "MESSAGE_S", 1e3)
+    made, sent, send = rewards("does_it", reward_errors="skip"), [], workers.Process._send
+
+    def counted(process, calls):
+        sent.append(len(calls))
+        return send(process, calls)
+
+    monkeypatch.setattr(workers.Process, "_send", counted)
+    # The others arrive while the process makes the first call.
+    groups = [submit(made, ["nap"])]
+    while not sent:
+        time.sleep(0.001)
+    groups += [submit(made, texts) for texts in (["a"], ["bb", "cc"], [bad], ["dddd"], ["e"])]
+    np.testing.assert_array_equal(made.collect(groups).values[:, 0], [3, 1, 2, 2, np.nan, 4, 1])
+    assert sent == sizes
 
 
 @pytest.mark.parametrize("bad", ["hang", "exit", "block"])

@@ -190,7 +190,10 @@ class Communicator:
         self._barrier(operation)
 
     def objects(self, value):
-        """The values of all ranks, in their order: a list. value: what can be pickled; small."""
+        """The values of all ranks, in their order: a list, of which this rank's is `value` itself.
+
+        value: what can be pickled; small.
+        """
         operation, _ = self._begin("objects", "")
         return self._objects(operation, value)
 

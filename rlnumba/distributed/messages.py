@@ -4,6 +4,8 @@ All ranks send the same message in an operation, which names it, so that ranks i
 blocks without a loop, ends at a deadline, and fails at once when the other process has ended.
 """
 
+import pickle
+
 from rlnumba.distributed.communicator import Communicator, Operation, check_same
 from rlnumba.errors import CommunicationError
 
@@ -40,6 +42,10 @@ class MessageCommunicator(Communicator):
         for rank, (_, found) in messages.items():
             details[rank] = found
         return details
+
+    def _unpickled(self, found, own):
+        """The objects of all ranks from their pickles; this rank's is `own` itself."""
+        return [own if rank == self.rank else pickle.loads(each) for rank, each in enumerate(found)]
 
     def _check_same(self, operation, messages):
         check_same(operation, self.rank, {rank: Operation(*message) for rank, (message, _) in messages.items()})

@@ -84,7 +84,8 @@ class NcclCommunicator(Communicator):
         sizes = self._gathered(operation, np.array([text.size], np.int64)).reshape(-1)
         padded = np.zeros(sizes.max(), np.uint8)
         padded[: text.size] = text
-        return [pickle.loads(row.tobytes()) for row in self._gathered(operation, padded)]
+        found = self._gathered(operation, padded)
+        return [value if rank == self.rank else pickle.loads(row.tobytes()) for rank, row in enumerate(found)]
 
     def _gathered(self, operation, array):
         """A NumPy array of all ranks."""

@@ -115,10 +115,10 @@ class SharedMemoryCommunicator(MessageCommunicator):
         mine = pickle.dumps(value)
         found = self.exchange(operation, mine if len(mine) <= MESSAGE_BYTES else len(mine))
         if all(isinstance(each, bytes) for each in found):
-            return [pickle.loads(each) for each in found]
+            return self._unpickled(found, value)
         targets = [np.empty(len(each) if isinstance(each, bytes) else each, np.uint8) for each in found]
         self._gather_bytes(operation, np.frombuffer(mine, np.uint8), targets)
-        return [pickle.loads(target) for target in targets]
+        return self._unpickled(targets, value)
 
     def _gather_bytes(self, operation, source, targets):
         """targets[r] = rank r's source; sizes may differ."""

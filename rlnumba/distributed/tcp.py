@@ -173,7 +173,7 @@ class TcpCommunicator(MessageCommunicator):
                 target[first : first + piece.size] = np.frombuffer(found, np.uint8)
 
     def _objects(self, operation, value):
-        return [pickle.loads(each) for each in self.exchange(operation, pickle.dumps(value))]
+        return self._unpickled(self.exchange(operation, pickle.dumps(value)), value)
 
     def _fold(self, operation, gradient, accumulated, start, count, is_first):
         mine = Range(start, accumulated.size, None if gradient is None else gradient.size)

@@ -65,7 +65,7 @@ class BlockManager:
 
     def count_free(self, blocks):
         """How many of these blocks are in the free list: `acquire` shortens it by that many."""
-        return sum(self.ref_count[block] == 0 for block in blocks)
+        return [self.ref_count[block] for block in blocks].count(0)
 
     def acquire(self, blocks):
         """Add a reference to each of the blocks, which `match` found."""
@@ -88,12 +88,15 @@ class BlockManager:
 
     def release(self, blocks):
         """Remove a reference from each; a block without references is free and can be matched until it is allocated."""
+        # Thousands of blocks at the end of a generation.
+        ref_count, free = self.ref_count, self.free
         for block in blocks:
-            if self.ref_count[block] == 0:
+            count = ref_count[block]
+            if count == 1:
+                free[block] = None
+            elif count == 0:
                 raise ValueError(f"release: block {block} has no owner")
-            self.ref_count[block] -= 1
-            if self.ref_count[block] == 0:
-                self.free[block] = None
+            ref_count[block] = count - 1
 
     def give_back(self, blocks):
         """Free blocks without content, with one reference each: they are the first to be allocated again."""

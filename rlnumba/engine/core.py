@@ -411,8 +411,9 @@ class Engine:
             thresholds = None if thresholds is None else thresholds[kept]
         check_finite(logprobs)
         sequences = scheduler.table.sequences[step.sampled_rows]
-        finished = scheduler.update(step, token_ids, logprobs, thresholds)
-        return StepOutput(self._finish(finished) if finished else [], sequences, token_ids, logprobs, self.policy_version)
+        ended = scheduler.update(step, token_ids, logprobs, thresholds)
+        finished = self._finish(ended) if ended else []
+        return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version)
 
     def _time(self, kind):
         """Let the speculator know of a recorded step, and of the seconds since the last one if that was of its kind.

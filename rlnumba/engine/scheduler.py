@@ -110,6 +110,8 @@ class Scheduler:
         self.grouped_running, self.prefix_groups = None, None
         # (token ids, salt, hashes) of the sequence that was last hashed: others of its request have the same array.
         self.hashed = None, None, []
+        # While sequences are admitted: the list of hashes whose blocks were acquired last, and these.
+        self.matched = None, []
         self.free_rows = list(range(table.num_rows))[::-1]
         self.num_preemptions = 0
 
@@ -142,6 +144,7 @@ class Scheduler:
             rows.append(row)
             added.append(min(int(table.length[row] - table.num_computed[row]), budget))
             budget -= added[-1]
+        self.matched = None, []
         if rows:
             self.running, counts = np.append(self.running, rows), np.append(counts, added)
         if not len(counts):
@@ -373,7 +376,8 @@ class Scheduler:
                 found = self._hashes(sequence.token_ids, (length - 1) // size, salt)
                 self.hashed = sequence.token_ids, salt, found
             hashes = self.hashed[2]
-        matched = blocks.match(hashes, sequence.token_ids)
+        # What was acquired is matched again: others of a request need not be compared.
+        matched = self.matched[1] if self.matched[0] is hashes else blocks.match(hashes, sequence.token_ids)
         needed = -(-length // size) - len(matched)
         # A free block for each running sequence, which will need one soon, keeps admission from causing preemption.
         reserve = len(self.running) + num_admitted
@@ -397,6 +401,7 @@ class Scheduler:
         matched, hashes, needed = found
         self.waiting.popleft()
         blocks.acquire(matched)
+        self.matched = hashes, matched
         owned = matched + blocks.allocate(needed)
         row = self.free_rows.pop()
         table.put(row, sequence)

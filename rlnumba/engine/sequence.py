@@ -127,7 +127,7 @@ class LazyList:
     def __set__(self, instance, value):
         is_array = isinstance(value, np.ndarray)
         vars(instance)[self.name] = None if is_array else list(value)
-        vars(instance)[f"_{self.name}"] = value if is_array else None
+        vars(instance)[f"_{self.name}"] = value.astype(self.dtype, copy=False) if is_array else None
 
     def array_of(self, instance):
         """The array of an instance, which is not to be written."""
@@ -161,10 +161,16 @@ class Completion:
         """token_ids, logprobs or policy_versions as an array, int32 or float32, which is not to be written."""
         return vars(type(self))[name].array_of(self)
 
-    def __getstate__(self):
-        # Arrays take the least time to pickle: the lists that are made of them are left out.
-        values = vars(self)
-        return values | {name: None for name in values if values.get(f"_{name}") is not None}
+    def __reduce__(self):
+        # Bytes take a tenth of the time that arrays do.
+        columns = [self.array(name).tobytes() for name in ("token_ids", "logprobs", "policy_versions")]
+        return _completion_of, (columns, self.finish_reason, self.text, self.thresholds)
+
+
+def _completion_of(columns, finish_reason, text, thresholds):
+    """The Completion that __reduce__ has taken apart."""
+    token_ids, logprobs, versions = map(np.frombuffer, columns, (np.int32, np.float32, np.int32))
+    return Completion(token_ids, logprobs, finish_reason, text, versions, thresholds)
 
 
 @dataclass
@@ -181,8 +187,8 @@ class Sequence:
     adapter_id: in the model's AdapterStack, -1 for none. prompt: (P,) int32; philox_key: (2,) uint32, of the request's
     noise; length_limit: tokens, prompt included, at which it ends; stop_ids: ids that end it. While it runs its tokens
     are in row `row` of the table (None: it waits); token_ids, logprobs (of every position, 0 in the prompt) and
-    policy_versions (of sampled tokens, int32) are up to date when it leaves the row. is_prefix_leader: whether the sequences
-    of the same prompt wait until it has computed the prompt.
+    policy_versions (of sampled tokens; arrays) are up to date when it leaves the row. is_prefix_leader: whether the
+    sequences of the same prompt wait until it has computed the prompt.
     """
 
     def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), adapter_id=-1):

@@ -16,6 +16,7 @@ from rlnumba.rewards.loading import resolve
 
 # Seconds after which a call that can no longer be interrupted ends the process, if the trainer has ended before it.
 LAST_RESORT_S = 30.0
+UNPICKLABLE = pickle.PicklingError, TypeError, AttributeError, ValueError
 
 
 def find_functions(specs):
@@ -41,38 +42,50 @@ def main(descriptor):
     calls, loop, lock = queue.SimpleQueue(), asyncio.new_event_loop(), threading.Lock()
     threading.Thread(target=loop.run_forever, daemon=True).start()
 
-    def reply(number, answer):
+    def reply(number, answers):
         with lock:
             try:
-                connection.send((number, answer))
-            except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
-                answer.extra, answer.values, answer.error = {}, None, f"what it logs cannot be pickled: {error}"
-                connection.send((number, answer))
+                connection.send((number, answers))
+            except UNPICKLABLE:
+                for answer in answers:
+                    try:
+                        pickle.dumps(answer)
+                    except UNPICKLABLE as error:
+                        answer.extra, answer.values, answer.error = {}, None, f"what it logs cannot be pickled: {error}"
+                connection.send((number, answers))
 
     async def wait(number, call, timeout_s):
         try:
             result = await asyncio.wait_for(call.awaited(), timeout_s * call.size)
         except (Exception, SystemExit) as error:  # a user's code
             result = error
-        reply(number, call.answer(result, timeout_s))
+        reply(number, [call.answer(result, timeout_s)])
 
     def read():
         try:
             while True:
-                number, k, is_async, keywords, size, timeout_s = connection.recv()
-                call = Call(functions[k], names[k], keywords, size)
-                if is_async:
-                    asyncio.run_coroutine_threadsafe(wait(number, call, timeout_s), loop)
+                number, sent = connection.recv()
+                found = [
+                    (Call(functions[k], names[k], keywords, size), timeout_s)
+                    for k, _, keywords, size, timeout_s in sent
+                ]
+                if sent[0][1]:
+                    asyncio.run_coroutine_threadsafe(wait(number, *found[0]), loop)
                 else:
-                    calls.put((number, call, timeout_s))
+                    calls.put((number, found))
         except (EOFError, OSError):
             os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
     with open(os.devnull, "w") as nothing:
         while True:
-            number, call, timeout_s = calls.get()
-            faulthandler.dump_traceback_later(timeout_s * call.size + LAST_RESORT_S, exit=True, file=nothing)
-            result = call_with_timeout(call, timeout_s * call.size)
+            number, found = calls.get()
+            # Once for all, because it starts a thread.
+            limit_s = sum(timeout_s * call.size for call, timeout_s in found)
+            faulthandler.dump_traceback_later(limit_s + LAST_RESORT_S, exit=True, file=nothing)
+            answers = []
+            for call, timeout_s in found:
+                result = call_with_timeout(call, timeout_s * call.size)
+                answers.append(call.answer(result, timeout_s))
             faulthandler.cancel_dump_traceback_later()
-            reply(number, call.answer(result, timeout_s))
+            reply(number, answers)

@@ -1,16 +1,18 @@
 """Processes in which reward functions run, so that a slow one, a hang or a crash costs the trainer nothing else.
 
-Ordinary functions share a pool of processes, each of which has one call at a time; all `async def` functions run in one
-process, at once. A process starts when it is first needed, of ordinary functions one beforehand (`start`), and is kept;
-one that hangs beyond its time is killed, and one that has ended is replaced at the next call.
+Ordinary functions share a pool of processes, each of which makes one call at a time; all `async def` functions run in
+one process, at once. Calls that take little time are sent several at a time; where one of them ends the process, they
+are made again one by one. A process starts when it is first needed, of ordinary functions one beforehand (`start`), and
+is kept; one that hangs beyond its time is killed, and one that has ended is replaced at the next call.
 """
 
 import os
-import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -21,6 +23,9 @@ import numpy as np
 # Seconds that a worker has beyond a call's limit to interrupt it on its own.
 GRACE_S = 2.0
 MOST_WORKERS = 8
+# Seconds that the calls of a message may take together, as far as is known, if they are more than one: what is lost
+# where another process is idle meanwhile. Not tuned.
+MESSAGE_S = 0.01
 MAIN = "import sys; sys.path[:] = {path!r}; from rlnumba.rewards.worker import main; main({descriptor})"
 
 
@@ -51,8 +56,11 @@ class Workers:
 
     def __init__(self, specs, names):
         self.specs, self.names = {k: spec for k, spec in enumerate(specs) if spec is not None}, names
-        # Processes without a call, those that are being started among them.
-        self._calls, self._idle, self._lock = queue.SimpleQueue(), 0, threading.Lock()
+        # (call, its Future); processes without a call, those that are being started among them.
+        self._calls, self._idle, self._lock = deque(), 0, threading.Lock()
+        self._has_calls = threading.Condition(self._lock)
+        # Seconds of a call in the last message of each function.
+        self._seconds = {}
         self._processes, self._threads, self._closed = set(), 0, False
         self._asynchronous, self._starting = None, threading.Lock()
 
@@ -63,8 +71,9 @@ class Workers:
             threading.Thread(target=self._call_async, args=(call, future), daemon=True).start()
             return future
         with self._lock:
-            self._calls.put((call, future))
-            if self._calls.qsize() > self._idle and self._threads < num_workers():
+            self._calls.append((call, future))
+            self._has_calls.notify()
+            if len(self._calls) > self._idle and self._threads < num_workers():
                 self._start_thread()
         return future
 
@@ -82,9 +91,9 @@ class Workers:
 
     def close(self):
         """Kill all processes."""
-        self._closed = True
-        for _ in range(self._threads):
-            self._calls.put((None, None))
+        with self._lock:
+            self._closed = True
+            self._has_calls.notify_all()
         for process in list(self._processes):
             process.kill()
 
@@ -92,24 +101,48 @@ class Workers:
         """The thread of one process of the pool."""
         # Before a call is taken: until then another process may have time for it.
         process = self._start()
-        while True:
-            call, future = self._calls.get()
+        while taken := self._take():
+            calls, futures = zip(*taken, strict=True)
+            began, answers = time.monotonic(), None
+            if len(calls) > 1 and not process.ended:
+                answers = process.call_all(calls)
+            if answers is None:
+                # Also where one of them ended the process: it is not known which.
+                answers = []
+                for call in calls:
+                    if process.ended and not self._closed:
+                        process = self._start()
+                    answers.append(process.call(call))
             with self._lock:
-                self._idle -= 1
-            if call is None:
-                return
-            if process.ended:
-                process = self._start()
-            answer = process.call(*call)
-            with self._lock:
+                self._seconds[calls[0][0]] = (time.monotonic() - began) / len(calls)
                 self._idle += 1
-            future.set_result(answer)
+            for future, answer in zip(futures, answers, strict=True):
+                future.set_result(answer)
+
+    def _take(self):
+        """Wait for calls, and take the first one, or several of its function: list of (call, Future), [] at the end."""
+        with self._lock:
+            self._has_calls.wait_for(lambda: self._calls or self._closed)
+            if self._closed:
+                return []
+            k = self._calls[0][0][0]
+            of_function = [each for each in self._calls if each[0][0] == k]
+            share = -(-len(of_function) // self._threads)
+            count = min(share, int(MESSAGE_S / max(self._seconds.get(k, MESSAGE_S), 1e-9)))
+            taken = of_function[: max(count, 1)]
+            if len(taken) == 1:
+                self._calls.popleft()
+            else:
+                chosen = set(map(id, taken))
+                self._calls = deque(each for each in self._calls if id(each) not in chosen)
+            self._idle -= 1
+            return taken
 
     def _call_async(self, call, future):
         with self._starting:
             if self._asynchronous is None or self._asynchronous.ended:
                 self._asynchronous = self._start()
-        future.set_result(self._asynchronous.call(*call))
+        future.set_result(self._asynchronous.call(call))
 
     def _start(self):
         process = Process(self.specs, self.names)
@@ -146,36 +179,58 @@ class Process:
             return
         threading.Thread(target=self._read, daemon=True).start()
 
-    def call(self, k, is_async, keywords, size, timeout_s):
+    def call(self, call):
         """The Answer of one call; also of one that hangs, which ends the process, or that ends it itself."""
+        k, _, _, size, timeout_s = call
         name = self.names[k]
         if k in self.problems:
             return _failed(f"reward {name} cannot be imported by a worker process: {self.problems[k]}")
+        try:
+            future = self._send([call])
+        except Exception as error:  # pickling calls methods of the dataset's values, which may raise anything
+            return _failed(f"reward {name}: its arguments cannot be sent to a worker process: {error}")
+        try:
+            answers = future.result(timeout_s * size + GRACE_S)
+        except TimeoutError:
+            self._killed_for = f"reward {name} did not return within {timeout_s:g} s a completion (rewards.timeout)"
+            self.kill()
+            answers = future.result()
+        if answers is None:
+            reason = f"reward {name}: its worker process {_how_ended(self.process)}"
+            return _failed(self._killed_for or reason, failed_call=True)
+        return answers[0]
+
+    def call_all(self, calls):
+        """The Answers of calls of one function, or None where the process ended, or was ended, before it had all."""
+        if calls[0][0] in self.problems:
+            return None
+        try:
+            future = self._send(calls)
+        except Exception:  # as in `call`: one of them cannot be sent
+            return None
+        try:
+            return future.result(max(timeout_s * size for _, _, _, size, timeout_s in calls) + GRACE_S)
+        except TimeoutError:
+            self.kill()
+            return future.result()
+
+    def _send(self, calls):
+        """Send calls: a Future of their Answers, a list, or None if the process ends. Raises what pickling raises."""
         future = Future()
         with self._lock:
             self._number += 1
             self._futures[self._number] = future
-            message = self._number, k, is_async, keywords, size, timeout_s
             if not self.ended:
                 try:
-                    self.connection.send(message)
+                    self.connection.send((self._number, list(calls)))
                 except OSError:
                     pass  # it has ended, which _read reports
-                except Exception as error:  # pickling calls methods of the dataset's values, which may raise anything
+                except BaseException:
                     del self._futures[self._number]
-                    return _failed(f"reward {name}: its arguments cannot be sent to a worker process: {error}")
+                    raise
         if self.ended:
             self._give_up()
-        try:
-            answer = future.result(timeout_s * size + GRACE_S)
-        except TimeoutError:
-            self._killed_for = f"reward {name} did not return within {timeout_s:g} s a completion (rewards.timeout)"
-            self.kill()
-            answer = future.result()
-        if answer is None:
-            reason = f"reward {name}: its worker process {_how_ended(self.process)}"
-            return _failed(self._killed_for or reason, failed_call=True)
-        return answer
+        return future
 
     def kill(self):
         """End the process; its calls get an Answer that says why."""
@@ -184,8 +239,8 @@ class Process:
     def _read(self):
         try:
             while True:
-                number, answer = self.connection.recv()
-                self._futures.pop(number).set_result(answer)
+                number, answers = self.connection.recv()
+                self._futures.pop(number).set_result(answers)
         # EOFError or OSError when the process has ended; unpickling what a reward function logged may raise anything.
         except Exception:
             self.process.kill()

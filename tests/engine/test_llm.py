@@ -233,6 +233,9 @@ class TwoCharacterTokens:
     def decode(self, ids, skip_special_tokens=True):
         return "".join(f"{chr(97 + i // 10)}{i % 10}" for i in ids if not (skip_special_tokens and i == EOS))
 
+    def decode_batch(self, lists):
+        return [self.decode(ids) for ids in lists]
+
 
 def test_text_and_stop_strings(model):
     prompt = [[1, 2, 3]]

@@ -1,7 +1,9 @@
+import pickle
+
 import numpy as np
 import pytest
 
-from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
+from rlnumba.engine.sequence import Completion, SamplingParams, Sequence, SequenceTable
 from rlnumba.errors import ConfigError
 
 
@@ -136,3 +138,20 @@ def test_table_grows_with_what_is_put_into_it():
     assert table.block_tables[1].tolist() == [6, 7, *[0] * 7] and table.last_hash[1] == 70
     assert table.stop_ids.tolist() == [[3, 4, 5], [9, -1, -1]]
     assert table.take(1, 0).token_ids.tolist() == [0, 1, 2, 3, 4] and table.take(0, 0).token_ids[99] == 99
+
+
+def test_a_completion_has_lists_and_arrays_of_its_tokens():
+    lists = Completion([3, 5], [-0.5, -0.25], "stop", "ab", [7, 8])
+    arrays = Completion(np.array([3, 5], np.int32), np.float32([-0.5, -0.25]), "stop", "ab", np.array([7, 8]))
+    assert arrays == lists and arrays.token_ids == [3, 5]
+    assert (arrays.num_tokens, lists.num_tokens, Completion([], [], "stop").num_tokens) == (2, 2, 0)
+    for completion in (lists, arrays, pickle.loads(pickle.dumps(lists)), pickle.loads(pickle.dumps(arrays))):
+        found = [completion.array(name) for name in ("token_ids", "logprobs", "policy_versions")]
+        assert [each.dtype for each in found] == [np.int32, np.float32, np.int32]
+        assert [each.tolist() for each in found] == [[3, 5], [-0.5, -0.25], [7, 8]] and completion == lists
+    # What a reward function does to its list changes nothing that is trained on.
+    arrays.token_ids.append(9)
+    assert arrays.array("token_ids").tolist() == [3, 5]
+    lists.policy_versions = [1, 1]
+    assert lists.array("policy_versions").tolist() == [1, 1]
+    assert Completion([3], [-0.5], "stop").policy_versions == []

@@ -50,6 +50,9 @@ def test_texts(tokenizer):
         assert tokenizer.encode(golden["text"], add_special_tokens=False) == golden["bare"]
         assert tokenizer.decode(golden["ids"]) == golden["decoded"]
         assert tokenizer.decode(golden["ids"], skip_special_tokens=False) == golden["decoded_all"]
+    of_all = [golden["ids"] for golden in CHATS["texts"]]
+    assert tokenizer.decode_batch(of_all) == [tokenizer.decode(ids) for ids in of_all]
+    assert tokenizer.decode_batch(of_all[:1]) == [tokenizer.decode(of_all[0])] and tokenizer.decode_batch([]) == []
     assert max(len(golden["ids"]) for golden in CHATS["texts"]) > 8  # the file's own truncation is off
 
 

@@ -127,7 +127,8 @@ def measure(run, warmup):
     tokens = (rows[-1]["num_tokens"] - rows[0]["num_tokens"]) / sum(each["step_time"] for each in rows[1:])
     wait = sum(each.get("wait_for_batch_s", 0.0) for each in rows) / sum(each["step_time"] for each in rows)
     return {
-        "seconds": seconds, "tokens_per_s": tokens, "wait": wait, "busy": mean("infer_utilization"),
+        "seconds": seconds, "tokens_per_s": tokens, "wait": wait,
+        "busy": mean("infer_utilization"), "idle": mean("infer_idle"),
         "age": mean("token_staleness/mean"), "sync_s": mean("weight_sync_time_s"),
         "pause_s": mean("weight_pause_time_s"),
     }  # fmt: skip
@@ -158,7 +159,8 @@ def main():
         values = f"{each['seconds']:.3f} s a step, {each['tokens_per_s']:.0f} tokens/s"
         if name == "async":
             values += (
-                f"; trainer waits {each['wait']:.0%}, inference decodes {each['busy']:.0%} of the time; tokens "
+                f"; trainer waits {each['wait']:.0%}, inference decodes {each['busy']:.0%} of the time and has nothing "
+                f"to decode {each['idle']:.0%}; tokens "
                 f"{each['age']:.1f} steps old; {1e3 * each['sync_s']:.1f} ms to send the weights, for which decoding "
                 f"pauses {1e3 * each['pause_s']:.1f} ms"
             )

@@ -112,7 +112,8 @@ tensorboardX is installed. The metrics have TRL's names:
 | `wait_for_batch_s`, `queue_wait_time_s` | the trainer's wait for groups, and that of complete groups |
 | `weight_sync_time_s`, `weight_pause_time_s` | sending the weights; the longest pause of decoding for new ones |
 | `generation_tok_per_s` | tokens a second that inference samples while the trainer does whatever it does |
-| `infer_utilization`, `train_utilization` | share of the time that inference decodes; that training does not wait |
+| `infer_utilization`, `infer_idle` | share of the time that inference decodes; that it has no group to decode |
+| `train_utilization` | share of the time that training does not wait |
 | `perf/over_sampled_tokens` | tokens of completions that dynamic_sampling dropped before they were needed |
 | `accuracy`, `margin` | reward: share of the pairs with r_chosen > r_rejected, mean of r_chosen - r_rejected |
 | `min_reward`, `mean_reward`, `max_reward` | reward: of both sides of the step's pairs |

@@ -32,6 +32,7 @@ from typing import NamedTuple
 from rlnumba.distributed.inference_group import Failed
 from rlnumba.distributed.inference_worker import Alive, Done, Interrupt, Refused, Updated
 from rlnumba.distributed.launch import how_ended
+from rlnumba.distributed.queued_connection import QueuedConnection
 from rlnumba.distributed.weight_push import Offer
 from rlnumba.errors import UserError
 
@@ -79,7 +80,7 @@ class Process:
     def __init__(self, index):
         self.index, self.groups, self.asked = index, {}, set()
         self.offer, self.sent, self.pending, self.refused = None, None, set(), {}
-        self.stats, self.heard_at, self.has_started = Alive(0, 0.0), time.monotonic(), False
+        self.stats, self.heard_at, self.has_started = Alive(0, 0.0, 0.0), time.monotonic(), False
         self.live_at = math.inf
 
     def send(self, message):
@@ -107,7 +108,8 @@ class SpawnedProcess(Process):
 
     def __init__(self, index, setup, arrived):
         super().__init__(index)
-        self.connection, other = Pipe()
+        own, other = Pipe()
+        self.connection = QueuedConnection(own)
         # The package itself is found last, wherever the trainer found it.
         path = [*sys.path, str(Path(__file__).parents[2])]
         code = MAIN.format(path=path, descriptor=other.fileno())
@@ -117,36 +119,28 @@ class SpawnedProcess(Process):
             [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True
         )
         other.close()
-        self._arrived, self._outbox = arrived, queue.SimpleQueue()
+        self._arrived = arrived
         self.send(setup)
-        threading.Thread(target=self._send_all, daemon=True).start()
         self._reader = threading.Thread(target=self._receive_all, daemon=True)
         self._reader.start()
 
     def send(self, message):
-        self._outbox.put(message)
+        self.connection.send(message)
 
     def end(self):
         """Kill the process, and those that it has started."""
-        self._outbox.put(None)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         # Until no process has the other end of the connection open, and all memory is given back.
         self._reader.join(END_S)
+        self.connection.finish(END_S)
         self.connection.close()
 
     def ends_within(self, seconds):
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         return self.process.returncode is not None
-
-    def _send_all(self):
-        while (message := self._outbox.get()) is not None:
-            try:
-                self.connection.send(message)
-            except OSError:
-                return  # it has ended, which the reader notices
 
     def _receive_all(self):
         try:
@@ -170,8 +164,8 @@ class Engines:
         self._changed = threading.Condition()
         self._closed, self._error = False, None
         self._restarts, self._newest, self.refusals, self._pauses = [0] * count, None, 0, []
-        # Of processes that have ended: tokens and busy seconds.
-        self._past = Alive(0, 0.0)
+        # Of processes that have ended.
+        self._past = Alive(0, 0.0, 0.0)
         # (process, message) that nothing has handled yet.
         self._messages = queue.SimpleQueue()
         self.processes = [start(index, setup_of(index), self._arrived) for index in range(count)]
@@ -220,10 +214,10 @@ class Engines:
 
     @property
     def stats(self):
-        """Alive: tokens and busy seconds of all processes since the start."""
+        """Alive: the sums of all processes since the start."""
         with self._changed:
             every = [self._past, *(process.stats for process in self.processes)]
-        return Alive(sum(each.num_tokens for each in every), sum(each.busy_s for each in every))
+        return Alive(*map(sum, zip(*every, strict=True)))
 
     def take_pauses(self):
         """Seconds for which decoding paused for new weights, one number for each time since the last call: list."""

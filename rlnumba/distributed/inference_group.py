@@ -34,6 +34,8 @@ from rlnumba.runtime import ahead_of_time, device
 REPORT_S, END_S = 2.0, 0.2
 # Seconds in which the leader finds out by itself that a follower has ended.
 NOTICE_S = 5.0
+# Seconds in which the last messages of a process that ends are written.
+FINISH_S = 2.0
 
 
 class Failed(NamedTuple):
@@ -91,8 +93,8 @@ class Followers:
         time.sleep(NOTICE_S)
         failure = self.failure()
         if failure is not None:
-            with contextlib.suppress(OSError):  # the trainer has ended
-                connection.send(failure)
+            connection.send(failure)
+            connection.finish(FINISH_S)
         _end(f"a process of this engine has ended ({self.ended()})")
 
     def ended(self):

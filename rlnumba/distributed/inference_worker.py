@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.distributed.communicator import TIMEOUT_S
-from rlnumba.distributed.inference_group import Failed, Followers, choose_device
+from rlnumba.distributed.inference_group import FINISH_S, Failed, Followers, choose_device
+from rlnumba.distributed.queued_connection import QueuedConnection
 from rlnumba.distributed.weight_push import OwnStaging
 from rlnumba.distributed.weight_sync import Begin, Bucket, Finish, Staging, WeightReceiver, WeightsRefused
 from rlnumba.engine.core import Engine
@@ -64,10 +65,11 @@ class Interrupt(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """From an inference process: tokens sampled and seconds spent in decode steps, both since its start."""
+    """From an inference process, since its start: tokens sampled, seconds in decode steps, and without any group."""
 
     num_tokens: int
     busy_s: float
+    idle_s: float
 
 
 class Done(NamedTuple):
@@ -92,8 +94,10 @@ class Refused(NamedTuple):
 
 def main(descriptor):
     """Serve the connection of a file descriptor until it closes."""
-    connection = Connection(descriptor)
+    # Decoding does not wait for the trainer to read what is complete.
+    connection = QueuedConnection(Connection(descriptor))
     code = serve(connection, connection.recv)
+    connection.finish(FINISH_S)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     # Not through exit handlers, which may wait for threads.
@@ -140,7 +144,7 @@ class Server:
         self.receiver = WeightReceiver(model.trained, staging, setup.bucket_bytes)
         # No group can begin before the first weights have arrived.
         self.groups.update_weights(self.receiver.version)
-        self.busy_s, self.heard_at = 0.0, 0.0
+        self.busy_s, self.idle_s, self.heard_at = 0.0, 0.0, 0.0
         if setup.staging is None:
             self._lead("open_staging", staging.offer)
             connection.send(staging.offer)
@@ -165,14 +169,17 @@ class Server:
         if now or time.monotonic() - self.heard_at > HEARTBEAT_S:
             self._lead("meet")
             self.heard_at = time.monotonic()
-            self.connection.send(Alive(self.groups.num_tokens, self.busy_s))
+            self.connection.send(Alive(self.groups.num_tokens, self.busy_s, self.idle_s))
 
     def _receive(self):
         """Take all messages that have arrived; without anything else to do, wait for one."""
         waits = self.groups.is_idle and not self.receiver.ready and not self.receiver.is_checking
-        wait_s = HEARTBEAT_S if waits else 0.0
-        while self.connection.poll(wait_s):
-            message, wait_s = self.connection.recv(), 0.0
+        began = time.perf_counter()
+        has_message = self.connection.poll(HEARTBEAT_S if waits else 0.0)
+        if waits:
+            self.idle_s += time.perf_counter() - began
+        while has_message:
+            message = self.connection.recv()
             if isinstance(message, GroupRequest):
                 self.groups.submit(message)
             elif isinstance(message, Interrupt):
@@ -181,6 +188,7 @@ class Server:
                     self.connection.send(Done(request))
             elif isinstance(message, Begin | Bucket | Finish):
                 self._or_refused(self.receiver.take, message)
+            has_message = self.connection.poll()
         self._or_refused(self.receiver.check)
 
     def _or_refused(self, function, *arguments):

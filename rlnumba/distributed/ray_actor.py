@@ -126,6 +126,9 @@ class Mailbox:
     def send(self, message):
         self._outbox.put(message)
 
+    def finish(self, timeout_s):
+        """Nothing: `sent` has what was sent."""
+
     def put(self, message):
         """A message for `recv`."""
         self._inbox.put(message)

@@ -25,7 +25,7 @@ import numpy as np
 from rlnumba.config.runs import RUNS
 from rlnumba.distributed import ray_cluster
 from rlnumba.distributed.inference import Engines, Limits, SpawnedProcess
-from rlnumba.distributed.inference_worker import Setup
+from rlnumba.distributed.inference_worker import Alive, Setup
 from rlnumba.distributed.placement import gpus_of_ranks, most_ranks_per_gpu
 from rlnumba.distributed.ray_engines import ObjectSender, RayEngines
 from rlnumba.distributed.weight_push import WeightPusher, can_share
@@ -87,7 +87,7 @@ class Pipeline:
         self.buffer = GroupBuffer(self.options.queue_maxsize // self.train.num_generations, self.options.order)
         self.apart = GroupsApart(self.options)
         self.next_number, self.num_dropped, self.num_rejected, self.sync_s = 0, 0, 0, 0.0
-        self.last_stats, self.last_time, self.metrics = (0, 0.0), time.monotonic(), {}
+        self.last_stats, self.last_time, self.metrics = Alive(0, 0.0, 0.0), time.monotonic(), {}
 
     def start(self, engines):
         """Give out what may begin. engines: RemoteEngines or InterleavedEngine, with the weights of `version`."""
@@ -99,6 +99,8 @@ class Pipeline:
 
     def update_weights(self, version):
         """The policy's weights are of another version now: send them to the engines, and admit what may follow."""
+        # What was launched is training, and no part of the push.
+        device.synchronize()
         began = time.perf_counter()
         self.engines.push(version)
         self.version, self.sync_s = version, time.perf_counter() - began
@@ -222,9 +224,9 @@ class Pipeline:
         versions = [c.array("policy_versions") for c in completions]
         oldest = np.array([step - each.min() for each in versions])
         of_tokens = step - np.concatenate(versions)
-        now, (tokens, busy_s) = time.monotonic(), self.engines.stats
-        seconds, (last_tokens, last_busy_s) = max(now - self.last_time, 1e-9), self.last_stats
-        self.last_time, self.last_stats = now, (tokens, busy_s)
+        now, stats = time.monotonic(), self.engines.stats
+        seconds, since = max(now - self.last_time, 1e-9), [a - b for a, b in zip(stats, self.last_stats, strict=True)]
+        self.last_time, self.last_stats, (num_tokens, busy_s, idle_s) = now, stats, since
         pauses = self.engines.take_pauses()
         waiting = self.buffer.num_complete - len(groups)
         return {
@@ -241,8 +243,9 @@ class Pipeline:
             "weight_sync_time_s": self.sync_s,
             "weight_pause_time_s": max(pauses, default=0.0),
             "wait_for_batch_s": waited_s,
-            "generation_tok_per_s": (tokens - last_tokens) / seconds,
-            "infer_utilization": min((busy_s - last_busy_s) / seconds / self.engines.count, 1.0),
+            "generation_tok_per_s": num_tokens / seconds,
+            "infer_utilization": min(busy_s / seconds / self.engines.count, 1.0),
+            "infer_idle": min(idle_s / seconds / self.engines.count, 1.0),
             "train_utilization": max(1.0 - waited_s / seconds, 0.0),
         }
 
@@ -373,8 +376,8 @@ class RemoteEngines:
 
     @property
     def stats(self):
-        """(tokens sampled, busy seconds) since the start."""
-        return tuple(self._engines.stats)
+        """Alive: tokens sampled, seconds busy, and idle, since the start."""
+        return self._engines.stats
 
     def submit(self, request):
         """Give a GroupRequest out."""
@@ -447,8 +450,8 @@ class InterleavedEngine:
 
     @property
     def stats(self):
-        """(tokens sampled, busy seconds) since the start."""
-        return self.groups.num_tokens, self.busy_s
+        """Alive: tokens sampled and seconds busy since the start."""
+        return Alive(self.groups.num_tokens, self.busy_s, 0.0)
 
     def submit(self, request):
         """Queue a GroupRequest."""

@@ -5,6 +5,7 @@ import os
 import queue
 import signal
 import time
+from multiprocessing import Pipe
 
 import pytest
 
@@ -12,6 +13,7 @@ from rlnumba.config import EngineConfig
 from rlnumba.distributed import inference
 from rlnumba.distributed.inference import Engines, InferenceError, Limits
 from rlnumba.distributed.inference_worker import Setup
+from rlnumba.distributed.queued_connection import QueuedConnection
 from rlnumba.distributed.weight_sync import WeightSender
 from rlnumba.engine import Engine, SamplingParams
 from rlnumba.engine.groups import GroupEngine, GroupRequest
@@ -181,3 +183,21 @@ def test_a_process_that_does_not_start_ends_the_run(monkeypatch, capfd):
                 engines.check()
                 time.sleep(0.01)
     assert capfd.readouterr().err.count("starting it anew") == 1
+
+
+def test_a_message_does_not_wait_for_who_reads():
+    end, other = Pipe()
+    connection, parts = QueuedConnection(end), [bytes(1 << 20)]
+    for number in range(4):
+        # More than a socket takes; a message is what it was when it was sent.
+        connection.send((number, parts))
+        parts.append(b"")
+    assert [other.recv() for _ in range(4)] == [(n, [bytes(1 << 20)] + n * [b""]) for n in range(4)]
+    other.send("answer")
+    assert connection.poll(5.0) and connection.recv() == "answer"
+    other.close()
+    connection.send(parts)
+    with pytest.raises((EOFError, OSError)):
+        connection.recv()
+    connection.finish(5.0)
+    connection.close()

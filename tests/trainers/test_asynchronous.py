@@ -30,7 +30,7 @@ class FakeEngines:
     wait_s, is_own, count = 0.0, False, 1
 
     def __init__(self):
-        self.requests, self.version, self.stats, self.advance = {}, 0, (0, 0.0), None
+        self.requests, self.version, self.stats, self.advance = {}, 0, (0, 0.0, 0.0), None
 
     def submit(self, request):
         assert request.number not in self.requests

@@ -105,6 +105,8 @@ class PromptLoop:
         self.state = DataState(prompt_order(self.prompts, run))
         self.ahead = self._start_ahead(self._restore())
         self.complete = self._completed(folder.step)
+        # Generations that are not in completions.jsonl yet.
+        self.unwritten = []
 
     def _restore(self):
         """Take up the state of the checkpoint that the run goes on from: its groups that are not trained on, a list."""
@@ -217,8 +219,7 @@ class PromptLoop:
                     names = self.rewards.names
                     state.begin(rollouts, generations, names, own_metrics)
                     num_generated += sum(each.num_generated + each.num_unused for each in generations)
-                    rows = (row for each in generations for row in each.rows(names))
-                    self.writer.completions(trainer_state.global_step + 1, rows)
+                    self.unwritten += generations
             parts.append((micro, state.rollouts))
             metrics.append(state.metrics)
         return parts, mean_metrics(metrics), num_generated
@@ -227,12 +228,19 @@ class PromptLoop:
         """The optimizer step, and its weights to the engine: metrics. Signals are held from here on."""
         learning_rate = learning_rate_at(self.run.train, step, self.schedule.total_steps)
         metrics = self.algorithm.train_step(self.policy, micro_batches, learning_rate)
+        self._write_completions(step)
         self.policy.move_reference_if_due(step + 1)
         self.complete = self._completed(step + 1)
         (self.ahead or self.llm).update_weights(step + 1)
         # What was launched counts here.
         device.synchronize()
         return metrics
+
+    def _write_completions(self, step):
+        """Let a thread write the completions of a step: while the device computes, it takes no time from this one."""
+        generations, self.unwritten = self.unwritten, []
+        if generations:
+            self.writer.completions(step + 1, (row for each in generations for row in each.rows(self.rewards.names)))
 
     def _evaluate_if_due(self, trainer_state, is_last, metrics):
         """Add an evaluation to the metrics of a step where one is due."""

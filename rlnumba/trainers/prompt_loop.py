@@ -23,7 +23,7 @@ from rlnumba.errors import ConfigError
 from rlnumba.model.config import LM_HEAD
 from rlnumba.optim import learning_rate_at
 from rlnumba.rewards import TrainerState
-from rlnumba.runtime import device
+from rlnumba.runtime import device, garbage
 from rlnumba.trainers import rollout
 from rlnumba.trainers.asynchronous import encoded, start_ahead
 from rlnumba.trainers.engine_elsewhere import EngineElsewhere
@@ -106,7 +106,7 @@ class PromptLoop:
         self.ahead = self._start_ahead(self._restore())
         self.complete = self._completed(folder.step)
         # Generations that are not in completions.jsonl yet.
-        self.unwritten = []
+        self.unwritten, self.is_first_step = [], True
 
     def _restore(self):
         """Take up the state of the checkpoint that the run goes on from: its groups that are not trained on, a list."""
@@ -151,6 +151,7 @@ class PromptLoop:
             self.policy.context.use(),
             folder.writer(self.schedule.total_steps) as self.writer,
             folder.kept_on_interruption(self._save),
+            garbage.unfrozen_at_end(),
             closing(ahead) if ahead else nullcontext(),
         ):
             folder.hold_signals()
@@ -194,6 +195,9 @@ class PromptLoop:
             callbacks.step_end(step + 1, metrics["epoch"], self.policy.model)
         self._evaluate_if_due(trainer_state, is_last, metrics)
         with clock.phase("log"):
+            if self.is_first_step and device.name() == "cuda":
+                garbage.freeze()
+            self.is_first_step = False
             num_tokens = sum(len(part.token_ids) for part in micro_batches)
             self._log(step, metrics, num_tokens, num_generated)
         control = callbacks.control

@@ -1,0 +1,21 @@
+"""Objects that are left out of Python's collections, until the end."""
+
+import gc
+import weakref
+
+from rlnumba.runtime import garbage
+
+
+def test_what_is_frozen_is_collected_at_the_end():
+    class Node:
+        pass
+
+    with garbage.unfrozen_at_end():
+        node = Node()
+        node.itself, found = node, weakref.ref(node)
+        garbage.freeze()
+        del node
+        gc.collect()
+        assert found() is not None and gc.get_freeze_count() > 0
+    gc.collect()
+    assert found() is None and gc.get_freeze_count() == 0

@@ -36,6 +36,10 @@ LOST_S = 5.0
 # Sequences that one GPU decodes about as fast as one of them, 0.58 ms a step for 8 and 0.55 for 1 of a 0.6B model: of
 # so few none is taken over. The cpu device takes as much longer as there are more.
 FEW_ON_GPU = 8
+# Tokens that a sequence must be able to get to be taken over, on a GPU: its keys and values are computed again, which
+# takes about as long as so many decode steps. Where all are as long, ranks would otherwise exchange them at the very
+# end. Not tuned.
+LEAST_LEFT_ON_GPU = 64
 
 
 # Tokens that are scored at a time.
@@ -180,12 +184,14 @@ class EngineOnRanks:
     def _balance(self):
         """Let ranks with few sequences take over some of those that have many."""
         rank = self.communicator.rank
-        moves = moves_between(self.loads, FEW_ON_GPU if device.name() == "cuda" else 1)
+        few, least_left = (FEW_ON_GPU, LEAST_LEFT_ON_GPU) if device.name() == "cuda" else (1, 1)
+        moves = moves_between(self.loads, few)
         if not moves:
             return
-        moved = self.communicator.objects(self.engine.move_out(sum(n for source, _, n in moves if source == rank)))
+        count = sum(n for source, _, n in moves if source == rank)
+        moved = self.communicator.objects(self.engine.move_out(count, least_left))
         for source, target, count in moves:
-            # What had ended when its engine stopped is not moved.
+            # What had ended when its engine stopped, or is about to, is not moved.
             sequences, moved[source] = moved[source][:count], moved[source][count:]
             self.loads[source] -= len(sequences)
             self.loads[target] += len(sequences)

@@ -278,21 +278,21 @@ class Engine:
             self.blocks_wanted += num_blocks + 1
             self.most_blocks = max(self.most_blocks, num_blocks)
 
-    def move_out(self, count):
+    def move_out(self, count, least_left=1):
         """Drop up to `count` unfinished sequences, those with the fewest tokens, and return them for `move_in`: list.
 
-        Raises as `step` does.
+        least_left: tokens that each may still get, at least. Raises as `step` does.
         """
         self.synchronize()
         lengths = self.scheduler.table.length
 
-        def num_drawn(sequence):
-            length = len(sequence.token_ids) if sequence.row is None else int(lengths[sequence.row])
-            return length - len(sequence.prompt)
+        def length_of(sequence):
+            return len(sequence.token_ids) if sequence.row is None else int(lengths[sequence.row])
 
         unfinished = [sequence for of_request in self.requests.values() for sequence in of_request.values()]
+        movable = [each for each in reversed(unfinished) if each.length_limit - length_of(each) >= least_left]
         # Of those with as many, the last that were added.
-        return self._remove(sorted(reversed(unfinished), key=num_drawn)[:count])
+        return self._remove(sorted(movable, key=lambda each: length_of(each) - len(each.prompt))[:count])
 
     def interrupt(self, request_id):
         """Drop what is unfinished of a request, and return these sequences for `move_in`: list.

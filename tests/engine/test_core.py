@@ -469,3 +469,18 @@ def test_steps_come_after_weights_that_another_stream_writes():
     fresh = make_engine(model, blocks=400)
     fresh.add_request(0, list(range(20)), params)
     assert found == result(run(fresh)[0, 0])
+
+
+def test_sequences_that_are_about_to_end_are_not_moved(model):
+    first, second = make_engine(model), make_engine(model)
+    limits = [6, 40, 12]
+    for number, max_tokens in enumerate(limits):
+        first.add_request(number, [number + 3] * 5, SamplingParams(max_tokens=max_tokens, seed=number, ignore_eos=True))
+    for _ in range(4):
+        first.step()
+    # What is in flight is computed before they are moved.
+    moved = first.move_out(3, least_left=5)
+    assert {sequence.request_id for sequence in moved} == {1, 2} and first.num_unfinished == 1
+    second.move_in(moved)
+    outputs = run(first) | run(second)
+    assert [len(outputs[number, 0].token_ids) for number in range(3)] == limits

@@ -189,7 +189,8 @@ class Engines:
         """Raise InferenceError if the processes cannot go on, and send weights to those that have not the newest.
 
         That is where they arrived damaged, or before the process could take them. To be called while the weights are
-        those of the last push.
+        those of the last push, and while the other ranks of a trainer that has them in parts wait for what rank 0 says
+        (weight_sync.Again).
         """
         self._raise_error()
         with self._changed:

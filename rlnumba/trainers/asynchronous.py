@@ -391,7 +391,7 @@ class RemoteEngines:
         """Nothing: the processes go on by themselves."""
 
     def settle(self):
-        """Nothing: evaluation has an engine of its own."""
+        """Nothing: evaluation has an engine of its own, or is drawn beside the groups that are trained on."""
 
     def take_pauses(self):
         """Seconds for which an engine paused for new weights, for each time since the last call: list."""

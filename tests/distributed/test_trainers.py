@@ -72,10 +72,10 @@ def run_of(kind, folder, num_ranks=1, lora=None, model=None, zero_stage=2, **opt
 SEGMENT = 4096
 
 
-def train_each(communicator, runs, resume=False, fold_by_layer_bytes=core.FOLD_BY_LAYER_BYTES):
+def train_each(communicator, runs, resume=False, fold_by_layer_bytes=core.FOLD_BY_LAYER_BYTES, segment=SEGMENT):
     """Train [(kind, Run)] one after the other in the processes of the same ranks, of which starting takes longest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce, "SEGMENT", SEGMENT)
+        patch.setattr(reduce, "SEGMENT", segment)
         patch.setattr(core, "FOLD_BY_LAYER_BYTES", fold_by_layer_bytes)
         # Drawing curves takes longer than such a run.
         patch.setattr(metrics, "plot", lambda *arguments: None)

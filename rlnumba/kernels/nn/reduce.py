@@ -22,8 +22,9 @@ from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
 THREADS = 256
-# Elements of a segment, a multiple of the blocks of 8-bit moments, and the blocks that share one: even a model of 10
-# million parameters has some for each of 132 SMs. These and the next two fix the order of the sum.
+# Elements of a segment, a multiple of the blocks of 8-bit moments, and the blocks that share one, of which each has a
+# multiple of BLOCK_ELEMENTS: even a model of 10 million parameters has some for each of 132 SMs. These and the next two
+# fix the order of the sum.
 SEGMENT, PIECES = 1 << 20, 16
 # Elements of a vector of the squares, 16 bytes, and vectors that a thread loads before it adds the first.
 VECTOR, UNROLL = 4, 4

@@ -101,7 +101,7 @@ def run_of(folder, arguments, dtype, **engine):
         num_generations=arguments.generations, per_device_train_batch_size=arguments.micro_batch, dtype=dtype,
         global_batch_size=arguments.prompts * arguments.generations, max_steps=arguments.steps,
         max_completion_length=arguments.completion_length, generation_kwargs={"ignore_eos": True}, report_to=[],
-        save_steps=10**6, learning_rate=1e-6, gradient_checkpointing=False,
+        save_steps=10**6, save_only_model=True, learning_rate=1e-6, gradient_checkpointing=False,
     )  # fmt: skip
     return GRPORun(
         model=str(folder / "model"),

@@ -19,3 +19,11 @@ def test_what_is_frozen_is_collected_at_the_end():
         assert found() is not None and gc.get_freeze_count() > 0
     gc.collect()
     assert found() is None and gc.get_freeze_count() == 0
+
+
+def test_what_others_have_frozen_stays_so():
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with garbage.unfrozen_at_end():
+        pass
+    assert gc.get_freeze_count() == before > 0

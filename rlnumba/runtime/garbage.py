@@ -11,11 +11,14 @@ import gc
 
 @contextlib.contextmanager
 def unfrozen_at_end():
-    """When the block ends, collections have all objects again."""
+    """When the block ends, collections have all objects again, if `freeze` was called in it."""
+    before = gc.get_freeze_count()
     try:
         yield
     finally:
-        gc.unfreeze()
+        # What the process had left out before stays so where nothing was added.
+        if gc.get_freeze_count() > before:
+            gc.unfreeze()
 
 
 def freeze():

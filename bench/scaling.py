@@ -64,8 +64,16 @@ def measure(run, warmup):
     }
     # What rollout and training say of one token: 0 where their bits are equal.
     found["difference"] = max(each["sampling/sampling_logp_difference/max"] for each in rows)
-    with open(folder / "final" / "model.safetensors", "rb") as file:
-        return found, hashlib.file_digest(file, "sha256").hexdigest()
+    return found, hash_of(sorted((folder / "final").glob("*.safetensors")))
+
+
+def hash_of(paths):
+    """One hash of several files, in their order."""
+    found = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
 
 
 def main():

@@ -230,6 +230,10 @@ def test_a_process_that_is_started_anew_gets_the_newest_weights(running, capfd):
 
 
 def test_damaged_weights_are_refused_and_sent_again(running):
+    # Once both processes have staging to damage, also where this test is the first one.
+    running.push()
+    running.submit(2)
+    running.wait(2)
     write, damaged = running.sender._copy, []
 
     def copy_damaged(offers, *share):

@@ -77,8 +77,8 @@ def on_gpus(gpus, batch, max_staleness):
     """Keys of rlnumba's GRPOConfig for GPUs as --gpus has them, and `batch` completions in a step of all: dict."""
     train, _, infer = gpus.partition("+")
     deploy = {"num_train_gpus": int(train), "num_infer_gpus": int(infer or 0)}
-    # As many in a backward pass, however the GPUs are divided.
-    keys = {"per_device_train_batch_size": batch // sum(deploy.values()), "global_batch_size": batch}
+    # Each GPU that trains has one backward pass in a step.
+    keys = {"per_device_train_batch_size": batch // deploy["num_train_gpus"], "global_batch_size": batch}
     keys |= {"gradient_accumulation_steps": 1, "deploy": deploy}
     return keys | ({"asynchronous": {"max_staleness": max_staleness}} if infer else {})
 

@@ -33,6 +33,7 @@ from rlnumba.engine.step_shapes import (
     most_prefill_tokens,
     pad_step,
     prefill_bucket,
+    prefill_rows_of,
 )
 from rlnumba.kernels.attention.paged import (
     fuses_qkv,
@@ -219,7 +220,7 @@ class Runner:
         self.upload = Upload()
         # Row 0: sampled ids; row 1: their log-probs, row 2: the smallest logits that filters kept, both float32.
         self.longest_verified = longest_verified
-        rows = max(bucket_of(max_num_seqs), max_num_seqs)
+        rows = prefill_rows_of(max_num_seqs)
         self.max_verified = bucket_of(min(max_num_seqs, MAX_NUM_SEQS)) * longest_verified
         self.results = device.xp().empty((3, max(rows, self.max_verified)), np.int32)
         # Of decode steps the same, in turn; and what the host changes before a step (edit_decode_state).
@@ -302,7 +303,8 @@ class Runner:
         calls = [(self.max_num_seqs, tokens, tokens, longest), (rows, rows, 1, context)]
         if not self.eager:
             tokens = self.max_prefill_tokens
-            calls.append((rows, tokens, tokens, min(context, MAX_PREFILL_CONTEXT)))
+            padded = prefill_rows_of(self.max_num_seqs)
+            calls.append((padded, tokens, tokens, min(context, MAX_PREFILL_CONTEXT)))
         if self.longest_verified:
             rows = bucket_of(min(self.max_num_seqs, MAX_NUM_SEQS))
             calls.append((rows, self.max_verified, self.longest_verified, context))

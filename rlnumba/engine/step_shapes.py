@@ -1,7 +1,7 @@
 """The shapes of steps that are CUDA graphs: buckets of sequences, tokens and contexts, and padding to them.
 
-The number of sequences is rounded up to a bucket, and so are their tokens; the longest context and the longest part of
-a sequence to powers of two. Padding changes no bit: a sequence that is added has a context of no tokens, a token that
+The number of sequences is rounded up to a bucket, of steps with prefill to a coarser one, and so are their tokens; the
+longest context and the longest part of a sequence to powers of two. Padding changes no bit: a sequence that is added has a context of no tokens, a token that
 is added has no slot in the cache, and what is sampled there is not read.
 """
 
@@ -12,6 +12,9 @@ import numpy as np
 # Padding costs at most half of a small batch and 15 rows of a large one; nano-vllm's choice.
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 16
+# Of steps with prefill, in which any number of sequences decodes beside those that begin: each pair of buckets, of
+# sequences and of tokens, is a graph, whose first two steps the host launches kernel by kernel.
+PREFILL_BUCKETS, PREFILL_BUCKET_STEP = (*SMALL_BUCKETS, 16, 32), 64
 SMALLEST_CONTEXT = 256
 # The smallest step between buckets of tokens, and the smallest bound of a sequence's tokens in a step of several.
 SMALLEST_TOKENS = 16
@@ -32,6 +35,12 @@ OF_STEP = ("cu_seqlens", "num_steps")
 def bucket_of(rows):
     """The smallest graph size that holds this many rows."""
     return next((bucket for bucket in SMALL_BUCKETS if rows <= bucket), -(-rows // BUCKET_STEP) * BUCKET_STEP)
+
+
+def prefill_rows_of(rows):
+    """As bucket_of, for a step with prefill; at least as many."""
+    step = PREFILL_BUCKET_STEP
+    return next((bucket for bucket in PREFILL_BUCKETS if rows <= bucket), -(-rows // step) * step)
 
 
 def context_bucket_of(length):
@@ -72,7 +81,7 @@ class StepShape(NamedTuple):
 
     def of_prefill(self):
         """The bucket of other steps, which sample a token of each sequence or none. Each added sequence has a token."""
-        rows = bucket_of(self.rows)
+        rows = prefill_rows_of(self.rows)
         tokens = token_bucket_of(self.tokens + rows - self.rows)
         longest = max(SMALLEST_TOKENS, 1 << (self.max_seqlen_q - 1).bit_length())
         return StepShape(rows, tokens, rows if self.sampled else 0, longest, context_bucket_of(self.max_context_len))

@@ -10,6 +10,8 @@ from rlnumba.kernels.ptx.wgmma import ROWS, STEPS
 
 # Elements of a weight that is read from memory in about as long as a kernel takes to start.
 SHORT_WEIGHT = 1 << 23
+# Steps of the reduction whose chain of wgmma takes longer than that.
+LONG_CHAIN = 4096
 # Steps of a sum that takes as long as L2 takes to add it to C: 1.2 TB/s of what is added. H200, 151,936 x 1024 += 768
 # steps: 555 us, and 516 where a quarter of C is loaded and stored instead; 1,536 steps: 771 and 795.
 FEW_STEPS = 1024
@@ -138,29 +140,34 @@ def few_rows_config(m, n, k, sm_count, fixed, swiglu):
     two blocks an SM are better. Of long weights the last wave should be full. H200, 1 and 64 rows: with one panel a
     stage and 64 columns 5.0 and 5.1 us for 1024 x 2048, with these 3.0 and 3.4; 6.9 and 7.0 for 1024 x 3072, and 3.7
     and 4.5; 10.2 and 10.7 for 4096 x 4096, and 9.6 and 10.3. One row, 4096 x 1024: 3.1 with two panels, 2.9 with four;
-    6144 x 1024: 5.1 with 96 columns, 4.1 with 32.
+    6144 x 1024: 5.1 with 96 columns, 4.1 with 32. Of a half of Qwen3-8B's layers, 1 row, four panels and two: 7.8 and
+    7.6 for 2048 x 4096, 17.2 and 16.2 for 2048 x 12,288; 64 rows: 8.8 with 16 columns and 8.1 with 32 for the former,
+    for gate and up of 6,144 columns 32.0 with 64 and 29.0 with 128.
     """
     eight, halves = m <= 8, 2 if swiglu else 1
+    is_short = n * halves * k <= SHORT_WEIGHT and k < LONG_CHAIN
 
     def filled(columns):
         return -(-n // (columns // halves)) / sm_count
 
-    if n * halves * k <= SHORT_WEIGHT and eight:
+    if is_short and eight:
         widths = (32, 48, 64, 96, 128) if swiglu else (16, 24, 32, 48, 64)
         columns = min(widths, key=lambda columns: abs(filled(columns) - 0.5))
         most_panels = 2 if swiglu and columns > 32 else 4
         if not swiglu and filled(columns) > 0.6:
             columns, most_panels = 32, 1
-    elif n * halves * k <= SHORT_WEIGHT:
+    elif is_short:
         columns = 16 * halves if n * halves <= 16 * sm_count else 64 if filled(64) > 0.45 else 32
         most_panels = 4 if columns == 16 * halves else 1 if columns == 64 else 2
         if swiglu and columns == 64:
             columns, most_panels = 48, 2
     else:
         # A model's part on each of several GPUs has few columns; 64 rows of A would be read too often by narrow tiles.
-        widths = (64, 128) if swiglu else (64, 32, 48, 96, *((24, 16) if eight else ()))
+        # Of equals the first: wide tiles, which read 64 rows of A less often, if one wave holds all of them.
+        swiglu_widths = (64, 128) if eight or filled(128) > 1 else (128, 64)
+        widths = swiglu_widths if swiglu else (64, 32, 48, 96, *((24, 16) if eight else ()))
         columns = min(widths, key=lambda columns: round(1 - filled(columns) / math.ceil(filled(columns)), 1))
-        most_panels = 4 if columns <= (32 if eight else 16 * halves) else 2 if eight or columns != 64 else 1
+        most_panels = 4 if columns == 32 and eight else 2 if eight or columns != 64 else 1
     return with_stages(Sm90GemmConfig(columns, 1, 2, *fixed, eight_rows=eight), most_panels, k)
 
 

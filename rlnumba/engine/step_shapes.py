@@ -1,8 +1,8 @@
 """The shapes of steps that are CUDA graphs: buckets of sequences, tokens and contexts, and padding to them.
 
 The number of sequences is rounded up to a bucket, of steps with prefill to a coarser one, and so are their tokens; the
-longest context and the longest part of a sequence to powers of two. Padding changes no bit: a sequence that is added has a context of no tokens, a token that
-is added has no slot in the cache, and what is sampled there is not read.
+longest context and the longest part of a sequence to powers of two. Padding changes no bit: a sequence that is added
+has a context of no tokens, a token that is added has no slot in the cache, and what is sampled there is not read.
 """
 
 from typing import NamedTuple

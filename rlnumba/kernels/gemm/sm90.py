@@ -27,11 +27,12 @@ from rlnumba.kernels.gemm.scheduler import kind_of, tile_coordinates
 from rlnumba.kernels.gemm.sm90_config import best_config
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base
-from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, load_word, store_word
 from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import device_function, griddepcontrol_launch_dependents, griddepcontrol_wait, udiv
 from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime import device
+from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import ALWAYS, launch, specialize
 
@@ -91,16 +92,19 @@ def load_functions(config):
 def producer(config, load, before_wait):
     """The device function of the warp that loads all of an operand.
 
-    before_wait: the operand is older than the kernels ahead, as a weight is: load it before griddepcontrol_wait.
+    before_wait: the operand is older than the kernels ahead, as a weight is: load it before griddepcontrol_wait, of
+    which the other producer notes the end, with load_delay.
     """
     stage_bytes, steps, low_rank = config.stage_bytes, config.steps, config.low_rank
+    load_delay, notes_wait = (config.load_delay, 0) if before_wait else (0, config.load_delay)
     _, advance = ring(config.stages)
 
     @device_function
-    def produce(operand_map, low_rank_map, low_rank_step, nbytes, target, full, empty, shape):
+    def produce(operand_map, low_rank_map, low_rank_step, nbytes, target, full, empty, a_complete, shape):
         """nbytes: of the boxes of a stage; target: where those of the first stage belong.
 
-        low_rank_step: the step of the reduction with which low_rank_map begins.
+        low_rank_step: the step of the reduction with which low_rank_map begins. a_complete: a word of shared memory, 1
+        once griddepcontrol_wait has ended.
         """
         tiles, tiles_down, tiles_across, rounds, n = shape
         lane = i32(cuda.threadIdx.x) & i32(31)
@@ -114,11 +118,15 @@ def producer(config, load, before_wait):
                 if low_rank:
                     sm90.prefetch_tensor_map(low_rank_map)
             griddepcontrol_wait()
+            if notes_wait and lane == 0:
+                store_word(a_complete, i32(1))
         while index < tiles:
             # Not a range: the number of its rounds would be computed behind the wait, for 0.1 us.
             step = i32(0)
             while step < last_step:
                 sm90.mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
+                if load_delay and load_word(a_complete) == 0:
+                    sm90.wait_clocks(i32(load_delay))
                 if lane == 0:
                     sm90.mbarrier_expect_tx(full + stage * MBARRIER_BYTES, nbytes)
                     stage_full = full + stage * MBARRIER_BYTES
@@ -240,6 +248,7 @@ def gemm_sm90_kernel(config):
     """The kernel of a config. N is a multiple of its staged columns, if it has any, else of 8."""
     rows, tile_columns, steps, consumers = config.rows, config.tile_columns, config.steps, config.consumers
     layout, a_bytes, b_bytes, low_rank = config.layout, config.a_bytes, config.b_bytes, config.low_rank
+    load_delay = config.load_delay
     # The producer's registers go to consumers whose accumulators need them.
     reallocates_registers = config.columns > 128
     init_ring, _ = ring(config.stages)
@@ -255,11 +264,13 @@ def gemm_sm90_kernel(config):
         thread = i32(cuda.threadIdx.x)
         warpgroup = sm90.warp_uniform(thread >> i32(7))
         base = shared_base()
-        full, empty = base + layout.full, base + layout.empty
+        full, empty, a_complete = base + layout.full, base + layout.empty, base + layout.a_complete
         if thread == 0:
             init_ring(full, empty, 2, consumers)
             for consumer in range(consumers):
                 sm90.mbarrier_init(base + layout.prefetched + consumer * MBARRIER_BYTES, 1)
+            if load_delay:
+                store_word(a_complete, i32(0))
             sm90.mbarrier_init_fence()
         cuda.syncthreads()
         griddepcontrol_launch_dependents()
@@ -277,10 +288,10 @@ def gemm_sm90_kernel(config):
             warp = sm90.warp_uniform(thread >> i32(5))
             if warp == 0:
                 maps = sm90.tensor_map_address(a_map), sm90.tensor_map_address(rank_a_map)
-                produce_a(*maps, rank_step, i32(a_stage_bytes), base, full, empty, shape)
+                produce_a(*maps, rank_step, i32(a_stage_bytes), base, full, empty, a_complete, shape)
             elif warp == 1:
                 maps = sm90.tensor_map_address(b_map), sm90.tensor_map_address(rank_b_map)
-                produce_b(*maps, rank_step, i32(b_bytes), base + a_bytes, full, empty, shape)
+                produce_b(*maps, rank_step, i32(b_bytes), base + a_bytes, full, empty, a_complete, shape)
         else:
             if reallocates_registers:
                 sm90.setmaxnreg_inc()
@@ -360,8 +371,11 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, low_rank=None)
     a_stage_bytes = config.panels * LINE * (config.rows if config.a_mn else a_rows)
     tiles = -(-m // config.rows) * -(-n // config.tile_columns)
     grid, block = min(tiles, device.sm_count() * config.blocks_per_sm), (config.consumers + 1) * WARPGROUP
-    steps = (k, rank_a.shape[1]) if config.low_rank else (k,)
-    arguments = *operands, c_map, residual_map, c, bias, residual, m, n, *steps, a_stage_bytes
     # Only a weight is loaded before griddepcontrol_wait.
     pdl = ALWAYS if config.b_mn else m <= ROWS or b.size < LARGE_WEIGHT
+    context = current()
+    if pdl is True and context.pdl and context.paces_loads:
+        config = config.paced(grid, device.sm_count())
+    steps = (k, rank_a.shape[1]) if config.low_rank else (k,)
+    arguments = *operands, c_map, residual_map, c, bias, residual, m, n, *steps, a_stage_bytes
     launch(gemm_sm90_kernel(config), grid, block, *arguments, shared=config.layout.nbytes, pdl=pdl)

@@ -15,6 +15,8 @@ LONG_CHAIN = 4096
 # Steps of a sum that takes as long as L2 takes to add it to C: 1.2 TB/s of what is added. H200, 151,936 x 1024 += 768
 # steps: 555 us, and 516 where a quarter of C is loaded and stored instead; 1,536 steps: 771 and 795.
 FEW_STEPS = 1024
+# Clocks in which an SM gets a KiB of memory while all of them load: 4.1 TB/s, 132 SMs, 1.755 GHz.
+CLOCKS_PER_KIB = 58
 # Shared memory that a block may use, less what aligning its start costs.
 SHARED_LIMIT = 227 * 1024 - SWIZZLE_ALIGNMENT
 
@@ -30,7 +32,8 @@ class Sm90GemmConfig(NamedTuple):
     multiple of so many steps. prefetched_columns: columns of C, of an "add", that are loaded during the main loop and
     whose sum is stored; the others are added by TMA in L2. 0, staged_columns, twice as many, or all. eight_rows: C has
     up to eight rows, and A's box as many, which wgmma broadcasts; for one consumer and a K-major A. low_rank: a second
-    pair of operands of few steps follows the first, whose product is added to the accumulators.
+    pair of operands of few steps follows the first, whose product is added to the accumulators. load_delay: clocks
+    before each stage of a weight that is loaded before griddepcontrol_wait ends, see `paced`.
     """
 
     columns: int
@@ -47,6 +50,7 @@ class Sm90GemmConfig(NamedTuple):
     prefetched_columns: int = 0
     eight_rows: bool = False
     low_rank: bool = False
+    load_delay: int = 0
 
     @property
     def rows(self):
@@ -118,7 +122,14 @@ class Sm90GemmConfig(NamedTuple):
             full=barriers,
             empty=barriers,
             prefetched=self.consumers * MBARRIER_BYTES,
+            a_complete=MBARRIER_BYTES if self.load_delay else 0,
         )
+
+    def paced(self, blocks, sm_count):
+        """The config whose `blocks` load a weight at the speed of memory, not as fast as they can ask for it."""
+        clocks = self.b_bytes * CLOCKS_PER_KIB * min(blocks, sm_count) // (1024 * sm_count)
+        # Rounded, so that weights of similar shapes have one kernel.
+        return self._replace(load_delay=max(clocks // 32, 1) * 32)
 
 
 def with_stages(config, most_panels, k):

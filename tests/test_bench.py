@@ -73,6 +73,7 @@ def test_learning_refuses_gpus_that_are_no_numbers(imported):
     for text in ("0", "1+", "1+1+1", "two"):
         with pytest.raises(argparse.ArgumentTypeError):
             learning.gpus_given(text)
-    keys = learning.on_gpus("1+3", 128, 2)
-    assert keys["per_device_train_batch_size"] == 32 and keys["asynchronous"] == {"max_staleness": 2}
-    assert "asynchronous" not in learning.on_gpus("2", 128, 2)
+    keys = learning.on_gpus("2+3", 128, 2)
+    assert keys["per_device_train_batch_size"] == 64 and keys["asynchronous"] == {"max_staleness": 2}
+    keys = learning.on_gpus("2", 128, 2)
+    assert keys["per_device_train_batch_size"] == 64 and "asynchronous" not in keys

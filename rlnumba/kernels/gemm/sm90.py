@@ -373,8 +373,7 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, low_rank=None)
     grid, block = min(tiles, device.sm_count() * config.blocks_per_sm), (config.consumers + 1) * WARPGROUP
     # Only a weight is loaded before griddepcontrol_wait.
     pdl = ALWAYS if config.b_mn else m <= ROWS or b.size < LARGE_WEIGHT
-    context = current()
-    if pdl is True and context.pdl and context.paces_loads:
+    if pdl is True and current().paces_loads:
         config = config.paced(grid, device.sm_count())
     steps = (k, rank_a.shape[1]) if config.low_rank else (k,)
     arguments = *operands, c_map, residual_map, c, bias, residual, m, n, *steps, a_stage_bytes

@@ -304,12 +304,14 @@ OF = {
 LISTED_AHEAD = """
 import json, sys
 from rlnumba.config import load_run
+from rlnumba.engine.step_shapes import token_bucket_of
+from rlnumba.kernels.gemm.sm90_config import best_config
 from rlnumba.runtime.device import GPUS
 from rlnumba.trainers.kernel_list import list_signatures
 from rlnumba.trainers.run_folder import kernel_request
 
-def listed(**deploy):
-    options = [("model", sys.argv[2]), ("train.dtype", "bfloat16"), ("async.max_staleness", "2")]
+def listed(max_staleness=2, **deploy):
+    options = [("model", sys.argv[2]), ("train.dtype", "bfloat16"), ("async.max_staleness", str(max_staleness))]
     options += [(f"deploy.{name}", str(value)) for name, value in deploy.items()]
     stages = list_signatures(kernel_request("grpo", load_run("grpo", sys.argv[1], options)), GPUS["h200"])
     return [set(stage) for stage in stages]
@@ -318,7 +320,14 @@ one, two = listed(num_train_gpus=1), listed(num_train_gpus=2, num_infer_gpus=2)
 parts = listed(num_train_gpus=2, num_infer_gpus=2, tensor_parallel_size=2)
 losses = [str(constants) for _, name, constants, _ in two[1] if name == "policy_loss_kernel"]
 added = sorted({name for _, name, _, _ in parts[0] - two[0]})
-print(json.dumps([one == two, losses, parts[1] == two[1], two[0] <= parts[0], added]))
+
+def tiles_of(rows):  # of the GEMM by which so many rows become gate and up
+    return best_config(rows, 512, 256, "bfloat16", False, False, "same", False, False, 132, True)
+
+configs = {constants[0] for _, name, constants, _ in one[0] if name == "gemm_sm90_kernel"}
+lacking = [rows for rows in sorted({token_bucket_of(rows) for rows in range(1, 2049)}) if tiles_of(rows) not in configs]
+some = listed(max_staleness=0, num_train_gpus=1)
+print(json.dumps([one == two, losses, parts[1] == two[1], two[0] <= parts[0], added, lacking, some[0] < one[0]]))
 """
 
 
@@ -331,8 +340,9 @@ def test_an_asynchronous_run_lists_the_kernels_of_old_completions_and_of_parts_o
     arguments = [str(ROOT / "examples" / "many_gpus.toml"), str(tmp_path / "model")]
     found = subprocess.run([sys.executable, "-c", LISTED_AHEAD, *arguments], capture_output=True, text=True, cwd=ROOT)
     assert found.returncode == 0, found.stderr
-    are_equal, losses, trains_alike, has_all, added = json.loads(found.stdout)
+    are_equal, losses, trains_alike, has_all, added, lacking, has_more = json.loads(found.stdout)
     assert are_equal and trains_alike and has_all
+    assert not lacking and has_more, "sequences begin while others decode, in steps of any size"
     assert losses and all("correction_level='token', correction_truncates=True" in each for each in losses)
     assert added, "a part has GEMMs of its own"
 

@@ -1,8 +1,8 @@
 """Which kernels an engine is going to launch: its steps of all sizes, run without memory (runtime/shapes.py).
 
-Prefill is listed in steps as large as the engine's, padded as these are, decode and steps with drafts in every bucket
-of rows, since the GEMM's configuration follows from the number of rows. What is listed is compiled by
-runtime/ahead_of_time.py.
+Prefill is listed in steps as large as the engine's, padded as these are, or in every bucket where sequences begin at
+any time; decode and steps with drafts in every bucket of rows, since the GEMM's configuration follows from the number
+of rows. What is listed is compiled by runtime/ahead_of_time.py.
 """
 
 from dataclasses import replace
@@ -18,11 +18,16 @@ from rlnumba.engine.speculation import MAX_NUM_SEQS, longest_verified
 from rlnumba.engine.step_arrays import decode_state
 from rlnumba.engine.step_shapes import (
     BUCKET_STEP,
+    PREFILL_BUCKET_STEP,
+    PREFILL_BUCKETS,
     SMALL_BUCKETS,
+    SMALLEST_TOKENS,
     StepShape,
     bucket_of,
     context_bucket_of,
     prefill_bucket,
+    prefill_rows_of,
+    token_bucket_of,
 )
 from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.decode_state import edit_decode_state
@@ -46,7 +51,7 @@ class Request(NamedTuple):
     model, dtype: of the weights, with an adapter of the settings lora, a tuple of them for batches of several adapters,
     or None. prompt_lengths: tokens of each prompt, () where nothing is generated; n: completions of each; max_tokens:
     of a completion; extras: the names of extras_of. scored: tokens of sequences whose log-probs the training forward
-    computes, or their scores where the model has no other head.
+    computes, or their scores where the model has no other head. mixes: whether sequences begin while others decode.
     """
 
     model: ModelConfig
@@ -58,6 +63,7 @@ class Request(NamedTuple):
     max_tokens: int = 1
     extras: tuple = ()
     scored: tuple = ()
+    mixes: bool = False
 
 
 def extras_of(all_params):
@@ -136,6 +142,9 @@ def launch_steps(request, make_model=model_of):
         shape = StepShape(rows, rows * count, rows, count, longest)
         bucket = None if engine.enforce_eager else prefill_bucket(shape, shortened.max_prefill_tokens)
         shortened.compute(step_arrays_of(bucket or shape, request), bucket or shape)
+    if request.mixes and not engine.enforce_eager:
+        for shape in mixed_shapes(shortened.max_prefill_tokens, most_rows, longest):
+            shortened.compute(step_arrays_of(shape, request), shape)
     group_sizes = [1, *(size for size in sharing(*whole.heads).sizes if size <= max(request.n, 2))]
     for rows in decode_buckets(most_rows):
         runner = whole if rows <= FEW_ROWS else shortened
@@ -161,6 +170,28 @@ def prefill_sizes(lengths, max_tokens, most_rows):
     if most_rows > len(lengths):
         found.append((most_rows - len(lengths), length % BLOCK_SIZE or BLOCK_SIZE))
     return found
+
+
+def mixed_shapes(max_tokens, most_rows, longest):
+    """Yields StepShapes with every bucket of tokens, and every one of rows, of steps that begin up to most_rows
+    sequences of up to `longest` tokens while others decode. max_tokens: most_prefill_tokens."""
+    rows = [bucket for bucket in prefill_buckets(most_rows) if token_bucket_of(bucket + 1) <= max_tokens]
+    sizes = {(bucket, token_bucket_of(bucket + 1)) for bucket in rows}
+    tokens = token_bucket_of(1)
+    while tokens <= max_tokens:
+        sizes.add((max(bucket for bucket in rows if bucket < tokens), tokens))
+        tokens = token_bucket_of(tokens + 1)
+    for bucket, tokens in sorted(sizes):
+        shape = prefill_bucket(StepShape(bucket, tokens, bucket, SMALLEST_TOKENS, longest), max_tokens)
+        if shape is not None:
+            yield shape
+
+
+def prefill_buckets(most_rows):
+    """The numbers of rows that steps with prefill of up to most_rows sequences are padded to: list."""
+    most = prefill_rows_of(most_rows)
+    found = [bucket for bucket in PREFILL_BUCKETS if bucket <= most]
+    return found + list(range(PREFILL_BUCKET_STEP, most + 1, PREFILL_BUCKET_STEP))
 
 
 def decode_buckets(most_rows):

@@ -96,7 +96,8 @@ def engine_request(config, run, dtype, prompt_lengths):
     train = run.train
     params = sampling_params(train, 0, train.rollout_batch_size // train.prompts_per_rollout)
     workload = tuple(prompt_lengths), params.n, params.max_tokens, kernel_list.extras_of([params])
-    return kernel_list.Request(config, dtype, run.lora, run.engine, *workload)
+    # Where completions run ahead of training, those of the next step begin while others are decoded.
+    return kernel_list.Request(config, dtype, run.lora, run.engine, *workload, mixes=run.is_stale)
 
 
 def launch_prompt_trainer(kind, run, policy, critic, prompt_lengths, divisors):

@@ -286,7 +286,7 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, num_gpus
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.reporting.files import replacing, to_line
 
-    ahead_of_time.prepare("rlnumba.engine.kernel_list")
+    _prepare_compiling(tensor_parallel_size)
     _log_device()
     names = {f.name for f in dataclasses.fields(EngineConfig)} & set(options)
     engine = EngineConfig(**{name: options.pop(name) for name in names})
@@ -307,12 +307,14 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, num_gpus
             return encode_prompt(tokenizer, row["prompt"])
 
         ids = _token_ids(rows, "prompt_token_ids", encode, tokenizer, config.vocab_size, limit)
-        if base is None:
-            compile_ahead(config, dtype or config.dtype, None, engine, list(map(len, ids)), [params])
+        model_and_dtype, lengths = (config, dtype or config.dtype), list(map(len, ids))
+        if base is None and tensor_parallel_size == 1:
+            compile_ahead(*model_and_dtype, None, engine, lengths, [params])
         if tensor_parallel_size > 1:
             from rlnumba.distributed import tensor_parallel
             from rlnumba.model.config import LM_HEAD
 
+            tensor_parallel.compile_parts_ahead(tensor_parallel_size, *model_and_dtype, engine, lengths, [params])
             progress = _Progress()
             shards = tensor_parallel_size, folder, dtype, LM_HEAD
             arguments = None if tokenizer is None else folder, engine, ids, params, progress.generated
@@ -360,7 +362,7 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size,
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.reporting.files import replacing, to_line
 
-    ahead_of_time.prepare("rlnumba.engine.kernel_list")
+    _prepare_compiling(tensor_parallel_size)
     _log_device()
     SamplingParams(temperature=temperature)  # refuses what `generate` refuses
     _check_one_kind(tensor_parallel_size, num_gpus)
@@ -383,12 +385,14 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size,
 
         limit = config.max_position_embeddings
         sequences = _token_ids(rows, "token_ids", encode, tokenizer, config.vocab_size, limit)
-        if base is None:
-            compile_ahead(config, dtype or config.dtype, None, EngineConfig(), (), (), list(map(len, sequences)))
+        model_and_dtype, lengths = (config, dtype or config.dtype), list(map(len, sequences))
+        if base is None and tensor_parallel_size == 1:
+            compile_ahead(*model_and_dtype, None, EngineConfig(), (), (), lengths)
         heads = SCORE_HEAD if classifies else LM_HEAD
         if tensor_parallel_size > 1:
-            from rlnumba.distributed.tensor_parallel import on_ranks
+            from rlnumba.distributed.tensor_parallel import compile_parts_ahead, on_ranks
 
+            compile_parts_ahead(tensor_parallel_size, *model_and_dtype, EngineConfig(), (), (), lengths)
             progress = _Progress()
             arguments = folder, dtype, heads, sequences, temperature or 1.0, progress
             scored = on_ranks(_score_all, tensor_parallel_size, *arguments)
@@ -407,6 +411,11 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size,
             file.write(to_line({"token_ids": ids, **found}))
     tokens = sum(map(len, sequences))
     progress.end(f"{tokens} tokens in {time.monotonic() - progress.started:.1f} s -> {output}")
+
+
+def _prepare_compiling(tensor_parallel_size):
+    """Import the compiler meanwhile, with the list of an engine's kernels or of those of a model in parts."""
+    ahead_of_time.prepare(f"rlnumba.{'engine' if tensor_parallel_size == 1 else 'distributed'}.kernel_list")
 
 
 def _check_one_kind(tensor_parallel_size, num_gpus):
@@ -605,7 +614,7 @@ def check(model, base, dtype, temperature, max_tokens, seed, tensor_parallel_siz
 
     The exit code is 1 if they differ where they must be equal bit for bit: everywhere except with --gemm cublas.
     """
-    ahead_of_time.prepare("rlnumba.engine.kernel_list")
+    _prepare_compiling(tensor_parallel_size)
     _log_device()
     from rlnumba.kernels.gemm import ops as gemm
 

@@ -30,10 +30,10 @@ from rlnumba.distributed import shared_gradients
 from rlnumba.distributed.communicator import Communicator, Operation, Range, add_in_place, as_bytes, check_ranges
 from rlnumba.distributed.pulled_fold import PulledFold
 from rlnumba.distributed.shared_gradients import SharedGradients
+from rlnumba.distributed.small_gathers import SmallGathers
 from rlnumba.distributed.watchdog import Watchdog
 from rlnumba.errors import CommunicationError, DeviceError
-from rlnumba.kernels.peer_gather import FIRST_EPOCH, Layout, inbox_bytes, peer_exchange, peer_gather
-from rlnumba.kernels.peer_rmsnorm import peer_rmsnorm, supports_peer_rmsnorm
+from rlnumba.kernels.peer_gather import FIRST_EPOCH, inbox_bytes
 from rlnumba.runtime import device
 from rlnumba.runtime.memory import array_at, shared_with_host, track
 
@@ -100,7 +100,7 @@ class PeerCommunicator(Communicator):
         return self._control._objects(operation, value)
 
     def _gather(self, operation, array, out):
-        if self._memory.gather_small(array, out):
+        if self._memory.gathers.gather(array, out):
             return
         source, targets = as_bytes(array), as_bytes(out).reshape(self.world_size, -1)
         ending = self._begin_copies(operation)
@@ -115,18 +115,18 @@ class PeerCommunicator(Communicator):
         self._end_copies(ending)
 
     def _gather_columns(self, operation, array, out, columns):
-        if not self._memory.gather_columns(array, out, columns):
+        if not self._memory.gathers.gather_columns(array, out, columns):
             super()._gather_columns(operation, array, out, columns)
 
     def _exchange_rows(self, operation, array, out, columns, row_width):
-        if not self._memory.exchange_rows(array, out, columns, row_width):
+        if not self._memory.gathers.exchange_rows(array, out, columns, row_width):
             super()._exchange_rows(operation, array, out, columns, row_width)
 
     def gather_rmsnorm(self, part, weight, eps, out):
-        if not self._memory.gathers_rmsnorm(part, weight, out):
+        if not self._memory.gathers.takes_rmsnorm(part, weight, out):
             return False
         _, part = self._begin("gather", f"{out.dtype} {tuple(out.shape)}, normalised", part)
-        self._memory.gather_rmsnorm(part, weight, eps, out)
+        self._memory.gathers.gather_rmsnorm(part, weight, eps, out)
         return True
 
     def _begin_fold(self, operation, gradient, accumulated, start, count, is_first):
@@ -235,8 +235,8 @@ class Arena:
 
     It holds, from the start: counters of pieces that arrived from each rank, of own pieces that each rank has released,
     of folds for which each rank's gradient is complete, and of those for which each rank has read this one's; the inbox
-    of small gathers; the slots. gradients: the SharedGradients beside it. first: the counters' start; epoch: of small
-    gathers.
+    of small gathers; the slots. gathers: SmallGathers; gradients: the SharedGradients beside it. first: the counters'
+    start; epoch: of small gathers.
     """
 
     def __init__(
@@ -273,15 +273,16 @@ class Arena:
             ]
             for source in range(world_size)
         ]
-        self._inboxes = cupy.asarray(np.array(self._bases, np.int64) + self._inbox_offset)
-        self._state = cupy.asarray(np.array([epoch, 0], np.uint32))
+        inboxes = cupy.asarray(np.array(self._bases, np.int64) + self._inbox_offset)
+        state = cupy.asarray(np.array([epoch, 0], np.uint32))
         # Pinned memory of the host, which the kernel writes, and which needs no copy to be read.
-        self._host_error, self._error = shared_with_host((1,), np.int32)
+        self._host_error, error = shared_with_host((1,), np.int32)
         self._host_error[...] = 0
         clock_khz = cupy.cuda.Device().attributes["ClockRate"]
         # Another rank may still compile, or share this GPU, so that its kernels wait for the end of a time slice.
         self._timeout_s = control.timeout_s
-        self._limit_cycles = int(self._timeout_s * 1e3 * clock_khz)
+        limit_cycles = int(self._timeout_s * 1e3 * clock_khz)
+        self.gathers = SmallGathers(rank, world_size, inboxes, state, error, self._small_words, limit_cycles)
         self._sends = cupy.cuda.Stream(non_blocking=True)
         self.gradients = SharedGradients(rank, world_size, self._map, pull_bytes)
         cupy.cuda.Device().synchronize()
@@ -322,43 +323,6 @@ class Arena:
         self.gradients.close()
         runtime.free(self._own)
         track("peer", -arena_bytes(self.world_size, self.piece_bytes, 4 * self._small_words))
-
-    def gather_small(self, array, out):
-        """Gather by one kernel on the current stream, if the arrays are whole words and few: whether it did."""
-        if array.nbytes > 4 * self._small_words or not _has_whole_words(array.nbytes, array, out):
-            return False
-        self._gather_words(array, out, Layout.of_arrays(array.nbytes // 4, self.world_size))
-        return True
-
-    def gather_columns(self, array, out, columns):
-        """Gather columns by kernels on the current stream, if they are whole words: whether it did."""
-        layout = _layout_of(array, out, columns)
-        if layout is not None:
-            self._gather_words(array, out, layout)
-        return layout is not None
-
-    def gathers_rmsnorm(self, part, weight, out):
-        """Whether gather_rmsnorm takes these arrays."""
-        return supports_peer_rmsnorm(part[None], weight, out[None], self._small_words)
-
-    def gather_rmsnorm(self, part, weight, eps, out):
-        """Gather columns and write the rmsnorm of the rows, by one kernel on the current stream."""
-        peer_rmsnorm(part[None], weight, eps, out[None], *self._inbox())
-
-    def exchange_rows(self, array, out, columns, row_width):
-        """Exchange rows by kernels on the current stream, if columns are whole words: whether it did."""
-        layout = _layout_of(array, out, columns)
-        if layout is not None:
-            peer_exchange(*_words(array, out), layout, row_width, *self._inbox())
-        return layout is not None
-
-    def _gather_words(self, array, out, layout):
-        peer_gather(*_words(array, out), layout, *self._inbox())
-
-    def _inbox(self):
-        """The last arguments of the kernels' operators."""
-        state = self._inboxes, self._state, self._error
-        return *state, self.rank, self._small_words, self._limit_cycles
 
     def begin(self, operation):
         """Order what is sent after the current stream's work so far."""
@@ -432,25 +396,6 @@ def _offsets(world_size, small_bytes):
     """Where the inbox and the slots begin in an Arena, after the counters."""
     inbox = _aligned(COUNTERS * 4 * world_size)
     return inbox, inbox + _aligned(inbox_bytes(world_size, small_bytes // 4))
-
-
-def _layout_of(array, out, columns):
-    """The Layout of the rows that all ranks have together, of which `array` has some columns; None if not in words."""
-    sizes = np.array(columns) * array.itemsize
-    sizes[1] = 0
-    if any(sizes % 4) or not _has_whole_words(0, array, out):
-        return None
-    width, _, extra, total = (int(size) // 4 for size in sizes)
-    return Layout(len(array), width, columns.longer, extra, total)
-
-
-def _words(*arrays):
-    return [array.reshape(1, array.size).view(np.int32) for array in arrays]
-
-
-def _has_whole_words(nbytes, *arrays):
-    """Whether a number of bytes, and the addresses of arrays, are multiples of 4."""
-    return nbytes % 4 == 0 and all(array.data.ptr % 4 == 0 for array in arrays)
 
 
 def _aligned(nbytes):

@@ -30,7 +30,7 @@ from rlnumba.distributed.launch import launch
 from rlnumba.distributed.placement import placement
 from rlnumba.engine.check import Agreement, compare, draw_rollouts, requests
 from rlnumba.engine.core import Engine
-from rlnumba.engine.llm import LLM, compile_ahead
+from rlnumba.engine.llm import LLM, compile_list, kernel_request
 from rlnumba.errors import UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob import slices
@@ -44,6 +44,8 @@ from rlnumba.model.transformer import find_model, load_model, pack, read_config
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 
+# The module that lists the kernels of ranks.
+KERNEL_LIST = "rlnumba.distributed.kernel_list"
 # Decode steps between two comparisons, each of which waits for the device once.
 COMPARED_STEPS = 256
 # Rows from which on each rank samples some of them. It then receives an R-th of the logits, 2 us a row less of a
@@ -195,6 +197,14 @@ def _with_shard(communicator, function, folder, dtype, heads, arguments):
     return function(model, *arguments)
 
 
+def compile_parts_ahead(count, config, dtype, engine, lengths, params, scored=(), scores_whole=False):
+    """As engine.llm.compile_ahead, for `count` ranks with a part of the model each. scores_whole: this process scores
+    the same sequences with all of it."""
+    if lengths or scored:
+        whole = kernel_request(config, dtype, None, engine, lengths, params, scored)
+        compile_list(KERNEL_LIST, (count, whole, scores_whole))
+
+
 def generate(model, tokenizer_folder, config, prompts, params, progress=None):
     """LLM.generate on all ranks: its result on rank 0. tokenizer_folder: None for no texts."""
     if model.ranks.rank:
@@ -214,7 +224,7 @@ def check_agreement(count, folder, dtype=None, max_tokens=48, temperature=1.0, s
     prompts, params = requests(config, config.max_position_embeddings, max_tokens, temperature, seed)
     lengths = [len(prompt) for prompt in prompts]
     scored = [length + max_tokens for length in lengths for _ in range(params.n)]
-    compile_ahead(config, dtype or config.dtype, None, EngineConfig(), lengths, [params], scored)
+    compile_parts_ahead(count, config, dtype or config.dtype, EngineConfig(), lengths, [params], scored, True)
     rollouts, rows = on_ranks(_rollouts, count, folder, dtype, LM_HEAD, max_tokens, temperature, seed, progress)
     model = load_model(folder, dtype)
     tokens, equal, largest, worst = compare(model, rollouts, temperature)

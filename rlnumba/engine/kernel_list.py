@@ -110,9 +110,10 @@ def of_all_layers(lora, config):
     return replace(lora, target_modules=resolve_targets(config, lora.target_modules, "lora.target_modules"))
 
 
-def launch_scores(request):
-    """Score sequences of a Request's lengths, of many the first ones and the last, inside launches_only."""
-    model = model_of(request, short(request.model))
+def launch_scores(request, make_model=model_of):
+    """Score sequences of a Request's lengths, of many the first ones and the last, inside launches_only. make_model:
+    as model_of."""
+    model = make_model(request, short(request.model))
     parts = list(whole_sequences(request.scored, SCORED_TOKENS))
     for part in [*parts[:3], parts[-1]]:
         sequences = [np.zeros(length, np.int32) for length in request.scored[part]]

@@ -113,8 +113,17 @@ def compile_ahead(config, dtype, lora, engine, lengths, params, scored=()):
     EngineConfig; lengths: tokens of each prompt that is completed with `params`, SamplingParams of each; scored: tokens
     of each sequence that is scored. Does nothing in a process of which a trainer has done it, with its own kernels.
     """
-    is_useful = device.name() == "cuda" and gemm.backend() == "native" and (lengths or scored)
-    if is_useful and not ahead_of_time.is_started():
-        n, max_tokens = (max([getattr(p, name) for p in params], default=1) for name in ("n", "max_tokens"))
-        request = config, dtype, lora, engine, tuple(lengths), n, max_tokens, extras_of(params), tuple(scored)
-        ahead_of_time.start("rlnumba.engine.kernel_list", request)
+    if lengths or scored:
+        compile_list("rlnumba.engine.kernel_list", kernel_request(config, dtype, lora, engine, lengths, params, scored))
+
+
+def compile_list(module, request):
+    """Have what `module` lists for a request compiled on all cores, if there is a GPU and this process has not yet."""
+    if device.name() == "cuda" and gemm.backend() == "native" and not ahead_of_time.is_started():
+        ahead_of_time.start(module, request)
+
+
+def kernel_request(config, dtype, lora, engine, lengths, params, scored=()):
+    """What engine/kernel_list.py takes, for the arguments of compile_ahead."""
+    n, max_tokens = (max([getattr(p, name) for p in params], default=1) for name in ("n", "max_tokens"))
+    return config, dtype, lora, engine, tuple(lengths), n, max_tokens, extras_of(params), tuple(scored)

@@ -10,14 +10,11 @@ from dataclasses import replace
 import numpy as np
 
 from rlnumba.data.files import sampled_rows
-from rlnumba.distributed.tensor_parallel import TensorParallel
+from rlnumba.distributed.kernel_list import part_of
 from rlnumba.engine import kernel_list
 from rlnumba.kernels.checksum import BLOCKS, checksum
 from rlnumba.kernels.nn.elementwise import accumulate
 from rlnumba.model.lora import lora_of_run
-from rlnumba.model.shard import Shard
-from rlnumba.model.transformer import Transformer
-from rlnumba.model.weights import Weights
 from rlnumba.runtime import device
 from rlnumba.runtime.shapes import launches_only
 from rlnumba.trainers import grpo, plan, ppo, rloo, rollout
@@ -72,18 +69,6 @@ def list_signatures(request, properties):
                 with policy.context.use():
                     launch_prompt_trainer(kind, run, policy, critic, step.prompts, SHORTER[1:])
     return [of_engine, of_steps]
-
-
-def part_of(count):
-    """As kernel_list.model_of, of one of the parts that a model is cut into for an engine on `count` GPUs."""
-    shard = Shard(count - 1, count)
-
-    def make_model(request, config):
-        model = Transformer(shard.config_of(config), Weights(config, request.dtype, shard=shard))
-        model.ranks = TensorParallel(plan.PlannedRank(shard.rank, count), config.vocab_size)
-        return model
-
-    return make_model
 
 
 def num_prompts(kind, train):

@@ -23,9 +23,9 @@ import numpy as np
 
 from rlnumba import data
 from rlnumba.config.lora import LoraConfig
-from rlnumba.distributed.communicator import Communicator
 from rlnumba.distributed.peer import arena_bytes
 from rlnumba.distributed.placement import gpus_of_ranks, num_sharing
+from rlnumba.distributed.planned_rank import PlannedRank
 from rlnumba.distributed.shared_gradients import staging_bytes
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
 from rlnumba.engine.parallel_size import weights_bytes
@@ -285,25 +285,6 @@ class _EndOfStep(Exception):
 
 def _end_of_step(learning_rate):
     raise _EndOfStep
-
-
-class PlannedRank(Communicator):
-    """A rank whose operations move nothing; the others have no micro-batch."""
-
-    def _fold(self, *arguments):
-        pass
-
-    def _gather(self, *arguments):
-        pass
-
-    def _gather_columns(self, *arguments):
-        pass
-
-    def _exchange_rows(self, *arguments):
-        pass
-
-    def _objects(self, operation, value):
-        return [value, *([[]] * (self.world_size - 1))]
 
 
 def take_step(config, dtype, run, step, communicator=None):

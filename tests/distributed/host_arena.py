@@ -26,6 +26,7 @@ class HostArena:
         self.pulls, self.copies, self.shared = [ThreadPoolExecutor(1) for _ in arenas], {}, []
         # Two slots, so that copies of a fold also wait for additions.
         self.gradients, self.num_slots, self.staging = self, SLOTS, np.zeros_like(self.slots)
+        self.gathers = self
         arenas[rank] = self
 
     def problem(self):
@@ -38,7 +39,7 @@ class HostArena:
         for thread in (self.sends, *self.pulls):
             thread.shutdown()
 
-    def gather_small(self, array, out):
+    def gather(self, array, out):
         return False
 
     def gather_columns(self, array, out, columns):

@@ -1,0 +1,50 @@
+"""Which kernels the ranks of a model that is cut over several GPUs are going to launch: see engine/kernel_list.py."""
+
+from typing import NamedTuple
+
+from rlnumba.distributed.planned_rank import ListedRank
+from rlnumba.distributed.tensor_parallel import TensorParallel
+from rlnumba.engine import kernel_list
+from rlnumba.model.shard import Shard
+from rlnumba.model.transformer import Transformer
+from rlnumba.model.weights import Weights
+from rlnumba.runtime.shapes import launches_only
+
+
+class Request(NamedTuple):
+    """An engine on `parts` GPUs, and sequences that are scored by as many.
+
+    whole: engine.kernel_list.Request of the model; scores_whole: whether one GPU with all of it scores them, too.
+    """
+
+    parts: int
+    whole: tuple
+    scores_whole: bool = False
+
+
+def list_signatures(request, properties):
+    """The kernels that a Request needs on a GPU of these device.Properties: two lists of signatures, those of the
+    engine and those that score."""
+    request = Request(*request)
+    whole, make_model = kernel_list.Request(*request.whole), part_of(request.parts)
+    with launches_only(properties) as of_engine:
+        if whole.prompt_lengths:
+            kernel_list.launch_steps(whole, make_model)
+    with launches_only(properties) as of_scores:
+        if whole.scored:
+            kernel_list.launch_scores(whole, make_model)
+        if whole.scored and request.scores_whole:
+            kernel_list.launch_scores(whole)
+    return [of_engine, of_scores]
+
+
+def part_of(count):
+    """As kernel_list.model_of, of one of the parts that a model is cut into for an engine on `count` GPUs."""
+    shard = Shard(count - 1, count)
+
+    def make_model(request, config):
+        model = Transformer(shard.config_of(config), Weights(config, request.dtype, shard=shard))
+        model.ranks = TensorParallel(ListedRank(shard.rank, count), config.vocab_size)
+        return model
+
+    return make_model

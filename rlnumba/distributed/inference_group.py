@@ -28,7 +28,7 @@ from rlnumba.errors import CommunicationError, UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import load_model
-from rlnumba.runtime import ahead_of_time, device
+from rlnumba.runtime import ahead_of_time, device, garbage
 
 # Seconds in which a follower that has ended can have reported why, and then be waited for.
 REPORT_S, END_S = 2.0, 0.2
@@ -172,7 +172,7 @@ def _follow(link, report, connection, staging, setup):
             receiver.staging = Mapping(offer)
 
         led = {"open_staging": open_staging, "copy_weights": receiver.copy, "meet": lambda: None}
-        follow(model, setup.engine, led)
+        follow(model, setup.engine, led | {"freeze": garbage.freeze})
     except CommunicationError:
         pass  # another process of the engine has ended
     except Exception as error:  # reported by the trainer

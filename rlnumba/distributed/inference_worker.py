@@ -24,6 +24,7 @@ from rlnumba.errors import CommunicationError
 from rlnumba.model.lora import adapter_of_run
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_model
+from rlnumba.runtime import garbage
 
 # Seconds between two signs of life, unless a step takes longer.
 HEARTBEAT_S = 1.0
@@ -145,6 +146,7 @@ class Server:
         # No group can begin before the first weights have arrived.
         self.groups.update_weights(self.receiver.version)
         self.busy_s, self.idle_s, self.heard_at = 0.0, 0.0, 0.0
+        self.is_frozen = False
         if setup.staging is None:
             self._lead("open_staging", staging.offer)
             connection.send(staging.offer)
@@ -163,6 +165,11 @@ class Server:
                     self._beat(now=True)
                 for request in complete:
                     self.connection.send(Done(request))
+                if complete and not self.is_frozen:
+                    # What a process has by now it has until its end.
+                    self._lead("freeze")
+                    garbage.freeze()
+                    self.is_frozen = True
 
     def _beat(self, now=False):
         """Send a sign of life if it is time for one."""

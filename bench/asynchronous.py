@@ -42,7 +42,7 @@ def arguments_of(parser):
     parser.add_argument("--prompts", type=int, default=64, help="of a step")
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--micro-batch", type=int, default=32)
-    parser.add_argument("--prompt-length", type=int, default=12)
+    parser.add_argument("--prompt-length", type=int, default=12, help="tokens")
     parser.add_argument("--completion-length", type=int, default=2048, help="the longest")
     parser.add_argument("--max-staleness", type=int, default=4)
     parser.add_argument("--in-flight", choices=("true", "false"), default="true")

@@ -118,7 +118,7 @@ def test_simulator(rng, config, m, n, k):
 def test_weights_are_paced_behind_exchanges_alone(rng, monkeypatch):
     """Inside paced_loads, with PDL and before, and only where a weight is loaded before griddepcontrol_wait."""
     if device.name() == "cuda":
-        pytest.skip("the choice is the same")
+        pytest.skip("arrays of the host; the choice is the same")
     delays, make = [], gemm_sm90.gemm_sm90_kernel
 
     def noted(config):
@@ -136,6 +136,19 @@ def test_weights_are_paced_behind_exchanges_alone(rng, monkeypatch):
     with paced_loads():
         gemm_sm90.gemm(x, weight, out)
     assert delays[1] > 0 and delays == [0, delays[1], 0, 0, delays[1]]
+
+
+@pytest.mark.sim
+@pytest.mark.sm90
+def test_pacing_ends_once_a_is_complete(rng, monkeypatch):
+    """Of 16 stages of B, of which four are loaded without a free one, the later ones do not wait."""
+    if device.name() == "cuda":
+        pytest.skip("counts the simulator's waits")
+    waits = []
+    monkeypatch.setattr(gemm_sm90.sm90, "wait_clocks", waits.append)
+    config = Sm90GemmConfig(16, 1, 4, "bfloat16", eight_rows=True, load_delay=64)
+    check_config(rng, gemm_with_config, config, 1, 16, 1024)
+    assert len(waits) <= 4 * 32 and set(waits) <= {64}
 
 
 def test_the_delay_is_that_of_memory():

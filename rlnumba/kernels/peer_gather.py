@@ -144,18 +144,20 @@ def store_pair(out, index, first, second, begin, columns, total, words):
 
 @device_function
 def receive(
-    out, inboxes, error, local, rank, half, capacity, pair, index, epoch, limit_cycles, rows, width, longer, extra,
-    total,
+    out, inbox, error, local, rank, world_size, half, capacity, pair, index, epoch, limit_cycles, rows, width, longer,
+    extra, total,
 ):  # fmt: skip
-    """Wait for a pair of words of each other rank, of those that it sends of `rows` rows, and store it."""
-    world_size = i64(inboxes.shape[0])
+    """Wait for a pair of words of each other rank, of those that it sends of `rows` rows, and store it.
+
+    inbox: where this rank's one begins.
+    """
     for step in range(1, world_size):
         other = (rank + world_size - step) % world_size
         begin = start_of(other, width, longer, extra, total)
         columns = start_of(other + 1, width, longer, extra, total) - begin
         words = rows * columns
         if pair < capacity and (pair == 0 or index < words):
-            address = inboxes[rank] + (half + other * capacity + pair) * PAIR_BYTES
+            address = inbox + (half + other * capacity + pair) * PAIR_BYTES
             first, second, arrived = inbox_load(address, epoch, limit_cycles)
             if arrived == 0:
                 error[local] = i32(other + 1)
@@ -164,7 +166,11 @@ def receive(
 
 @device_function
 def end_epoch(state, local, epoch):
-    """The last block of a rank, all of whose threads have read the epoch and their inbox, increments it."""
+    """All threads of a block have read the epoch; the last block of a rank increments it, for the next kernel.
+
+    While words are on their way, so that the kernel ends as soon as they are there.
+    """
+    cuda.syncthreads()
     if cuda.threadIdx.x == 0:
         if atomic_add_acq_rel(state, 2 * local + DONE) == cuda.gridDim.x - 1:
             state[2 * local + DONE] = u32(0)
@@ -181,13 +187,15 @@ def peer_gather_kernel(
     """out[i] = the gather on rank first_rank + i, of which this launch is grid.y = i, from each rank's word `start` on.
 
     A thread owns two neighbouring words of each rank: it sends its own to all others, and receives theirs. The first
-    pair is always sent. The last block of a rank increments its epoch.
+    pair is always sent. The last block of a rank that has read its epoch increments it.
     """
     # All blocks run by now: they wait for other GPUs, but for no block of this one.
     griddepcontrol_launch_dependents()
     local = i64(cuda.blockIdx.y)
     world_size = i64(inboxes.shape[0])
     rank = first_rank + local
+    # Addresses do not change: while the kernel before still runs, those of this inbox and of the next rank's are read.
+    inbox, neighbour = inboxes[rank], inboxes[(rank + 1) % world_size]
     griddepcontrol_wait()
     epoch = state[2 * local + EPOCH]
     pair = i64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
@@ -204,15 +212,14 @@ def peer_gather_kernel(
         if index + 1 < words:
             second = source[local, index + 1]
         for step in range(1, world_size):
-            other = (rank + step) % world_size
-            inbox_store(inboxes[other] + (half + rank * capacity + pair) * PAIR_BYTES, first, second, epoch)
+            theirs = neighbour if step == 1 else inboxes[(rank + step) % world_size]
+            inbox_store(theirs + (half + rank * capacity + pair) * PAIR_BYTES, first, second, epoch)
         store_pair(out[local], index, first, second, begin, columns, total, words)
-    receive(
-        out[local], inboxes, error, local, rank, half, capacity, pair, index, epoch, limit_cycles, rows, width, longer,
-        extra, total,
-    )  # fmt: skip
-    cuda.syncthreads()
     end_epoch(state, local, epoch)
+    receive(
+        out[local], inbox, error, local, rank, world_size, half, capacity, pair, index, epoch, limit_cycles, rows,
+        width, longer, extra, total,
+    )  # fmt: skip
 
 
 @cuda.jit
@@ -229,6 +236,8 @@ def peer_exchange_kernel(
     local = i64(cuda.blockIdx.y)
     world_size = i64(inboxes.shape[0])
     rank = first_rank + local
+    # Addresses do not change: while the kernel before still runs, those of this inbox and of the next rank's are read.
+    inbox, neighbour = inboxes[rank], inboxes[(rank + 1) % world_size]
     griddepcontrol_wait()
     epoch = state[2 * local + EPOCH]
     pair = i64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
@@ -249,14 +258,14 @@ def peer_exchange_kernel(
             if step == 0:
                 store_pair(out[local], index, first, second, begin, columns, total, words)
             else:
-                inbox_store(inboxes[other] + (half + rank * capacity + pair) * PAIR_BYTES, first, second, epoch)
+                theirs = neighbour if step == 1 else inboxes[other]
+                inbox_store(theirs + (half + rank * capacity + pair) * PAIR_BYTES, first, second, epoch)
     own_rows = min((rank + 1) * row_width, rows) - min(rank * row_width, rows)
-    receive(
-        out[local], inboxes, error, local, rank, half, capacity, pair, index, epoch, limit_cycles, own_rows, width,
-        longer, extra, total,
-    )  # fmt: skip
-    cuda.syncthreads()
     end_epoch(state, local, epoch)
+    receive(
+        out[local], inbox, error, local, rank, world_size, half, capacity, pair, index, epoch, limit_cycles, own_rows,
+        width, longer, extra, total,
+    )  # fmt: skip
 
 
 def inbox_bytes(world_size, words):

@@ -62,6 +62,8 @@ def peer_rmsnorm_kernel(layout, element):
         griddepcontrol_launch_dependents()
         for chunk in range(chunks):
             load(weight, first + chunk * threads * vector, weights, chunk * vector)
+        # As in peer_gather_kernel.
+        inbox, neighbour = inboxes[rank], inboxes[(rank + 1) % world_size]
         griddepcontrol_wait()
         epoch = state[2 * local + EPOCH]
         # In pairs of words: the half of an inbox that this gather uses, and where a row's words begin in a rank's part.
@@ -74,11 +76,11 @@ def peer_rmsnorm_kernel(layout, element):
                 load_words(parts[local, row], own_word, words, chunk * WORDS)
                 pair = half + rank * capacity + row_pairs + own_word // 2
                 for step in range(1, world_size):
-                    other = (rank + step) % world_size
-                    inbox = inboxes[other] + pair * PAIR_BYTES
+                    theirs = neighbour if step == 1 else inboxes[(rank + step) % world_size]
                     for i in range(PAIRS):
                         at = chunk * WORDS + 2 * i
-                        inbox_store(inbox + i * PAIR_BYTES, words[at], words[at + 1], epoch)
+                        inbox_store(theirs + (pair + i) * PAIR_BYTES, words[at], words[at + 1], epoch)
+        end_epoch(state, local, epoch)
         for chunk in range(chunks):
             word = i64((cuda.threadIdx.x + chunk * threads) * WORDS)
             owner = i64(udiv(i32(word), i32(own_words)))
@@ -87,10 +89,9 @@ def peer_rmsnorm_kernel(layout, element):
                     words[i] = i32(0)
             elif owner != rank:
                 pair = half + owner * capacity + row_pairs + (word - owner * own_words) // 2
-                inbox = inboxes[rank] + pair * PAIR_BYTES
                 for i in range(PAIRS):
-                    at = chunk * WORDS + 2 * i
-                    words[at], words[at + 1], arrived = inbox_load(inbox + i * PAIR_BYTES, epoch, limit_cycles)
+                    at, address = chunk * WORDS + 2 * i, inbox + (pair + i) * PAIR_BYTES
+                    words[at], words[at + 1], arrived = inbox_load(address, epoch, limit_cycles)
                     if arrived == 0:
                         error[local] = i32(owner + 1)
         for i in range(words_count):
@@ -101,8 +102,6 @@ def peer_rmsnorm_kernel(layout, element):
         normalise(values, weights, eps, sums)
         for chunk in range(chunks):
             store(out[local, row], first + chunk * threads * vector, values, chunk * vector)
-        cuda.syncthreads()
-        end_epoch(state, local, epoch)
 
     return peer_rmsnorm_kernel
 

@@ -9,7 +9,6 @@ never exist at once.
 
 import copy
 import re
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +37,6 @@ from rlnumba.model.lora import (
 from rlnumba.model.shard import WHOLE
 from rlnumba.model.weights import NOT_TRAINED, Weights, load_weights, save_weights, write_json
 from rlnumba.runtime import device
-from rlnumba.runtime.launch import paced_loads
 
 F32 = np.dtype(np.float32)
 
@@ -122,8 +120,7 @@ class Transformer:
         N, D = input_ids.shape[0], config.hidden_size
         hidden, rstd = memory.empty((N, D), self.dtype), memory.empty((N,), F32)
         if tape is None:
-            # Ranks exchange rows between the GEMMs.
-            with memory.scope(), nullcontext() if self.ranks is None else paced_loads():
+            with memory.scope():
                 x = memory.empty((N, D), self.dtype)
                 embedding(input_ids, weights.embed_tokens, x)
                 if self.ranks is not None:

@@ -21,12 +21,11 @@ from rlnumba.runtime import device
 class Context:
     """A stream (None: CuPy's current stream at each launch) and all that belongs to the kernels launched on it.
 
-    pdl, paces_loads, serialize_next: set by launch.pdl_scope, launch.paced_loads and launch.launch. prepared:
-    launch.launch's parameter buffers.
+    pdl, serialize_next: set by launch.pdl_scope and launch.launch. prepared: launch.launch's parameter buffers.
     """
 
     def __init__(self, stream=None):
-        self.stream, self.pdl, self.paces_loads, self.serialize_next = stream, False, False, False
+        self.stream, self.pdl, self.serialize_next = stream, False, False
         self.prepared, self._owned = {}, {}
 
     @contextmanager

@@ -54,22 +54,6 @@ def pdl_scope():
         context.pdl = before
 
 
-@contextlib.contextmanager
-def paced_loads():
-    """Kernels launched inside load a weight no faster than memory delivers it, until griddepcontrol_wait ends.
-
-    For steps in which the kernel before exchanges words with other GPUs: behind a burst of loads of as much as shared
-    memory holds, these take twice as long. Without PDL it is of no use, and of no harm: the same kernels run before a
-    capture, which compiles them, and in the graph.
-    """
-    context = current()
-    before, context.paces_loads = context.paces_loads, True
-    try:
-        yield
-    finally:
-        context.paces_loads = before
-
-
 def specialize(make):
     """Decorator for a function that makes a kernel for given constants: one kernel for each tuple of constants.
 

@@ -26,15 +26,11 @@ request = kernel_request(config, "bfloat16", None, EngineConfig(), [20] * 16, [S
 def named(signatures):
     return sorted({name for _, name, _, _ in signatures})
 
-def delays(signatures):
-    return sorted({constants[0].load_delay > 0 for _, name, constants, _ in signatures if name == "gemm_sm90_kernel"})
-
 of_engine, of_scores = list_signatures((2, request), GPUS["h200"])
 _, of_both = list_signatures((2, request, True), GPUS["h200"])
 whole = kernel_list.list_signatures(request, GPUS["h200"])
 print(json.dumps({
     "engine": named(of_engine), "scores": named(of_scores), "whole": named(whole[0]),
-    "paced": delays(of_engine), "whole paced": delays(whole[0]),
     "has whole scores": set(whole[1]) <= set(of_both), "alone": set(whole[1]) <= set(of_scores),
 }))
 """
@@ -48,6 +44,4 @@ def test_ranks_list_their_gathers_and_gemms():
     gathers = {"peer_gather_kernel", "peer_exchange_kernel", "peer_rmsnorm_kernel"}
     assert gathers <= set(found["engine"]) and not gathers & set(found["whole"])
     assert set(found["whole"]) - set(found["engine"]) <= {"rmsnorm_kernel", "decoder_kernel"}
-    # Weights are loaded slowly beside gathers, but for that of the head.
-    assert found["paced"] == [False, True] and found["whole paced"] == [False]
     assert "peer_gather_kernel" in found["scores"] and found["has whole scores"] and not found["alone"]

@@ -14,13 +14,11 @@ from rlnumba.engine import LLM, SamplingParams, sampler
 from rlnumba.engine.check import Rollout
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD, ModelConfig
-from rlnumba.model.layers import PackedAttention
 from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.transformer import load_model, pack, packed_attention, save_model, score
 from rlnumba.model.weights import parameters
 from rlnumba.runtime import device
-from rlnumba.runtime.context import current
 from tests.close import assert_same_bits
 from tests.distributed import in_threads
 from tests.engine.test_llm import make_model
@@ -107,31 +105,6 @@ def test_the_forward_of_one_rank(folder_of, name, count):
     for arrays in on_ranks(forward_arrays, count, folder, sequences):
         for actual, wanted in zip(arrays, expected, strict=True):
             assert_same_bits(actual, wanted)
-
-
-class RecordingAttention(PackedAttention):
-    """Notes whether the GEMMs around it load weights at a limited speed."""
-
-    def forward(self, *arguments):
-        self.paced.append(current().paces_loads)
-        return super().forward(*arguments)
-
-
-def paced_layers(model):
-    """Of each layer whether its loads of weights were paced; that they are not after the forward."""
-    batch = pack(sequences_of(model.config))
-    attention = RecordingAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale)
-    attention.paced = []
-    model.forward(batch.input_ids, batch.position_ids, attention)
-    assert not current().paces_loads
-    return attention.paced
-
-
-def test_weights_are_loaded_slowly_beside_exchanges(folder_of):
-    folder = folder_of(CASES[0][0])
-    model = load_model(folder)
-    assert paced_layers(model) == [False] * model.config.num_hidden_layers
-    assert on_ranks(paced_layers, 2, folder) == [[True] * model.config.num_hidden_layers] * 2
 
 
 def requests_of(config):

@@ -2,12 +2,11 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.gemm import ops as gemm
-from rlnumba.kernels.gemm import sm90 as gemm_sm90
 from rlnumba.kernels.gemm.sm90 import gemm_sm90_kernel, gemm_with_config
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig, best_config
 from rlnumba.kernels.nn.swiglu import swiglu, swiglu_ref
 from rlnumba.runtime import device, dispatch
-from rlnumba.runtime.launch import paced_loads, pdl_scope
+from rlnumba.runtime.launch import pdl_scope
 from tests.close import assert_close, assert_same_bits
 from tests.kernels.gemm_cases import SHAPES_OF_MODELS, check_config, check_operators, matrix
 
@@ -44,9 +43,9 @@ SIMULATED = [
     # With at most eight rows, threads store C and load the residual themselves, without TMA.
     (Sm90GemmConfig(64, 1, 2, "bfloat16", panels=2, residual=True, eight_rows=True), 7, 72, 256),
     (Sm90GemmConfig(16, 1, 2, "bfloat16", residual=True), 40, 24, 136),
-    # Stages of the weight that are loaded one after the other until A is complete.
-    (Sm90GemmConfig(16, 1, 4, "bfloat16", panels=2, residual=True, eight_rows=True, load_delay=320), 1, 24, 512),
-    (Sm90GemmConfig(64, 1, 2, "bfloat16", load_delay=32), 70, 72, 136),
+    # A weight that is the first to leave L2, in boxes of one panel and of several.
+    (Sm90GemmConfig(16, 1, 4, "bfloat16", panels=2, residual=True, eight_rows=True, streams_b=True), 1, 24, 512),
+    (Sm90GemmConfig(64, 1, 2, "bfloat16", streams_b=True), 70, 72, 136),
     # A second product of 24 steps: after a ragged last stage, of panels, of eight rows, of an MN-major B.
     (Sm90GemmConfig(64, 1, 2, "bfloat16", bias=True, residual=True, low_rank=True), 40, 72, 136),
     (Sm90GemmConfig(16, 1, 2, "bfloat16", panels=2, low_rank=True), 70, 40, 384),
@@ -115,52 +114,6 @@ def test_simulator(rng, config, m, n, k):
 
 
 @pytest.mark.sim
-def test_weights_are_paced_behind_exchanges_alone(rng, monkeypatch):
-    """Inside paced_loads, with PDL and before, and only where a weight is loaded before griddepcontrol_wait."""
-    if device.name() == "cuda":
-        pytest.skip("arrays of the host; the choice is the same")
-    delays, make = [], gemm_sm90.gemm_sm90_kernel
-
-    def noted(config):
-        delays.append(config.load_delay)
-        return make(config)
-
-    monkeypatch.setattr(gemm_sm90, "gemm_sm90_kernel", noted)
-    x, weight, out = (np.zeros(shape, device.DTYPES["bfloat16"]) for shape in ((2, 64), (64, 64), (2, 64)))
-    with pdl_scope():
-        gemm_sm90.gemm(x, weight, out)
-        with paced_loads():
-            gemm_sm90.gemm(x, weight, out)
-            gemm_sm90.gemm(x, weight, out, b_mn=True)
-        gemm_sm90.gemm(x, weight, out)
-    with paced_loads():
-        gemm_sm90.gemm(x, weight, out)
-    assert delays[1] > 0 and delays == [0, delays[1], 0, 0, delays[1]]
-
-
-@pytest.mark.sim
-@pytest.mark.sm90
-def test_pacing_ends_once_a_is_complete(rng, monkeypatch):
-    """Of 16 stages of B, of which four are loaded without a free one, the later ones do not wait."""
-    if device.name() == "cuda":
-        pytest.skip("counts the simulator's waits")
-    waits = []
-    monkeypatch.setattr(gemm_sm90.sm90, "wait_clocks", waits.append)
-    config = Sm90GemmConfig(16, 1, 4, "bfloat16", eight_rows=True, load_delay=64)
-    check_config(rng, gemm_with_config, config, 1, 16, 1024)
-    assert len(waits) <= 4 * 32 and set(waits) <= {64}
-
-
-def test_the_delay_is_that_of_memory():
-    """Of 132 blocks each gets 17.7 bytes a clock; half as many get twice as much."""
-    config = Sm90GemmConfig(16, 1, 16, "bfloat16", panels=2, eight_rows=True)
-    assert config.paced(132, 132).load_delay == pytest.approx(config.b_bytes / 17.7, abs=32)
-    assert config.paced(264, 132) == config.paced(132, 132)
-    assert config.paced(66, 132).load_delay == pytest.approx(config.b_bytes / 35.4, abs=32)
-    assert config.paced(1, 132).load_delay == 32
-
-
-@pytest.mark.sim
 def test_a_config_does_not_change_bits(rng):
     """A row is the same alone and among others, in a narrow tile and a wide one, with A and B exchanged."""
     if device.name() == "cuda":
@@ -219,13 +172,12 @@ def test_a_low_rank_compiles_for_gpus(compile_offline, m, b_mn):
     assert not troubles, "\n".join(troubles)
 
 
-@pytest.mark.parametrize("m, paced", [(1, False), (64, False), (16_384, False), (1, True), (64, True)])
-def test_swiglu_compiles_for_gpus(compile_offline, m, paced):
+@pytest.mark.parametrize("m", [1, 64, 16_384])
+def test_swiglu_compiles_for_gpus(compile_offline, m):
     """The tiles for decode and for training, without a spill."""
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
     config = best_config(m, 3072, 1024, "bfloat16", False, False, "same", False, False, 132, True)
-    config = config.paced(96, 132) if paced else config
     staged = config.staged_columns > 0
     maps, nothing, pairs = "uint8[::1]", "int32[::1]", "int32[:,::1]"
     types = [maps, maps, *[maps if staged else nothing] * 2, pairs, nothing, pairs, *["int64"] * 4]

@@ -27,12 +27,11 @@ from rlnumba.kernels.gemm.scheduler import kind_of, tile_coordinates
 from rlnumba.kernels.gemm.sm90_config import best_config
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base
-from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, load_word, store_word
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
 from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import device_function, griddepcontrol_launch_dependents, griddepcontrol_wait, udiv
 from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime import device
-from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import ALWAYS, launch, specialize
 
@@ -55,6 +54,9 @@ def load_functions(config):
     # All panels in one box, which takes whole panels: those of a low rank are not.
     one_box = panels > 1 and not config.low_rank
     a_panel_bytes = 8 * LINE if eight_rows else BOX_BYTES
+    load_b_2d, load_b_3d = sm90.tma_load_2d, sm90.tma_load_3d
+    if config.streams_b:
+        load_b_2d, load_b_3d = sm90.tma_load_2d_evict_first, sm90.tma_load_3d_evict_first
 
     @device_function
     def load_a(target, a, tile_row, tile_column, step, full, n):
@@ -74,17 +76,17 @@ def load_functions(config):
         first_column = tile_column * tile_columns
         if b_mn:
             for box in range(columns // 64):
-                sm90.tma_load_2d(target + box * BOX_BYTES, b, first_column + box * 64, step, full)
+                load_b_2d(target + box * BOX_BYTES, b, first_column + box * 64, step, full)
         elif swiglu:
             for panel in range(panels):
                 box, first_step = target + panel * columns * LINE, step + panel * STEPS
-                sm90.tma_load_2d(box, b, first_step, first_column, full)
-                sm90.tma_load_2d(box + tile_columns * LINE, b, first_step, n + first_column, full)
+                load_b_2d(box, b, first_step, first_column, full)
+                load_b_2d(box + tile_columns * LINE, b, first_step, n + first_column, full)
         elif one_box:
-            sm90.tma_load_3d(target, b, 0, first_column, udiv(step, i32(STEPS)), full)
+            load_b_3d(target, b, 0, first_column, udiv(step, i32(STEPS)), full)
         else:
             for panel in range(panels):
-                sm90.tma_load_2d(target + panel * columns * LINE, b, step + panel * STEPS, first_column, full)
+                load_b_2d(target + panel * columns * LINE, b, step + panel * STEPS, first_column, full)
 
     return load_a, load_b
 
@@ -92,19 +94,16 @@ def load_functions(config):
 def producer(config, load, before_wait):
     """The device function of the warp that loads all of an operand.
 
-    before_wait: the operand is older than the kernels ahead, as a weight is: load it before griddepcontrol_wait, of
-    which the other producer notes the end, with load_delay.
+    before_wait: the operand is older than the kernels ahead, as a weight is: load it before griddepcontrol_wait.
     """
     stage_bytes, steps, low_rank = config.stage_bytes, config.steps, config.low_rank
-    load_delay, notes_wait = (config.load_delay, 0) if before_wait else (0, config.load_delay)
     _, advance = ring(config.stages)
 
     @device_function
-    def produce(operand_map, low_rank_map, low_rank_step, nbytes, target, full, empty, a_complete, shape):
+    def produce(operand_map, low_rank_map, low_rank_step, nbytes, target, full, empty, shape):
         """nbytes: of the boxes of a stage; target: where those of the first stage belong.
 
-        low_rank_step: the step of the reduction with which low_rank_map begins. a_complete: a word of shared memory, 1
-        once griddepcontrol_wait has ended.
+        low_rank_step: the step of the reduction with which low_rank_map begins.
         """
         tiles, tiles_down, tiles_across, rounds, n = shape
         lane = i32(cuda.threadIdx.x) & i32(31)
@@ -118,15 +117,11 @@ def producer(config, load, before_wait):
                 if low_rank:
                     sm90.prefetch_tensor_map(low_rank_map)
             griddepcontrol_wait()
-            if notes_wait and lane == 0:
-                store_word(a_complete, i32(1))
         while index < tiles:
             # Not a range: the number of its rounds would be computed behind the wait, for 0.1 us.
             step = i32(0)
             while step < last_step:
                 sm90.mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
-                if load_delay and load_word(a_complete) == 0:
-                    sm90.wait_clocks(i32(load_delay))
                 if lane == 0:
                     sm90.mbarrier_expect_tx(full + stage * MBARRIER_BYTES, nbytes)
                     stage_full = full + stage * MBARRIER_BYTES
@@ -248,7 +243,7 @@ def gemm_sm90_kernel(config):
     """The kernel of a config. N is a multiple of its staged columns, if it has any, else of 8."""
     rows, tile_columns, steps, consumers = config.rows, config.tile_columns, config.steps, config.consumers
     layout, a_bytes, b_bytes, low_rank = config.layout, config.a_bytes, config.b_bytes, config.low_rank
-    load_delay = config.load_delay
+    staged, residual_by_tma = config.staged_columns > 0, config.residual or config.swiglu
     # The producer's registers go to consumers whose accumulators need them.
     reallocates_registers = config.columns > 128
     init_ring, _ = ring(config.stages)
@@ -264,13 +259,11 @@ def gemm_sm90_kernel(config):
         thread = i32(cuda.threadIdx.x)
         warpgroup = sm90.warp_uniform(thread >> i32(7))
         base = shared_base()
-        full, empty, a_complete = base + layout.full, base + layout.empty, base + layout.a_complete
+        full, empty = base + layout.full, base + layout.empty
         if thread == 0:
             init_ring(full, empty, 2, consumers)
             for consumer in range(consumers):
                 sm90.mbarrier_init(base + layout.prefetched + consumer * MBARRIER_BYTES, 1)
-            if load_delay:
-                store_word(a_complete, i32(0))
             sm90.mbarrier_init_fence()
         cuda.syncthreads()
         griddepcontrol_launch_dependents()
@@ -288,15 +281,19 @@ def gemm_sm90_kernel(config):
             warp = sm90.warp_uniform(thread >> i32(5))
             if warp == 0:
                 maps = sm90.tensor_map_address(a_map), sm90.tensor_map_address(rank_a_map)
-                produce_a(*maps, rank_step, i32(a_stage_bytes), base, full, empty, a_complete, shape)
+                produce_a(*maps, rank_step, i32(a_stage_bytes), base, full, empty, shape)
             elif warp == 1:
                 maps = sm90.tensor_map_address(b_map), sm90.tensor_map_address(rank_b_map)
-                produce_b(*maps, rank_step, i32(b_bytes), base + a_bytes, full, empty, a_complete, shape)
+                produce_b(*maps, rank_step, i32(b_bytes), base + a_bytes, full, empty, shape)
         else:
             if reallocates_registers:
                 sm90.setmaxnreg_inc()
-            griddepcontrol_wait()
             c_address, residual_address = sm90.tensor_map_address(c_map), sm90.tensor_map_address(residual_map)
+            if staged and thread == WARPGROUP:
+                sm90.prefetch_tensor_map(c_address)
+                if residual_by_tma:
+                    sm90.prefetch_tensor_map(residual_address)
+            griddepcontrol_wait()
             consumer = warpgroup - i32(1)
             consume(base, consumer, thread, c_address, residual_address, c, bias, residual, i32(m), shape)
 
@@ -373,8 +370,6 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, low_rank=None)
     grid, block = min(tiles, device.sm_count() * config.blocks_per_sm), (config.consumers + 1) * WARPGROUP
     # Only a weight is loaded before griddepcontrol_wait.
     pdl = ALWAYS if config.b_mn else m <= ROWS or b.size < LARGE_WEIGHT
-    if pdl is True and current().paces_loads:
-        config = config.paced(grid, device.sm_count())
     steps = (k, rank_a.shape[1]) if config.low_rank else (k,)
     arguments = *operands, c_map, residual_map, c, bias, residual, m, n, *steps, a_stage_bytes
     launch(gemm_sm90_kernel(config), grid, block, *arguments, shared=config.layout.nbytes, pdl=pdl)

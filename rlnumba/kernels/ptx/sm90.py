@@ -136,6 +136,17 @@ def tma_load_3d(destination, tensor_map, column, head, row, mbarrier):
 
 @instruction(
     "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0; "
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+    "[$0], [$1, {$2, $3}], [$4], first; }",
+    "rlrrr",
+)
+def tma_load_2d_evict_first(destination, tensor_map, column, row, mbarrier):
+    """As tma_load_2d, of what is read once: the first to leave L2."""
+    _load_box(destination, tensor_map, (row, column), mbarrier)
+
+
+@instruction(
+    "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0; "
     "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
     "[$0], [$1, {$2, $3, $4}], [$5], first; }",
     "rlrrrr",

@@ -330,7 +330,7 @@ class Engine:
         computed = run_ahead.next()
         if computed is None:
             scheduler = self.scheduler
-            step = scheduler.schedule()
+            step = run_ahead.schedule()
             if step.is_decode and speculator.verifies(len(step.rows)):
                 step = scheduler.add_drafts(step, speculator.drafts(scheduler.table, step.rows))
             if step.is_decode:

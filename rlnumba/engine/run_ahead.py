@@ -9,8 +9,11 @@ of one step, it computes another. Between two steps the host uploads only blocks
 sequence at a time, and sequences that it ended itself: aborted ones, and those whose text has a stop string. What was
 sampled for them after that is dropped. A sequence that ended keeps its row, which then is as good as padding.
 
+Where more sequences wait than rows are free, these stay free for some steps, so that several are admitted at once: one
+sequence or many, the steps in flight have to be read, and the step that computes the prompts is waited for.
+
 No further step is launched, and those in flight are read, where the scheduler is to choose the rows again:
-- a waiting sequence can be admitted;
+- waiting sequences can be admitted, and free rows have cost as much by now as that will;
 - so many sequences have ended, so many steps ago, that their rows have cost as much as putting the others together
   again; or, without graphs, more than 1/16 of them have ended;
 - the longest context outgrows the graph, or there are too few free blocks;
@@ -32,8 +35,8 @@ assert DEPTH <= MAX_IN_FLIGHT
 # Without graphs: share of the rows that may have ended before the others are put together again.
 MAX_ENDED_SHARE = 1 / 16
 # With graphs: bytes that an H200 moves in a millisecond, an estimate of how long it waits when rows are put together
-# again. When the sequences left will end is not known; to do it once as much has been wasted costs at most twice the
-# best choice.
+# again, or sequences admitted. When the sequences left will end is not known; to do it once as much has been wasted
+# costs at most twice the best choice.
 REPACK_BYTES = 4 << 30
 
 
@@ -58,8 +61,19 @@ class RunAhead:
         self.has_ended, self.launches_left = True, 0
         # Bytes that rows which have ended cost since `begin`, and in each step.
         self.wasted = self.waste = 0
+        # Whether waiting sequences are admitted as long as they can be, and without graphs they always are; bytes that
+        # free rows have cost since they were not, while more sequences waited.
+        self.admits, self.admits_always, self.missed = True, runner.eager or not enabled, 0
         # What edit_decode_state is to change before the next step, arrays (E, 3).
         self.edits = []
+
+    def schedule(self):
+        """The scheduler's next SchedulerOutput, in which it admits waiting sequences if that pays by now."""
+        self.admits = self.admits or self._admission_pays()
+        step = self.scheduler.schedule(self.admits)
+        if step.is_decode or not self.scheduler.free_rows:
+            self.admits, self.missed = False, 0
+        return step
 
     def begin(self, step):
         """Launch a decode step of the scheduler; no other may be in flight."""
@@ -74,6 +88,7 @@ class RunAhead:
         self.edits = []
         self.in_flight.append(self.runner.begin(step, self.scheduler.table))
         self.launches_left -= 1
+        self._count_missed()
 
     def launch(self):
         """Launch the next steps, if any are in flight and those are to go on."""
@@ -82,6 +97,7 @@ class RunAhead:
             self.in_flight.append(self.runner.repeat(np.concatenate(edits) if edits else None))
             self.launches_left -= 1
             self.wasted += self.waste
+            self._count_missed()
 
     def end(self):
         """Launch no more steps after those in flight, until `begin`."""
@@ -157,10 +173,25 @@ class RunAhead:
         self.waste = self.runner.wasted_bytes(left, kept_tokens)
         return -(-max(REPACK_BYTES - self.wasted, 0) // self.waste) if self.waste else math.inf
 
+    def _count_missed(self):
+        """Note what free rows cost in a decode step that is launched."""
+        scheduler = self.scheduler
+        if scheduler.waiting and scheduler.free_rows:
+            tokens = int(scheduler.table.length[scheduler.running].sum())
+            self.missed += self.runner.step_bytes(tokens) * len(scheduler.free_rows) // scheduler.table.num_rows
+
+    def _admission_pays(self):
+        """Whether waiting sequences are to be admitted by now, if they can be."""
+        scheduler = self.scheduler
+        fit = len(scheduler.waiting) <= len(scheduler.free_rows) or not len(scheduler.running)
+        return self.admits_always or fit or self.missed >= REPACK_BYTES
+
     def _admits(self):
         """Whether the first waiting sequence can be admitted; asked again only if it or what runs is another."""
         head = self._head()
         if head is None or (head is self.refused[0] and self.running is self.refused[1]):
+            return False
+        if not self._admission_pays():
             return False
         self.refused = head, self.running
         return self.scheduler.can_admit(len(self.in_flight))

@@ -402,6 +402,11 @@ class Runner:
         """The longest context that the current decode steps have room for."""
         return self.decode.shape.max_context_len
 
+    def step_bytes(self, tokens):
+        """What a decode step of sequences with so many tokens together costs, in bytes moved."""
+        launches = self.model.config.num_hidden_layers * LAYER_KERNELS * LAUNCH_BYTES
+        return self.model.nbytes + tokens * self.block_bytes // self.block_size + launches
+
     def wasted_bytes(self, left, kept_tokens):
         """What a current decode step costs more than one of the `left` sequences that still run, in bytes moved.
 

@@ -119,8 +119,8 @@ class Scheduler:
         """Queue a sequence. The cache must be able to hold it alone by the time it is admitted."""
         self.waiting.append(sequence)
 
-    def schedule(self):
-        """The next SchedulerOutput; None when nothing is left to do.
+    def schedule(self, admits=True):
+        """The next SchedulerOutput; None when nothing is left to do. admits: whether waiting sequences may be admitted.
 
         Raises ValueError if the next sequence to be admitted does not fit into the cache even alone.
         """
@@ -133,7 +133,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens - int(counts.sum())
         rows, added = [], []
         # After a preemption nothing is admitted: it would be the sequence that was just preempted.
-        while budget and self.waiting and self.free_rows and not preempted:
+        while admits and budget and self.waiting and self.free_rows and not preempted:
             sequence = self.waiting[0]
             if sequence.prompt_key in self.waiting_on_prefix and not sequence.is_prefix_leader:
                 self.waiting_on_prefix[sequence.prompt_key].append(self.waiting.popleft())

@@ -133,6 +133,9 @@ def test_texts_are_those_of_steps_that_wait(model, config, seed, monkeypatch):
     expected = run_all(engine_of(model, async_scheduling=False), requests)
     assert {reason for *_, reason, _ in expected.values()} == {"stop", "length"}
     engine = engine_of(model, **config)
+    # And sequences are admitted several at once.
+    monkeypatch.setattr(run_ahead, "REPACK_BYTES", 2 * engine.runner.step_bytes(100))
+    engine.run_ahead.admits_always = seed != 1
     assert run_all(engine, requests) == expected
     check_idle(engine)
     outputs, aborted = run_with_events(engine, requests, rng)
@@ -342,6 +345,44 @@ def test_rows_that_ended_stay_in_a_graph_until_a_smaller_one_pays(model, monkeyp
     monkeypatch.setattr(run_ahead, "REPACK_BYTES", 0)
     rows.clear()
     assert run_all(engine, requests) == expected and rows == [32, 12]
+
+
+def admitted_together(engine, requests):
+    """(results, how many sequences each step admits beside running ones while others wait)."""
+    admitted, run_step = [], engine.runner.run
+
+    def noted(step, table):
+        new = int((step.starts < table.prompt_length[step.rows]).sum())
+        if engine.scheduler.waiting and new < len(step.rows):
+            admitted.append(new)
+        return run_step(step, table)
+
+    engine.runner.run = noted
+    for number, request in enumerate(requests):
+        engine.add_request(number, *request)
+    return results(run(engine)), admitted
+
+
+def test_rows_stay_free_until_several_are_admitted(model, monkeypatch):
+    """As with graphs: while 84 wait for 16 rows, of which one is free after each step, a few are admitted at once."""
+    requests = [([i % 40, i // 40], SamplingParams(max_tokens=8 + i % 16, ignore_eos=True)) for i in range(100)]
+    expected = run_all(engine_of(model), requests)
+    config = {"max_num_seqs": 16, "enable_prefix_caching": False}
+    engine = engine_of(model, **config)
+    assert run_all(engine, requests) == expected
+    step_bytes, found = engine.runner.step_bytes(16 * 12), {}
+    for cost in (0, step_bytes, 1 << 60):
+        monkeypatch.setattr(run_ahead, "REPACK_BYTES", cost)
+        engine = engine_of(model, **config)
+        engine.run_ahead.admits_always = False
+        outputs, found[cost] = admitted_together(engine, requests)
+        assert outputs == expected
+        check_idle(engine)
+    assert 1 in found[0] and np.mean(found[0]) < 2.5
+    # Until the free rows of some steps have cost one step.
+    assert 4 <= np.mean(found[step_bytes]) <= 12
+    # Never beside others, until all that wait have a row.
+    assert not found[1 << 60]
 
 
 def test_an_interrupt_anywhere_leaves_an_engine_that_reset_repairs(model):

@@ -67,19 +67,20 @@ def peer_rmsnorm_kernel(layout, element):
         griddepcontrol_wait()
         epoch = state[2 * local + EPOCH]
         # In pairs of words: the half of an inbox that this gather uses, and where a row's words begin in a rank's part.
-        half = (i64(epoch) & 1) * world_size * capacity
-        row_pairs = row * (own_words // 2)
+        # First come the first pairs of all threads, so that a warp writes whole lines.
+        half, vectors = (i64(epoch) & 1) * world_size * capacity, own_words // WORDS
+        row_pairs = row * vectors * PAIRS
         for chunk in range(chunks):
             word = i64((cuda.threadIdx.x + chunk * threads) * WORDS)
             own_word = word - rank * own_words
             if own_word >= 0 and own_word < own_words:
                 load_words(parts[local, row], own_word, words, chunk * WORDS)
-                pair = half + rank * capacity + row_pairs + own_word // 2
+                pair = half + rank * capacity + row_pairs + own_word // WORDS
                 for step in range(1, world_size):
                     theirs = neighbour if step == 1 else inboxes[(rank + step) % world_size]
                     for i in range(PAIRS):
                         at = chunk * WORDS + 2 * i
-                        inbox_store(theirs + (pair + i) * PAIR_BYTES, words[at], words[at + 1], epoch)
+                        inbox_store(theirs + (pair + i * vectors) * PAIR_BYTES, words[at], words[at + 1], epoch)
         end_epoch(state, local, epoch)
         for chunk in range(chunks):
             word = i64((cuda.threadIdx.x + chunk * threads) * WORDS)
@@ -88,9 +89,9 @@ def peer_rmsnorm_kernel(layout, element):
                 for i in range(chunk * WORDS, (chunk + 1) * WORDS):
                     words[i] = i32(0)
             elif owner != rank:
-                pair = half + owner * capacity + row_pairs + (word - owner * own_words) // 2
+                pair = half + owner * capacity + row_pairs + (word - owner * own_words) // WORDS
                 for i in range(PAIRS):
-                    at, address = chunk * WORDS + 2 * i, inbox + (pair + i) * PAIR_BYTES
+                    at, address = chunk * WORDS + 2 * i, inbox + (pair + i * vectors) * PAIR_BYTES
                     words[at], words[at + 1], arrived = inbox_load(address, epoch, limit_cycles)
                     if arrived == 0:
                         error[local] = i32(owner + 1)

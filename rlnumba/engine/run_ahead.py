@@ -73,6 +73,7 @@ class RunAhead:
         step = self.scheduler.schedule(self.admits)
         if step.is_decode or not self.scheduler.free_rows:
             self.admits, self.missed = False, 0
+        self._count_missed()
         return step
 
     def begin(self, step):
@@ -88,7 +89,6 @@ class RunAhead:
         self.edits = []
         self.in_flight.append(self.runner.begin(step, self.scheduler.table))
         self.launches_left -= 1
-        self._count_missed()
 
     def launch(self):
         """Launch the next steps, if any are in flight and those are to go on."""
@@ -174,7 +174,7 @@ class RunAhead:
         return -(-max(REPACK_BYTES - self.wasted, 0) // self.waste) if self.waste else math.inf
 
     def _count_missed(self):
-        """Note what free rows cost in a decode step that is launched."""
+        """Note what free rows cost in another step."""
         scheduler = self.scheduler
         if scheduler.waiting and scheduler.free_rows:
             tokens = int(scheduler.table.length[scheduler.running].sum())

@@ -385,6 +385,17 @@ def test_rows_stay_free_until_several_are_admitted(model, monkeypatch):
     assert not found[1 << 60]
 
 
+def test_sequences_are_admitted_beside_steps_with_drafts(model, monkeypatch):
+    """Steps with drafts do not run ahead; rows that are free in them count as well."""
+    requests = [([i % 40, i // 40], SamplingParams(max_tokens=40 + i % 16, ignore_eos=True)) for i in range(40)]
+    expected = run_all(engine_of(model), requests)
+    engine = engine_of(model, max_num_seqs=8, speculative_method="ngram")
+    monkeypatch.setattr(run_ahead, "REPACK_BYTES", engine.runner.step_bytes(8 * 30))
+    engine.run_ahead.admits_always = False
+    outputs, admitted = admitted_together(engine, requests)
+    assert outputs == expected and admitted
+
+
 def test_an_interrupt_anywhere_leaves_an_engine_that_reset_repairs(model):
     params = SamplingParams(max_tokens=25, n=3, ignore_eos=True)
     expected = run_all(make_engine(model), [([5, 6], params)])

@@ -35,7 +35,7 @@ TRANSPORTS = ("shm", "tcp", "peer", "nccl")
 # Seconds between looks at signals, which do not end the wait for ranks.
 POLL_S = 0.1
 # Seconds in which the rank that has ended can report why, after another one has reported that it has ended.
-REPORT_S = 2.0
+REPORT_S = 4.0
 # Seconds in which all ranks can end by themselves after a signal has ended one of them.
 ENDING_S = 10.0
 

@@ -9,6 +9,7 @@ and steps, by torch's profiler, which needs torch and makes launches slower. Ste
 """
 
 import argparse
+import importlib.util
 import re
 import shutil
 import tempfile
@@ -138,6 +139,7 @@ def layers_in(names):
 
 
 def print_rows(what, kernels, launches):
+    """A row for each kernel of `profiled`, of layers one for all, and for the launches of each GPU."""
     steps = steps_of(kernels)
     names = [name for _, _, name in steps[0]]
     first, size, count = layers_in(names)
@@ -166,6 +168,8 @@ def main():
     arguments = arguments_of(parser)
     if device.select("auto") != "cuda":
         parser.error("needs GPUs")
+    if importlib.util.find_spec("torch") is None:
+        parser.error("needs torch, for its profiler")
     folder = Path(tempfile.mkdtemp())
     shapes.in_own_process(write_model, folder, arguments.shape, arguments.layers)
     if arguments.gpus == 1:

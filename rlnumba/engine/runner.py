@@ -404,8 +404,12 @@ class Runner:
 
     def step_bytes(self, tokens):
         """What a decode step of sequences with so many tokens together costs, in bytes moved."""
-        launches = self.model.config.num_hidden_layers * LAYER_KERNELS * LAUNCH_BYTES
-        return self.model.nbytes + tokens * self.block_bytes // self.block_size + launches
+        return self.model.nbytes + tokens * self.block_bytes // self.block_size + self._launch_bytes
+
+    @property
+    def _launch_bytes(self):
+        """Bytes that are moved in the time in which the kernels of all layers, each a launch, follow each other."""
+        return self.model.config.num_hidden_layers * LAYER_KERNELS * LAUNCH_BYTES
 
     def wasted_bytes(self, left, kept_tokens):
         """What a current decode step costs more than one of the `left` sequences that still run, in bytes moved.
@@ -421,7 +425,7 @@ class Runner:
         wasted = (rows - smaller) * row_bytes + kept_tokens * self.block_bytes // self.block_size
         context = shape.max_context_len
         if self.few_rows.decodes(smaller, context) and not self.few_rows.decodes(rows, context):
-            wasted += config.num_hidden_layers * LAYER_KERNELS * LAUNCH_BYTES
+            wasted += self._launch_bytes
         return wasted
 
     def wait(self, number):

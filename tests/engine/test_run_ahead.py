@@ -379,8 +379,8 @@ def test_rows_stay_free_until_several_are_admitted(model, monkeypatch):
         assert outputs == expected
         check_idle(engine)
     assert 1 in found[0] and np.mean(found[0]) < 2.5
-    # Until the free rows of some steps have cost one step.
-    assert 4 <= np.mean(found[step_bytes]) <= 12
+    # With a row more free after each step, the free rows of five steps cost one step of 16.
+    assert np.mean(found[step_bytes]) >= 4
     # Never beside others, until all that wait have a row.
     assert not found[1 << 60]
 

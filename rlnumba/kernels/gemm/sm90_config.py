@@ -144,8 +144,7 @@ def few_rows_config(m, n, k, sm_count, fixed, swiglu):
     and 4.5; 10.2 and 10.7 for 4096 x 4096, and 9.6 and 10.3. One row, 4096 x 1024: 3.1 with two panels, 2.9 with four;
     6144 x 1024: 5.1 with 96 columns, 4.1 with 32. Of a half of Qwen3-8B's layers, 1 row, four panels and two: 7.8 and
     7.6 for 2048 x 4096, 17.2 and 16.2 for 2048 x 12,288; 64 rows: 8.8 with 16 columns and 8.1 with 32 for the former,
-    for gate and up of 6,144 columns 32.0 with 64 and 29.0 with 128. Other weights do not make what follows leave L2: a
-    half layer of 64 rows with norms and attention takes 110 us with weights that stay in L2, and 102.
+    for gate and up of 6,144 columns 32.0 with 64 and 29.0 with 128.
     """
     eight, halves = m <= 8, 2 if swiglu else 1
     is_short = n * halves * k <= SHORT_WEIGHT and k < LONG_CHAIN

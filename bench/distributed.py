@@ -22,11 +22,13 @@ from report import row
 
 from rlnumba.distributed import launch
 from rlnumba.distributed.placement import gpus_of_ranks
+from rlnumba.model.shard import Columns
 from rlnumba.runtime.launch import pdl_scope
 
 LARGE_BYTES, PARAMETERS = 256 << 20, 1 << 28
-# Bytes of a rank's array; those of 64 rows of Qwen3-8B's o and down on two GPUs, and of its MLP.
+# Bytes of a rank's array; the last two are also those of 64 rows of Qwen3-8B's o and down on two GPUs, and of its MLP.
 GATHERS = {"16 KiB a rank": 16 << 10, "8 KiB a rank": 8 << 10, "256 KiB a rank": 256 << 10, "768 KiB a rank": 768 << 10}
+ROWS = 64
 # Columns of a row whose norm is computed: Qwen3-8B's hidden size.
 WIDTH = 4096
 CALLS = 100
@@ -61,7 +63,7 @@ def captured_us(cupy, communicator, stream, work):
     return lap_us(cupy, stream, graph.launch, 10) / CALLS
 
 
-def measure(communicator):
+def measure(communicator, transport):
     """{what: microseconds}, on each rank."""
     import cupy
 
@@ -74,7 +76,19 @@ def measure(communicator):
             found[f"gather of {what}, in a graph"] = captured_us(
                 cupy, communicator, stream, lambda source=source, out=out: communicator.gather(source, out)
             )
-        for rows in (1, 64):
+            if transport == "nccl":
+                continue
+            # Of a model that is cut into parts, which the kernel moves in half the bytes.
+            floats = source.view(np.float16).reshape(ROWS, -1)
+            columns = Columns.equal(world_size * floats.shape[1], world_size)
+            whole = cupy.empty((ROWS, columns.total), np.float16)
+            found[f"gather of columns of {ROWS} rows, {what}, in a graph"] = captured_us(
+                cupy,
+                communicator,
+                stream,
+                lambda array=floats, out=whole, columns=columns: communicator.gather_columns(array, out, columns),
+            )
+        for rows in (1, ROWS):
             part, weight, whole = (
                 cupy.ones(shape, np.float16) for shape in ((rows, WIDTH // world_size), WIDTH, (rows, WIDTH))
             )
@@ -129,7 +143,7 @@ def main():
         "fold of shared gradients": (gpus - 1) * (PARAMETERS // gpus) * 4,
     }
     for transport in ("peer", "nccl") if len(set(numbers)) == gpus else ("peer",):
-        found = launch(measure, gpus, transport=transport, timeout_s=60, gpus=numbers)
+        found = launch(measure, gpus, transport, transport=transport, timeout_s=60, gpus=numbers)
         for what in found[0]:
             us = max(each[what] for each in found)
             if what in received:

@@ -33,11 +33,10 @@ LAYERS = {
 ORDER_WITHIN_0 = ["errors", "config", "data", "rewards", "reporting"]
 
 # What kernels of several operators share. Other modules of an operator's package are its own.
-SHARED_KERNELS = {"ptx", "nn", "philox", "checks", "simd"}
+SHARED_KERNELS = {"ptx", "nn", "philox", "checks", "simd", "peer_inbox"}
 # (importing operator, imported module of another one): what is imported.
 BETWEEN_OPERATORS = {
     ("adamw_8bit", "adamw"): "the step of one element",
-    ("peer_rmsnorm", "peer_gather"): "the inboxes that both write, and their epochs",
     ("logprob", "gemm.ops"): "the GEMM with the LM head",
     ("logprob", "gemm.scheduler"): "tile coordinates of the fused GEMM with the LM head",
     ("logprob", "gemm.sm90"): "the GEMM of the weight gradient",

@@ -30,10 +30,10 @@ from rlnumba.distributed import shared_gradients
 from rlnumba.distributed.communicator import Communicator, Operation, Range, add_in_place, as_bytes, check_ranges
 from rlnumba.distributed.pulled_fold import PulledFold
 from rlnumba.distributed.shared_gradients import SharedGradients
-from rlnumba.distributed.small_gathers import SmallGathers
+from rlnumba.distributed.small_gathers import SmallGathers, capacity_of
 from rlnumba.distributed.watchdog import Watchdog
 from rlnumba.errors import CommunicationError, DeviceError
-from rlnumba.kernels.peer_gather import FIRST_EPOCH, inbox_bytes
+from rlnumba.kernels.peer_inbox import FIRST_EPOCH, Inboxes, clear_inbox, inbox_bytes
 from rlnumba.runtime import device
 from rlnumba.runtime.memory import array_at, shared_with_host, track
 
@@ -43,7 +43,8 @@ PIECE_BYTES = 32 << 20
 SLOTS = 2
 # Whether gradients of `share_gradients` are pulled; if not, they are as all others. The same on all ranks.
 PULLS_GRADIENTS = True
-# Bytes of a rank's array up to which a gather is one kernel, which moves twice as many; more columns take several.
+# Bytes of a rank's array up to which a gather of words is one kernel, which moves twice as many; more columns take
+# several, of twice the size where they are floats.
 SMALL_BYTES = 1 << 20
 ALIGNMENT = 256
 # Kinds of counters in an Arena, one of each for each rank.
@@ -254,7 +255,7 @@ class Arena:
         self._cupy, self._driver = cupy, driver
         rank, world_size = control.rank, control.world_size
         self.rank, self.world_size = rank, world_size
-        self.piece_bytes, self._small_words = _aligned(piece_bytes), small_bytes // 4
+        self.piece_bytes, self._small_bytes = _aligned(piece_bytes), small_bytes
         self._inbox_offset, self._slots_offset = _offsets(world_size, small_bytes)
         nbytes = arena_bytes(world_size, piece_bytes, small_bytes)
         track("peer", nbytes)
@@ -262,6 +263,9 @@ class Arena:
         self._own = runtime.malloc(nbytes)
         runtime.memset(self._own, 0, nbytes)
         array_at(self._own, COUNTERS * world_size, np.uint32, self).fill(first)
+        capacity = capacity_of(small_bytes)
+        inbox = array_at(self._own + self._inbox_offset, inbox_bytes(world_size, capacity), np.uint8, self)
+        clear_inbox(inbox, world_size, capacity)
         cupy.cuda.Device().synchronize()
         offers = control.exchange(CONNECT, (runtime.getDevice(), runtime.ipcGetMemHandle(self._own)))
         self._bases = [self._own if r == rank else self._map(*offer) for r, offer in enumerate(offers)]
@@ -273,7 +277,7 @@ class Arena:
             ]
             for source in range(world_size)
         ]
-        inboxes = cupy.asarray(np.array(self._bases, np.int64) + self._inbox_offset)
+        addresses = cupy.asarray(np.array(self._bases, np.int64) + self._inbox_offset)
         state = cupy.asarray(np.array([epoch, 0], np.uint32))
         # Pinned memory of the host, which the kernel writes, and which needs no copy to be read.
         self._host_error, error = shared_with_host((1,), np.int32)
@@ -282,7 +286,7 @@ class Arena:
         # Another rank may still compile, or share this GPU, so that its kernels wait for the end of a time slice.
         self._timeout_s = control.timeout_s
         limit_cycles = int(self._timeout_s * 1e3 * clock_khz)
-        self.gathers = SmallGathers(rank, world_size, inboxes, state, error, self._small_words, limit_cycles)
+        self.gathers = SmallGathers(Inboxes(addresses, state, error, rank, capacity, limit_cycles), small_bytes)
         self._sends = cupy.cuda.Stream(non_blocking=True)
         self.gradients = SharedGradients(rank, world_size, self._map, pull_bytes)
         cupy.cuda.Device().synchronize()
@@ -322,13 +326,13 @@ class Arena:
         control.exchange(CONNECT)
         self.gradients.close()
         runtime.free(self._own)
-        track("peer", -arena_bytes(self.world_size, self.piece_bytes, 4 * self._small_words))
+        track("peer", -arena_bytes(self.world_size, self.piece_bytes, self._small_bytes))
 
     def begin(self, operation):
         """Order what is sent after the current stream's work so far."""
         stream = self._cupy.cuda.get_current_stream()
         if stream.is_capturing():
-            limit = f"{4 * self._small_words} bytes a rank, in whole words of 4 bytes"
+            limit = f"{self._small_bytes} bytes a rank, in whole words of 4 bytes"
             raise ValueError(f"{operation}: a CUDA graph can capture gathers of at most {limit}")
         self._sends.wait_event(stream.record())
 
@@ -395,7 +399,7 @@ def arena_bytes(world_size, piece_bytes=PIECE_BYTES, small_bytes=SMALL_BYTES):
 def _offsets(world_size, small_bytes):
     """Where the inbox and the slots begin in an Arena, after the counters."""
     inbox = _aligned(COUNTERS * 4 * world_size)
-    return inbox, inbox + _aligned(inbox_bytes(world_size, small_bytes // 4))
+    return inbox, inbox + _aligned(inbox_bytes(world_size, capacity_of(small_bytes)))
 
 
 def _aligned(nbytes):

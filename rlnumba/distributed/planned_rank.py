@@ -4,7 +4,8 @@ import numpy as np
 
 from rlnumba.distributed.communicator import Communicator
 from rlnumba.distributed.peer import SMALL_BYTES
-from rlnumba.distributed.small_gathers import SmallGathers
+from rlnumba.distributed.small_gathers import SmallGathers, capacity_of
+from rlnumba.kernels.peer_inbox import Inboxes
 from rlnumba.runtime import device
 
 
@@ -33,8 +34,8 @@ class ListedRank(PlannedRank):
     def __init__(self, rank, world_size):
         super().__init__(rank, world_size)
         empty = device.xp().empty
-        state = empty(world_size, np.int64), empty(2, np.uint32), empty(1, np.int32)
-        self._gathers = SmallGathers(rank, world_size, *state, SMALL_BYTES // 4, 0)
+        arrays = empty(world_size, np.int64), empty(2, np.uint32), empty(1, np.int32)
+        self._gathers = SmallGathers(Inboxes(*arrays, rank, capacity_of(SMALL_BYTES), 0), SMALL_BYTES)
 
     def _gather_columns(self, operation, array, out, columns):
         self._gathers.gather_columns(array, out, columns)

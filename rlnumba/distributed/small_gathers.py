@@ -8,57 +8,53 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlnumba.kernels.checks import address
+from rlnumba.kernels.checks import FLOATS, address
 from rlnumba.kernels.peer_gather import Layout, peer_exchange, peer_gather
+from rlnumba.kernels.peer_inbox import WITH_EPOCHS, Inboxes
 from rlnumba.kernels.peer_rmsnorm import peer_rmsnorm, supports_peer_rmsnorm
+
+
+def capacity_of(nbytes):
+    """Packets with epochs in which an array of so many bytes, whole words, travels: int."""
+    return -(-nbytes // (4 * WITH_EPOCHS))
 
 
 @dataclass(frozen=True)
 class SmallGathers:
-    """What a rank's kernels need: inboxes, state, error, most_words and limit_cycles are arguments of peer_gather."""
+    """What a rank's kernels need: inboxes of packets for arrays of `most_bytes`."""
 
-    rank: int
-    world_size: int
-    inboxes: object
-    state: object
-    error: object
-    most_words: int
-    limit_cycles: int
+    inboxes: Inboxes
+    most_bytes: int
 
     def gather(self, array, out):
-        """Gather an array of whole words, of at most most_words: whether it did."""
-        if array.nbytes > 4 * self.most_words or not _has_whole_words(array.nbytes, array, out):
+        """Gather an array of whole words, of at most most_bytes: whether it did."""
+        if array.nbytes > self.most_bytes or not _has_whole_words(array.nbytes, array, out):
             return False
-        self._gather_words(array, out, Layout.of_arrays(array.nbytes // 4, self.world_size))
+        layout = Layout.of_arrays(array.nbytes // 4, self.inboxes.world_size)
+        peer_gather(*_words(array, out), layout, self.inboxes)
         return True
 
     def gather_columns(self, array, out, columns):
         """Gather columns, a model.shard.Columns, by several launches if they are many: whether they are whole words."""
         layout = _layout_of(array, out, columns)
         if layout is not None:
-            self._gather_words(array, out, layout)
+            peer_gather(*_words(array, out), layout, self.inboxes, array.dtype in FLOATS)
         return layout is not None
 
     def takes_rmsnorm(self, part, weight, out):
         """Whether gather_rmsnorm takes these arrays."""
-        return supports_peer_rmsnorm(part[None], weight, out[None], self.most_words)
+        return supports_peer_rmsnorm(part[None], weight, out[None], self.inboxes.capacity)
 
     def gather_rmsnorm(self, part, weight, eps, out):
         """Gather columns and write the rmsnorm of the rows, by one kernel."""
-        peer_rmsnorm(part[None], weight, eps, out[None], *self._inbox())
+        peer_rmsnorm(part[None], weight, eps, out[None], self.inboxes)
 
     def exchange_rows(self, array, out, columns, row_width):
         """Exchange rows, if their columns are whole words: whether they are."""
         layout = _layout_of(array, out, columns)
         if layout is not None:
-            peer_exchange(*_words(array, out), layout, row_width, *self._inbox())
+            peer_exchange(*_words(array, out), layout, row_width, self.inboxes, array.dtype in FLOATS)
         return layout is not None
-
-    def _gather_words(self, array, out, layout):
-        peer_gather(*_words(array, out), layout, *self._inbox())
-
-    def _inbox(self):
-        return self.inboxes, self.state, self.error, self.rank, self.most_words, self.limit_cycles
 
 
 def _layout_of(array, out, columns):

@@ -90,23 +90,28 @@ def check_norms(communicator):
 
 
 def check_many(communicator, count):
-    """Gathers whose values change each time, a hundred a graph; ranks pause at random."""
+    """Gathers of integers and floats, a hundred of each a graph, that change each time; ranks pause at random."""
     import cupy
 
     world_size, rank = communicator.world_size, communicator.rank
-    rng = np.random.default_rng(rank)
-    source = cupy.full(33, rank, np.int32)
+    rng, columns = np.random.default_rng(rank), Columns.equal(32 * world_size, world_size)
+    source, floats = cupy.full(33, rank, np.int32), cupy.full((3, 32), rank, np.float32)
     out, wrong = cupy.empty((world_size, 33), np.int32), cupy.zeros(1, np.int64)
     expected = cupy.arange(world_size, dtype=np.int32)[:, None] + cupy.zeros((world_size, 33), np.int32)
+    out_floats = cupy.empty((3, columns.total), np.float32)
+    expected_floats = cupy.zeros_like(out_floats) + cupy.arange(world_size, dtype=np.float32).repeat(32)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
 
         def step():
-            cupy.add(source, 7, out=source)
-            cupy.add(expected, 7, out=expected)
+            # Floats count exactly up to 2^24.
+            for array in (source, expected, floats, expected_floats):
+                cupy.add(array, array.dtype.type(7), out=array)
             communicator.gather(source, out)
+            communicator.gather_columns(floats, out_floats, columns)
             cupy.add(wrong, different(out, expected), out=wrong)
+            cupy.add(wrong, different(out_floats, expected_floats), out=wrong)
 
         different = cupy.ReductionKernel("T x, T y", "int64 z", "x != y", "a + b", "z = a", "0", "count_different")
         step()

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.nn.rmsnorm import FORWARD, rmsnorm, share_row
+from rlnumba.kernels.peer_inbox import OF_VALUES, Inboxes
 from rlnumba.kernels.peer_rmsnorm import peer_rmsnorm, peer_rmsnorm_kernel, supports_peer_rmsnorm
 from rlnumba.runtime import device
 from rlnumba.runtime.compile import type_name
-from tests.kernels.test_peer_gather import MOST, Ranks, resident, sources  # noqa: F401
+from tests.kernels.test_peer_gather import Ranks, resident, sources  # noqa: F401
 
 EPS = 1e-6
 
@@ -20,8 +21,7 @@ def parts_of(rows, world_size):
 def norm_on_ranks(ranks, rows, weight):
     """What each rank has of the norm, (R, N, D)."""
     out = np.full((ranks.world_size, *rows.shape), 7, rows.dtype)
-    memory = ranks.inboxes, ranks.state, ranks.error
-    peer_rmsnorm(parts_of(rows, ranks.world_size), weight, EPS, out, *memory, 0, MOST, 1)
+    peer_rmsnorm(parts_of(rows, ranks.world_size), weight, EPS, out, ranks.inboxes())
     return out
 
 
@@ -48,32 +48,31 @@ def test_the_bits_are_those_of_gather_and_norm(rng, resident, world_size, rows, 
         rmsnorm(x, weight, EPS, expected, rstd)
         for found in norm_on_ranks(ranks, x, weight):
             assert found.tobytes() == expected.tobytes()
-        source = sources(rng, world_size, 5 + repeat)
-        np.testing.assert_array_equal(ranks.gather(source), [source] * world_size)
-    assert not ranks.error.any()
+        source = sources(rng, world_size, 8 * (1 + repeat))
+        for are_floats in (False, True):
+            np.testing.assert_array_equal(ranks.gather(source, None, are_floats), [source] * world_size)
+    ranks.check(6)
 
 
 @pytest.mark.sim
 def test_a_rank_that_does_not_send_is_named(rng):
     if device.name() == "cuda":
         pytest.skip("several ranks of one process run in the simulator alone")
-    ranks, error = Ranks(3), np.zeros(1, np.int32)
-    parts, out = np.ones((1, 1, 32), np.float32), np.empty((1, 1, 96), np.float32)
-    memory = ranks.inboxes, ranks.state[2:4], error
-    peer_rmsnorm(parts, np.ones(96, np.float32), EPS, out, *memory, 1, MOST, 0)
-    assert error[0] in (1, 3)
+    ranks, parts, out = Ranks(3), np.ones((1, 1, 32), np.float32), np.empty((1, 1, 96), np.float32)
+    peer_rmsnorm(parts, np.ones(96, np.float32), EPS, out, ranks.inboxes(1, 0))
+    assert ranks.error[1] in (1, 3)
 
 
 @pytest.mark.sim
 def test_arrays_are_checked():
     xp = device.xp()
     parts, weight, out = (xp.zeros(shape, np.float32) for shape in ((1, 2, 8), 16, (1, 2, 16)))
-    memory = xp.zeros(2, np.int64), xp.ones(2, np.uint32), xp.zeros(1, np.int32)
-    assert supports_peer_rmsnorm(parts, weight, out, 16) and not supports_peer_rmsnorm(parts, weight, out, 15)
-    with pytest.raises(ValueError, match=r"parts must have 1 to 1024 rows of whole, .* at most 60 bytes"):
-        peer_rmsnorm(parts, weight, EPS, out, *memory, 0, 15, 0)
+    inboxes = Inboxes(xp.zeros(2, np.int64), xp.ones(2, np.uint32), xp.zeros(1, np.int32), 0, 4, 0)
+    assert supports_peer_rmsnorm(parts, weight, out, 4) and not supports_peer_rmsnorm(parts, weight, out, 3)
+    with pytest.raises(ValueError, match=r"parts must have 1 to 1024 rows of whole, .* at most 48 bytes"):
+        peer_rmsnorm(parts, weight, EPS, out, inboxes._replace(capacity=3))
     with pytest.raises(ValueError, match=r"peer_rmsnorm: weight must be \(16\) float32, got \(15,\)"):
-        peer_rmsnorm(parts, weight[:15].copy(), EPS, out, *memory, 0, 16, 0)
+        peer_rmsnorm(parts, weight[:15].copy(), EPS, out, inboxes)
     narrow = xp.zeros((1, 2, 6), np.float32)
     assert not supports_peer_rmsnorm(narrow, xp.zeros(12, np.float32), xp.zeros((1, 2, 12), np.float32), 100)
 
@@ -83,9 +82,8 @@ def test_machine_code(compile_offline, element, columns):
     dtype = device.DTYPES[element]
     layout = share_row(columns, dtype.itemsize, 16 // dtype.itemsize, *FORWARD)
     kernel = peer_rmsnorm_kernel(layout, element)
-    arrays = (
-        np.zeros((1, 1, 4), np.int32), np.zeros(columns, dtype), 1e-6, np.zeros((1, 1, columns), dtype),
-        np.zeros(2, np.int64), np.ones(2, np.uint32), np.zeros(1, np.int32), 0, 2, 0,
-    )  # fmt: skip
+    arrays = np.zeros((1, 1, 4), np.int32), np.zeros(columns, dtype), 1e-6, np.zeros((1, 1, columns), dtype)
+    inboxes = Inboxes(np.zeros(2, np.int64), np.ones(2, np.uint32), np.zeros(1, np.int32), 0, 2, 0)
     for architecture in [(8, 0), (9, 0), (10, 0)]:
-        assert not compile_offline(kernel, tuple(map(type_name, arrays)), architecture)
+        types = tuple(map(type_name, (*arrays, *inboxes.arguments(OF_VALUES))))
+        assert not compile_offline(kernel, types, architecture)

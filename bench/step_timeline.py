@@ -175,7 +175,7 @@ def main():
     if arguments.gpus == 1:
         found = shapes.in_own_process(profiled_alone, folder, arguments)
     else:
-        found = on_ranks(profiled, arguments.gpus, folder, None, LM_HEAD, arguments, None)
+        found = on_ranks(profiled, arguments.gpus, folder, None, None, LM_HEAD, arguments, None)
     for sequences, (kernels, launches) in zip(arguments.sequences, found, strict=True):
         print_rows(f"{sequences} sequences on {arguments.gpus}", kernels, launches)
     shutil.rmtree(folder)

@@ -86,7 +86,7 @@ def main():
         if count == 1:
             found = in_own_process(decode_alone, folder, arguments)
         else:
-            found = on_ranks(decode, count, folder, None, LM_HEAD, arguments, None)
+            found = on_ranks(decode, count, folder, None, None, LM_HEAD, arguments, None)
         texts.append([ids for _, ids in found])
         for sequences, (step_ms, _) in zip(arguments.sequences, found, strict=True):
             value = f"{step_ms:.2f} ms, {1e3 * sequences / step_ms:.0f} tokens/s"

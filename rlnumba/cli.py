@@ -300,7 +300,7 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, num_gpus
 
         folder, base, config, tokenizer = _open(model, base)
         share = engine.gpu_memory_utilization
-        tensor_parallel_size = _choose_ranks(tensor_parallel_size, folder, base, config, dtype, share)
+        tensor_parallel_size = _choose_ranks(tensor_parallel_size, config, dtype, share)
         limit = longest_sequence(config, engine)
 
         def encode(row):
@@ -314,9 +314,10 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, num_gpus
             from rlnumba.distributed import tensor_parallel
             from rlnumba.model.config import LM_HEAD
 
-            tensor_parallel.compile_parts_ahead(tensor_parallel_size, *model_and_dtype, engine, lengths, [params])
+            if base is None:
+                tensor_parallel.compile_parts_ahead(tensor_parallel_size, *model_and_dtype, engine, lengths, [params])
             progress = _Progress()
-            shards = tensor_parallel_size, folder, dtype, LM_HEAD
+            shards = tensor_parallel_size, folder, base, dtype, LM_HEAD
             arguments = None if tokenizer is None else folder, engine, ids, params, progress.generated
             outputs = tensor_parallel.on_ranks(tensor_parallel.generate, *shards, *arguments)
         elif num_gpus > 1:
@@ -373,7 +374,7 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size,
         from rlnumba.model.transformer import load_model
 
         folder, base, config, tokenizer = _open(model, base)
-        tensor_parallel_size = _choose_ranks(tensor_parallel_size, folder, base, config, dtype, SCORING_SHARE)
+        tensor_parallel_size = _choose_ranks(tensor_parallel_size, config, dtype, SCORING_SHARE)
         classifies = config.heads == SCORE_HEAD
         if classifies and temperature != 1.0:
             raise ConfigError(f"--temperature does not apply to {config.architecture}, which has no logits")
@@ -392,9 +393,10 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size,
         if tensor_parallel_size > 1:
             from rlnumba.distributed.tensor_parallel import compile_parts_ahead, on_ranks
 
-            compile_parts_ahead(tensor_parallel_size, *model_and_dtype, EngineConfig(), (), (), lengths)
+            if base is None:
+                compile_parts_ahead(tensor_parallel_size, *model_and_dtype, EngineConfig(), (), (), lengths)
             progress = _Progress()
-            arguments = folder, dtype, heads, sequences, temperature or 1.0, progress
+            arguments = folder, base, dtype, heads, sequences, temperature or 1.0, progress
             scored = on_ranks(_score_all, tensor_parallel_size, *arguments)
         elif num_gpus > 1:
             from rlnumba.distributed import replicas
@@ -427,8 +429,8 @@ def _check_one_kind(tensor_parallel_size, num_gpus):
         )
 
 
-def _choose_ranks(count, folder, base, config, dtype, share):
-    """How many ranks compute a model, an adapter's with its base: `count`, or for 0 as few as it fits in: int.
+def _choose_ranks(count, config, dtype, share):
+    """How many ranks compute a model: `count`, or for 0 as few as it fits in: int.
 
     share: of a GPU's memory, for weights and what is computed. Raises ConfigError if the model cannot be cut so.
     """
@@ -445,8 +447,7 @@ def _choose_ranks(count, folder, base, config, dtype, share):
         )
     on_gpu = device.name() == "cuda"
     dtype = dtype or (config.dtype if on_gpu else "float32")
-    adapter_folder = None if base is None else folder
-    count = choose_size(count, config, dtype, share * device.memory_info()[1], on_gpu, adapter_folder)
+    count = choose_size(count, config, dtype, share * device.memory_info()[1], on_gpu)
     warn_if_slow(count, config, dtype)
     return count
 
@@ -621,15 +622,15 @@ def check(model, base, dtype, temperature, max_tokens, seed, tensor_parallel_siz
     if tensor_parallel_size != 1:
         from rlnumba.config import EngineConfig
 
-        folder, adapter_base, config, _ = _open(model, base)
+        folder, base, config, _ = _open(model, base)
         share = EngineConfig().gpu_memory_utilization
-        tensor_parallel_size = _choose_ranks(tensor_parallel_size, folder, adapter_base, config, dtype, share)
+        tensor_parallel_size = _choose_ranks(tensor_parallel_size, config, dtype, share)
     if tensor_parallel_size > 1:
         from rlnumba.distributed import tensor_parallel
 
         element, progress = device.dtype(dtype or ("float32" if device.name() == "cpu" else config.dtype)), _Progress()
         options = dtype, max_tokens, temperature, seed, progress.generated
-        found = tensor_parallel.check_agreement(tensor_parallel_size, folder, *options)
+        found = tensor_parallel.check_agreement(tensor_parallel_size, folder, base, *options)
     else:
         from rlnumba.engine.check import check_agreement
         from rlnumba.model.transformer import load_model

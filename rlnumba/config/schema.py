@@ -466,8 +466,6 @@ class Run:
             self.refuse_ranks("train.optimizer_in_backward")
         if self.deploy.tensor_parallel_size != 1:
             size = self.deploy.tensor_parallel_size or "auto"
-            if self.lora is not None:
-                raise ConfigError(f"deploy.tensor_parallel_size ({size}) is for models without [lora]")
             if self.gemm == "cublas":
                 raise ConfigError(
                     f"deploy.tensor_parallel_size ({size}) needs gemm = native: a product by cublas depends on its "

@@ -26,6 +26,7 @@ from rlnumba.distributed.weight_push import Mapping
 from rlnumba.distributed.weight_sync import Staging, WeightReceiver
 from rlnumba.errors import CommunicationError, UserError
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.model.lora import adapter_of_run
 from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import load_model
 from rlnumba.runtime import ahead_of_time, device, garbage
@@ -137,7 +138,10 @@ def choose_device(setup, rank=0):
 
 
 def _load_shard(setup, shard, link):
+    """A process's part of the model, and of the adapter that is trained."""
     model = load_model(setup.model, setup.dtype, shard=shard)
+    if setup.lora is not None:
+        model.adapter = adapter_of_run(setup.lora, model.weights, model.dtype.name, setup.model, setup.seed)
     if link is not None:
         model.ranks = TensorParallel(_connect(link, setup), model.config.vocab_size)
     return model

@@ -21,7 +21,6 @@ from rlnumba.distributed.weight_sync import Begin, Bucket, Finish, Staging, Weig
 from rlnumba.engine.core import Engine
 from rlnumba.engine.groups import GroupEngine, GroupRequest
 from rlnumba.errors import CommunicationError
-from rlnumba.model.lora import adapter_of_run
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_model
 from rlnumba.runtime import garbage
@@ -133,8 +132,6 @@ class Server:
         choose_device(setup)
         model = followers.load_model(setup)
         self.ranks = model.ranks
-        if setup.lora is not None:
-            model.adapter = adapter_of_run(setup.lora, model.weights, model.dtype.name, setup.model, setup.seed)
         tokenizer = Tokenizer.from_folder(find_model(setup.model))
         # Before the KV cache takes what memory is left.
         if setup.staging is None:

@@ -6,8 +6,6 @@ from rlnumba.distributed.planned_rank import ListedRank
 from rlnumba.distributed.tensor_parallel import TensorParallel
 from rlnumba.engine import kernel_list
 from rlnumba.model.shard import Shard
-from rlnumba.model.transformer import Transformer
-from rlnumba.model.weights import Weights
 from rlnumba.runtime.shapes import launches_only
 
 
@@ -43,7 +41,7 @@ def part_of(count):
     shard = Shard(count - 1, count)
 
     def make_model(request, config):
-        model = Transformer(shard.config_of(config), Weights(config, request.dtype, shard=shard))
+        model = kernel_list.model_of(request, config, shard)
         model.ranks = TensorParallel(ListedRank(shard.rank, count), config.vocab_size)
         return model
 

@@ -40,7 +40,7 @@ from rlnumba.model.config import LM_HEAD
 from rlnumba.model.layers import HeapAllocator, PackedAttention
 from rlnumba.model.shard import Columns, Shard, vocabulary
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_model, load_model, pack, read_config
+from rlnumba.model.transformer import find_base, load_model, pack, read_config
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 
@@ -175,20 +175,21 @@ def follow(model, config, others=None):
     engine.runner.synchronize()
 
 
-def on_ranks(function, count, folder, dtype, heads, *arguments):
+def on_ranks(function, count, folder, base, dtype, heads, *arguments):
     """function(model, *arguments) on `count` ranks, each with its shard of the model in a folder: the result of rank 0.
 
-    function, arguments: what can be pickled; progress, the last of them, is None on other ranks. dtype, heads: as of
-    load_model. Raises RankError for the first rank that fails, ConfigError where there are no devices for all.
+    function, arguments: what can be pickled; progress, the last of them, is None on other ranks. folder, base, dtype,
+    heads: as of load_model. Raises RankError for the first rank that fails, ConfigError where there are no devices for
+    all.
     """
     place = placement(count, "tensor_parallel_size")
-    return launch(_with_shard, count, function, folder, dtype, heads, arguments, **place)[0]
+    return launch(_with_shard, count, function, folder, base, dtype, heads, arguments, **place)[0]
 
 
-def _with_shard(communicator, function, folder, dtype, heads, arguments):
+def _with_shard(communicator, function, folder, base, dtype, heads, arguments):
     """What each rank does."""
     shard = Shard(communicator.rank, communicator.world_size)
-    model = load_model(folder, dtype, heads, shard=shard)
+    model = load_model(folder, dtype, heads, base=base, shard=shard)
     model.ranks = TensorParallel(communicator, model.config.vocab_size)
     if shard.rank:
         *arguments, _ = arguments
@@ -215,18 +216,21 @@ def generate(model, tokenizer_folder, config, prompts, params, progress=None):
     return outputs
 
 
-def check_agreement(count, folder, dtype=None, max_tokens=48, temperature=1.0, seed=0, progress=None):
+def check_agreement(count, folder, base=None, dtype=None, max_tokens=48, temperature=1.0, seed=0, progress=None):
     """engine.check.check_agreement of a rollout on `count` ranks with the training forward of one: Agreement.
 
+    folder, base, dtype: as of load_model.
     Beside the log-probs, whole rows of logits are compared, those of each sequence's last token.
     """
-    config = read_config(find_model(folder))
+    base_folder, adapter_folder = find_base(folder, base)
+    config = read_config(base_folder, adapter_folder)
     prompts, params = requests(config, config.max_position_embeddings, max_tokens, temperature, seed)
     lengths = [len(prompt) for prompt in prompts]
     scored = [length + max_tokens for length in lengths for _ in range(params.n)]
-    compile_parts_ahead(count, config, dtype or config.dtype, EngineConfig(), lengths, [params], scored, True)
-    rollouts, rows = on_ranks(_rollouts, count, folder, dtype, LM_HEAD, max_tokens, temperature, seed, progress)
-    model = load_model(folder, dtype)
+    if adapter_folder is None:
+        compile_parts_ahead(count, config, dtype or config.dtype, EngineConfig(), lengths, [params], scored, True)
+    rollouts, rows = on_ranks(_rollouts, count, folder, base, dtype, LM_HEAD, max_tokens, temperature, seed, progress)
+    model = load_model(folder, dtype, base=base)
     tokens, equal, largest, worst = compare(model, rollouts, temperature)
     rows_differ = last_logits(model, rollouts).tobytes() != rows.tobytes()
     operator = None

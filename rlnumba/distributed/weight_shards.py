@@ -1,25 +1,16 @@
 """Where a shard's weights are in those of the whole model: what a process of a tensor-parallel engine copies of a push.
 
-Weights are sent whole, and all engines read the same bytes. A shard has whole rows of the matrices (model/shard.py),
-which are contiguous there, too, so each process copies ranges.
+Weights, or an adapter, are sent whole, and all engines read the same bytes. A shard has whole rows of the matrices
+(model/shard.py), which are contiguous there, too, so each process copies ranges.
 
 A rank of the trainer may have a part alone (layer_shards.py), and what is sent is then made of those of all ranks.
 """
 
-from typing import NamedTuple
-
 from rlnumba.distributed.layer_shards import LayerShards
-from rlnumba.model.shard import WHOLE
+from rlnumba.model.lora import Adapter, Places
+from rlnumba.model.shard import WHOLE, Range
 from rlnumba.model.weights import Weights, parameters
 from rlnumba.runtime import device
-
-
-class Range(NamedTuple):
-    """`count` elements, from `first` on in the shard's flat buffer and from `source` on in the whole model's."""
-
-    first: int
-    source: int
-    count: int
 
 
 def whole_of(trained):
@@ -29,6 +20,9 @@ def whole_of(trained):
         return trained.size, trained.decay_end
     if trained.shard == WHOLE:
         return trained.flat.shape[0], trained.decay_end
+    if isinstance(trained, Adapter):
+        size = Places.of(trained.config, trained.lora).size
+        return size, size
     placed = parameters(trained.config)
     return placed[-1].offset + placed[-1].padded_size, next(p.offset for p in placed if not p.decays)
 
@@ -62,6 +56,8 @@ def host_part(trained, first, count):
 def ranges_of(trained):
     """The Ranges that make up a Weights or Adapter, without the padding between parameters: list; of a whole one it is
     one Range."""
+    if isinstance(trained, Adapter):
+        return trained.places.ranges()
     shard = trained.shard
     if shard == WHOLE:
         return [Range(0, 0, trained.flat.shape[0])]

@@ -34,6 +34,7 @@ from rlnumba.kernels.decode_state import edit_decode_state
 from rlnumba.model.config import SCORE_HEAD, ModelConfig
 from rlnumba.model.lora import Adapter, AdapterStack, resolve_targets
 from rlnumba.model.sequence_score import score_sequences
+from rlnumba.model.shard import WHOLE
 from rlnumba.model.transformer import Transformer, pack, score, whole_sequences
 from rlnumba.model.weights import Weights
 from rlnumba.runtime.context import Context
@@ -95,11 +96,14 @@ def short(config):
     return replace(config, num_hidden_layers=min(SOME_LAYERS, config.num_hidden_layers))
 
 
-def model_of(request, config):
-    """A Request's Transformer without memory, inside launches_only, config: its own or a shortened one."""
-    model, lora = Transformer(config, Weights(config, request.dtype)), request.lora
+def model_of(request, config, shard=WHOLE):
+    """A Request's Transformer, or a shard of it, without memory, inside launches_only.
+
+    config: that of the Request, or a shortened one.
+    """
+    model, lora = Transformer(shard.config_of(config), Weights(config, request.dtype, shard=shard)), request.lora
     loras = lora if isinstance(lora, tuple) else () if lora is None else (lora,)
-    adapters = [Adapter(config, of_all_layers(each, request.model), request.dtype) for each in loras]
+    adapters = [Adapter(config, of_all_layers(each, request.model), request.dtype, shard=shard) for each in loras]
     if adapters:
         model.adapter = AdapterStack(adapters) if isinstance(lora, tuple) else adapters[0]
     return model

@@ -54,17 +54,14 @@ def smallest_size(config, dtype, engine_bytes, on_gpu):
     )
 
 
-def choose_size(asked, config, dtype, engine_bytes, on_gpu, adapter_folder=None):
+def choose_size(asked, config, dtype, engine_bytes, on_gpu):
     """On how many GPUs a model is to be: `asked`, or for 0 ("auto") the smallest that fits; checked, int.
 
-    engine_bytes: of a GPU for the engine. adapter_folder: of an adapter on the model, which is not cut. Raises
-    ConfigError for a number that the model cannot be cut into.
+    engine_bytes: of a GPU for the engine. Raises ConfigError for a number that the model cannot be cut into.
     """
-    if not asked and adapter_folder is not None:
-        return 1
     size = asked or smallest_size(config, dtype, engine_bytes, on_gpu)
     shard = Shard(0, size)
-    check_shard(shard, config, adapter_folder)
+    check_shard(shard, config)
     shard.check(config, on_gpu)
     return size
 

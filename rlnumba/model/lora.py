@@ -4,7 +4,8 @@
 
 Matrices that read the same input are fused, as in model/weights.py: A of q, k and v lie one below the other in A
 (C, D), and their B are the blocks on the diagonal of B (M, C), which is zero outside of them. C is rounded up to a
-multiple of COLUMNS by zero rows of A, zero columns of B. Entries that are zero stay zero: their gradients are.
+multiple of COLUMNS by zero rows of A, zero columns of B. Entries that are zero stay zero: their gradients are. A shard
+of a model (model/shard.py) has A whole and its rows of B, so that its columns of y have the whole model's bits.
 
     flat    | A of qkv, all layers | B of qkv, all layers | A of o | ... |          parameters that decay, all of them
 
@@ -32,7 +33,7 @@ from rlnumba.kernels.nn.dropout import dropout
 from rlnumba.kernels.nn.elementwise import add, cast, scale
 from rlnumba.kernels.nn.lora import keep_blocks, scale_adapters
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD, read_json
-from rlnumba.model.shard import WHOLE
+from rlnumba.model.shard import WHOLE, Range
 from rlnumba.model.weights import ALIGNMENT, check_dtype, listed, open_tensors, parameters, write_json, write_tensors
 from rlnumba.runtime import device, memory
 
@@ -94,10 +95,10 @@ class Layout:
     b_offset: int = 0
 
 
-def _modules(config):
-    """{fused projection: (D, {name in a layer, such as self_attn.q_proj: rows})} of a decoder layer."""
+def _modules(config, shard=WHOLE):
+    """{fused projection: (D, {name in a layer, such as self_attn.q_proj: rows})} of a layer, or of a shard of it."""
     found, at = {}, "model.layers.0."
-    for p in parameters(config):
+    for p in parameters(config, shard):
         if p.name.removeprefix(at) in PROJECTIONS and p.name.startswith(at):
             rows = {source.removeprefix(at).removesuffix(".weight"): count for source, count in p.rows}
             found[p.name.removeprefix(at)] = p.shape[1], rows
@@ -132,22 +133,77 @@ def resolve_targets(config, targets, where):
     return [name.split(".")[-1] for name in names if name in counts]
 
 
-def _layouts(config, lora):
-    """The Layouts of all fused projections that have an adapter, and the size of flat."""
-    targets, layers = resolve_targets(config, lora.target_modules, "lora.target_modules"), config.num_hidden_layers
-    found, offset = [], 0
-    for name, (inputs, modules) in _modules(config).items():
-        blocks, row, column = [], 0, 0
-        for module, rows in modules.items():
-            trained = module.split(".")[-1] in targets
-            blocks.append(Block(module, row, rows, column if trained else None))
-            row, column = row + rows, column + lora.r * trained
-        if column:
-            columns = -(-column // COLUMNS) * COLUMNS
-            a_offset, b_offset = offset, offset + _aligned(layers * columns * inputs)
-            found.append(Layout(name, row, inputs, columns, tuple(blocks), a_offset, b_offset))
-            offset = b_offset + _aligned(layers * row * columns)
-    return found, offset
+@dataclass(frozen=True)
+class Places:
+    """Where an adapter of a model, or of a shard of it, lies in its flat buffer.
+
+    config: the whole model's; layouts: of the fused projections that have an adapter; score_offset: of the score head,
+    if there is one; size: of flat.
+    """
+
+    config: object
+    lora: LoraConfig
+    shard: object
+    layouts: tuple[Layout, ...]
+    score_offset: int
+    size: int
+
+    @classmethod
+    def of(cls, config, lora, shard=WHOLE):
+        """Raises ConfigError for target modules that the model does not have."""
+        targets, layers = resolve_targets(config, lora.target_modules, "lora.target_modules"), config.num_hidden_layers
+        found, offset = [], 0
+        for name, (inputs, modules) in _modules(config, shard).items():
+            blocks, row, column = [], 0, 0
+            for module, rows in modules.items():
+                trained = module.split(".")[-1] in targets
+                blocks.append(Block(module, row, rows, column if trained else None))
+                row, column = row + rows, column + lora.r * trained
+            if column:
+                columns = -(-column // COLUMNS) * COLUMNS
+                a_offset, b_offset = offset, offset + _aligned(layers * columns * inputs)
+                found.append(Layout(name, row, inputs, columns, tuple(blocks), a_offset, b_offset))
+                offset = b_offset + _aligned(layers * row * columns)
+        size = offset + ("score" in config.heads) * _aligned(config.hidden_size)
+        return cls(config, lora, shard, tuple(found), offset, size)
+
+    def tensors(self, flat):
+        """(name in PEFT's file, view) of every tensor; flat: a NumPy array of a whole model's adapter."""
+        r, layers = self.lora.r, self.config.num_hidden_layers
+        for layout in self.layouts:
+            a, b = _views(layout, flat, layers)
+            for layer in range(layers):
+                for module, row, rows, column in layout.blocks:
+                    if column is not None:
+                        name = f"{PREFIX}model.layers.{layer}.{module}"
+                        yield f"{name}.lora_A.weight", a[layer, column : column + r]
+                        yield f"{name}.lora_B.weight", b[layer, row : row + rows, column : column + r]
+        if "score" in self.config.heads:
+            yield SCORE, self.score(flat)
+
+    def score(self, flat):
+        """The score head (1, D) in flat, or None where the model has none."""
+        start, width = self.score_offset, self.config.hidden_size
+        return flat[start : start + width].reshape(1, width) if "score" in self.config.heads else None
+
+    def ranges(self):
+        """The Ranges that make up a shard's flat buffer, without what lies between matrices: list."""
+        if self.shard == WHOLE:
+            return [Range(0, 0, self.size)]
+        whole, layers, found = Places.of(self.config, self.lora), self.config.num_hidden_layers, []
+        for own, other in zip(self.layouts, whole.layouts, strict=True):
+            found.append(Range(own.a_offset, other.a_offset, layers * own.columns * own.inputs))
+            for layer in range(layers):
+                for block, of_whole in zip(own.blocks, other.blocks, strict=True):
+                    part = self.shard.rows(f"{block.module}.weight", of_whole.rows)
+                    row = layer * own.rows + block.first_row
+                    source = layer * other.rows + of_whole.first_row + part.start
+                    columns = own.columns
+                    first, source = own.b_offset + row * columns, other.b_offset + source * columns
+                    found.append(Range(first, source, block.rows * columns))
+        if "score" in self.config.heads:
+            found.append(Range(self.score_offset, whole.score_offset, self.config.hidden_size))
+        return found
 
 
 def _aligned(count):
@@ -157,29 +213,28 @@ def _aligned(count):
 class Adapter:
     """A model's adapter, zeros at first: one flat array of `dtype` on the device, and its views.
 
-    config: the base's ModelConfig; lora: a LoraConfig; base: path or hub id of the base, for adapter_config.json.
-    flat (n,), decay_end: as those of Weights. master: (n,) float32, of which a 16-bit flat is the rounding: on the host
-    as drawn or read, in training the optimizer's; None where there is none. layers[i]: the LayerAdapter of layer i.
-    scales: (1,) float32. score: (1, D), or None where the model has no such head. region: of memory.report(). Raises
-    ConfigError for target modules that the model does not have.
+    config: the base's ModelConfig, of the whole model; lora: a LoraConfig; base: path or hub id of the base, for
+    adapter_config.json. shard: of the model, whose adapter is not trained. flat (n,), decay_end: as those of Weights.
+    master: (n,) float32, of which a 16-bit flat is the rounding: on the host as drawn or read, in training the
+    optimizer's; None where there is none. layers[i]: the LayerAdapter of layer i. scales: (1,) float32. score: (1, D),
+    or None where the model has no such head. region: of memory.report(). Raises ConfigError for target modules that the
+    model does not have.
     """
 
     # The embedding and the head have no gradient.
     embed_tokens = norm = lm_head = None
-    # As that of Weights: adapters are not cut.
-    shard = WHOLE
 
-    def __init__(self, config, lora, dtype="float32", base="", region="adapter"):
-        self.config, self.lora, self.base = config, lora, base
-        self.dtype = device.dtype(dtype)
-        self.layouts, self._score_offset = _layouts(config, lora)
-        size = self._score_offset + ("score" in config.heads) * _aligned(config.hidden_size)
+    def __init__(self, config, lora, dtype="float32", base="", region="adapter", shard=WHOLE):
+        self.config, self.lora, self.base, self.shard = config, lora, base, shard
+        self.dtype, self.places = device.dtype(dtype), Places.of(config, lora, shard)
+        size = self.places.size
         self.flat, self.decay_end, self.master = device.xp().zeros(size, self.dtype), size, None
         memory.track(region, self.flat.nbytes)
         weakref.finalize(self, memory.track, region, -self.flat.nbytes)
-        self.score = self._score(self.flat)
+        self.score = self.places.score(self.flat)
         self.scales = device.asarray(np.float32([lora.scaling]))
-        views = {layout.name: _views(layout, self.flat, config.num_hidden_layers) for layout in self.layouts}
+        layouts = self.places.layouts
+        views = {layout.name: _views(layout, self.flat, config.num_hidden_layers) for layout in layouts}
         self.layers = [
             LayerAdapter(*(Pair(views[n][0][i], views[n][1][i]) if n in views else None for n in PROJECTIONS))
             for i in range(config.num_hidden_layers)
@@ -187,7 +242,7 @@ class Adapter:
         # For zero_outside_blocks: all layers' B of a projection of several modules, and the first column of its rows.
         self._blocks = [
             (views[layout.name][1].reshape(-1, layout.columns), device.asarray(_first_columns(layout)))
-            for layout in self.layouts
+            for layout in layouts
             if len(layout.blocks) > 1
         ]
 
@@ -198,10 +253,6 @@ class Adapter:
     def grads(self):
         """Gradients: zeros of float32 in the same layout."""
         return Adapter(self.config, self.lora, "float32", region="grads")
-
-    def _score(self, flat):
-        start, width = self._score_offset, self.config.hidden_size
-        return flat[start : start + width].reshape(1, width) if "score" in self.config.heads else None
 
     def host_copy(self):
         """A copy on the host, for save_adapter alone."""
@@ -220,34 +271,29 @@ class Adapter:
             keep_blocks(first_columns, self.lora.r, matrix)
 
     def tensors(self, flat):
-        """(name in PEFT's file, view) of every tensor; flat: a NumPy array of this adapter's layout."""
-        r = self.lora.r
-        for layout in self.layouts:
-            a, b = _views(layout, flat, self.config.num_hidden_layers)
-            for layer in range(self.config.num_hidden_layers):
-                for module, row, rows, column in layout.blocks:
-                    if column is not None:
-                        name = f"{PREFIX}model.layers.{layer}.{module}"
-                        yield f"{name}.lora_A.weight", a[layer, column : column + r]
-                        yield f"{name}.lora_B.weight", b[layer, row : row + rows, column : column + r]
-        if "score" in self.config.heads:
-            yield SCORE, self._score(flat)
+        """As Places.tensors."""
+        return self.places.tensors(flat)
 
     def set_flat(self, host):
-        """Copy a NumPy array of float32 in this layout to the device; if that has 16 bits, keep it as master."""
+        """Copy a NumPy array of float32, of the whole model's adapter, to the device; if that has 16 bits, keep it as
+        master, but of a shard."""
+        if self.shard != WHOLE:
+            whole, host = host, np.zeros(self.places.size, np.float32)
+            for first, source, count in self.places.ranges():
+                host[first : first + count] = whole[source : source + count]
         self.flat[...] = device.asarray(host.astype(self.dtype))
-        self.master = None if self.dtype == np.float32 else host
+        self.master = None if self.dtype == np.float32 or self.shard != WHOLE else host
 
     @classmethod
-    def new(cls, config, lora, dtype, base, seed, score=None):
+    def new(cls, config, lora, dtype, base, seed, score=None, shard=WHOLE):
         """The adapter that training starts from: A uniform in [-1/sqrt(D), 1/sqrt(D)], B zero.
 
         So does PEFT (torch's kaiming_uniform with a = sqrt 5, He et al. 2015). The numbers follow from the seed. score:
         the base's score head, where it has one.
         """
-        adapter = cls(config, lora, dtype, base)
-        host, generator = np.zeros(adapter.flat.shape, np.float32), np.random.default_rng((seed, 1))
-        for name, view in adapter.tensors(host):
+        adapter, whole = cls(config, lora, dtype, base, shard=shard), Places.of(config, lora)
+        host, generator = np.zeros(whole.size, np.float32), np.random.default_rng((seed, 1))
+        for name, view in whole.tensors(host):
             if name.endswith("lora_A.weight"):
                 bound = 1 / math.sqrt(view.shape[1])
                 view[...] = generator.uniform(-bound, bound, view.shape)
@@ -342,7 +388,7 @@ def adapter_heads(folder, config):
 
 
 def load_adapter(folder, weights, dtype, base):
-    """The Adapter in a folder that PEFT or save_adapter wrote, for a base with these Weights.
+    """The Adapter in a folder that PEFT or save_adapter wrote, for a base with these Weights, or a shard of them.
 
     A score head that the folder does not have is the base's. Raises UserError, one line, for a missing or damaged file,
     an option that is not supported, and an adapter of another base, with tensor and shapes.
@@ -351,11 +397,11 @@ def load_adapter(folder, weights, dtype, base):
     raw, _ = read_adapter_config(folder)
     path = folder / CONFIG
     lora = LoraConfig(**_lora_keys(raw, config, path))
-    adapter = Adapter(config, lora, dtype, base)
+    adapter, whole = Adapter(config, lora, dtype, base, shard=weights.shard), Places.of(config, lora)
     if not (folder / TENSORS).exists():
         raise UserError(f"{folder / TENSORS}: no such file (an adapter folder has one)")
-    files, host = open_tensors(folder / TENSORS), np.zeros(adapter.flat.shape, np.float32)
-    views, problems = dict(adapter.tensors(host)), []
+    files, host = open_tensors(folder / TENSORS), np.zeros(whole.size, np.float32)
+    views, problems = dict(whole.tensors(host)), []
     if SCORE in views and not _modules_to_save(raw):
         views.pop(SCORE)[...] = device.to_host(weights.score)
     shapes = {name: files[name].shape for name in views if name in files}
@@ -450,20 +496,21 @@ def lora_of_run(lora, config):
 def adapter_of_run(lora, weights, dtype, base, seed):
     """The Adapter that a run with this [lora] section starts from: a new one, or that of lora.init.
 
-    weights: of the base; a score head that lora.init does not have is theirs. Raises as lora_of_run and load_adapter.
+    weights: of the base, or a shard's; a score head that lora.init does not have is theirs. Raises as lora_of_run and
+    load_adapter.
     """
     settings = lora_of_run(lora, weights.config)
     if lora.init is not None:
         adapter = load_adapter(lora.init, weights, dtype, base)
         adapter.lora = settings
         return adapter
-    return Adapter.new(weights.config, settings, dtype, base, seed, weights.score)
+    return Adapter.new(weights.config, settings, dtype, base, seed, weights.score, weights.shard)
 
 
 def merge(weights, adapter):
     """weights += s B A, in float32, rounded once: the model with its adapter as a model without one. In place."""
     xp = device.xp()
-    for layout in adapter.layouts:
+    for layout in adapter.places.layouts:
         update = xp.empty((layout.rows, layout.inputs), np.float32)
         merged = xp.empty(update.shape, np.float32)
         for layer in range(adapter.config.num_hidden_layers):

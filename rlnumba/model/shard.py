@@ -5,6 +5,7 @@
     gate_up                         the rank's rows of gate, then those of up
     o, down                         the rank's rows: its columns of the residual stream
     lm_head                         the rank's tiles of the vocabulary
+    an adapter                      A whole, of B the rows of its projection that the rank has
 
 A GEMM adds up each output along K, in an order that other rows of the weight have no part in. So an output has the bits
 that it has where one rank computes all of them; cutting K instead would add up partial sums in another order.
@@ -20,6 +21,14 @@ from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
 CUT = ("num_key_value_heads", "hidden_size", "intermediate_size")
 # On a GPU a part is a multiple of so many columns: whole tiles of GEMMs, of the same kernels as the whole model's.
 GPU_COLUMNS = 64
+
+
+class Range(NamedTuple):
+    """`count` elements, from `first` on in a shard's flat buffer and from `source` on in the whole model's."""
+
+    first: int
+    source: int
+    count: int
 
 
 class Columns(NamedTuple):

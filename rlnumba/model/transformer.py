@@ -373,13 +373,13 @@ def load_model(
     dtype: "float32", "bfloat16" or "float16"; by default the checkpoint's, and float32 on the cpu device, which
     has no other (ConfigError). heads: those of the result, one of HEADS; others in the folder are dropped. head_init,
     seed: the values of a score head that the folder does not have, "zeros" or "normal" (Weights.init_score). base: as
-    find_base takes it. shard: the part of the model to read, of which the caller sets `ranks`; it has no adapter
-    (ConfigError). make_weights: as load_weights takes it. Raises UserError naming the file, key or tensor at fault, or
+    find_base takes it. shard: the part of the model, and of the adapter, to read, of which the caller sets `ranks`.
+    make_weights: as load_weights takes it. Raises UserError naming the file, key or tensor at fault, or
     a folder without a language-model head where one is wanted.
     """
     folder, adapter_folder = find_base(path_or_hub_id, base)
     base_config, config = read_config(folder), read_config(folder, adapter_folder)
-    check_shard(shard, config, adapter_folder)
+    check_shard(shard, config)
     if "lm" in heads and "lm" not in config.heads:
         raise UserError(f"{folder}: {config.architecture} has no language-model head, only one that scores sequences")
     on_cpu = device.name() == "cpu"
@@ -397,18 +397,13 @@ def load_model(
     return model
 
 
-def check_shard(shard, config, adapter_folder=None):
-    """Raise ConfigError if a model, or one with the adapter in a folder, cannot be cut like this on this device."""
+def check_shard(shard, config):
+    """Raise ConfigError if a model cannot be cut like this on this device."""
     if shard.count == 1:
         return
     if device.name() == "sim":
         raise ConfigError(f"tensor_parallel_size {shard.count} needs GPUs, or --device cpu, where a rank is a process")
     shard.check(config, device.name() == "cuda")
-    if adapter_folder is not None:
-        raise ConfigError(
-            f"tensor_parallel_size {shard.count} is for models without an adapter; make one of {adapter_folder} with "
-            "rlnumba merge"
-        )
 
 
 def with_adapters(model, folders):

@@ -35,7 +35,7 @@ from rlnumba.engine.speculation import longest_verified
 from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.logprob import chunked
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD, ModelConfig
-from rlnumba.model.lora import Adapter, lora_of_run
+from rlnumba.model.lora import Adapter, Places, lora_of_run
 from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, find_model
@@ -189,6 +189,8 @@ class Planner:
             return found
         regions = {name: size for name, size in found.items() if name not in ("kv", "CUDA context")}
         regions["weights"] = weights_bytes(self.config, dtype, shard)
+        if run.lora is not None:
+            regions["adapter"] = Places.of(self.config, lora_of_run(run.lora, self.config), shard).size * itemsize
         if is_pushed:
             regions["new weights"] = sent
         self._add_kv(regions, {}, run, itemsize, prompts, shard.config_of(self.config))

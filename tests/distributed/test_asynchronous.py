@@ -237,13 +237,16 @@ def test_a_killed_run_loses_no_prompt(tmp_path):
     assert [len({*prompts[first : first + 16]}) for first in (0, 16, 32)] == [16, 16, 16] and len(prompts) == 48
 
 
-@pytest.mark.parametrize("transport", ["shm", "peer"])
-def test_two_ranks_train_an_adapter_with_the_completions_of_one_inference_process(tmp_path, transport):
-    """The adapter alone is sent to it."""
+@pytest.mark.parametrize("transport, tp", [("shm", 1), ("peer", 1), ("peer", 2)])
+def test_two_ranks_train_an_adapter_with_the_completions_of_one_engine(tmp_path, transport, tp):
+    """The adapter alone is sent to it, and two processes have their parts of that."""
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "global_batch_size": 16}
     options = {"train": sizes | {"max_steps": 3}, "lora": LoraConfig(r=2)}
-    expected, run = run_of(tmp_path / "synchronous", **options), run_of(tmp_path / "run", 1, max_staleness=0, **options)
-    run = with_deploy(run, num_train_gpus=2, update_weights_transport=transport)
+    expected, run = (
+        run_of(tmp_path / "synchronous", **options),
+        run_of(tmp_path / "run", tp, max_staleness=0, **options),
+    )
+    run = with_deploy(run, num_train_gpus=2, tensor_parallel_size=tp, update_weights_transport=transport)
     run_grpo(expected)
     train_on_ranks("grpo", run, False)
     name = "adapter_model.safetensors"

@@ -68,10 +68,11 @@ def test_running_completions_go_on_with_new_weights(tmp_path, model, recompute, 
     assert any(row["cross_version_response_fraction"] for row in metrics), "no completion had two versions"
 
 
-def test_an_adapter(tmp_path, model):  # noqa: F811
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_adapter(tmp_path, model, tp):  # noqa: F811
     lora = dataclasses.replace(LORA, lora_dropout=0.0)
     expected = run_of(tmp_path / "synchronous", model, lora=lora)
-    run = run_of(tmp_path / "run", model, 1, NOT_STALE, lora=lora)
+    run = run_of(tmp_path / "run", model, tp, NOT_STALE, tp, lora=lora)
     for each in (expected, run):
         run_grpo(each)
     assert final_of(run, "adapter_model.safetensors") == final_of(expected, "adapter_model.safetensors")

@@ -12,10 +12,12 @@ from rlnumba.distributed.placement import RANKS_PER_GPU
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.check import Rollout, compare
 from rlnumba.model.config import LM_HEAD
+from rlnumba.model.lora import save_adapter
 from rlnumba.model.transformer import load_model, save_model
 from tests.distributed.test_gpu_training import SIZES
 from tests.distributed.test_tensor_parallel import requests_of
 from tests.engine.test_llm import make_model
+from tests.model.test_lora import random_adapter
 
 pytestmark = pytest.mark.gpu
 
@@ -60,18 +62,35 @@ CONFIGS = {
 }
 
 
+@pytest.fixture(scope="module")
+def adapter_folder(folder, tmp_path_factory):
+    """An adapter on that model whose B are not zero."""
+    found, adapter = tmp_path_factory.mktemp("adapter"), random_adapter(load_model(folder), r=16).adapter
+    adapter.base = str(folder)
+    save_adapter(adapter, found)
+    return found
+
+
+def test_the_text_of_a_model_with_an_adapter(adapter_folder):
+    config = EngineConfig()
+    expected, _ = generated(load_model(adapter_folder), config)
+    found, _ = tensor_parallel.on_ranks(generated, 2, adapter_folder, None, None, LM_HEAD, config, None)
+    assert found == expected
+
+
 @pytest.mark.parametrize("name, count", [("graphs", 2), ("graphs", 4), ("preemption", 2), ("drafts", 2), ("eager", 2)])
 def test_the_text_and_log_probs_of_one_rank(folder, name, count):
     config = EngineConfig(**CONFIGS[name])
     expected, _ = generated(load_model(folder), config)
-    found, counts = tensor_parallel.on_ranks(generated, count, folder, None, LM_HEAD, config, None)
+    found, counts = tensor_parallel.on_ranks(generated, count, folder, None, None, LM_HEAD, config, None)
     assert found == expected
     assert (counts["replayed"] > 0) == (name != "eager")
 
 
 @pytest.mark.parametrize("count", ["2", "4"])
-def test_check_command(folder, capsys, count):
-    assert cli.run(["--device", "cuda", "check", "--model", str(folder), "--tp", count]) == 0
+def test_check_command(folder, adapter_folder, capsys, count):
+    for each in (folder, adapter_folder) if count == "2" else (folder,):
+        assert cli.run(["--device", "cuda", "check", "--model", str(each), "--tp", count]) == 0
     assert "first differing operator   none" in capsys.readouterr().out
 
 
@@ -118,7 +137,7 @@ def long_rollouts(model, progress=None):
 @pytest.mark.parametrize("count", [2, 4])
 def test_many_tokens_have_the_log_probs_of_training(tmp_path, count):
     save_model(make_model("bfloat16", **SIZES | {"max_position_embeddings": 1024}), tmp_path)
-    rollouts = tensor_parallel.on_ranks(long_rollouts, count, tmp_path, None, LM_HEAD, None)
+    rollouts = tensor_parallel.on_ranks(long_rollouts, count, tmp_path, None, None, LM_HEAD, None)
     tokens, equal, largest, _ = compare(load_model(tmp_path), rollouts, 1.0)
     assert tokens > 100_000 and equal == tokens and largest == 0
 
@@ -128,6 +147,6 @@ def test_greedy_text_does_not_depend_on_the_ranks(folder):
     config, params = EngineConfig(), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     expected = LLM(load_model(folder), None, config).generate([[7] * 20], params)[0].completions[0]
     arguments = None, config, [[7] * 20], params, None
-    (output,) = tensor_parallel.on_ranks(tensor_parallel.generate, 2, folder, None, LM_HEAD, *arguments)
+    (output,) = tensor_parallel.on_ranks(tensor_parallel.generate, 2, folder, None, None, LM_HEAD, *arguments)
     assert output.completions[0].token_ids == expected.token_ids
     assert output.completions[0].logprobs == expected.logprobs

@@ -6,13 +6,14 @@ import signal
 import time
 from multiprocessing import get_context
 
+import numpy as np
 import pytest
 
 from rlnumba import cli
-from rlnumba.config import AsyncConfig, DeployConfig, LoraConfig, to_toml
+from rlnumba.config import AsyncConfig, DeployConfig, to_toml
 from rlnumba.distributed import inference_group
 from rlnumba.distributed.shared_memory import unnamed_file
-from rlnumba.distributed.weight_shards import ranges_of
+from rlnumba.distributed.weight_shards import ranges_of, whole_of
 from rlnumba.errors import ConfigError
 from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import load_model, save_model
@@ -20,6 +21,7 @@ from tests.close import assert_same_bits
 from tests.distributed.test_asynchronous import followers_of
 from tests.distributed.test_inference import LIMITS, Fixture
 from tests.engine.test_llm import make_model
+from tests.model.test_lora import random_adapter
 from tests.trainers.runs import grpo_run
 
 WIDE = {
@@ -84,17 +86,24 @@ def test_a_leader_that_does_not_notice_ends_after_its_follower(running):
     assert leader.exitcode == 1
 
 
-@pytest.mark.parametrize("tied, count", [(True, 2), (False, 3)])
-def test_ranges_of_a_shard(tmp_path, tied, count):
-    """What is copied from the whole model's weights is what a shard reads from the model's folder."""
+@pytest.mark.parametrize("tied, lora, count", [(True, False, 2), (False, False, 3), (True, True, 3)])
+def test_ranges_of_a_shard(tmp_path, tied, lora, count):
+    """What is copied from the whole model's weights, or adapter, is what a shard reads from the folder."""
     model = make_model(**WIDE, tie_word_embeddings=tied)
-    save_model(model, tmp_path)
+    save_model(model, tmp_path / "model")
+    folder = tmp_path / "model"
+    if lora:
+        model = random_adapter(model, r=3, target_modules=("q_proj", "v_proj", "down_proj"))
+        model.adapter.base, folder = str(folder), tmp_path / "adapter"
+        save_model(model, folder)
     for rank in range(count):
-        shard = load_model(tmp_path, shard=Shard(rank, count)).weights
+        shard = load_model(folder, shard=Shard(rank, count)).trained
+        assert whole_of(shard) == whole_of(model.trained) and len(shard.flat) < len(model.trained.flat)
         expected = shard.flat.copy()
+        assert np.count_nonzero(expected) > len(expected) // 8
         shard.flat[...] = 0
         for first, source, size in ranges_of(shard):
-            shard.flat[first : first + size] = model.weights.flat[source : source + size]
+            shard.flat[first : first + size] = model.trained.flat[source : source + size]
         assert_same_bits(shard.flat, expected)
 
 
@@ -106,8 +115,6 @@ def test_sizes_that_do_not_divide(tmp_path, capsys):
     run = grpo_run(tmp_path / "run")
     deploy = DeployConfig(num_infer_gpus=4, tensor_parallel_size=4)
     options = {"deploy": deploy, "asynchronous": AsyncConfig()}
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size \(4\) is for models without \[lora\]"):
-        dataclasses.replace(run, lora=LoraConfig(), **options)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size \(4\) needs gemm = native"):
         dataclasses.replace(run, gemm="cublas", **options)
     file = tmp_path / "run.toml"

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 LISTED = """
 import json
-from rlnumba.config import EngineConfig
+from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.distributed.kernel_list import list_signatures
 from rlnumba.engine import kernel_list
 from rlnumba.engine.llm import kernel_request
@@ -21,7 +21,8 @@ config = ModelConfig.from_dict({
     "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 512, "tie_word_embeddings": True,
 })
-request = kernel_request(config, "bfloat16", None, EngineConfig(), [20] * 16, [SamplingParams(max_tokens=8)], [28])
+work = EngineConfig(), [20] * 16, [SamplingParams(max_tokens=8)], [28]
+request, with_adapter = (kernel_request(config, "bfloat16", lora, *work) for lora in (None, LoraConfig(r=8)))
 
 def named(signatures):
     return sorted({name for _, name, _, _ in signatures})
@@ -29,9 +30,11 @@ def named(signatures):
 of_engine, of_scores = list_signatures((2, request), GPUS["h200"])
 _, of_both = list_signatures((2, request, True), GPUS["h200"])
 whole = kernel_list.list_signatures(request, GPUS["h200"])
+adapted, _ = list_signatures((2, with_adapter), GPUS["h200"])
 print(json.dumps({
     "engine": named(of_engine), "scores": named(of_scores), "whole": named(whole[0]),
     "has whole scores": set(whole[1]) <= set(of_both), "alone": set(whole[1]) <= set(of_scores),
+    "with an adapter": named(adapted),
 }))
 """
 
@@ -44,4 +47,5 @@ def test_ranks_list_their_gathers_and_gemms():
     gathers = {"peer_gather_kernel", "peer_exchange_kernel", "peer_rmsnorm_kernel"}
     assert gathers <= set(found["engine"]) and not gathers & set(found["whole"])
     assert set(found["whole"]) - set(found["engine"]) <= {"rmsnorm_kernel", "decoder_kernel"}
+    assert set(found["with an adapter"]) - set(found["engine"]) == {"scale_adapters_kernel"}
     assert "peer_gather_kernel" in found["scores"] and found["has whole scores"] and not found["alone"]

@@ -14,14 +14,16 @@ from rlnumba.engine import LLM, SamplingParams, sampler
 from rlnumba.engine.check import Rollout
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD, ModelConfig
+from rlnumba.model.lora import save_adapter
 from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.shard import WHOLE, Shard
-from rlnumba.model.transformer import load_model, pack, packed_attention, save_model, score
+from rlnumba.model.transformer import load_model, pack, packed_attention, save_model, score, with_adapters
 from rlnumba.model.weights import parameters
 from rlnumba.runtime import device
 from tests.close import assert_same_bits
 from tests.distributed import in_threads
 from tests.engine.test_llm import make_model
+from tests.model.test_lora import random_adapter
 from tests.trainers.runs import GOLDEN, MODEL
 
 pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="ranks that are processes of the cpu device")
@@ -38,20 +40,28 @@ MADE = {
     "head_dim 48": WIDE | {"model_type": "llama", "head_dim": 48, "attention_bias": True},
     "one tile": WIDE | {"vocab_size": 97},
 }
+# LoraConfig's keys, by the name of an adapter on the wide model: of all matrices, and of those whose rows are few.
+ADAPTERS = {"adapter": {}, "adapter of some": {"r": 3, "target_modules": ("v_proj", "o_proj", "up_proj")}}
 # What golden models have: norms of q and k and a tied head; a head of its own; biases.
 CASES = [
     *(("qwen3_tied", 2), ("llama3", 2), ("qwen2", 2)),
     *(("wide", 2), ("wide", 3), ("wide", 4), ("wide, untied", 3), ("wide, biases", 2), ("wide, biases", 4)),
-    *(("head_dim 48", 3), ("one tile", 2)),
+    *(("head_dim 48", 3), ("one tile", 2), ("adapter", 2), ("adapter", 3), ("adapter of some", 4)),
 ]
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """The folder of a golden or made model."""
+    """The folder of a golden or made model, or of an adapter on one."""
     found = {}
 
     def folder(name):
+        if name in ADAPTERS:
+            if name not in found:
+                adapter = random_adapter(load_model(folder("wide")), **ADAPTERS[name]).adapter
+                adapter.base, found[name] = str(folder("wide")), tmp_path_factory.mktemp("adapter")
+                save_adapter(adapter, found[name])
+            return found[name]
         if name not in MADE:
             return GOLDEN / "models" / name
         if name not in found:
@@ -107,6 +117,21 @@ def test_the_forward_of_one_rank(folder_of, name, count):
             assert_same_bits(actual, wanted)
 
 
+def rows_with_adapters(model, folders, ids, adapter_ids):
+    """Hidden states of rows that have different adapters, of one sequence."""
+    model, batch = with_adapters(model, folders), pack([ids])
+    attention = packed_attention(model, batch)
+    return [model.forward(batch.input_ids, batch.position_ids, attention, adapter_ids=adapter_ids)]
+
+
+def test_several_adapters_in_one_batch(folder_of):
+    folder, folders = folder_of("wide"), [folder_of("adapter"), folder_of("adapter of some")]
+    (ids,), adapter_ids = sequences_of(load_model(folder).config, (40,)), np.arange(40, dtype=np.int32) % 3 - 1
+    (expected,) = rows_with_adapters(load_model(folder), folders, ids, adapter_ids)
+    for (found,) in on_ranks(rows_with_adapters, 3, folder, folders, ids, adapter_ids):
+        assert_same_bits(found, expected)
+
+
 def requests_of(config):
     """Prompts, several with the same first blocks, and sampling parameters of every kind."""
     rng = np.random.default_rng(2)
@@ -151,7 +176,9 @@ def generated(model, config):
 SMALL = {"num_gpu_blocks_override": 12, "max_num_seqs": 8, "max_num_batched_tokens": 48}
 
 
-@pytest.mark.parametrize("name, count", [*CASES[:3], ("wide", 2), ("wide, untied", 3), ("wide, biases", 4)])
+@pytest.mark.parametrize(
+    "name, count", [*CASES[:3], ("wide", 2), ("wide, untied", 3), ("wide, biases", 4), ("adapter", 3)]
+)
 def test_the_text_and_log_probs_of_one_rank(folder_of, name, count):
     """With preemption, chunked prefill, and prefixes that are in the cache, at once and in the second call."""
     folder, config = folder_of(name), EngineConfig(**SMALL, speculative_method="none")

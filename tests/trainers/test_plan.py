@@ -16,6 +16,8 @@ from rlnumba.errors import UserError
 from rlnumba.kernels.nn import reduce
 from rlnumba.model import layers, transformer
 from rlnumba.model.config import ModelConfig
+from rlnumba.model.lora import Adapter
+from rlnumba.model.shard import Shard
 from rlnumba.model.weights import write_json
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.shapes import ShapeOnly, shapes_only
@@ -247,6 +249,17 @@ def test_ranks_with_parts_of_the_weights_have_no_engine(tmp_path, on_gpu):
     assert plans[0].keys() - plans[1].keys() == {"engine activations", "kv"}
     assert engines[1].pop("kv") > 0 and engines[0].pop("kv") > 0
     assert engines[0] == engines[1]
+
+
+def test_parts_of_an_adapter(tmp_path):
+    """An engine's processes have what their Adapters take."""
+    run, config = grpo_run(tmp_path / "run"), ModelConfig.from_folder(MODEL)
+    run = dataclasses.replace(run, lora=LoraConfig(r=8), asynchronous=AsyncConfig())
+    for size in (1, 2):
+        deploy = DeployConfig(num_infer_gpus=2, tensor_parallel_size=size)
+        planner = Planner("grpo", dataclasses.replace(run, deploy=deploy), False, GIB)
+        adapter = Adapter(config, run.lora, shard=Shard(1, size))
+        assert planner.engine_regions(planner.plan())["adapter"] == adapter.nbytes
 
 
 def test_planning_reads_no_weights_and_leaves_no_trace(tmp_path):

@@ -120,7 +120,7 @@ class PeerCommunicator(Communicator):
             super()._gather_columns(operation, array, out, columns)
 
     def _exchange_rows(self, operation, array, out, columns, row_width):
-        if not self._memory.gathers.exchange_rows(array, out, columns, row_width):
+        if not self._memory.gathers.gather_columns(array, out, columns, row_width):
             super()._exchange_rows(operation, array, out, columns, row_width)
 
     def gather_rmsnorm(self, part, weight, eps, out):

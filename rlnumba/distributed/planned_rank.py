@@ -41,7 +41,7 @@ class ListedRank(PlannedRank):
         self._gathers.gather_columns(array, out, columns)
 
     def _exchange_rows(self, operation, array, out, columns, row_width):
-        self._gathers.exchange_rows(array, out, columns, row_width)
+        self._gathers.gather_columns(array, out, columns, row_width)
 
     def gather_rmsnorm(self, part, weight, eps, out):
         if not self._gathers.takes_rmsnorm(part, weight, out):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlnumba.kernels.checks import FLOATS, address
-from rlnumba.kernels.peer_gather import Layout, peer_exchange, peer_gather
+from rlnumba.kernels.peer_gather import Layout, peer_gather
 from rlnumba.kernels.peer_inbox import WITH_EPOCHS, Inboxes
 from rlnumba.kernels.peer_rmsnorm import peer_rmsnorm, supports_peer_rmsnorm
 
@@ -34,11 +34,14 @@ class SmallGathers:
         peer_gather(*_words(array, out), layout, self.inboxes)
         return True
 
-    def gather_columns(self, array, out, columns):
-        """Gather columns, a model.shard.Columns, by several launches if they are many: whether they are whole words."""
+    def gather_columns(self, array, out, columns, row_width=None):
+        """Gather columns, a model.shard.Columns, by several launches if they are many: whether they are whole words.
+
+        row_width: of an exchange of rows, see peer_gather.
+        """
         layout = _layout_of(array, out, columns)
         if layout is not None:
-            peer_gather(*_words(array, out), layout, self.inboxes, array.dtype in FLOATS)
+            peer_gather(*_words(array, out), layout, self.inboxes, array.dtype in FLOATS, row_width)
         return layout is not None
 
     def takes_rmsnorm(self, part, weight, out):
@@ -48,13 +51,6 @@ class SmallGathers:
     def gather_rmsnorm(self, part, weight, eps, out):
         """Gather columns and write the rmsnorm of the rows, by one kernel."""
         peer_rmsnorm(part[None], weight, eps, out[None], self.inboxes)
-
-    def exchange_rows(self, array, out, columns, row_width):
-        """Exchange rows, if their columns are whole words: whether they are."""
-        layout = _layout_of(array, out, columns)
-        if layout is not None:
-            peer_exchange(*_words(array, out), layout, row_width, self.inboxes, array.dtype in FLOATS)
-        return layout is not None
 
 
 def _layout_of(array, out, columns):

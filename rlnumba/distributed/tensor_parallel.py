@@ -219,8 +219,8 @@ def generate(model, tokenizer_folder, config, prompts, params, progress=None):
 def check_agreement(count, folder, base=None, dtype=None, max_tokens=48, temperature=1.0, seed=0, progress=None):
     """engine.check.check_agreement of a rollout on `count` ranks with the training forward of one: Agreement.
 
-    folder, base, dtype: as of load_model.
-    Beside the log-probs, whole rows of logits are compared, those of each sequence's last token.
+    folder, base, dtype: as of load_model. Beside the log-probs, whole rows of logits are compared, those of each
+    sequence's last token.
     """
     base_folder, adapter_folder = find_base(folder, base)
     config = read_config(base_folder, adapter_folder)

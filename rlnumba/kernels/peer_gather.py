@@ -2,8 +2,8 @@
 
     a row of out = the ranks' columns of it, in their order
 
-Layout says which columns rank r has; a single row of equal parts is out[r] = source of rank r. An exchange does so for
-some of the rows alone, others on each rank: it moves an R-th of the bytes.
+Layout says which columns rank r has; a single row of equal parts is out[r] = source of rank r. Each rank receives all
+rows, or in an exchange rows of its own, an R-th of the bytes.
 
 Words travel to inboxes (peer_inbox.py), in packets with epochs, or floats, if whole packets, as packets of values. The
 former are twice the bytes, hence for small arrays; larger ones are copied (rlnumba/distributed/peer.py).
@@ -52,8 +52,10 @@ class Layout(NamedTuple):
         """Whether each rank has a multiple of OF_VALUES words of a row, from such a multiple on."""
         return not any(words % OF_VALUES for words in (self.width, self.extra, self.total))
 
-    def own_rows(self, rank, row_width):
-        """How many rows a rank has after an exchange: those from rank row_width on, at most row_width."""
+    def received(self, rank, row_width=None):
+        """How many rows a rank receives: all, or at most row_width, from rank row_width on."""
+        if row_width is None:
+            return self.rows
         return min((rank + 1) * row_width, self.rows) - min(rank * row_width, self.rows)
 
     def columns(self, rank):
@@ -70,48 +72,27 @@ def start_of(rank, width, longer, extra, total):
     return min(rank * width + min(rank, longer) * extra, total)
 
 
-def receive_function(words):
-    """The device function with which a thread receives a packet of so many words of each other rank."""
-    store, receive = packets(words).store, packets(words).receive
-
-    @device_function
-    def receive_from_all(
-        out, values, inbox, error, local, rank, world_size, half, capacity, packet, index, epoch, limit_cycles, rows,
-        width, longer, extra, total,
-    ):  # fmt: skip
-        """Wait for a packet of each other rank, of those that it sends of `rows` rows, and store it.
-
-        inbox: where this rank's one begins.
-        """
-        for step in range(1, world_size):
-            other = (rank + world_size - step) % world_size
-            begin = start_of(other, width, longer, extra, total)
-            columns = start_of(other + 1, width, longer, extra, total) - begin
-            end = rows * columns
-            if packet < capacity and (packet == 0 or index < end):
-                address = inbox + (half + other * capacity + packet) * PACKET_BYTES
-                if receive(address, values, epoch, limit_cycles) == 0:
-                    error[local] = i32(other + 1)
-                store(out, index, values, begin, columns, total, end)
-
-    return receive_from_all
+@device_function
+def received_rows(rank, row_step, row_count, rows):
+    """(first, number) of the rows that a rank receives: of row_count, from rank row_step on, those that there are."""
+    first = min(rank * row_step, rows)
+    return first, min(first + row_count, rows) - first
 
 
 @specialize
 def peer_gather_kernel(words):
     """The kernel that moves packets of so many words."""
-    _, load, store, send, _ = packets(words)
-    receive_from_all = receive_function(words)
+    _, load, store, send, receive = packets(words)
 
     @cuda.jit
     def peer_gather_kernel(
-        source, out, inboxes, state, error, first_rank, first_packet, capacity, limit_cycles, start, rows, width,
-        longer, extra, total,
+        source, out, inboxes, state, error, first_rank, first_packet, capacity, limit_cycles, start, row_step,
+        row_count, rows, width, longer, extra, total,
     ):  # fmt: skip
-        """out[i] = the gather on rank first_rank + i, of which this launch is grid.y = i, from word `start` of each.
+        """out[i] = the gather on rank first_rank + i, of which this launch is grid.y = i, of received_rows.
 
-        A thread owns a packet of each rank: it sends its own to all others, and receives theirs. The first packet is
-        always sent. The last block of a rank that has read its epoch increments it.
+        A thread owns a packet of what each pair of ranks exchanges, from word `start` on. The first packet is always
+        sent. The last block of a rank that has read its epoch increments it.
         """
         # All blocks run by now: they wait for other GPUs, but for no block of this one.
         griddepcontrol_launch_dependents()
@@ -129,131 +110,66 @@ def peer_gather_kernel(words):
         half = first_packet + (i64(epoch) & 1) * world_size * capacity
         begin = start_of(rank, width, longer, extra, total)
         columns = start_of(rank + 1, width, longer, extra, total) - begin
-        end = rows * columns
-        if packet < capacity and (packet == 0 or index < end):
-            load(source[local], index, values, end)
-            for step in range(1, world_size):
-                theirs = neighbour if step == 1 else inboxes[(rank + step) % world_size]
-                send(theirs + (half + rank * capacity + packet) * PACKET_BYTES, values, epoch)
-            store(out[local], index, values, begin, columns, total, end)
-        end_epoch(state, local, epoch)
-        receive_from_all(
-            out[local], values, inbox, error, local, rank, world_size, half, capacity, packet, index, epoch,
-            limit_cycles, rows, width, longer, extra, total,
-        )  # fmt: skip
-
-    return peer_gather_kernel
-
-
-@specialize
-def peer_exchange_kernel(words):
-    """The kernel that moves packets of so many words."""
-    _, load, store, send, _ = packets(words)
-    receive_from_all = receive_function(words)
-
-    @cuda.jit
-    def peer_exchange_kernel(
-        source, out, inboxes, state, error, first_rank, first_packet, capacity, limit_cycles, start, row_width, rows,
-        width, longer, extra, total,
-    ):  # fmt: skip
-        """As peer_gather_kernel, but out[i] has only the rows of rank first_rank + i: row_width from rank row_width on.
-
-        A thread owns a packet of what each pair of ranks exchanges, from word `start` on.
-        """
-        # All blocks run by now: they wait for other GPUs, but for no block of this one.
-        griddepcontrol_launch_dependents()
-        values = cuda.local.array(words, np.int32)
-        local = i64(cuda.blockIdx.y)
-        world_size = i64(inboxes.shape[0])
-        rank = first_rank + local
-        # As in peer_gather_kernel.
-        inbox, neighbour = inboxes[rank], inboxes[(rank + 1) % world_size]
-        griddepcontrol_wait()
-        epoch = state[2 * local + EPOCH]
-        packet = i64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
-        index = start + words * packet
-        half = first_packet + (i64(epoch) & 1) * world_size * capacity
-        begin = start_of(rank, width, longer, extra, total)
-        columns = start_of(rank + 1, width, longer, extra, total) - begin
-        for step in range(world_size):
+        # To all others, from the next rank on; what stays comes last.
+        for step in range(1, world_size + 1):
             other = (rank + step) % world_size
-            first_row = min(other * row_width, rows)
-            first_word = first_row * columns
-            end = (min(first_row + row_width, rows) - first_row) * columns
+            first_row, count = received_rows(other, row_step, row_count, rows)
+            first_word, end = first_row * columns, count * columns
             if packet < capacity and (packet == 0 or index < end):
                 load(source[local], first_word + index, values, first_word + end)
-                if step == 0:
+                if step == world_size:
                     store(out[local], index, values, begin, columns, total, end)
                 else:
                     theirs = neighbour if step == 1 else inboxes[other]
                     send(theirs + (half + rank * capacity + packet) * PACKET_BYTES, values, epoch)
-        own_rows = min((rank + 1) * row_width, rows) - min(rank * row_width, rows)
         end_epoch(state, local, epoch)
-        receive_from_all(
-            out[local], values, inbox, error, local, rank, world_size, half, capacity, packet, index, epoch,
-            limit_cycles, own_rows, width, longer, extra, total,
-        )  # fmt: skip
+        _, own_rows = received_rows(rank, row_step, row_count, rows)
+        for step in range(1, world_size):
+            other = (rank + world_size - step) % world_size
+            begin = start_of(other, width, longer, extra, total)
+            columns = start_of(other + 1, width, longer, extra, total) - begin
+            end = own_rows * columns
+            if packet < capacity and (packet == 0 or index < end):
+                address = inbox + (half + other * capacity + packet) * PACKET_BYTES
+                if receive(address, values, epoch, limit_cycles) == 0:
+                    error[local] = i32(other + 1)
+                store(out[local], index, values, begin, columns, total, end)
 
-    return peer_exchange_kernel
+    return peer_gather_kernel
 
 
-def peer_gather(source, out, layout, inboxes, are_floats=False):
+def peer_gather(source, out, layout, inboxes, are_floats=False, row_width=None):
     """out[i] = the rows that all ranks have together, on rank first_rank + i; every rank launches it with this Layout.
 
     source (n, W) int32: of the n ranks that this process has, rank r's first layout.rows * layout.columns(r) words.
-    out (n, layout.rows * layout.total) int32, written. inboxes: Inboxes. are_floats: whether words are float32 or pairs
-    of 16-bit floats, which then go as packets of values where layout and addresses allow. Ranks of more words than
-    packets hold take several launches. Raises ValueError for other arrays, DeviceError on the cpu device.
+    out (n, W') int32: the first layout.received(rank, row_width) * layout.total words of each are written, W' at least
+    the most of any rank here. row_width: of an exchange, in which a rank receives so many rows, from rank row_width on.
+    inboxes: Inboxes. are_floats: whether words are float32 or pairs of 16-bit floats, which then go as packets of
+    values where layout and addresses allow. What is more than packets hold between two ranks takes several launches.
+    Raises ValueError for other arrays, DeviceError on the cpu device.
     """
-    count = _check("peer_gather", source, layout, inboxes)
-    check("peer_gather", "out", out, (count, layout.rows * layout.total), WORDS)
-    longest = layout.rows * max(layout.columns(rank) for rank in range(inboxes.world_size))
-    if layout.rows * layout.total >= 1 << 31:
-        raise ValueError(f"peer_gather: out must have less than 2^31 words, got {layout.rows * layout.total}")
-    words = _words_of_packet(source, out, layout, are_floats)
-    arguments = source, out, *inboxes.arguments(words)
-    for start, grid in _launches(longest, words, inboxes.capacity, count):
-        launch(peer_gather_kernel(words), grid, THREADS, *arguments, start, *layout)
-
-
-def peer_exchange(source, out, layout, row_width, inboxes, are_floats=False):
-    """out[i] = the rows of rank first_rank + i, layout.own_rows(rank, row_width), of what all ranks have together.
-
-    out (n, W) int32: the first own_rows x layout.total words of each are written, W at least the most of any rank here.
-    The other arguments are peer_gather's; a launch moves as many packets between two ranks as inboxes hold of them.
-    Raises as peer_gather.
-    """
-    count = _check("peer_exchange", source, layout, inboxes)
-    _, length = check("peer_exchange", "out", out, (count, None), WORDS)
-    needed = layout.total * max(layout.own_rows(inboxes.first_rank + i, row_width) for i in range(count))
-    if length < needed or layout.rows * layout.total >= 1 << 31:
-        raise ValueError(f"peer_exchange: out must have {needed} words of {layout}, got {length}")
-    longest = min(row_width, layout.rows) * max(layout.columns(rank) for rank in range(inboxes.world_size))
-    words = _words_of_packet(source, out, layout, are_floats)
-    arguments = source, out, *inboxes.arguments(words)
-    for start, grid in _launches(longest, words, inboxes.capacity, count):
-        launch(peer_exchange_kernel(words), grid, THREADS, *arguments, start, row_width, *layout)
-
-
-def _check(name, source, layout, inboxes):
-    """The number of ranks of this process, once arrays are as peer_gather says."""
-    count, words = check(name, "source", source, (None, None), WORDS)
-    inboxes.check(name, count)
-    needed = layout.rows * max(layout.columns(inboxes.first_rank + i) for i in range(count))
-    if words < needed:
-        raise ValueError(f"{name}: source must have {needed} words of {layout}, got {words}")
+    count, words_in = check("peer_gather", "source", source, (None, None), WORDS)
+    _, words_out = check("peer_gather", "out", out, (count, None), WORDS)
+    inboxes.check("peer_gather", count)
+    here = range(inboxes.first_rank, inboxes.first_rank + count)
+    needed = layout.rows * max(layout.columns(rank) for rank in here)
+    if words_in < needed:
+        raise ValueError(f"peer_gather: source must have {needed} words of {layout}, got {words_in}")
+    needed = layout.total * max(layout.received(rank, row_width) for rank in here)
+    if words_out < needed or layout.rows * layout.total >= 1 << 31:
+        raise ValueError(f"peer_gather: out must have {needed} words, fewer than 2^31, of {layout}, got {words_out}")
     if device.name() == "cpu":
-        raise DeviceError(f"{name}: the cpu device has no peers; processes there use shared memory")
-    return count
+        raise DeviceError("peer_gather: the cpu device has no peers; processes there use shared memory")
+    row_step, row_count = (0, layout.rows) if row_width is None else (row_width, row_width)
+    longest = min(row_count, layout.rows) * max(layout.columns(rank) for rank in range(inboxes.world_size))
+    words = _words_of_packet(source, out, layout, are_floats)
+    arguments, a_launch = (source, out, *inboxes.arguments(words)), words * inboxes.capacity
+    for start in range(0, longest, a_launch):
+        grid = -(-min(longest - start, a_launch) // (words * THREADS)), count
+        launch(peer_gather_kernel(words), grid, THREADS, *arguments, start, row_step, row_count, *layout)
 
 
 def _words_of_packet(source, out, layout, are_floats):
     """Of which kind packets are. Ranks whose arrays have the same shapes take the same."""
     by_values = are_floats and layout.has_whole_packets and is_16_byte_aligned(source, out)
     return OF_VALUES if by_values else WITH_EPOCHS
-
-
-def _launches(longest, words, capacity, count):
-    """Yields (first word, grid) of the launches that move `longest` words between two ranks."""
-    for start in range(0, longest, words * capacity):
-        yield start, (-(-min(longest - start, words * capacity) // (words * THREADS)), count)

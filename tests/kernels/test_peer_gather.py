@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.checks import address
-from rlnumba.kernels.peer_gather import Layout, peer_exchange, peer_exchange_kernel, peer_gather, peer_gather_kernel
+from rlnumba.kernels.peer_gather import Layout, peer_gather, peer_gather_kernel
 from rlnumba.kernels.peer_inbox import (
     EMPTY,
     FIRST_EPOCH,
@@ -171,9 +171,9 @@ def test_an_exchange_of_rows(rng, resident, world_size, layout, capacity, are_fl
         source = parts_of(expected, layout, world_size)
         # Beyond its rows nothing is written.
         out = aligned((world_size, row_width * layout.total + OF_VALUES), np.int32, 55)
-        peer_exchange(source, out, layout, row_width, ranks.inboxes(), are_floats)
+        peer_gather(source, out, layout, ranks.inboxes(), are_floats, row_width)
         for rank in range(world_size):
-            own = expected[rank * row_width :][: layout.own_rows(rank, row_width)]
+            own = expected[rank * row_width :][: layout.received(rank, row_width)]
             np.testing.assert_array_equal(out[rank, : own.size].reshape(own.shape), own)
             assert (out[rank, own.size :] == 55).all()
         for found in ranks.gather(source, layout, repeat == 1):
@@ -292,10 +292,10 @@ def test_arrays_are_checked():
     inboxes = Inboxes(*arrays, 0, 2, 0)
     with pytest.raises(ValueError, match="source must have 4 words of Layout.* got 3"):
         peer_gather(source[:, :3].copy(), out, layout, inboxes)
-    with pytest.raises(ValueError, match=r"out must be \(1, 8\) int32"):
+    with pytest.raises(ValueError, match=r"out must have 8 words, fewer than 2\^31, of Layout.* got 4"):
         peer_gather(source, out[:, :4].copy(), layout, inboxes)
-    with pytest.raises(ValueError, match=r"out must have 8 words of Layout.* got 4"):
-        peer_exchange(source, out[:, :4].copy(), layout, 1, inboxes)
+    with pytest.raises(ValueError, match=r"out must have 8 words.* got 4"):
+        peer_gather(source, out[:, :4].copy(), layout, inboxes, row_width=1)
     with pytest.raises(ValueError, match=r"peer_gather: state must be \(2\) uint32, got \(1,\)"):
         peer_gather(source, out, layout, inboxes._replace(state=arrays[1][:1].copy()))
 
@@ -304,8 +304,6 @@ def test_arrays_are_checked():
 def test_machine_code(compile_offline, words):
     arrays = np.zeros((1, 4), np.int32), np.zeros((1, 8), np.int32)
     inboxes = Inboxes(np.zeros(2, np.int64), np.ones(2, np.uint32), np.zeros(1, np.int32), 0, 2, 0)
-    types = tuple(map(type_name, (*arrays, *inboxes.arguments(words), 0, *Layout.of_arrays(4, 2))))
+    types = tuple(map(type_name, (*arrays, *inboxes.arguments(words), 0, 0, 1, *Layout.of_arrays(4, 2))))
     for architecture in [(8, 0), (9, 0), (10, 0)]:
         assert not compile_offline(peer_gather_kernel(words), types, architecture)
-        # Also the rows of each rank.
-        assert not compile_offline(peer_exchange_kernel(words), (*types[:10], types[9], *types[10:]), architecture)

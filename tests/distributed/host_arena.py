@@ -42,10 +42,7 @@ class HostArena:
     def gather(self, array, out):
         return False
 
-    def gather_columns(self, array, out, columns):
-        return False
-
-    def exchange_rows(self, array, out, columns, row_width):
+    def gather_columns(self, array, out, columns, row_width=None):
         return False
 
     def end(self):

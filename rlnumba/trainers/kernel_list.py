@@ -18,10 +18,10 @@ from rlnumba.model.lora import lora_of_run
 from rlnumba.runtime import device
 from rlnumba.runtime.shapes import launches_only
 from rlnumba.trainers import grpo, plan, ppo, rloo, rollout
+from rlnumba.trainers.micro_batch import bucket_of, target_bucket_of
 from rlnumba.trainers.prompt_run import sampling_params
 
-# Completions are taken to have max_completion_length divided by these: the GEMM's configuration follows from the tokens
-# of a micro-batch.
+# Completions are taken to have max_completion_length divided by these.
 SHORTER = (1, 2, 4, 8)
 GIB = 1 << 30
 # Rows of the data whose lengths decide, if a step has no more. Tokenizing all of GSM8K takes five seconds.
@@ -68,6 +68,7 @@ def list_signatures(request, properties):
                 policy, critic = plan.make_policies(some, dtype, run, step)
                 with policy.context.use():
                     launch_prompt_trainer(kind, run, policy, critic, step.prompts, SHORTER[1:])
+                    launch_token_buckets(kind, run, policy, critic, step.prompts)
     return [of_engine, of_steps]
 
 
@@ -83,6 +84,30 @@ def engine_request(config, run, dtype, prompt_lengths):
     workload = tuple(prompt_lengths), params.n, params.max_tokens, kernel_list.extras_of([params])
     # Where completions run ahead of training, those of the next step begin while others are decoded.
     return kernel_list.Request(config, dtype, run.lora, run.engine, *workload, mixes=run.is_stale)
+
+
+def launch_token_buckets(kind, run, policy, critic, prompt_lengths):
+    """Optimizer steps of a trainer on prompts in every bucket of tokens and of targets that micro-batches may have:
+    the GEMM's configuration follows from these numbers, and completions become shorter or longer in a run."""
+    train = run.train
+    for length in lengths_of_buckets(train, prompt_lengths):
+        rollouts = invented_rollouts(train, prompt_lengths, length)
+        if kind == "ppo":
+            launch_ppo(run, policy, critic, rollouts)
+        else:
+            rollouts.is_stale = run.is_stale
+            parts = rollouts.parts(train.per_device_train_batch_size, on_policy=True)
+            (grpo if kind == "grpo" else rloo).train_step(policy, parts, 0.0)
+
+
+def lengths_of_buckets(train, prompt_lengths):
+    """Lengths of completions, one for each pair of buckets, of tokens and of targets, that a micro-batch may have."""
+    rows = train.per_device_train_batch_size
+    of_prompts, found = int(np.resize(np.array(prompt_lengths), rows).sum()), {}
+    for length in range(1, train.max_completion_length + 1):
+        targets = rows * length
+        found.setdefault((bucket_of(of_prompts + targets), target_bucket_of(targets)), length)
+    return list(found.values())
 
 
 def launch_prompt_trainer(kind, run, policy, critic, prompt_lengths, divisors):

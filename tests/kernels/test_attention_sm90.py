@@ -258,7 +258,8 @@ def test_groups_in_the_simulator(rng, monkeypatch, blocks):
 @pytest.mark.sim
 @pytest.mark.parametrize("grouped", [False, True])
 def test_work_items_are_listed(rng, grouped):
-    """More sequences than threads; some without keys, some with more queries than an item has; two leading segments."""
+    """More sequences than threads; some without keys, some with more queries than an item has; two leading segments, or
+    three where the third is the last and short."""
     if device.name() == "cpu":
         pytest.skip("needs the kernels")
     segment, max_leading, rows, sequences = 64, 2, 8, 300
@@ -275,6 +276,8 @@ def test_work_items_are_listed(rng, grouped):
         segments = max(-(-contexts[b] // segment), 1)
         in_common = common[b] // segment
         leading = min(max_leading, in_common or segments)
+        # A short last segment is no item of its own.
+        leading += not in_common and segments == leading + 1 and contexts[b] - leading * segment <= segment // 4
         for split in range(segments - leading + 1):
             first_key = (split - 1 + leading) * segment if split else 0
             keys = min(contexts[b] - first_key, segment if split else leading * segment)

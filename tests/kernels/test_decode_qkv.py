@@ -155,6 +155,17 @@ def test_scores_ahead_in_the_simulator(rng, blocks):
 
 @pytest.mark.sim
 @pytest.mark.sm90
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_short_last_segments_in_the_simulator(rng, is_alone):
+    """A last segment that belongs to the item before, with the new token as its first, and one that is too long."""
+    if device.name() == "cpu":
+        pytest.skip("needs the kernels")
+    case = Case(rng, [129, 160, 161, 128, 257, 270], 2, 1, 16, segment=128)
+    case.compare(blocks=2, max_leading=1, is_alone=is_alone)
+
+
+@pytest.mark.sim
+@pytest.mark.sm90
 def test_copies_that_arrive_before_the_token(rng, monkeypatch):
     """The tile of K and V holds what was in the new token's row before, NaN: not what this kernel writes there."""
     if device.name() == "cpu":

@@ -4,7 +4,8 @@ Prefill: a work item is a query tile of one sequence, and one query head, or one
 the query tiles that end the longest sequences first, since these have the most keys; blocks take them in turn.
 
 Decode: a work item is a span of a sequence's keys, for one key head: item 0 has its leading_segments segments of
-`segment` keys, each further item one (split-KV). The segments that lie wholly in the common prefix of a group of
+`segment` keys, each further item one (split-KV). A short last segment behind item 0 belongs to it, which takes less
+time than an item whose result is to be merged. The segments that lie wholly in the common prefix of a group of
 sequences are listed once for all. A kernel lists the items of a step, so that a captured graph stays valid.
 """
 
@@ -31,6 +32,8 @@ ARCHITECTURES = [(9, 0, "a")]
 # Threads of the block that lists work items of decode, at most.
 LISTING_THREADS = 256
 LISTING_WARPS = LISTING_THREADS // 32
+# The part of a segment up to which a last one is short.
+SHORT_PART = 4
 # Columns of the list of work items: tiles of keys, sequence, which of its items, first key, first query token, query
 # tokens, keys of the sequence, sequences that share the item (0: not a group's), items of the sequence.
 TILES, SEQUENCE, SPLIT, FIRST_KEY, START, LENGTH, CONTEXT_LEN, GROUP_SIZE, SPLITS = range(9)
@@ -118,9 +121,16 @@ def page_lookup(box):
     return page_row
 
 
+def most_leading_segments(rows):
+    """Most segments of a sequence's first item, for a DecodeConfig of so many rows: several where a thread has
+    registers for their total."""
+    return {8: 4, 16: 2}.get(rows, 1)
+
+
 @functools.cache
-def split_functions(segment, grouped):
+def split_functions(rows, segment, grouped):
     """(leading_segments, count_splits, count_shared_items): the device functions by which a sequence is split."""
+    most_leading = most_leading_segments(rows)
 
     @device_function
     def shared_segments(sequence, batch):
@@ -129,11 +139,16 @@ def split_functions(segment, grouped):
 
     @device_function
     def leading_segments(sequence, batch):
-        """Segments of a sequence's first item: at most max_leading, and all of the group's or of its own."""
-        segments = shared_segments(sequence, batch)
+        """Segments of a sequence's first item: at most max_leading, and all of the group's or of its own; one more of
+        its own if that is the last one, and short."""
+        max_leading, segments = i32(batch.max_leading), shared_segments(sequence, batch)
         if segments == 0:
-            segments = max(i32((batch.context_lens[sequence] + (segment - 1)) // segment), i32(1))
-        return min(i32(batch.max_leading), segments)
+            context_len = i32(batch.context_lens[sequence])
+            segments = max(i32((context_len + (segment - 1)) // segment), i32(1))
+            is_short = i32(context_len - max_leading * segment) <= segment // SHORT_PART
+            if is_short and segments == max_leading + 1 and segments <= most_leading:
+                max_leading = segments
+        return min(max_leading, segments)
 
     @device_function
     def count_splits(sequence, batch):
@@ -162,7 +177,7 @@ def inclusive_sum(value, lane):
 @specialize
 def list_work_items_kernel(rows, segment, grouped):
     """The kernel that lists the work items of decode, for a DecodeConfig of so many rows."""
-    leading_segments, count_splits, count_shared_items = split_functions(segment, grouped)
+    leading_segments, count_splits, count_shared_items = split_functions(rows, segment, grouped)
 
     @device_function
     def count_items(sequence, sequences, batch, shared):

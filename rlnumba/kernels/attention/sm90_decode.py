@@ -271,7 +271,7 @@ def producer_function(config):
 def merger_function(config):
     """The device function of the merging warp."""
     layout, (_, next_slot) = config.layout, ring(MERGE_SLOTS)
-    _, count_splits, _ = scheduler.split_functions(config.segment, config.grouped)
+    _, count_splits, _ = scheduler.split_functions(config.rows, config.segment, config.grouped)
     merge_partials = partial_merge(config.head_dim, config.element, 8 if config.rows == 8 else 4)
 
     @device_function

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention import softmax
-from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS
+from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS, most_leading_segments
 from rlnumba.kernels.attention.sm90_forward import SHARED_LIMIT, WARPGROUP, AttentionConfig
 from rlnumba.kernels.attention.split_kv import accumulator_access, segment_merge
 from rlnumba.kernels.ptx import shared_memory
@@ -64,8 +64,8 @@ class DecodeConfig(NamedTuple):
 
     @property
     def max_leading(self):
-        """Most segments of a sequence's first item: several where a thread has registers for their total."""
-        return {8: 4, 16: 2}.get(self.rows, 1)
+        """As most_leading_segments."""
+        return most_leading_segments(self.rows)
 
     @property
     def resumes(self):

@@ -4,9 +4,9 @@
 
 The lengths of groups are log-normal with p90 = 5 x median, at most --completion-length, and the same in both runs.
 Random weights of a shape, the characters of examples/quickstart as tokens, and arbitrary rewards. Whole runs with
-their files, each without its first --warmup steps: median step time, tokens trained a second, the trainer's wait as a
-share of the step, the share of the time that inference decodes, and the age of the weights. On the cpu device a GPU is
-a process.
+their files, each without its first --warmup steps, in which asynchronous inference has a head start: median step time,
+tokens trained a second, the shares of the time that the trainer waits and that inference decodes, and the age of the
+weights. On the cpu device a GPU is a process.
 """
 
 import argparse
@@ -49,6 +49,8 @@ def arguments_of(parser):
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=6, help="steps that are not counted")
+    parser.add_argument("--sync-steps", type=int, help="of the synchronous run, if not as many")
+    parser.add_argument("--sync-warmup", type=int, help="of these not counted, if not as many")
     return parser.parse_args()
 
 
@@ -124,12 +126,16 @@ def measure(run, warmup):
     def mean(name):
         return statistics.mean(each.get(name, 0.0) for each in rows)
 
+    def share(name):
+        """The mean over time of a share that every step has of its own time."""
+        return sum(each.get(name, 0.0) * each["step_time"] for each in rows) / sum(each["step_time"] for each in rows)
+
     seconds = statistics.median(each["step_time"] for each in rows)
     tokens = (rows[-1]["num_tokens"] - rows[0]["num_tokens"]) / sum(each["step_time"] for each in rows[1:])
     wait = sum(each.get("wait_for_batch_s", 0.0) for each in rows) / sum(each["step_time"] for each in rows)
     return {
         "seconds": seconds, "tokens_per_s": tokens, "wait": wait,
-        "busy": mean("infer_utilization"), "idle": mean("infer_idle"),
+        "busy": share("infer_utilization"), "idle": share("infer_idle"),
         "age": mean("token_staleness/mean"), "sync_s": mean("weight_sync_time_s"),
         "pause_s": mean("weight_pause_time_s"),
     }  # fmt: skip
@@ -143,6 +149,9 @@ def main():
     write_prompts(folder / "prompts.jsonl", 64 * arguments.prompts, arguments.prompt_length)
     deploy = DeployConfig(num_train_gpus=arguments.train_gpus + arguments.infer_gpus)
     run = dataclasses.replace(run_of(folder, arguments, dtype), deploy=deploy)
+    steps, warmup = arguments.sync_steps or arguments.steps, arguments.warmup
+    sync_warmup = warmup if arguments.sync_warmup is None else arguments.sync_warmup
+    synchronous = dataclasses.replace(run, train=dataclasses.replace(run.train, max_steps=steps))
     asynchronous = dataclasses.replace(
         run,
         output_dir=str(folder / "asynchronous"),
@@ -153,9 +162,7 @@ def main():
             queue_maxsize=run.train.global_batch_size * (arguments.max_staleness + 2),
         ),
     )
-    found = {
-        name: measure(each, arguments.warmup) for name, each in (("sync", run), ("async", asynchronous.weighted()))
-    }
+    found = {"sync": measure(synchronous, sync_warmup), "async": measure(asynchronous.weighted(), warmup)}
     for name, each in found.items():
         values = f"{each['seconds']:.3f} s a step, {each['tokens_per_s']:.0f} tokens/s"
         if name == "async":

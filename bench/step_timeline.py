@@ -4,8 +4,9 @@
 
 Random weights of a shape, cut over --gpus. A row for each kernel of a layer, for what stands before and behind the
 layers, and for each GPU: how many steps were launched after it had ended the one before. Kernels overlap, so a row has
-the microseconds from the end of the kernel ahead to that of this one, and from its start to its end: means over layers
-and steps, by torch's profiler, which needs torch and makes launches slower. Steps are counted without it. Needs GPUs.
+the microseconds from the end of the kernel ahead to that of this one, and from its start to its end: medians over
+layers and steps, by torch's profiler, which needs torch and makes launches slower. Steps are counted without it. Needs
+GPUs.
 """
 
 import argparse
@@ -15,12 +16,12 @@ import shutil
 import tempfile
 from collections import defaultdict
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import numpy as np
 import shapes
 from report import row
-from tensor_parallel import outputs_of
+from tensor_parallel import on_engine
 
 from rlnumba.config import EngineConfig
 from rlnumba.distributed.tensor_parallel import on_ranks
@@ -40,6 +41,16 @@ class CountingRunner(Runner):
     """A Runner that counts launched steps, and those whose launch came after the GPU had ended the step before."""
 
     launched = late = 0
+    # (late, launched) from count_anew to end_count.
+    counted = 0, 0
+
+    @classmethod
+    def count_anew(cls):
+        cls.launched = cls.late = 0
+
+    @classmethod
+    def end_count(cls):
+        cls.counted = cls.late, cls.launched
 
     def launch(self):
         before = self.num_launched - 2
@@ -65,7 +76,7 @@ def write_model(folder, shape, layers):
     shapes.write_model(folder, shape)
 
 
-def profiled(model, arguments, progress):
+def profiled(model, arguments, progress=None):
     """Of each number of sequences (kernels of rank 0, [(late, launched) of each rank]): list; what each rank does."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -74,22 +85,31 @@ def profiled(model, arguments, progress):
         generator = np.random.default_rng(count)
         length = max(arguments.context - STEPS // 2, 1)
         prompts = [generator.integers(0, model.config.vocab_size, length).tolist() for _ in range(count)]
-        config = EngineConfig(max_num_seqs=count)
         params = SamplingParams(max_tokens=STEPS, ignore_eos=True, seed=1)
-        # All of it once before, so that all kernels and graphs are there.
-        outputs_of(model, config, prompts, params, progress)
-        CountingRunner.launched = CountingRunner.late = 0
-        outputs_of(model, config, prompts, params, progress)
-        launches = CountingRunner.late, CountingRunner.launched
-        launches = [launches] if model.ranks is None else model.ranks.communicator.objects(launches)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            outputs_of(model, config, prompts, params, progress)
-        events = profiler.profiler.kineto_results.events()
+
+        def count_then_profile(llm, prompts=prompts, params=params):
+            # All of it once before, so that all kernels and graphs are there.
+            llm.generate(prompts, params)
+            if model.ranks is not None:
+                model.ranks.lead("count_anew")
+            CountingRunner.count_anew()
+            llm.generate(prompts, params)
+            if model.ranks is not None:
+                model.ranks.lead("end_count")
+            CountingRunner.end_count()
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                llm.generate(prompts, params)
+            return profiler.profiler.kineto_results.events()
+
+        led = {name: getattr(CountingRunner, name) for name in ("count_anew", "end_count")}
+        events = on_engine(model, EngineConfig(max_num_seqs=count), count_then_profile, led) or ()
         kernels = [
             (event.start_ns(), event.start_ns() + event.duration_ns(), short_name(event.name()))
             for event in events
             if "CUDA" in str(event.device_type())
         ]
+        launches = CountingRunner.counted
+        launches = [launches] if model.ranks is None else model.ranks.communicator.objects(launches)
         found.append((sorted(kernels), launches))
     return found
 
@@ -101,7 +121,7 @@ def short_name(name):
 def profiled_alone(folder, arguments):
     """`profiled` on one GPU."""
     device.select("cuda")
-    return profiled(load_model(folder), arguments, None)
+    return profiled(load_model(folder), arguments)
 
 
 def steps_of(kernels):
@@ -154,10 +174,10 @@ def print_rows(what, kernels, launches):
             table[place, name].append((after, inside))
     total = median(sum(after for after, _, _ in step) for step in steps)
     row(f"{what}, a step with the profiler", f"{total:.0f} us, {count} layers of {size} kernels")
-    of_layer = sum(fmean(after for after, _ in values) for (place, _), values in table.items() if place[0] == "layer")
+    of_layer = sum(median(after for after, _ in values) for (place, _), values in table.items() if place[0] == "layer")
     row(f"{what}, a layer", f"{of_layer:.1f} us")
     for (place, name), values in sorted(table.items(), key=lambda item: item[0][0][1]):
-        after, inside = (fmean(each) for each in zip(*values, strict=True))
+        after, inside = (median(each) for each in zip(*values, strict=True))
         row(f"{what}, {place[0]}, {name}", f"{after:.2f} us after the kernel ahead, {inside:.2f} us in all")
     for rank, (late, launched) in enumerate(launches):
         row(f"{what}, GPU {rank}", f"{late} of {launched} steps launched after the one before had ended")

@@ -305,6 +305,7 @@ LISTED_AHEAD = """
 import json, sys
 from rlnumba.config import load_run
 from rlnumba.engine.step_shapes import token_bucket_of
+from rlnumba.kernels.gemm.scheduler import tokens_of_choice
 from rlnumba.kernels.gemm.sm90_config import best_config
 from rlnumba.runtime.device import GPUS
 from rlnumba.trainers.kernel_list import list_signatures
@@ -325,7 +326,8 @@ def tiles_of(rows):  # of the GEMM by which so many rows become gate and up
     return best_config(rows, 512, 256, "bfloat16", False, False, "same", False, False, 132, True)
 
 configs = {constants[0] for _, name, constants, _ in one[0] if name == "gemm_sm90_kernel"}
-lacking = [rows for rows in sorted({token_bucket_of(rows) for rows in range(1, 2049)}) if tiles_of(rows) not in configs]
+sizes = {token_bucket_of(rows) for rows in range(1, 2049)} | {tokens_of_choice(rows) for rows in range(2049, 8193)}
+lacking = [rows for rows in sorted(sizes) if tiles_of(rows) not in configs]
 some = listed(max_staleness=0, num_train_gpus=1)
 print(json.dumps([one == two, losses, parts[1] == two[1], two[0] <= parts[0], added, lacking, some[0] < one[0]]))
 """
@@ -345,6 +347,47 @@ def test_an_asynchronous_run_lists_the_kernels_of_old_completions_and_of_parts_o
     assert not lacking and has_more, "sequences begin while others decode, in steps of any size"
     assert losses and all("correction_level='token', correction_truncates=True" in each for each in losses)
     assert added, "a part has GEMMs of its own"
+
+
+TRAINED = """
+import json, sys
+from rlnumba.config import load_run
+from rlnumba.data.files import sampled_rows
+from rlnumba.runtime.device import GPUS
+from rlnumba.runtime.shapes import launches_only
+from rlnumba.trainers import grpo, kernel_list, plan
+
+options = [("train.dtype", "bfloat16"), ("train.max_completion_length", "48"), ("train.num_generations", "64")]
+options += [("train.per_device_train_batch_size", "512"), ("model", sys.argv[2])]
+run = load_run("grpo", sys.argv[1], options)
+listed = set(kernel_list.list_signatures(("grpo", run), GPUS["h200"])[1])
+lacking = {}
+with sampled_rows(1024):
+    planner = plan.Planner("grpo", run, True, 64 << 30)
+    step = plan.step_of(planner, run)
+    for length in range(1, 49):
+        with launches_only(GPUS["h200"]) as found:
+            policy, _ = plan.make_policies(planner.config, "bfloat16", run, step)
+            with policy.context.use():
+                rollouts = kernel_list.invented_rollouts(run.train, step.prompts, length)
+                grpo.train_step(policy, rollouts.parts(512, True), 0.0)
+        if missing := set(found) - listed:
+            lacking[length] = sorted(name for _, name, _, _ in missing)
+print(json.dumps([lacking, len({key for key in listed if key[1] == "gemm_sm90_kernel"})]))
+"""
+
+
+def test_a_run_lists_the_kernels_of_micro_batches_of_all_sizes(tmp_path):
+    """Completions become shorter or longer in a run. In a process of its own, as the ones around it."""
+    shutil.copytree(ROOT / "examples" / "quickstart" / "model", tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "head_dim": 64}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    arguments = [str(ROOT / "examples" / "quickstart.toml"), str(tmp_path / "model")]
+    found = subprocess.run([sys.executable, "-c", TRAINED, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 0, found.stderr
+    lacking, num_gemms = json.loads(found.stdout)
+    assert not lacking and num_gemms > 10
 
 
 def test_a_run_lists_the_kernels_of_its_steps():

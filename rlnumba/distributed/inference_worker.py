@@ -26,7 +26,7 @@ from rlnumba.model.transformer import find_model
 from rlnumba.runtime import garbage
 
 # Seconds between two signs of life, unless a step takes longer.
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 0.2
 
 
 class Setup(NamedTuple):

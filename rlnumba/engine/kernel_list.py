@@ -31,6 +31,7 @@ from rlnumba.engine.step_shapes import (
 )
 from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.decode_state import edit_decode_state
+from rlnumba.kernels.gemm.scheduler import tokens_of_choice
 from rlnumba.model.config import SCORE_HEAD, ModelConfig
 from rlnumba.model.lora import Adapter, AdapterStack, resolve_targets
 from rlnumba.model.sequence_score import score_sequences
@@ -42,6 +43,8 @@ from rlnumba.runtime.shapes import launches_only
 
 # Layers are alike, so that some stand for all of them, but for a kernel that computes a whole step of so many rows.
 SOME_LAYERS, FEW_ROWS = 3, 16
+# Rows of the GEMM's smallest tile.
+GEMM_ROWS = 64
 # Tokens of a forward that scores, as transformer.score's.
 SCORED_TOKENS = 8192
 
@@ -143,10 +146,12 @@ def launch_steps(request, make_model=model_of):
         runners.append(runner)
     whole, shortened = runners
     shortened.reserve_activations()
+    max_padded = 0 if engine.enforce_eager else shortened.max_prefill_tokens
     for rows, count in prefill_sizes(lengths, engine.max_num_batched_tokens, most_rows):
-        shape = StepShape(rows, rows * count, rows, count, longest)
-        bucket = None if engine.enforce_eager else prefill_bucket(shape, shortened.max_prefill_tokens)
-        shortened.compute(step_arrays_of(bucket or shape, request), bucket or shape)
+        shape = padded(StepShape(rows, rows * count, rows, count, longest), max_padded)
+        shortened.compute(step_arrays_of(shape, request), shape)
+    for shape in prefill_totals(request, lengths, max_padded, most_rows, longest):
+        shortened.compute(step_arrays_of(shape, request), shape)
     if request.mixes and not engine.enforce_eager:
         for shape in mixed_shapes(shortened.max_prefill_tokens, most_rows, longest):
             shortened.compute(step_arrays_of(shape, request), shape)
@@ -175,6 +180,28 @@ def prefill_sizes(lengths, max_tokens, most_rows):
     if most_rows > len(lengths):
         found.append((most_rows - len(lengths), length % BLOCK_SIZE or BLOCK_SIZE))
     return found
+
+
+def padded(shape, max_padded):
+    """A prefill step's StepShape as it is computed. max_padded: the most tokens of one that is a graph."""
+    return prefill_bucket(shape, max_padded) or shape
+
+
+def prefill_totals(request, lengths, max_padded, most_rows, longest):
+    """The StepShapes of prefill steps of all numbers of tokens that the GEMM tells apart, between those of the shortest
+    prompts and of the longest. Where sequences begin at any time, up to the largest step's, beside mixed_shapes."""
+    max_tokens, length = request.engine.max_num_batched_tokens, int(np.median(lengths))
+    at_once = max(min(len(lengths), max_tokens // length, most_rows), 1)
+    tokens, most = at_once * min(lengths), min(at_once * max(lengths), max_tokens)
+    if request.mixes:
+        tokens, most = max_padded + 1, max_tokens
+    found = {}
+    while tokens <= most:
+        tokens = min(-(-tokens_of_choice(tokens) // GEMM_ROWS) * GEMM_ROWS, most)
+        rows = min(at_once, tokens)
+        found[padded(StepShape(rows, tokens, rows, max(length, SMALLEST_TOKENS), longest), max_padded)] = None
+        tokens += 1
+    return list(found)
 
 
 def mixed_shapes(max_tokens, most_rows, longest):

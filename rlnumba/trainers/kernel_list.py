@@ -16,9 +16,10 @@ from rlnumba.kernels.checksum import BLOCKS, checksum
 from rlnumba.kernels.nn.elementwise import accumulate
 from rlnumba.model.lora import lora_of_run
 from rlnumba.runtime import device
+from rlnumba.runtime.buckets import bucket_of
 from rlnumba.runtime.shapes import launches_only
 from rlnumba.trainers import grpo, plan, ppo, rloo, rollout
-from rlnumba.trainers.micro_batch import bucket_of, target_bucket_of
+from rlnumba.trainers.micro_batch import target_bucket_of
 from rlnumba.trainers.prompt_run import sampling_params
 
 # Completions are taken to have max_completion_length divided by these.
@@ -81,8 +82,10 @@ def engine_request(config, run, dtype, prompt_lengths):
     """The engine's Request of a run on prompts."""
     train = run.train
     params = sampling_params(train, 0, train.rollout_batch_size // train.prompts_per_rollout)
+    if run.is_stale:
+        # Completions run ahead of training: there are as many more, and some begin while others are decoded.
+        prompt_lengths = [*prompt_lengths] * (run.asynchronous.max_staleness + 1)
     workload = tuple(prompt_lengths), params.n, params.max_tokens, kernel_list.extras_of([params])
-    # Where completions run ahead of training, those of the next step begin while others are decoded.
     return kernel_list.Request(config, dtype, run.lora, run.engine, *workload, mixes=run.is_stale)
 
 

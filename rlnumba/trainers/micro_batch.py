@@ -15,8 +15,9 @@ import numpy as np
 
 from rlnumba.model.transformer import packed_positions
 from rlnumba.runtime import device
+from rlnumba.runtime.buckets import bucket_of, bucket_step
 
-# Tokens of a padding sequence at most, the smallest step between buckets of tokens: rows of a GEMM's tile.
+# Tokens of a padding sequence at most, and the smallest step between buckets of tokens: rows of a GEMM's tile.
 TILE = 128
 # The smallest step between buckets of sequences.
 SEQUENCES = 8
@@ -24,17 +25,6 @@ SEQUENCES = 8
 PADDING = {"thresholds": -np.inf}
 # Arrays that delimit sequences, (B + 1,).
 BOUNDS = ("cu_seqlens", "completion_bounds")
-
-
-def bucket_step(count, smallest=TILE):
-    """The distance of the buckets around `count`: a sixteenth of the next power of two, at least `smallest`."""
-    return max(smallest, (1 << max(count - 1, 0).bit_length()) // 16)
-
-
-def bucket_of(count, smallest=TILE):
-    """The smallest bucket that holds `count`: a multiple of bucket_step."""
-    step = bucket_step(count, smallest)
-    return -(-max(count, 1) // step) * step
 
 
 def target_bucket_of(count):
@@ -134,9 +124,9 @@ class MicroBatch:
         """This one with padding, so that all its shapes are those of a bucket: MicroBatch."""
         if not self.num_tokens:
             raise ValueError("MicroBatch.padded: no sequence")
-        num_tokens, num_targets = bucket_of(self.num_tokens), target_bucket_of(self.num_targets)
+        num_tokens, num_targets = bucket_of(self.num_tokens, TILE), target_bucket_of(self.num_targets)
         # Of TILE tokens each, they hold the most padding that the bucket can have.
-        num_padding = bucket_step(num_tokens) // TILE
+        num_padding = bucket_step(num_tokens, TILE) // TILE
         num_sequences = bucket_of(len(self.sequences["cu_seqlens"]) - 1 + num_padding, SEQUENCES)
         targets = {name: _extended(array, num_targets, PADDING.get(name, 0)) for name, array in self.targets.items()}
         targets["rows"][self.num_targets :] = self.num_tokens - 1

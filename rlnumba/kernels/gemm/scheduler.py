@@ -3,12 +3,15 @@
 import numpy as np
 
 from rlnumba.kernels.ptx.warp import device_function, udiv
+from rlnumba.runtime.buckets import bucket_of
 
 i32 = np.int32
 
 # Tiles of C are visited in bands of this many tile rows, column by column: the rows of A of a band stay in L2.
 # H200, 8192^3 bfloat16: 803 TFLOP/s, and 692 with 8.
 BAND = 16
+# More tokens than these are rounded, by a sixteenth at most.
+MANY_TOKENS = 1024
 
 
 @device_function
@@ -23,7 +26,18 @@ def tile_coordinates(index, tiles_down, tiles_across):
 
 
 def kind_of(a, out, a_mn, b_mn, add, bias, residual):
-    """(M, N, K, element, a_mn, b_mn, output, bias, residual) of a GEMM, as best_config takes them."""
+    """(M, N, K, element, a_mn, b_mn, output, bias, residual) of a GEMM, as best_config takes them.
+
+    The number of tokens, M or of a weight's gradient K, as that for which the config is chosen.
+    """
     output = "add" if add else "same" if out.dtype == a.dtype else "float32"
     addends = bias is not None, residual is not None
-    return *out.shape, a.shape[0 if a_mn else 1], a.dtype.name, a_mn, b_mn, output, *addends
+    (m, n), k = out.shape, a.shape[0 if a_mn else 1]
+    m, k = (m, tokens_of_choice(k)) if a_mn else (tokens_of_choice(m), k)
+    return m, n, k, a.dtype.name, a_mn, b_mn, output, *addends
+
+
+def tokens_of_choice(tokens):
+    """The number of tokens for which a GEMM's config is chosen: many are rounded up to a bucket, so that steps and
+    micro-batches of any size need a few kernels, which can be compiled before they begin."""
+    return bucket_of(tokens) if tokens > MANY_TOKENS else tokens

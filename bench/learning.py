@@ -14,8 +14,9 @@ compilation included. --cold notes that no kernel was compiled before. TRL's run
 
 `compare` runs rlnumba on GPUs of both kinds: 2 train and generate in turn, of 1+1 one trains while the other one
 generates, with weights at most --max-staleness steps old. First two steps of each, which compile kernels, then a run
-for each seed. FOLDER gets their files and learning.png; a row says when the later ones reach the reward of the first
-one's end, the mean of WINDOW steps. On the cpu device a GPU is a process.
+for each seed, of --steps on the first GPUs and of --other-steps on the others. FOLDER gets their files and
+learning.png; a row says when the later ones reach the reward of the first one's end, the mean of WINDOW steps. On the
+cpu device a GPU is a process.
 """
 
 import time
@@ -255,8 +256,9 @@ def compare(arguments):
     paths = {gpus: [folder / f"rlnumba-{gpus}-{seed}.jsonl" for seed in arguments.seeds] for gpus in arguments.gpus}
     # Seed by seed, so that a machine that becomes slower does so for all.
     for index, seed in enumerate(arguments.seeds):
-        for gpus in arguments.gpus:
-            run_apart(arguments, gpus, seed, paths[gpus][index], arguments.steps)
+        for number, gpus in enumerate(arguments.gpus):
+            steps = arguments.other_steps if number and arguments.other_steps else arguments.steps
+            run_apart(arguments, gpus, seed, paths[gpus][index], steps)
     picture(sum(paths.values(), [])).savefig(folder / "learning.png", dpi=110, facecolor="white")
     print_comparison(paths)
 
@@ -324,6 +326,7 @@ def main():
     several.add_argument("--gpus", type=gpus_given, nargs="+", default=["2", "1+1"])
     several.add_argument("--seeds", type=int, nargs="+", default=[0])
     several.add_argument("--steps", type=int, default=150)
+    several.add_argument("--other-steps", type=int, help="of runs that are not on the first GPUs, if not as many")
     several.add_argument("--batch", type=int, help="completions of a step; default 128")
     several.add_argument("--max-staleness", type=int, default=4)
     picture = commands.add_parser("draw", help="draw files of runs")

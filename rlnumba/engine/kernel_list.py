@@ -147,10 +147,7 @@ def launch_steps(request, make_model=model_of):
     whole, shortened = runners
     shortened.reserve_activations()
     max_padded = 0 if engine.enforce_eager else shortened.max_prefill_tokens
-    for rows, count in prefill_sizes(lengths, engine.max_num_batched_tokens, most_rows):
-        shape = padded(StepShape(rows, rows * count, rows, count, longest), max_padded)
-        shortened.compute(step_arrays_of(shape, request), shape)
-    for shape in prefill_totals(request, lengths, max_padded, most_rows, longest):
+    for shape in prefill_shapes(request, lengths, max_padded, most_rows, longest):
         shortened.compute(step_arrays_of(shape, request), shape)
     if request.mixes and not engine.enforce_eager:
         for shape in mixed_shapes(shortened.max_prefill_tokens, most_rows, longest):
@@ -169,39 +166,49 @@ def launch_steps(request, make_model=model_of):
             shortened.compute(step_arrays_of(shape, request), shape)
 
 
-def prefill_sizes(lengths, max_tokens, most_rows):
-    """(sequences, tokens of each) of the steps that compute prompts of these lengths: the first step and the last."""
-    length, found = int(np.median(lengths)), []
-    at_once = max(min(len(lengths), max_tokens // length, most_rows), 1)
-    found.append((at_once, min(length, max_tokens)))
-    if rest := len(lengths) % at_once:
-        found.append((rest, length))
-    # The members of a group compute what is left of the prompt after its last full block.
-    if most_rows > len(lengths):
-        found.append((most_rows - len(lengths), length % BLOCK_SIZE or BLOCK_SIZE))
-    return found
-
-
 def padded(shape, max_padded):
     """A prefill step's StepShape as it is computed. max_padded: the most tokens of one that is a graph."""
     return prefill_bucket(shape, max_padded) or shape
 
 
-def prefill_totals(request, lengths, max_padded, most_rows, longest):
-    """The StepShapes of prefill steps of all numbers of tokens that the GEMM tells apart, between those of the shortest
-    prompts and of the longest. Where sequences begin at any time, up to the largest step's, beside mixed_shapes."""
+def prefill_shapes(request, lengths, max_padded, most_rows, longest):
+    """The StepShapes of the steps that compute prompts of these lengths with all of their completions: the first one,
+    and one of each number of tokens that the GEMM tells apart, between those of the shortest prompts and of the
+    longest, and of the prompts that are left. Where sequences begin at any time, up to the largest step's, beside
+    mixed_shapes."""
     max_tokens, length = request.engine.max_num_batched_tokens, int(np.median(lengths))
-    at_once = max(min(len(lengths), max_tokens // length, most_rows), 1)
-    tokens, most = at_once * min(lengths), min(at_once * max(lengths), max_tokens)
+    at_once = max(min(len(lengths), max_tokens // tokens_of_group(request, length), most_rows // request.n), 1)
+
+    def tokens_of(groups, length):
+        return min(groups * tokens_of_group(request, length), max_tokens)
+
+    ranges = [(tokens_of(at_once, min(lengths)), tokens_of(at_once, max(lengths)))]
+    if rest := len(lengths) % at_once:
+        ranges.append((tokens_of(rest, length), tokens_of(rest, length)))
     if request.mixes:
-        tokens, most = max_padded + 1, max_tokens
+        ranges.append((max_padded + 1, max_tokens))
+    totals = [tokens_of(at_once, length), *(tokens for each in ranges for tokens in told_apart(*each))]
     found = {}
-    while tokens <= most:
-        tokens = min(-(-tokens_of_choice(tokens) // GEMM_ROWS) * GEMM_ROWS, most)
-        rows = min(at_once, tokens)
-        found[padded(StepShape(rows, tokens, rows, max(length, SMALLEST_TOKENS), longest), max_padded)] = None
-        tokens += 1
+    for tokens in totals:
+        rows = min(at_once * request.n, most_rows, tokens)
+        shape = StepShape(rows, tokens, rows, min(max(length, SMALLEST_TOKENS), max_tokens), longest)
+        found[padded(shape, max_padded)] = None
     return list(found)
+
+
+def tokens_of_group(request, length):
+    """Tokens that a step computes of a prompt and its completions: of all but the first, what is left of the prompt
+    after its last full block."""
+    tail = (length % BLOCK_SIZE or BLOCK_SIZE) if request.engine.enable_prefix_caching else length
+    return length + (request.n - 1) * min(tail, length)
+
+
+def told_apart(least, most):
+    """Yields numbers of tokens from `least` to `most`, one for each that the GEMM has a choice of its own for."""
+    while least <= most:
+        least = min(-(-tokens_of_choice(least) // GEMM_ROWS) * GEMM_ROWS, most)
+        yield least
+        least += 1
 
 
 def mixed_shapes(max_tokens, most_rows, longest):

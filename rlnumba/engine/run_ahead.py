@@ -35,9 +35,11 @@ assert DEPTH <= MAX_IN_FLIGHT
 # Without graphs: share of the rows that may have ended before the others are put together again.
 MAX_ENDED_SHARE = 1 / 16
 # With graphs: bytes that an H200 moves in a millisecond, an estimate of how long it waits when rows are put together
-# again, or sequences admitted. When the sequences left will end is not known; to do it once as much has been wasted
-# costs at most twice the best choice.
+# again. When the sequences left will end is not known; to do it once as much has been wasted costs at most twice the
+# best choice.
 REPACK_BYTES = 4 << 30
+# The same for sequences that are admitted. Half a millisecond: the step that computes their prompts decodes, too.
+ADMIT_BYTES = 2 << 30
 
 
 class RunAhead:
@@ -184,7 +186,7 @@ class RunAhead:
         """Whether waiting sequences are to be admitted by now, if they can be."""
         scheduler = self.scheduler
         fit = len(scheduler.waiting) <= len(scheduler.free_rows) or not len(scheduler.running)
-        return self.admits_always or fit or self.missed >= REPACK_BYTES
+        return self.admits_always or fit or self.missed >= ADMIT_BYTES
 
     def _admits(self):
         """Whether the first waiting sequence can be admitted; asked again only if it or what runs is another."""

@@ -11,9 +11,10 @@ the front of the queue, with the tokens it has, and is computed again later, fro
 there. The oldest always advances, so every sequence ends. None of this changes a text: a token's value depends on the
 tokens before it alone.
 
-Of the sequences of one prompt (its n completions) the first to be admitted is the prefix leader: the others wait until
-it has computed the prompt, then match its full blocks in the cache and compute only the tail. A step in which all
-running sequences lack one token is ordered by prefix groups, if attention can make use of them (prefix_groups.py).
+Of the sequences of one prompt (its n completions) the first to be admitted is the prefix leader: the others match its
+full blocks in the cache and compute only the tail, in the same step if that has room for the leader's whole prompt (in
+every layer keys and values are written before attention reads any), else once the prompt is computed. A step in which
+all running sequences lack one token is ordered by prefix groups, if attention can make use of them (prefix_groups.py).
 """
 
 from collections import deque
@@ -142,8 +143,11 @@ class Scheduler:
             if row is None:
                 break
             rows.append(row)
-            added.append(min(int(table.length[row] - table.num_computed[row]), budget))
+            missing = int(table.length[row] - table.num_computed[row])
+            added.append(min(missing, budget))
             budget -= added[-1]
+            if sequence.is_prefix_leader and added[-1] == missing:
+                self._share_prompt(sequence)
         self.matched = None, []
         if rows:
             self.running, counts = np.append(self.running, rows), np.append(counts, added)
@@ -220,7 +224,7 @@ class Scheduler:
         if self.prefix_caching:
             completes_block = computed // size > step.starts // size
             if completes_block.any():
-                self._register(step.rows[completes_block])
+                self._register(step.rows[completes_block], computed[completes_block])
         if self.waiting_on_prefix:
             prompt_length = table.prompt_length[step.rows]
             for row in step.rows[(step.starts < prompt_length) & (computed >= prompt_length)].tolist():
@@ -418,6 +422,13 @@ class Scheduler:
             self.waiting_on_prefix[sequence.prompt_key] = []
         return row
 
+    def _share_prompt(self, sequence):
+        """Let others match the blocks of a prefix leader, all of whose tokens the step that is scheduled computes."""
+        self._register(np.array([sequence.row]), self.table.length[[sequence.row]])
+        # Their match is longer than that of their leader.
+        self.matched = None, []
+        self.release_waiters(sequence)
+
     def _salt(self, sequence):
         """What the hash of a first block follows: the policy version, and the adapter if there is one."""
         if sequence.adapter_id < 0:
@@ -432,10 +443,10 @@ class Scheduler:
             hashes.append(parent)
         return hashes
 
-    def _register(self, rows):
-        """Record the hashes of the rows' blocks that are full and computed."""
+    def _register(self, rows, computed):
+        """Record the hashes of the rows' blocks that are full once so many tokens of each, (B,), are computed."""
         table, size = self.table, self.blocks.block_size
-        first, full = table.num_registered[rows], table.num_computed[rows] // size
+        first, full = table.num_registered[rows], computed // size
         new = full - first
         owners = np.repeat(rows, new)
         indices = np.arange(len(owners)) - np.repeat(np.cumsum(new) - new - first, new)

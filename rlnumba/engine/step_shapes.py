@@ -19,7 +19,7 @@ SMALLEST_CONTEXT = 256
 # The smallest step between buckets of tokens, and the smallest bound of a sequence's tokens in a step of several.
 SMALLEST_TOKENS = 16
 # The longest prefill steps that are graphs: of so many tokens, and so long contexts, which bound attention's workspace.
-MAX_PREFILL_TOKENS, MAX_PREFILL_CONTEXT = 2048, 4096
+MAX_PREFILL_TOKENS, MAX_PREFILL_CONTEXT = 4096, 4096
 # Tokens times weights of a layer that an H200 multiplies in 0.2 ms, in which the host launches the layer's eight
 # kernels. Beyond, padding costs time, and a graph saves none.
 LAYER_PRODUCTS = 6 * 10**10

@@ -134,7 +134,7 @@ def test_texts_are_those_of_steps_that_wait(model, config, seed, monkeypatch):
     assert {reason for *_, reason, _ in expected.values()} == {"stop", "length"}
     engine = engine_of(model, **config)
     # And sequences are admitted several at once.
-    monkeypatch.setattr(run_ahead, "REPACK_BYTES", 2 * engine.runner.step_bytes(100))
+    monkeypatch.setattr(run_ahead, "ADMIT_BYTES", 2 * engine.runner.step_bytes(100))
     engine.run_ahead.admits_always = seed != 1
     assert run_all(engine, requests) == expected
     check_idle(engine)
@@ -372,7 +372,7 @@ def test_rows_stay_free_until_several_are_admitted(model, monkeypatch):
     assert run_all(engine, requests) == expected
     step_bytes, found = engine.runner.step_bytes(16 * 12), {}
     for cost in (0, step_bytes, 1 << 60):
-        monkeypatch.setattr(run_ahead, "REPACK_BYTES", cost)
+        monkeypatch.setattr(run_ahead, "ADMIT_BYTES", cost)
         engine = engine_of(model, **config)
         engine.run_ahead.admits_always = False
         outputs, found[cost] = admitted_together(engine, requests)
@@ -390,7 +390,7 @@ def test_sequences_are_admitted_beside_steps_with_drafts(model, monkeypatch):
     requests = [([i % 40, i // 40], SamplingParams(max_tokens=40 + i % 16, ignore_eos=True)) for i in range(40)]
     expected = run_all(engine_of(model), requests)
     engine = engine_of(model, max_num_seqs=8, speculative_method="ngram")
-    monkeypatch.setattr(run_ahead, "REPACK_BYTES", engine.runner.step_bytes(8 * 30))
+    monkeypatch.setattr(run_ahead, "ADMIT_BYTES", engine.runner.step_bytes(8 * 30))
     engine.run_ahead.admits_always = False
     outputs, admitted = admitted_together(engine, requests)
     assert outputs == expected and admitted

@@ -297,12 +297,24 @@ def test_completions_of_one_prompt_compute_it_once():
     assert model.num_tokens == 4 * BLOCK + 3 * BLOCK
 
 
+def test_completions_of_one_prompt_begin_with_it_where_a_step_has_room_for_it():
+    prompt = list(range(4 * BLOCK + 2))
+    for budget, steps in [(64, [[18, 2, 2]]), (20, [[18, 2], [1, 1, 2]]), (16, [[16], [2], [1, 2, 2]])]:
+        scheduler, model = Scheduler(SequenceTable(8, BLOCK), BlockManager(32, BLOCK), budget), FakeModel(32)
+        for sequence in sequences_of([(prompt, 3, 4)]):
+            scheduler.add(sequence)
+        for counts in steps:
+            step = scheduler.schedule()
+            assert step.counts.tolist() == counts
+            scheduler.update(step, *model.run(step, scheduler.table))
+
+
 def test_completions_of_one_prompt_are_a_prefix_group():
     requests = [(list(range(9)), 3, 6), ([*range(50, 59)], 2, 4), ([3], 1, 8)]
     results, _, model = run(sequences_of(requests), budget=64, sharing=PrefixSharing((2, 4), 2 * BLOCK))
     assert results == expected(sequences_of(requests))
-    # Prefill; then all lack one token, until the prefix leaders and then the others end.
-    assert model.largest == [1, 3, 3, 3, 3, 3, 2, 1]
+    # Prefill, of all at once; then all lack one token, until the groups end.
+    assert model.largest == [1, 3, 3, 3, 3, 3, 1, 1]
     _, _, model = run(sequences_of(requests), budget=64, sharing=PrefixSharing((), 0))
     assert set(model.largest) == {1}
 
@@ -316,8 +328,7 @@ def test_prefix_groups_are_searched_again_only_when_others_run(monkeypatch):
         budget=64,
         sharing=PrefixSharing((4,), BLOCK),
     )
-    # The prefix leader is one token ahead.
-    assert calls == [5, 4, 3, 2]
+    assert calls == [5, 3]
 
 
 def test_prefixes_are_found_by_a_later_run_and_not_under_another_policy():

@@ -238,9 +238,13 @@ class AheadRun(PromptRun):
                 "deploy.update_weights_transport `peer` keeps no older weights, which async.in_flight_weight_updates "
                 "= false needs: take `shm` or `auto`"
             )
-        for name in ("dynamic_sampling", "replay_buffer_size"):
-            if getattr(train, name):
-                raise ConfigError(f"train.{name} and [async] cannot both be set")
+        if train.replay_buffer_size:
+            raise ConfigError("train.replay_buffer_size and [async] cannot both be set")
+        if train.dynamic_sampling:
+            # Engines are kept full by the groups of coming steps; a draw by weights is one of a whole batch.
+            for name in ("over_sampling_batch_size", "difficulty_weights"):
+                if getattr(train, name) is not None:
+                    raise ConfigError(f"train.dynamic_sampling with [async] does not go with train.{name}")
         if self.is_stale and train.sampling_mask_replay:
             raise ConfigError(
                 f"train.sampling_mask_replay needs completions of the weights that are trained: async.max_staleness "

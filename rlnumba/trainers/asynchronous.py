@@ -9,6 +9,10 @@
 With max_staleness 0 the groups of a step are given out when the weights that they are trained with are complete, with
 the seeds of the synchronous run, whose text and weights this one then has.
 
+With dynamic sampling a group whose rewards turn out equal gives its place to a further prompt, which the newest weights
+begin. Without staleness these are the prompts of dynamic_sampling.py: one is drawn only where one more group that
+differs is wanted, so as many are drawn, and the last one differs.
+
 A checkpoint has the groups that were admitted and are not trained on: the completions of those that are complete. The
 others are drawn again, so no prompt is lost or comes twice. Rewards are computed again, too.
 
@@ -34,7 +38,7 @@ from rlnumba.distributed.weight_sync import Again, PartSender, WeightSender
 from rlnumba.engine.groups import GroupEngine, GroupRequest
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import UserError
-from rlnumba.rewards import TrainerState
+from rlnumba.rewards import RewardError, TrainerState
 from rlnumba.rewards.calling import Pending
 from rlnumba.runtime import ahead_of_time, device
 from rlnumba.trainers import rollout
@@ -52,7 +56,9 @@ class Drawn:
 
     prompt: its index. step, index: of the generation that it was admitted for. version: of the weights that may begin
     it. columns: names of what rewards get in its generation. attempts: how often it was given out; replaced: how often
-    another prompt has taken its place. completions, pending: once it is complete.
+    another prompt has taken its place because its engines failed. draw: the number of its prompt among all that were
+    drawn. completions, pending: once it is complete. differs: whether its rewards do, once that was looked at; unused:
+    those that had its place before, with equal rewards, each a Drawn.
     """
 
     prompt: int
@@ -63,8 +69,11 @@ class Drawn:
     columns: list[str]
     attempts: int = 1
     replaced: int = 0
+    draw: int = 0
     completions: list[Completion] = field(default_factory=list)
     pending: Pending | None = None
+    differs: bool | None = None
+    unused: list = field(default_factory=list)
 
     @property
     def oldest_version(self):
@@ -87,6 +96,8 @@ class Pipeline:
         self.buffer = GroupBuffer(self.options.queue_maxsize // self.train.num_generations, self.options.order)
         self.apart = GroupsApart(self.options)
         self.next_number, self.num_dropped, self.num_rejected, self.sync_s = 0, 0, 0, 0.0
+        # Prompts drawn so far, and of each generation that is not trained on yet, by (step, index), their token ids.
+        self.num_drawn, self.prompt_ids = 0, {}
         self.last_stats, self.last_time, self.metrics = Alive(0, 0.0, 0.0), time.monotonic(), {}
 
     def start(self, engines):
@@ -114,25 +125,51 @@ class Pipeline:
             if "cap" in self.options.staleness and step > self.version + self.options.max_staleness:
                 break
             self.coming.popleft()
-            chosen = self.order.take(size)
-            ids = [self.prompts.prompts[i].prompt_token_ids for i in chosen]
-            of_prompts = rollout.distinct_params(ids, self.params_of(step, index))
+            chosen = self._draw_prompts(size)
             columns = list(self.prompts.columns(chosen))
-            for prompt, params in zip(chosen, of_prompts, strict=True):
-                group = Group(self.next_number, Drawn(prompt, step, index, self.version, params, columns))
+            for prompt, params in zip(chosen, self._params_of(step, index, chosen), strict=True):
+                drawn = Drawn(prompt, step, index, self.version, params, columns, draw=self._number_draw())
+                group = Group(self.next_number, drawn)
                 self.next_number += 1
                 self.buffer.reserve(group)
                 self._give_out(group)
 
+    def _draw_prompts(self, count):
+        """The next prompts of the order: list of indices."""
+        if not self.train.dynamic_sampling:
+            return self.order.take(count)
+        # As the synchronous run has them: epochs follow one another.
+        chosen = self.order.upcoming(count, count)
+        self.order.advance(count)
+        return chosen
+
+    def _number_draw(self):
+        self.num_drawn += 1
+        return self.num_drawn - 1
+
+    def _params_of(self, step, index, chosen):
+        """SamplingParams of prompts that are drawn for a generation, beside those that were drawn for it before."""
+        ids = self.prompt_ids.setdefault((step, index), [])
+        ids += [self.prompts.prompts[i].prompt_token_ids for i in chosen]
+        return rollout.distinct_params(ids, self.params_of(step, index))[-len(chosen) :]
+
     def take(self, step, status):
-        """The groups of the next generation: list of Drawn. step: that trains on them first."""
+        """The groups of the next generation: list of Drawn. step: that trains on them first.
+
+        With dynamic sampling those of equal rewards whose places others have are among them, in the order of the draws.
+        """
         began, size = time.perf_counter(), self.train.prompts_per_rollout
         while (groups := self._next(size)) is None:
             self.engines.advance()
             status(f"{self.buffer.num_complete} groups wait, {self.buffer.num_in_flight} are being generated")
-        waited_s, found = time.perf_counter() - began, [group.content for group in groups]
+        waited_s = time.perf_counter() - began
+        found = [each for group in groups for each in (*group.content.unused, group.content) if each.completions]
+        if self.train.dynamic_sampling:
+            found.sort(key=lambda each: each.draw)
         self.metrics = self._metrics(step, groups, waited_s)
         self.buffer.take(groups)
+        kept = {(group.content.step, group.content.index) for group, _ in self.buffer.snapshot()}
+        self.prompt_ids = {key: ids for key, ids in self.prompt_ids.items() if key in kept}
         self.admit()
         return found
 
@@ -141,7 +178,10 @@ class Pipeline:
         self.engines.check()
         for group in self.buffer.dropped():
             self._replace(group)
-        groups = self.buffer.next(size, self.engines.wait_s)
+        if self.train.dynamic_sampling:
+            groups = self._next_that_differ(size)
+        else:
+            groups = self.buffer.next(size, self.engines.wait_s)
         if groups is None or "reject" not in self.options.staleness:
             return groups
         old = [each for each in groups if self.version - each.content.oldest_version > self.options.max_staleness]
@@ -152,6 +192,51 @@ class Pipeline:
             self._again(group, self._request(group))
         return groups if not old else None
 
+    def _next_that_differ(self, size):
+        """As _next, once it is known that all of them have rewards that differ, or that no more may be drawn."""
+
+        def unknown(groups):
+            return [group for group in groups if group.content.differs is None]
+
+        def scored():
+            """The complete groups whose rewards are known by now."""
+            complete = unknown(group for group, is_complete in self.buffer.snapshot() if is_complete)
+            ready = self.rewards.ready([group.content.pending for group in complete])
+            return [group for group, is_ready in zip(complete, ready, strict=True) if is_ready]
+
+        groups = self.buffer.next(size, self.engines.wait_s, scored)
+        # Where all are complete, their rewards are waited for.
+        for group in {group.number: group for group in [*scored(), *unknown(groups or ())]}.values():
+            self._replace_uniform(group)
+        groups = self.buffer.next(size)
+        return None if groups is None or unknown(groups) else groups
+
+    def _replace_uniform(self, group):
+        """Let a further prompt take the place of a complete group if its rewards are equal."""
+        drawn, train = group.content, self.train
+        try:
+            scores = self.rewards.collect([drawn.pending])
+        except RewardError:  # raised again for all ranks, by `Ahead.take`
+            drawn.differs = True
+            return
+        found = rollout.as_generation([None], [drawn.completions], scores, self.rewards.weights, None)
+        drawn.differs = not rollout.is_uniform(found.groups[0], train.multi_objective_aggregation)
+        num_drawn = len(self.prompt_ids[drawn.step, drawn.index])
+        if not drawn.differs and num_drawn < train.max_gen_batches * train.prompts_per_rollout:
+            drawn.unused.append(replace(drawn, unused=[]))
+            (prompt,) = self._draw_prompts(1)
+            (params,) = self._params_of(drawn.step, drawn.index, [prompt])
+            self._begin_with(group, prompt, params)
+
+    def _begin_with(self, group, prompt, params):
+        """Give out another prompt in the place of a group that is dropped or complete."""
+        drawn = group.content
+        drawn.prompt, drawn.params, drawn.draw = prompt, params, self._number_draw()
+        drawn.attempts, drawn.version = 1, self.version
+        drawn.completions, drawn.pending, drawn.differs = [], None, None
+        self.buffer.begin_again(group)
+        self._give_out(group)
+
     def finished(self, request):
         """An engine has completed a group; called in any thread."""
         if self.apart.has(request):
@@ -159,7 +244,7 @@ class Pipeline:
             return
         group = self._in_flight(request)
         drawn = group.content
-        drawn.completions = request.completions
+        drawn.completions, drawn.differs = request.completions, None
         self._score(drawn)
         self.buffer.put(group)
 
@@ -211,12 +296,10 @@ class Pipeline:
         """Let another prompt take the place of a dropped group."""
         self.num_dropped += 1
         drawn = group.content
-        drawn.prompt, drawn.attempts, drawn.version = self.order.take(1)[0], 1, self.version
         drawn.replaced += 1
         seed = rollout.derived_seed(self.run.seed, drawn.step, drawn.index, 2, group.number, drawn.replaced)
-        drawn.params = replace(drawn.params, seed=seed, first_index=0)
-        self.buffer.begin_again(group)
-        self._give_out(group)
+        (prompt,) = self._draw_prompts(1)
+        self._begin_with(group, prompt, replace(drawn.params, seed=seed, first_index=0))
 
     def _metrics(self, step, groups, waited_s):
         """Metrics of groups that are about to be trained on: dict."""
@@ -268,8 +351,11 @@ class Pipeline:
             self.coming.popleft()
         for saved in groups:
             params = replace(self.params_of(saved["step"], saved["index"]), **saved["noise"])
-            place = saved["prompt"], saved["step"], saved["index"], self.version
-            drawn = Drawn(*place, params, saved["columns"], saved["attempts"], saved["replaced"])
+            place = saved["step"], saved["index"], self.version, params, saved["columns"]
+            # Checkpoints of before there was dynamic sampling have neither.
+            draw, unused = saved.get("draw", saved["number"]), saved.get("unused", [])
+            drawn = Drawn(saved["prompt"], *place, saved["attempts"], saved["replaced"], draw)
+            drawn.unused = [Drawn(prompt, *place, draw=number) for prompt, number in unused]
             group = Group(saved["number"], drawn)
             self.buffer.reserve(group)
             self.next_number = group.number + 1
@@ -277,6 +363,16 @@ class Pipeline:
                 drawn.completions = decoded_completions(saved["completions"])
                 self._score(drawn)
                 self.buffer.put(group)
+        self._restore_draws()
+
+    def _restore_draws(self):
+        """Note what was drawn for the groups that a checkpoint had."""
+        places = [group.content for group, _ in self.buffer.snapshot()]
+        draws = sorted((each for drawn in places for each in (*drawn.unused, drawn)), key=lambda each: each.draw)
+        for each in draws:
+            ids = self.prompts.prompts[each.prompt].prompt_token_ids
+            self.prompt_ids.setdefault((each.step, each.index), []).append(ids)
+            self.num_drawn = each.draw + 1
 
 
 def encoded(groups):
@@ -285,7 +381,8 @@ def encoded(groups):
         {
             "number": number, "prompt": drawn.prompt, "step": drawn.step, "index": drawn.index,
             "noise": {"seed": drawn.params.seed, "first_index": drawn.params.first_index},
-            "columns": drawn.columns, "attempts": drawn.attempts, "replaced": drawn.replaced,
+            "columns": drawn.columns, "attempts": drawn.attempts, "replaced": drawn.replaced, "draw": drawn.draw,
+            "unused": [[each.prompt, each.draw] for each in drawn.unused],
             "completions": encoded_completions(completions) if completions else None,
         }
         for number, drawn, completions in groups

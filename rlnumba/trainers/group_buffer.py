@@ -95,16 +95,16 @@ class GroupBuffer:
         with self._changed:
             return [group for group in self._groups.values() if group.state == "dropped"]
 
-    def next(self, count, timeout_s=0.0):
+    def next(self, count, timeout_s=0.0, until=lambda: False):
         """The next `count` groups in the order of their numbers, or None where they are not all complete.
 
-        Waits for them until timeout_s have passed, or a group is dropped. ValueError if there are not so many groups,
-        in flight or complete.
+        Waits for them until timeout_s have passed, a group is dropped, or one was completed and until() is true.
+        ValueError if there are not so many groups, in flight or complete.
         """
         with self._changed:
             if len(self._groups) < count:
                 raise ValueError(f"buffer: {count} groups asked for, {len(self._groups)} are there")
-            self._changed.wait_for(lambda: self._next(count) or self.dropped(), timeout_s)
+            self._changed.wait_for(lambda: self._next(count) or self.dropped() or until(), timeout_s)
             return self._next(count)
 
     def _next(self, count):

@@ -76,12 +76,12 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
     train = run.train
     if ahead:
         chosen, generation = ahead.take(trainer_state, clock, writer.status)
+        groups = groups_that_differ(generation, train) if train.dynamic_sampling else generation.groups
         with clock.phase("advantage"):
             order.record(chosen, generation.groups)
-            rollouts = rollouts_of(generation.groups, rewards, order, run, trainer_state, index)
+            rollouts = rollouts_of(groups, rewards, order, run, trainer_state, index)
             rollouts.is_stale = is_stale(generation, trainer_state.global_step)
         return rollouts, [generation]
-    aggregation = train.multi_objective_aggregation
     llm.wake()
     # prompt -> ids -> completions, text -> reward
     params = sampling_params(
@@ -91,17 +91,12 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
     if train.dynamic_sampling:
         window, most = train.over_sampling_batch_size or num_groups, train.max_gen_batches * num_groups
 
-        def differs(group):
-            return not rollout.is_uniform(group, aggregation)
-
         chosen = order.upcoming(num_groups, most)
-        limits = num_groups, window, differs
+        limits = num_groups, window, lambda group: differs(group, train)
         generation = dynamic_sampling.generate(llm, rewards, prompts, chosen, params, *common, *limits, writer.status)
         chosen = chosen[: len(generation.groups)]
         order.advance(len(chosen))
-        groups, uniform = ([group for group in generation.groups if differs(group) == kind] for kind in (True, False))
-        # Where too few groups differ in their rewards, the last uniform ones fill the batch; their advantages are 0.
-        groups += uniform[len(uniform) - (num_groups - len(groups)) :]
+        groups = groups_that_differ(generation, train)
     else:
         chosen = order.take(num_groups)
         generation = rollout.generate(llm, rewards, prompts, chosen, params, *common, writer.status)
@@ -111,6 +106,20 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
         order.record(chosen, generation.groups)
         rollouts = rollouts_of(groups, rewards, order, run, trainer_state, index)
     return rollouts, [generation]
+
+
+def differs(group, train):
+    """Whether the rewards of a group of Samples do, so that its advantages are not all 0: bool."""
+    return not rollout.is_uniform(group, train.multi_objective_aggregation)
+
+
+def groups_that_differ(generation, train):
+    """The groups of a Generation that a batch of dynamic sampling has: list.
+
+    Where too few groups differ in their rewards, the last uniform ones fill the batch.
+    """
+    groups, uniform = ([each for each in generation.groups if differs(each, train) == kind] for kind in (True, False))
+    return groups + uniform[len(uniform) - (train.prompts_per_rollout - len(groups)) :]
 
 
 def is_stale(generation, step):

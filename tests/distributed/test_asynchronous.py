@@ -15,11 +15,13 @@ import pytest
 
 from rlnumba import checkpoint
 from rlnumba.config import AsyncConfig, DeployConfig, LoraConfig, to_toml
+from rlnumba.data.prompts import PromptData
 from rlnumba.distributed import launch
 from rlnumba.errors import ConfigError
 from rlnumba.trainers import grpo, rloo
 from rlnumba.trainers.callbacks import TrainerCallback, given
 from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.prompt_run import prompt_order
 from rlnumba.trainers.ranks import train_on_ranks
 from rlnumba.trainers.rloo import run_rloo
 from tests.distributed.test_trainers import train_each, written
@@ -126,6 +128,8 @@ SCHEDULES = {
     "two generations a step": {"steps_per_generation": 1},
     "two steps a generation, twice": {"steps_per_generation": 4, "num_iterations": 2, "beta": 0.05, "max_steps": 5},
     "prompts by rewards": {"difficulty_weights": [0.1, 1.0, 2.0], "no_resampling_pass_rate": 0.4, "top_k": 20},
+    "groups that differ": {"dynamic_sampling": True, "reward": "one_for_even", "max_steps": 4},
+    "too few that differ": {"dynamic_sampling": True, "reward": "one_for_even", "max_gen_batches": 2},
 }
 
 
@@ -133,7 +137,39 @@ SCHEDULES = {
 def test_without_staleness_generations_and_steps_are_the_synchronous_ones(tmp_path, case):
     options = {"max_steps": 3} | SCHEDULES[case]
     expected, run = run_of(tmp_path / "1", train=options), run_of(tmp_path / "2", train=options, max_staleness=0)
-    assert train(run)[0] == train(expected)[0] and trained_prompts(run) == trained_prompts(expected)
+    (found, metrics), (wanted, of_expected) = train(run), train(expected)
+    assert found == wanted and trained_prompts(run) == trained_prompts(expected)
+    for name in ("reward", "frac_reward_zero_std", "dynamic_sampling/dropped"):
+        assert [row.get(name) for row in metrics] == [row.get(name) for row in of_expected]
+
+
+def test_dynamic_sampling_on_two_engines_is_the_synchronous_one(tmp_path):
+    options = {"dynamic_sampling": True, "reward": "one_for_even"}
+    expected, run = run_of(tmp_path / "1", train=options), run_of(tmp_path / "2", 2, train=options, max_staleness=0)
+    with given([KillOnce()]):
+        found = train(run)[0]
+    assert found == train(expected)[0] and trained_prompts(run) == trained_prompts(expected)
+
+
+def test_dynamic_sampling_ahead_of_training(tmp_path):
+    """Also of a run that goes on from a checkpoint: all prompts come in their order, and what is trained on differs."""
+    options = {"dynamic_sampling": True, "reward": "one_for_even", "max_steps": 6, "save_steps": 1}
+    run = run_of(tmp_path / "run", train=options, max_staleness=2)
+    for resume in (False, 3):
+        _, metrics = train(run, resume)
+        assert max(row["off_policy/max"] for row in metrics) == 2
+        lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+        for step in range(1, 7):
+            advantages = [line["advantage"] for line in lines if line["step"] == step]
+            groups = [advantages[first : first + 4] for first in range(0, len(advantages), 4)]
+            assert sum(any(group) for group in groups) == 4
+        if resume:
+            # A checkpoint does not have the completions of groups that were replaced.
+            continue
+        prompts = trained_prompts(run)
+        taken = prompt_order(PromptData([None] * 16), run).upcoming(4, len(prompts))
+        assert sorted(prompts) == sorted(f"what is the number {i}? " for i in taken)
+        assert sum(row["dynamic_sampling/dropped"] for row in metrics) > 1
 
 
 def test_without_in_flight_updates_the_result_does_not_depend_on_the_engines(tmp_path):

@@ -67,8 +67,30 @@ class FakeRewards:
         return Scores(np.array([[float(text.split()[0])] for texts, _ in pending for text in texts]))
 
 
-def pipeline_of(folder, version=0, groups=(), prompt_order=None, **options):
-    run = dataclasses.replace(grpo_run(folder / "run", **SIZES), asynchronous=AsyncConfig(**options))
+class DifferingRewards(FakeRewards):
+    """Equal within the group of a prompt whose number is odd, and 0 and 1 within others; known at the second look."""
+
+    weights = np.ones(1)
+
+    def __init__(self):
+        self.seen = []
+
+    def submit(self, prompts, texts, completion_ids, columns, trainer_state):
+        return texts, columns["answer"][0]
+
+    def ready(self, pending):
+        known = [any(each is other for other in self.seen) for each in pending]
+        self.seen += pending
+        return known
+
+    def collect(self, pending):
+        values = [i if answer % 2 == 0 else 0.5 for texts, answer in pending for i in range(len(texts))]
+        return Scores(np.array(values, np.float64)[:, None])
+
+
+def pipeline_of(folder, version=0, groups=(), prompt_order=None, rewards=None, train=None, **options):
+    run = grpo_run(folder / "run", **SIZES | (train or {}))
+    run = dataclasses.replace(run, asynchronous=AsyncConfig(**options))
     schedule = MicroBatchSchedule(run.train, "rows", NUM_PROMPTS)
     prompts = PromptData([Prompt(f"prompt {i}", [i + 1], {"answer": i}, f"row {i}") for i in range(NUM_PROMPTS)])
     prompt_order = prompt_order or PromptOrder(NUM_PROMPTS, True, 0)
@@ -78,7 +100,7 @@ def pipeline_of(folder, version=0, groups=(), prompt_order=None, **options):
         lambda step: TrainerState(step, 20, 0.0),
         lambda step, index: SamplingParams(n=2, seed=100 * step + index),
         prompts,
-        FakeRewards(),
+        rewards or FakeRewards(),
         prompt_order,
         version,
     )
@@ -242,8 +264,60 @@ def test_a_checkpoint_restores_what_is_complete_and_draws_the_rest_again(tmp_pat
         pipeline_of(tmp_path, 1, state[:5], max_staleness=2)
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_groups_of_equal_rewards_give_their_places_to_further_prompts(tmp_path, max_staleness):
+    options = {"rewards": DifferingRewards(), "train": {"dynamic_sampling": True}, "max_staleness": max_staleness}
+    pipeline, engines = pipeline_of(tmp_path, **options)
+    upcoming = PromptOrder(NUM_PROMPTS, True, 0).upcoming(2, 200)
+    seen, checkpoints = [], {}
+    for step in range(20):
+        drawn, _ = take(pipeline, step)
+        kept = [each for each in drawn if each.differs]
+        assert len(kept) == 2 and all(each.prompt % 2 == 0 for each in kept)
+        assert [each.draw for each in drawn] == sorted(each.draw for each in drawn)
+        assert all(each.prompt == upcoming[each.draw] and each.params.seed // 100 == step for each in drawn)
+        if max_staleness == 0:
+            # Those of the synchronous run: the next prompts, as far as the second that differs.
+            assert [each.draw for each in drawn] == list(range(len(seen), len(seen) + len(drawn)))
+            assert drawn[-1].differs
+        assert pipeline.metrics["off_policy/max"] <= max_staleness
+        seen += [each.draw for each in drawn]
+        pipeline.update_weights(step + 1)
+        assert not any(request.version > step + 1 for request in engines.requests.values())
+        checkpoints[step + 1] = encoded(pipeline.state())
+    assert sorted(seen) == list(range(len(seen))) and len(seen) > 60
+    # What the checkpoint's groups have drawn is known again: the same prompt twice has other noise the second time.
+    order = PromptOrder(NUM_PROMPTS, True, 0)
+    again, _ = pipeline_of(tmp_path, 4, checkpoints[4], order, **options | {"rewards": DifferingRewards()})
+    draws = [number for group in checkpoints[4] for number in (group["draw"], *(n for _, n in group["unused"]))]
+    assert again.num_drawn >= max(draws, default=-1) + 1
+    assert len(sum(again.prompt_ids.values(), [])) >= len(draws)
+
+
+def test_a_generation_draws_a_bounded_number_of_prompts(tmp_path):
+    train, rewards = {"dynamic_sampling": True, "max_gen_batches": 3}, DifferingRewards()
+    rewards.collect = lambda pending: Scores(np.ones((2 * len(pending), 1)))
+    pipeline, _ = pipeline_of(tmp_path, rewards=rewards, train=train, max_staleness=0)
+    for step in range(3):
+        drawn, _ = take(pipeline, step)
+        assert [each.draw for each in drawn] == list(range(6 * step, 6 * step + 6))
+        assert not any(each.differs for each in drawn)
+        pipeline.update_weights(step + 1)
+
+
 REFUSED = [
-    ({"dynamic_sampling": True}, {}, {}, r"train.dynamic_sampling and \[async\] cannot both be set"),
+    (
+        {"dynamic_sampling": True, "over_sampling_batch_size": 9},
+        {},
+        {},
+        r"train.dynamic_sampling with \[async\] does not go with train.over_sampling_batch_size",
+    ),
+    (
+        {"dynamic_sampling": True, "difficulty_weights": [1.0, 1.0, 0.0]},
+        {},
+        {},
+        r"train.dynamic_sampling with \[async\] does not go with train.difficulty_weights",
+    ),
     ({"replay_buffer_size": 4}, {}, {}, r"train.replay_buffer_size and \[async\] cannot both be set"),
     ({"sampling_mask_replay": True, "top_k": 4}, {}, {}, "async.max_staleness must be 0, got 4"),
     ({"loss_type": "dppo"}, {}, {}, "async.staleness `is`: train.loss_type dppo has no such weights"),

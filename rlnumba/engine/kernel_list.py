@@ -13,7 +13,7 @@ import numpy as np
 from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.engine.core import BLOCK_SIZE, longest_sequence
 from rlnumba.engine.runner import Runner
-from rlnumba.engine.scheduler import blocks_needed
+from rlnumba.engine.scheduler import blocks_needed, tokens_of_group
 from rlnumba.engine.speculation import MAX_NUM_SEQS, longest_verified
 from rlnumba.engine.step_arrays import decode_state
 from rlnumba.engine.step_shapes import (
@@ -173,21 +173,23 @@ def padded(shape, max_padded):
 
 def prefill_shapes(request, lengths, max_padded, most_rows, longest):
     """The StepShapes of the steps that compute prompts of these lengths with all of their completions: the first one,
-    and one of each number of tokens that the GEMM tells apart, between those of the shortest prompts and of the
-    longest, and of the prompts that are left. Where sequences begin at any time, up to the largest step's, beside
+    and one of each number of tokens that the GEMM has another config for, between those of the shortest prompts and of
+    the longest, and of the prompts that are left. Where sequences begin at any time, up to the largest step's, beside
     mixed_shapes."""
     max_tokens, length = request.engine.max_num_batched_tokens, int(np.median(lengths))
-    at_once = max(min(len(lengths), max_tokens // tokens_of_group(request, length), most_rows // request.n), 1)
 
     def tokens_of(groups, length):
-        return min(groups * tokens_of_group(request, length), max_tokens)
+        group = tokens_of_group(length, request.n, BLOCK_SIZE, request.engine.enable_prefix_caching)
+        return min(groups * group, max_tokens)
+
+    at_once = max(min(len(lengths), max_tokens // tokens_of(1, length), most_rows // request.n), 1)
 
     ranges = [(tokens_of(at_once, min(lengths)), tokens_of(at_once, max(lengths)))]
     if rest := len(lengths) % at_once:
         ranges.append((tokens_of(rest, length), tokens_of(rest, length)))
     if request.mixes:
         ranges.append((max_padded + 1, max_tokens))
-    totals = [tokens_of(at_once, length), *(tokens for each in ranges for tokens in told_apart(*each))]
+    totals = [tokens_of(at_once, length), *(tokens for each in ranges for tokens in sizes_between(*each))]
     found = {}
     for tokens in totals:
         rows = min(at_once * request.n, most_rows, tokens)
@@ -196,15 +198,8 @@ def prefill_shapes(request, lengths, max_padded, most_rows, longest):
     return list(found)
 
 
-def tokens_of_group(request, length):
-    """Tokens that a step computes of a prompt and its completions: of all but the first, what is left of the prompt
-    after its last full block."""
-    tail = (length % BLOCK_SIZE or BLOCK_SIZE) if request.engine.enable_prefix_caching else length
-    return length + (request.n - 1) * min(tail, length)
-
-
-def told_apart(least, most):
-    """Yields numbers of tokens from `least` to `most`, one for each that the GEMM has a choice of its own for."""
+def sizes_between(least, most):
+    """Yields numbers of tokens from `least` to `most`, one for each that the GEMM may have another config for."""
     while least <= most:
         least = min(-(-tokens_of_choice(least) // GEMM_ROWS) * GEMM_ROWS, most)
         yield least

@@ -83,6 +83,13 @@ def blocks_needed(length_limit, block_size):
     return -(-(length_limit - 1) // block_size)
 
 
+def tokens_of_group(prompt_length, n, block_size, prefix_caching):
+    """Tokens that a step computes of a prompt and its n completions, which begin with it: of all but the first what is
+    left of the prompt after its last full block, or all of it without prefix caching."""
+    tail = (prompt_length - 1) % block_size + 1 if prefix_caching else prompt_length
+    return prompt_length + (n - 1) * tail
+
+
 class Scheduler:
     """Moves sequences from waiting to running to finished.
 

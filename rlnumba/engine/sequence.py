@@ -188,7 +188,7 @@ class Sequence:
     noise; length_limit: tokens, prompt included, at which it ends; stop_ids: ids that end it. While it runs its tokens
     are in row `row` of the table (None: it waits); token_ids, logprobs (of every position, 0 in the prompt) and
     policy_versions (of sampled tokens; arrays) are up to date when it leaves the row. is_prefix_leader: whether the
-    sequences of the same prompt wait until it has computed the prompt.
+    sequences of the same prompt wait for it to compute the prompt.
     """
 
     def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), adapter_id=-1):

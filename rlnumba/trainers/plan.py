@@ -12,6 +12,7 @@ parts (deploy.zero_stage 3) have no engine.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from rlnumba.distributed.shared_gradients import staging_bytes
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
 from rlnumba.engine.parallel_size import weights_bytes
 from rlnumba.engine.runner import Runner
-from rlnumba.engine.scheduler import blocks_needed
+from rlnumba.engine.scheduler import blocks_needed, tokens_of_group
 from rlnumba.engine.speculation import longest_verified
 from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.logprob import chunked
@@ -235,11 +236,14 @@ class Planner:
         regions["kv"] = blocks * block_bytes
 
     def _prompts(self, max_prompt_length):
-        """The lengths of all prompts of a run with `[rewards]`: list."""
+        """(the lengths of all prompts of a run with `[rewards]`, a list; tokens that all of them begin with)."""
         of_data = dataclasses.replace(self.run.data, max_prompt_length=max_prompt_length)
         limit = longest_sequence(self.config, self.run.engine)
         found = data.load_prompts(of_data.train, of_data, self.tokenizer, limit, self.config.vocab_size)
-        return [len(prompt.prompt_token_ids) for prompt in found.prompts]
+        ids = [list(prompt.prompt_token_ids) for prompt in found.prompts]
+        # What the first and the last in alphabetical order have in common, all have.
+        common = len(os.path.commonprefix([min(ids), max(ids)])) if ids else 0
+        return list(map(len, ids)), common
 
     def rows(self, run):
         """The rows of a run whose trainer has a file of them, read once for all variants that read the same."""
@@ -351,12 +355,28 @@ def _generate(planner, dtype, run, prompts):
         # Of several ranks, each has its share of the completions, and rank 0 draws those of the report at the end.
         n = run.train.num_generations
         seqs = min(seqs, -(-n * len(prompts) // run.num_ranks))
-        most = max(seqs // n + (2 if seqs % n else 0), REPORTED_PROMPTS)
-        tokens = min(tokens, sum(prompts[:most]))
+        full, rest = divmod(seqs, n)
+        # What is no whole group may be of two.
+        sizes = [n] * full + [rest - rest // 2, rest // 2][: min(rest, 2)]
+        _, common = planner.prompts(run.data.max_prompt_length)
+        tokens = min(
+            tokens, max(_first_step(engine, prompts, each, common) for each in (sizes, [1] * REPORTED_PROMPTS))
+        )
     limit = longest_sequence(config, engine)
     # With "auto" other devices have no steps with drafts.
     verified = longest_verified(engine) if planner.on_gpu or engine.speculative_method == "ngram" else 0
     Runner(model, Context(), BLOCK_SIZE, tokens, min(seqs, tokens), limit, True, verified).reserve_activations()
+
+
+def _first_step(engine, prompts, sizes, common):
+    """Tokens of a step that begins groups of so many completions of prompts of these lengths, which have so many first
+    tokens in common."""
+    caching, found = engine.enable_prefix_caching, 0
+    for length, size in zip(prompts, sizes, strict=False):
+        # Full blocks of the first prompt, with which the others begin.
+        cached = min(common, length - 1) // BLOCK_SIZE * BLOCK_SIZE if caching and found else 0
+        found += tokens_of_group(length, size, BLOCK_SIZE, caching) - cached
+    return found
 
 
 def operator_bytes(tokens, config):
@@ -404,7 +424,8 @@ def _longest_completions(planner, run):
     """(lengths of prompts, completion tokens, prompt tokens of a row) as large as a micro-batch can be: it has
     completions of max_completion_length of the longest prompt."""
     train = run.train
-    prompts = sorted(planner.prompts(run.data.max_prompt_length), reverse=True)[: train.prompts_per_rollout]
+    lengths, _ = planner.prompts(run.data.max_prompt_length)
+    prompts = sorted(lengths, reverse=True)[: train.prompts_per_rollout]
     if not prompts:
         raise UserError(f"{run.data.train}: no prompt is left")
     limit = longest_sequence(planner.config, run.engine)

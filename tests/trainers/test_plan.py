@@ -92,7 +92,8 @@ def test_grpo_takes_what_was_planned(tmp_path, options):
 
 
 def test_rloo_takes_what_was_planned(tmp_path):
-    assert_planned("rloo", rloo_run(tmp_path / "run", max_steps=3), run_rloo)
+    # Prompts of one length.
+    assert_planned("rloo", rloo_run(tmp_path / "run", num_prompts=10, max_steps=3), run_rloo)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +144,22 @@ def test_ranks_take_what_was_planned(tmp_path, monkeypatch):
     steps = {"gradient_accumulation_steps": 1, "max_steps": 2}
     runs = {
         "sft": sft_run(tmp_path / "sft", per_device_train_batch_size=4, global_batch_size=16, **steps),
-        "grpo": grpo_run(tmp_path / "grpo", global_batch_size=16, beta=0.1, **steps),
-        "ppo": ppo_run(tmp_path / "ppo", global_batch_size=16, optim="adamw_8bit", **steps),
+        # Prompts of one length; all runs read one file of them.
+        "grpo": grpo_run(tmp_path / "grpo", num_prompts=10, global_batch_size=16, beta=0.1, **steps),
+        "ppo": ppo_run(
+            tmp_path / "ppo",
+            num_prompts=10,
+            per_device_train_batch_size=2,
+            global_batch_size=8,
+            optim="adamw_8bit",
+            **steps,
+        ),
     }
     runs = {kind: dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=2)) for kind, run in runs.items()}
     # With parts of the weights of policy and reference, and without an engine.
     elsewhere = DeployConfig(num_train_gpus=2, num_infer_gpus=1, zero_stage=3)
-    run = grpo_run(tmp_path / "parts", per_device_train_batch_size=8, global_batch_size=16, beta=0.1, **steps)
+    sizes = {"per_device_train_batch_size": 8, "global_batch_size": 16, "beta": 0.1}
+    run = grpo_run(tmp_path / "parts", num_prompts=10, **sizes, **steps)
     runs["grpo, parts"] = dataclasses.replace(run, deploy=elsewhere, asynchronous=AsyncConfig(max_staleness=0))
     run = preference_run("dpo", tmp_path / "dpo", per_device_train_batch_size=4, global_batch_size=8, **steps)
     runs["dpo, parts"] = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=2, zero_stage=3))

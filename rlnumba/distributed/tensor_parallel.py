@@ -41,7 +41,7 @@ from rlnumba.model.layers import HeapAllocator, PackedAttention
 from rlnumba.model.shard import Columns, Shard, vocabulary
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_base, load_model, pack, read_config
-from rlnumba.runtime import device, garbage
+from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 
 # The module that lists the kernels of ranks.
@@ -166,13 +166,12 @@ def follow(model, config, others=None):
     others: {name: function} of what it leads beside the methods of its runner.
     """
     engine, others = Engine(model, None, config), others or {}
-    with garbage.left_out():
-        while (call := model.ranks.communicator.objects(None)[0]) is not None:
-            method, arguments = call
-            if method != "repeat":
-                # Rank 0 has read the results of its last step, so the memory that the host's arrays go through is free.
-                engine.runner.synchronize()
-            (others.get(method) or getattr(engine.runner, method))(*arguments)
+    while (call := model.ranks.communicator.objects(None)[0]) is not None:
+        method, arguments = call
+        if method != "repeat":
+            # Rank 0 has read the results of its last step, so the memory that the host's arrays go through is free.
+            engine.runner.synchronize()
+        (others.get(method) or getattr(engine.runner, method))(*arguments)
     engine.runner.synchronize()
 
 

@@ -32,6 +32,7 @@ from rlnumba.engine.step_shapes import (
 from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.decode_state import edit_decode_state
 from rlnumba.kernels.gemm.scheduler import tokens_of_choice
+from rlnumba.kernels.ptx.wgmma import ROWS
 from rlnumba.model.config import SCORE_HEAD, ModelConfig
 from rlnumba.model.lora import Adapter, AdapterStack, resolve_targets
 from rlnumba.model.sequence_score import score_sequences
@@ -43,8 +44,6 @@ from rlnumba.runtime.shapes import launches_only
 
 # Layers are alike, so that some stand for all of them, but for a kernel that computes a whole step of so many rows.
 SOME_LAYERS, FEW_ROWS = 3, 16
-# Rows of the GEMM's smallest tile.
-GEMM_ROWS = 64
 # Tokens of a forward that scores, as transformer.score's.
 SCORED_TOKENS = 8192
 
@@ -201,7 +200,7 @@ def prefill_shapes(request, lengths, max_padded, most_rows, longest):
 def sizes_between(least, most):
     """Yields numbers of tokens from `least` to `most`, one for each that the GEMM may have another config for."""
     while least <= most:
-        least = min(-(-tokens_of_choice(least) // GEMM_ROWS) * GEMM_ROWS, most)
+        least = min(-(-tokens_of_choice(least) // ROWS) * ROWS, most)
         yield least
         least += 1
 

@@ -10,7 +10,7 @@ from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.lora import AdapterStack
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_base, load_model, with_adapters
-from rlnumba.runtime import ahead_of_time, device, garbage
+from rlnumba.runtime import ahead_of_time, device
 
 # Tokens that a prompt given as text is taken to have, where only the size of a step follows from it.
 TEXT_TOKENS = 64
@@ -78,17 +78,16 @@ class LLM:
                 RequestOutput(engine.add_request(index, prompt, p, adapter_id).tolist(), [None] * p.n)
                 for index, (prompt, p, adapter_id) in enumerate(zip(prompts, params, adapter_ids, strict=True))
             ]
-            with garbage.left_out():
-                while engine.has_unfinished:
-                    step = engine.step()
-                    for request_id, index, completion in step.finished:
-                        outputs[request_id].completions[index] = completion
-                        if finished is not None and None not in outputs[request_id].completions:
-                            finished(request_id, outputs[request_id])
-                    num_finished += len(step.finished)
-                    num_tokens += step.num_tokens
-                    if progress is not None:
-                        progress(num_finished, total, num_tokens)
+            while engine.has_unfinished:
+                step = engine.step()
+                for request_id, index, completion in step.finished:
+                    outputs[request_id].completions[index] = completion
+                    if finished is not None and None not in outputs[request_id].completions:
+                        finished(request_id, outputs[request_id])
+                num_finished += len(step.finished)
+                num_tokens += step.num_tokens
+                if progress is not None:
+                    progress(num_finished, total, num_tokens)
         except BaseException:  # a signal, too: the next call finds an engine without requests
             engine.reset()
             raise

@@ -21,22 +21,6 @@ def unfrozen_at_end():
             gc.unfreeze()
 
 
-@contextlib.contextmanager
-def left_out():
-    """Inside the block, collections leave out what was there when it began, unless the process has frozen something.
-
-    For loops of steps that are over soon: it costs nothing, since nothing is collected first.
-    """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def freeze():
     """Leave the objects that are there, and no garbage, out of collections from now on."""
     gc.collect()

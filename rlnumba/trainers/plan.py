@@ -359,9 +359,8 @@ def _generate(planner, dtype, run, prompts):
         # What is no whole group may be of two.
         sizes = [n] * full + [rest - rest // 2, rest // 2][: min(rest, 2)]
         _, common = planner.prompts(run.data.max_prompt_length)
-        tokens = min(
-            tokens, max(_first_step(engine, prompts, each, common) for each in (sizes, [1] * REPORTED_PROMPTS))
-        )
+        steps = sizes, [1] * REPORTED_PROMPTS
+        tokens = min(tokens, max(_first_step(engine, prompts, each, common) for each in steps))
     limit = longest_sequence(config, engine)
     # With "auto" other devices have no steps with drafts.
     verified = longest_verified(engine) if planner.on_gpu or engine.speculative_method == "ngram" else 0

@@ -10,7 +10,7 @@ i32 = np.int32
 # Tiles of C are visited in bands of this many tile rows, column by column: the rows of A of a band stay in L2.
 # H200, 8192^3 bfloat16: 803 TFLOP/s, and 692 with 8.
 BAND = 16
-# More tokens than these are rounded, by a sixteenth at most.
+# More tokens than these are rounded up, by an eighth at most.
 MANY_TOKENS = 1024
 
 

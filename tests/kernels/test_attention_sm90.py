@@ -320,13 +320,12 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim, group, paged):
 
 
 @pytest.mark.parametrize(
-    "head_dim, group, group_sizes, tokens, is_alone",
-    [(128, 2, 1, 1, False), (128, 4, 8, 1, False), (256, 8, 1, 1, False), (64, 3, 1, 8, False), (128, 4, 1, 1, True)],
+    "head_dim, group, group_sizes, tokens", [(128, 2, 1, 1), (128, 4, 8, 1), (256, 8, 1, 1), (64, 3, 1, 8)]
 )
-def test_decode_compiles_for_gpus(compile_offline, head_dim, group, group_sizes, tokens, is_alone):
+def test_decode_compiles_for_gpus(compile_offline, head_dim, group, group_sizes, tokens):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
-    config = decode_config(head_dim, BF16, group, 16, group_sizes, tokens, is_alone)
+    config = decode_config(head_dim, BF16, group, 16, group_sizes, tokens)
     assert config.layout.nbytes * config.blocks <= 227 * 1024
     troubles = compile_offline(paged_attention_sm90_kernel(config), DECODE, ARCHITECTURES[0])
     assert not troubles, "\n".join(troubles)

@@ -30,9 +30,8 @@ WORK_INDICES = 4
 MERGE_SLOTS, MERGE_FIELDS = 2, 5
 # Registers of a thread of the warps that load and merge, and of one that computes, where 128 each are not enough.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 88, 168
-# Stages of a block at most: of two on an SM, and of one whose SM has no other. The producers find the next item after
-# the first tile for which there is no stage: of at least eight whose rows they look up at once.
-MOST_STAGES, MOST_STAGES_ALONE = 4, 6
+# Stages of a block at most: more were no faster.
+MOST_STAGES = 4
 # What warp 0 adds to an item's columns: the key head, and whether the item resumes its group's partial. Where q comes
 # from qkv, warp 3 of warpgroup 1 adds whether the new token's key and value do so, too.
 KEY_HEAD, RESUMES_PARTIAL, NEW_TOKEN = ITEM_COLUMNS, ITEM_COLUMNS + 1, ITEM_COLUMNS + 2
@@ -75,11 +74,6 @@ class DecodeConfig(NamedTuple):
     boxes, tile_bytes = AttentionConfig.boxes, AttentionConfig.tile_bytes
 
     @property
-    def multiplies_ahead(self):
-        """Whether the next tile's scores are computed while the softmax of this one is, which takes a stage more."""
-        return self.stages > MOST_STAGES
-
-    @property
     def q_bytes(self):
         """Of the query rows of a work item in shared memory, and of the new token's key and value."""
         return self.boxes * self.rows * shared_memory.LINE + (NEW_TOKEN_BYTES if self.fused_qkv else 0)
@@ -97,25 +91,20 @@ class DecodeConfig(NamedTuple):
         )  # fmt: skip
 
 
-def decode_config(head_dim, element, gqa_ratio, box, group_size=1, tokens=1, is_alone=False):
+def decode_config(head_dim, element, gqa_ratio, box, group_size=1, tokens=1):
     """The DecodeConfig for heads of this size, gqa_ratio query heads of a key head, groups of up to group_size.
 
-    tokens: query tokens of a sequence that fill a work item; more than 1 without groups alone. is_alone: there are
-    SMs for all work items, each of which then takes as long as its chain of tiles: one block of an SM with more stages.
+    tokens: query tokens of a sequence that fill a work item; more than 1 without groups alone.
     """
     rows = -(-gqa_ratio * max(group_size, tokens) // 8) * 8
     # Both forms have the stages of the one that takes more memory.
     config = DecodeConfig(head_dim, element, rows, box, 2, grouped=group_size > 1, fused_qkv=True)
-
-    def stages_of(blocks):
+    for blocks in (2, 1):
         free = SHARED_LIMIT // blocks - 1536 - config.layout.nbytes
-        return free // (2 * config.tile_bytes + 16) + config.stages
-
-    blocks = 2 if stages_of(2) >= 2 else 1
-    stages = min(stages_of(blocks), MOST_STAGES)
-    if is_alone and rows == 8 and not config.grouped and stages_of(1) > MOST_STAGES:
-        blocks, stages = 1, min(stages_of(1), MOST_STAGES_ALONE)
-    return config._replace(stages=stages, blocks=blocks, fused_qkv=False)
+        stages = free // (2 * config.tile_bytes + 16) + config.stages
+        if stages >= 2:
+            break
+    return config._replace(stages=min(stages, MOST_STAGES), blocks=blocks, fused_qkv=False)
 
 
 # Arguments that the warps share; tokens: query tokens of a TMA box of q.
@@ -130,10 +119,10 @@ DecodeItem = namedtuple("DecodeItem", ITEM)
 # A computing thread: its number, warp and lane in the warpgroup; its keys of a tile are 16 warp + group_lane and 8
 # more, its columns of S^T pair, pair + 1, pair + 8 ...; offset: bytes, where it stores a matrix by stmatrix_x2_trans.
 Lane = namedtuple("Lane", "thread warp lane group_lane pair offset")
-# A computing thread's local arrays; those from row_max on have an element for each of its columns of S^T. following:
-# the next tile's scores, where they are computed ahead. total, total_max, total_sum: of the segments of an item before
-# the present one. position: the last key that a column sees. partial_rows: of the columns in Partials, -1 without one.
-ARRAYS = "scores following acc total words row_max row_sum total_max total_sum tile_max rescale position partial_rows"
+# A computing thread's local arrays; those from row_max on have an element for each of its columns of S^T. total,
+# total_max, total_sum: of the segments of an item before the present one. position: the last key that a column sees.
+# partial_rows: of the columns in Partials, -1 for columns without one.
+ARRAYS = "scores acc total words row_max row_sum total_max total_sum tile_max rescale position partial_rows"
 Registers = namedtuple("Registers", ARRAYS)
 
 
@@ -251,7 +240,7 @@ def mainloop_function(config):
         segment // softmax.TILE_KEYS,
     )
     columns, score_count, acc_count, word_count = rows // 4, rows // 2, boxes * rows // 2, rows // 4
-    several, multiplies_ahead = config.max_leading > 1, config.multiplies_ahead
+    several = config.max_leading > 1
     start_scores, wait_scores = wgmma_async(rows, element, -(-head_dim // 16)), wgmma_wait_group(score_count, 0)
     start_values = wgmma_async(rows, element, softmax.TILE_KEYS // 16, "mn", blocks=boxes)
     wait_values = wgmma_wait_group(acc_count, 0)
@@ -282,21 +271,9 @@ def mainloop_function(config):
                 acc[j + 2] *= rescale[i]
 
     @device_function
-    def multiply_by_keys(scores, item, index, kv, q_tile, full, stage, parity, is_first, at):
-        """Start the scores of tile `index` once it has arrived. is_first: they have not been started before."""
-        k_tile = shared_memory.Address(kv + stage * (2 * tile_bytes))
-        mbarrier_wait(shared_memory.Address(full + stage * MBARRIER_BYTES), parity)
-        if fused and item.new_token > 0 and is_first and index == item.tiles - 1:
-            tile_key = item.first_key + index * softmax.TILE_KEYS
-            write_new_token(q_tile, k_tile, i32(item.context_len - 1 - tile_key), at.thread)
-        start_scores(scores, smem_descriptor(k_tile), smem_descriptor(q_tile), i32(0))
-
-    @device_function
     def mainloop(registers, item, base, q_tile, stage, parity, reciprocal, c, at):
         """Leave (m, l, acc) of the work item in row_max, row_sum and acc; returns (stage, parity) of the ring."""
-        scores, following, acc, total, words, row_max, row_sum, total_max, total_sum, tile_max, rescale, position, _ = (
-            registers
-        )
+        scores, acc, total, words, row_max, row_sum, total_max, total_sum, tile_max, rescale, position, _ = registers
         p, kv = shared_memory.Address(base + layout.p), shared_memory.Address(base + layout.kv)
         full, empty = shared_memory.Address(base + layout.full), shared_memory.Address(base + layout.empty)
         reset(row_max, row_sum)
@@ -308,29 +285,20 @@ def mainloop_function(config):
             first_position = i32(item.first_key + item.tiles * softmax.TILE_KEYS)
             for i in range(columns):
                 position[i] = first_position
-        if multiplies_ahead:
-            multiply_by_keys(following, item, i32(0), kv, q_tile, full, stage, parity, True, at)
-            wait_scores(following)
         for index in range(item.tiles):
             tile_key = i32(item.first_key + index * softmax.TILE_KEYS)
-            v_tile = shared_memory.Address(kv + stage * (2 * tile_bytes) + tile_bytes)
-            next_stage, next_parity = advance(stage, parity)
+            k_tile = shared_memory.Address(kv + stage * (2 * tile_bytes))
+            v_tile = shared_memory.Address(k_tile + tile_bytes)
             new_segment = (index & i32(segment_tiles - 1)) == 0
             if several and new_segment and index > 0:
                 column_sums(row_sum, shared_memory.Address(base + layout.row_sum), at.warp, at.group_lane, at.pair)
                 merge_segment(acc, row_max, row_sum, total, total_max, total_sum, index == segment_tiles)
                 reset(row_max, row_sum)
-            if multiplies_ahead:
-                for i in range(score_count):
-                    scores[i] = following[i]
-                # After the last tile its own once more: ptxas keeps products asynchronous that depend on no condition.
-                has_next = index + 1 < item.tiles
-                ahead = i32(index + has_next)
-                ahead_stage, ahead_parity = next_stage if has_next else stage, next_parity if has_next else parity
-                multiply_by_keys(following, item, ahead, kv, q_tile, full, ahead_stage, ahead_parity, has_next, at)
-            else:
-                multiply_by_keys(scores, item, i32(index), kv, q_tile, full, stage, parity, True, at)
-                wait_scores(scores)
+            mbarrier_wait(shared_memory.Address(full + stage * MBARRIER_BYTES), parity)
+            if fused and item.new_token > 0 and index == item.tiles - 1:
+                write_new_token(q_tile, k_tile, i32(item.context_len - 1 - tile_key), at.thread)
+            start_scores(scores, smem_descriptor(k_tile), smem_descriptor(q_tile), i32(0))
+            wait_scores(scores)
             if i32(tile_key + (softmax.TILE_KEYS - 1)) > first_position:
                 apply_mask(scores, i32(tile_key + at.warp * 16 + at.group_lane), position)
             column_max(
@@ -345,11 +313,9 @@ def mainloop_function(config):
             named_barrier_sync(STORED, WARPGROUP)
             start_values(acc, smem_descriptor(v_tile), smem_descriptor(p), i32(not new_segment))
             wait_values(acc)
-            if multiplies_ahead:
-                wait_scores(following)
             if at.thread == 0:
                 mbarrier_arrive(shared_memory.Address(empty + stage * MBARRIER_BYTES))
-            stage, parity = next_stage, next_parity
+            stage, parity = advance(stage, parity)
         column_sums(row_sum, shared_memory.Address(base + layout.row_sum), at.warp, at.group_lane, at.pair)
         if several and (item.tiles > segment_tiles or item.resumes_partial > 0):
             merge_segment(acc, row_max, row_sum, total, total_max, total_sum, False)
@@ -477,7 +443,6 @@ def consumer_function(config):
     rows, grouped, resumes, layout, q_bytes = config.rows, config.grouped, config.resumes, config.layout, config.q_bytes
     columns, score_count, acc_count, fused = rows // 4, rows // 2, config.boxes * rows // 2, config.fused_qkv
     total_count = acc_count if config.max_leading > 1 else 1
-    following_count = score_count if config.multiplies_ahead else 1
     mainloop, (_, next_slot) = mainloop_function(config), ring(Q_SLOTS)
     resume, write_partial, enqueue = partial_functions(config)
     write_out, write_zeros = output_functions(config)
@@ -498,9 +463,8 @@ def consumer_function(config):
         offset = shared_memory.Address(line * shared_memory.LINE + (((warp * i32(2) + half_of_keys) ^ line) << i32(4)))
         at = Lane(thread, warp, lane, i32(lane >> i32(2)), i32(i32(2) * i32(lane & i32(3))), offset)
         registers = Registers(
-            cuda.local.array(score_count, np.float32), cuda.local.array(following_count, np.float32),
-            cuda.local.array(acc_count, np.float32), cuda.local.array(total_count, np.float32),
-            cuda.local.array(columns, np.int32),
+            cuda.local.array(score_count, np.float32), cuda.local.array(acc_count, np.float32),
+            cuda.local.array(total_count, np.float32), cuda.local.array(columns, np.int32),
             cuda.local.array(columns, np.float32), cuda.local.array(columns, np.float32),
             cuda.local.array(columns, np.float32), cuda.local.array(columns, np.float32),
             cuda.local.array(columns, np.float32), cuda.local.array(columns, np.float32),
@@ -508,8 +472,6 @@ def consumer_function(config):
         )  # fmt: skip
         for i in range(score_count):
             registers.scores[i] = f32(0.0)
-        for i in range(following_count):
-            registers.following[i] = f32(0.0)
         for i in range(acc_count):
             registers.acc[i] = f32(0.0)
         row_result = shared_memory.Address(base + layout.row_result)

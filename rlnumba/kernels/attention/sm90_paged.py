@@ -14,7 +14,7 @@ from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_decode_consumer import THREADS, DecodeConfig, decode_config
 from rlnumba.kernels.attention.sm90_decode_qkv import paged_attention_qkv_sm90_kernel
 from rlnumba.kernels.attention.sm90_forward import MAX_DECODE_ROWS, attention_config, launch_attention
-from rlnumba.kernels.attention.softmax import LOG2_E, SEGMENT_KEYS, TILE_KEYS
+from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
 from rlnumba.kernels.attention.split_kv import Workspace
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.nn.rope import head_shape, in_halves
@@ -104,11 +104,9 @@ def plan_decode(
     shape = (element, heads, kv_heads, head_dim, block_size, sequences)
     made_for = (*shape, max_seqlen_q, max_context_len, max_group_size)
     item_tokens = item_tokens_of(gqa_ratio, sequences, max_seqlen_q)
-    most_items = sequences * kv_heads * -(-max_context_len // SEGMENT_KEYS)
     config = config or decode_config(
-        head_dim, element, gqa_ratio, min(block_size, TILE_KEYS), max_group_size, item_tokens,
-        is_alone=max_seqlen_q == 1 and most_items <= device.sm_count(),
-    )  # fmt: skip
+        head_dim, element, gqa_ratio, min(block_size, TILE_KEYS), max_group_size, item_tokens
+    )
     grid = blocks or device.sm_count() * config.blocks
     # A leading span of several segments merges in registers; but it must not be too large a part of a block's work.
     max_leading = min(max_leading or max(sequences * kv_heads // grid, 1), config.max_leading)

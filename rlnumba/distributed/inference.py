@@ -25,7 +25,8 @@ import subprocess
 import sys
 import threading
 import time
-from multiprocessing import Pipe
+from multiprocessing import Pipe, reduction
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,27 +101,81 @@ class Process:
         return type(self)(self.index, setup, arrived)
 
 
+class Spawned(NamedTuple):
+    """A process of this host which has been started, and waits for its Setup."""
+
+    process: subprocess.Popen
+    connection: Connection
+
+    def end(self):
+        """Kill it, and those that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def spawn():
+    """A Spawned process. It ends by itself when this one does."""
+    own, other = Pipe()
+    # The package itself is found last, wherever the trainer found it.
+    path = [*sys.path, str(Path(__file__).parents[2])]
+    command = [sys.executable, "-c", MAIN.format(path=path, descriptor=other.fileno())]
+    # In a session of its own: Ctrl-C in a terminal goes to all processes of the trainer's.
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], start_new_session=True)
+    other.close()
+    return Spawned(process, own)
+
+
+class WaitingProcesses:
+    """`count` processes that are spawned at once, and import the package while the trainer finds out their Setup.
+
+    A context manager, which ends those that `start` has not taken.
+    """
+
+    def __init__(self, count):
+        self._spawned = []
+        try:
+            for _ in range(count):
+                self._spawned.append(spawn())
+        except BaseException:  # a signal, too
+            self._end()
+            raise
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self._end()
+
+    def start(self, index, setup, arrived):
+        """A SpawnedProcess: one that waits, as long as there are any."""
+        return SpawnedProcess(index, setup, arrived, self._spawned.pop(0) if self._spawned else None)
+
+    def _end(self):
+        for spawned in self._spawned:
+            spawned.end()
+            spawned.connection.close()
+        self._spawned.clear()
+
+
 class SpawnedProcess(Process):
     """An inference process of this host.
 
-    setup: its Setup. arrived(process, message): called in a thread with all that it sends, and at last Ended.
+    setup: its Setup. arrived(process, message): called in a thread with all that it sends, and at last Ended. spawned:
+    the Spawned that it becomes; None for a new one.
     """
 
-    def __init__(self, index, setup, arrived):
+    def __init__(self, index, setup, arrived, spawned=None):
         super().__init__(index)
-        own, other = Pipe()
+        self._spawned = spawned or spawn()
+        self.process, own = self._spawned
+        # Nothing is sent to a process that has ended, of which its connection tells.
+        with contextlib.suppress(OSError):
+            own.send(setup)
+            if setup.staging is not None:
+                reduction.send_handle(own, setup.staging[2], self.process.pid)
         self.connection = QueuedConnection(own)
-        # The package itself is found last, wherever the trainer found it.
-        path = [*sys.path, str(Path(__file__).parents[2])]
-        code = MAIN.format(path=path, descriptor=other.fileno())
-        descriptors = [other.fileno(), *([] if setup.staging is None else [setup.staging[2]])]
-        # In a session of its own: Ctrl-C in a terminal goes to all processes of the trainer's.
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True
-        )
-        other.close()
         self._arrived = arrived
-        self.send(setup)
         self._reader = threading.Thread(target=self._receive_all, daemon=True)
         self._reader.start()
 
@@ -129,9 +184,7 @@ class SpawnedProcess(Process):
 
     def end(self):
         """Kill the process, and those that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self._spawned.end()
         # Until no process has the other end of the connection open, and all memory is given back.
         self._reader.join(END_S)
         self.connection.finish(END_S)

@@ -9,6 +9,7 @@ weights become the live ones. Where the model is cut over several GPUs, this pro
 import os
 import sys
 import time
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -94,14 +95,24 @@ class Refused(NamedTuple):
 
 def main(descriptor):
     """Serve the connection of a file descriptor until it closes."""
+    incoming = Connection(descriptor)
     # Decoding does not wait for the trainer to read what is complete.
-    connection = QueuedConnection(Connection(descriptor))
-    code = serve(connection, connection.recv)
+    connection = QueuedConnection(incoming)
+    code = serve(connection, lambda: receive_setup(incoming))
     connection.finish(FINISH_S)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     # Not through exit handlers, which may wait for threads.
     os._exit(code)
+
+
+def receive_setup(connection):
+    """The Setup that comes first over a Connection, with the descriptor of its staging, which comes behind it."""
+    setup = connection.recv()
+    if setup.staging is not None:
+        nbytes, slots, _ = setup.staging
+        setup = setup._replace(staging=(nbytes, slots, reduction.recv_handle(connection)))
+    return setup
 
 
 def serve(connection, setup_of):

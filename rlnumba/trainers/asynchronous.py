@@ -28,7 +28,7 @@ import numpy as np
 
 from rlnumba.config.runs import RUNS
 from rlnumba.distributed import ray_cluster
-from rlnumba.distributed.inference import Engines, Limits, SpawnedProcess
+from rlnumba.distributed.inference import Engines, Limits
 from rlnumba.distributed.inference_worker import Alive, Setup
 from rlnumba.distributed.placement import gpus_of_ranks, most_ranks_per_gpu
 from rlnumba.distributed.ray_engines import ObjectSender, RayEngines
@@ -414,12 +414,13 @@ class RemoteEngines:
     """Inference processes as a Pipeline's engines; see Engines. They are of this host, or of a Ray cluster.
 
     wait_s: how long the trainer waits for groups at a time. is_own: whether the trainer's LLM has the same engine.
-    pusher: the WeightPusher of this rank, or None where weights go through the host's memory.
+    pusher: the WeightPusher of this rank, or None where weights go through the host's memory. waiting: the
+    WaitingProcesses that processes of this host are taken from.
     """
 
     wait_s, is_own = POLL_S, False
 
-    def __init__(self, run, policy, pipeline, pusher):
+    def __init__(self, run, policy, pipeline, pusher, waiting):
         options, deploy, model = run.asynchronous, run.deploy, policy.model
         self.count, size = deploy.num_engines, deploy.tensor_parallel_size
         on_gpus, is_on_ray = device.name() == "cuda", deploy.launcher == "ray"
@@ -429,7 +430,7 @@ class RemoteEngines:
         gpus = [None] * (deploy.num_train_gpus + deploy.num_infer_gpus)
         if on_gpus and (not is_on_ray or ray_cluster.is_of_this_process()):
             gpus = gpus_of_ranks(len(gpus), "deploy.num_train_gpus + deploy.num_infer_gpus")
-        self._nodes, start, sender_class, kernels = None, SpawnedProcess, WeightSender, None
+        self._nodes, start, sender_class, kernels = None, waiting.start, WeightSender, None
         if is_on_ray:
             self._nodes = RayEngines(deploy, on_gpus, limits)
             start, sender_class = self._nodes.start, ObjectSender
@@ -695,11 +696,11 @@ def generations_from(schedule, step, begun):
             begun = True
 
 
-def start_ahead(run, policy, llm, prompts, rewards, state, schedule, step, groups, params_of):
+def start_ahead(run, policy, llm, prompts, rewards, state, schedule, step, groups, params_of, waiting):
     """The Ahead of a run with [async]; the engines start with `start`.
 
     rewards: Rewards or RewardsOnRanks. state: DataState, whose order it advances. step: optimizer steps done. groups:
-    of a checkpoint. params_of(step, index): SamplingParams of a generation.
+    of a checkpoint. params_of(step, index): SamplingParams of a generation. waiting: WaitingProcesses.
     """
     communicator, pipeline = policy.communicator, None
     if communicator is None or communicator.rank == 0:
@@ -717,7 +718,7 @@ def start_ahead(run, policy, llm, prompts, rewards, state, schedule, step, group
 
     def make_engines(pipeline):
         if run.deploy.num_infer_gpus:
-            return RemoteEngines(run, policy, pipeline, pusher)
+            return RemoteEngines(run, policy, pipeline, pusher, waiting)
         return InterleavedEngine(run, policy, pipeline, llm.engine)
 
     return Ahead(pipeline, communicator, llm, prompts, rewards, make_engines, pusher)

@@ -15,6 +15,7 @@ from contextlib import closing, nullcontext
 from functools import partial
 from typing import NamedTuple
 
+from rlnumba.distributed.inference import WaitingProcesses
 from rlnumba.distributed.ray_cluster import connected
 from rlnumba.distributed.replicas import llm_on_ranks
 from rlnumba.distributed.weight_shards import is_in_parts
@@ -63,8 +64,8 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator
     # A ConfigError of generation_kwargs comes before anything is loaded.
     sampling_params(run.train, 0, 1)
     run = engine_size_of(run, communicator)
-    with nodes_of(run, communicator):
-        PromptLoop(algorithm, run, resume, reward_funcs, communicator).train()
+    with nodes_of(run, communicator), WaitingProcesses(processes_of(run, communicator)) as waiting:
+        PromptLoop(algorithm, run, resume, reward_funcs, communicator, waiting).train()
 
 
 def nodes_of(run, communicator):
@@ -76,16 +77,23 @@ def nodes_of(run, communicator):
     return connected("deploy.num_infer_nodes", deploy.num_infer_nodes, processes, device.name() == "cuda")
 
 
+def processes_of(run, communicator):
+    """How many inference processes this rank starts on its host: int."""
+    deploy, is_first = run.deploy, communicator is None or communicator.rank == 0
+    return deploy.num_engines if is_first and deploy.num_infer_gpus and deploy.launcher != "ray" else 0
+
+
 class PromptLoop:
     """What a run has loaded, and its steps. The arguments are those of train_on_prompts.
 
     llm: of this rank; generator: the LLM, or that of all ranks. elsewhere: the EngineElsewhere that both have where
-    ranks have the weights in parts, else None. ahead: the Ahead of a run with [async], else None.
-    state: the DataState; complete: what a checkpoint keeps of the data after the last complete step.
+    ranks have the weights in parts, else None. ahead: the Ahead of a run with [async], else None; waiting: the
+    WaitingProcesses that become its inference processes. state: the DataState; complete: what a checkpoint keeps of the
+    data after the last complete step.
     """
 
-    def __init__(self, algorithm, run, resume, reward_funcs, communicator):
-        self.algorithm, self.run = algorithm, run
+    def __init__(self, algorithm, run, resume, reward_funcs, communicator, waiting):
+        self.algorithm, self.run, self.waiting = algorithm, run, waiting
         self.folder = folder = begin_run(algorithm.name, run, resume, communicator)
         self.rewards = load_rewards(run, reward_funcs) if folder.is_first_rank else None
         if self.rewards is not None:
@@ -133,7 +141,7 @@ class PromptLoop:
             return sampling_params(train, rollout.derived_seed(run.seed, step, index, 0), train.num_generations)
 
         parts = self.policy, self.llm, self.prompts, self.rewards, self.state, self.schedule
-        ahead = start_ahead(run, *parts, step, groups, params_of)
+        ahead = start_ahead(run, *parts, step, groups, params_of, self.waiting)
         if self.elsewhere:
             self.elsewhere.ahead = ahead
         self.algorithm = self.algorithm._replace(generate=partial(self.algorithm.generate, ahead=ahead))

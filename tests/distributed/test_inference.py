@@ -4,14 +4,17 @@ import dataclasses
 import os
 import queue
 import signal
+import subprocess
+import sys
 import time
 from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 
 from rlnumba.config import EngineConfig
 from rlnumba.distributed import inference
-from rlnumba.distributed.inference import Engines, InferenceError, Limits
+from rlnumba.distributed.inference import Engines, InferenceError, Limits, SpawnedProcess, WaitingProcesses
 from rlnumba.distributed.inference_worker import Setup
 from rlnumba.distributed.queued_connection import QueuedConnection
 from rlnumba.distributed.weight_sync import WeightSender
@@ -30,10 +33,13 @@ BUCKET_BYTES = 1 << 15
 class Fixture:
     """Engines with some processes, and one in this process whose completions are the expected ones.
 
-    make_sender(trained): a WeightSender or WeightPusher. setup: of each process what differs from the defaults here.
+    make_sender(trained): a WeightSender or WeightPusher. start: of Engines. setup: of each process what differs from
+    the defaults here.
     """
 
-    def __init__(self, count=2, make_sender=lambda trained: WeightSender(trained, 2, BUCKET_BYTES), **setup):
+    def __init__(
+        self, count=2, make_sender=lambda trained: WeightSender(trained, 2, BUCKET_BYTES), start=SpawnedProcess, **setup
+    ):
         self.folder = setup.get("model", str(MODEL))
         self.model = load_model(self.folder, setup.get("dtype", "float32"))
         self.sender = make_sender(self.model.trained)
@@ -44,7 +50,8 @@ class Fixture:
             gpu=None, num_sharing=1, staging=staging and (staging.nbytes, staging.slots, staging.descriptor),
             bucket_bytes=self.sender.bucket_bytes, in_flight=True, keep_cache=True,
         )._replace(**setup)  # fmt: skip
-        self.engines = Engines(lambda index: setup, self.sender, count, self.finished.put, self.expired.put, LIMITS)
+        done = self.finished.put, self.expired.put
+        self.engines = Engines(lambda index: setup, self.sender, count, *done, LIMITS, start)
         self.version = self.numbers = 0
         self.engines.start(0)
 
@@ -101,6 +108,36 @@ def running():
     assert all(process.process.poll() is not None for process in fixture.engines.processes)
 
 
+def test_processes_that_wait_are_taken_first(capfd):
+    """One of them has ended by then, one is not needed."""
+    with WaitingProcesses(3) as waiting:
+        ended, taken, unused = [spawned.process for spawned in waiting._spawned]
+        os.kill(ended.pid, signal.SIGKILL)
+        ended.wait()
+        fixture = Fixture(start=waiting.start)
+        with fixture.engines:
+            requests = fixture.submit(4)
+            assert fixture.wait(4) == fixture.expected(requests)
+            assert fixture.engines.processes[1].process is taken and unused.poll() is None
+            assert "inference process 0: its process was ended by SIGKILL" in capfd.readouterr().err
+    assert taken.poll() is not None and unused.poll() is not None
+
+
+def test_processes_that_wait_end_with_the_trainer():
+    code = """
+import os, signal
+from rlnumba.distributed.inference import WaitingProcesses
+with WaitingProcesses(1) as waiting:
+    print(waiting._spawned[0].process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_groups_are_shared_out_and_have_the_text_of_one_engine(running):
     for _ in range(3):  # versions: both slots of the staging memory are used again
         running.push()
@@ -114,6 +151,10 @@ def test_groups_are_shared_out_and_have_the_text_of_one_engine(running):
 def test_the_groups_of_a_process_that_ends_or_stalls_are_drawn_again(running, how, capfd):
     requests = running.submit(6)
     victim = running.engines.processes[0]
+    deadline = time.monotonic() + 120
+    while not victim.has_started:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     os.kill(victim.process.pid, how)
     if how == signal.SIGSTOP:
         running.engines.limits = LIMITS._replace(stale_s=1.5)

@@ -45,11 +45,12 @@ def arguments_of(parser):
     parser.add_argument("--prompt-length", type=int, default=12, help="tokens")
     parser.add_argument("--completion-length", type=int, default=2048, help="the longest")
     parser.add_argument("--max-staleness", type=int, default=4)
+    parser.add_argument("--order", choices=("start", "completion"), default="start", help="of groups in training")
     parser.add_argument("--in-flight", choices=("true", "false"), default="true")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=6, help="steps that are not counted")
-    parser.add_argument("--sync-steps", type=int, help="of the synchronous run, if not as many")
+    parser.add_argument("--sync-steps", type=int, help="of the synchronous run, if not as many; 0: without it")
     parser.add_argument("--sync-warmup", type=int, help="of these not counted, if not as many")
     return parser.parse_args()
 
@@ -136,7 +137,7 @@ def measure(run, warmup):
     return {
         "seconds": seconds, "tokens_per_s": tokens, "wait": wait,
         "busy": share("infer_utilization"), "idle": share("infer_idle"),
-        "age": mean("token_staleness/mean"), "sync_s": mean("weight_sync_time_s"),
+        "age": mean("token_staleness/mean"), "oldest": max(each.get("off_policy/max", 0) for each in rows), "sync_s": mean("weight_sync_time_s"),
         "pause_s": mean("weight_pause_time_s"),
     }  # fmt: skip
 
@@ -149,31 +150,36 @@ def main():
     write_prompts(folder / "prompts.jsonl", 64 * arguments.prompts, arguments.prompt_length)
     deploy = DeployConfig(num_train_gpus=arguments.train_gpus + arguments.infer_gpus)
     run = dataclasses.replace(run_of(folder, arguments, dtype), deploy=deploy)
-    steps, warmup = arguments.sync_steps or arguments.steps, arguments.warmup
+    steps, warmup = arguments.steps if arguments.sync_steps is None else arguments.sync_steps, arguments.warmup
     sync_warmup = warmup if arguments.sync_warmup is None else arguments.sync_warmup
-    synchronous = dataclasses.replace(run, train=dataclasses.replace(run.train, max_steps=steps))
     asynchronous = dataclasses.replace(
         run,
         output_dir=str(folder / "asynchronous"),
         deploy=DeployConfig(num_train_gpus=arguments.train_gpus, num_infer_gpus=arguments.infer_gpus),
         asynchronous=AsyncConfig(
             max_staleness=arguments.max_staleness,
+            order=arguments.order,
             in_flight_weight_updates=arguments.in_flight == "true",
             queue_maxsize=run.train.global_batch_size * (arguments.max_staleness + 2),
         ),
     )
-    found = {"sync": measure(synchronous, sync_warmup), "async": measure(asynchronous.weighted(), warmup)}
+    found = {}
+    if steps:
+        synchronous = dataclasses.replace(run, train=dataclasses.replace(run.train, max_steps=steps))
+        found["sync"] = measure(synchronous, sync_warmup)
+    found["async"] = measure(asynchronous.weighted(), warmup)
     for name, each in found.items():
         values = f"{each['seconds']:.3f} s a step, {each['tokens_per_s']:.0f} tokens/s"
         if name == "async":
             values += (
                 f"; trainer waits {each['wait']:.0%}, inference decodes {each['busy']:.0%} of the time and has nothing "
                 f"to decode {each['idle']:.0%}; tokens "
-                f"{each['age']:.1f} steps old; {1e3 * each['sync_s']:.1f} ms to send the weights, for which decoding "
+                f"{each['age']:.1f} steps old, at most {each['oldest']}; {1e3 * each['sync_s']:.1f} ms to send the weights, for which decoding "
                 f"pauses {1e3 * each['pause_s']:.1f} ms"
             )
         row(f"{name}, groups of {median_length(arguments.completion_length)} tokens in the median", values)
-    row("speed of async", f"{found['async']['tokens_per_s'] / found['sync']['tokens_per_s']:.2f} x sync", "1.5")
+    if steps:
+        row("speed of async", f"{found['async']['tokens_per_s'] / found['sync']['tokens_per_s']:.2f} x sync", "1.5")
     shutil.rmtree(folder)
 
 

@@ -137,7 +137,8 @@ def measure(run, warmup):
     return {
         "seconds": seconds, "tokens_per_s": tokens, "wait": wait,
         "busy": share("infer_utilization"), "idle": share("infer_idle"),
-        "age": mean("token_staleness/mean"), "oldest": max(each.get("off_policy/max", 0) for each in rows), "sync_s": mean("weight_sync_time_s"),
+        "age": mean("token_staleness/mean"), "oldest": int(max(each.get("off_policy/max", 0) for each in rows)),
+        "sync_s": mean("weight_sync_time_s"),
         "pause_s": mean("weight_pause_time_s"),
     }  # fmt: skip
 
@@ -174,7 +175,8 @@ def main():
             values += (
                 f"; trainer waits {each['wait']:.0%}, inference decodes {each['busy']:.0%} of the time and has nothing "
                 f"to decode {each['idle']:.0%}; tokens "
-                f"{each['age']:.1f} steps old, at most {each['oldest']}; {1e3 * each['sync_s']:.1f} ms to send the weights, for which decoding "
+                f"{each['age']:.1f} steps old, at most {each['oldest']}; {1e3 * each['sync_s']:.1f} ms to send the "
+                "weights, for which decoding "
                 f"pauses {1e3 * each['pause_s']:.1f} ms"
             )
         row(f"{name}, groups of {median_length(arguments.completion_length)} tokens in the median", values)

@@ -13,11 +13,13 @@ import time
 import numpy as np
 import pytest
 
+from rlnumba.config import load_run
 from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.runtime import ahead_of_time, cache, compile, compile_pool, device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.equal_functions import function_key
 from rlnumba.runtime.launch import find_kernel
+from rlnumba.trainers.run_folder import kernel_request
 from tests import small_kernels
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -195,6 +197,7 @@ import re
 from rlnumba.runtime import compile
 from rlnumba.runtime.device import cuda
 from rlnumba.kernels.nn.reduce import group_mean_std_kernel, sum_kernel
+from rlnumba.config import load_run
 from rlnumba.kernels.ptx.warp import device_function
 
 F1, F2 = "float32[::1]", "float32[:,::1]"
@@ -347,6 +350,28 @@ def test_an_asynchronous_run_lists_the_kernels_of_old_completions_and_of_parts_o
     assert not lacking and has_more, "sequences begin while others decode, in steps of any size"
     assert losses and all("correction_level='token', correction_truncates=True" in each for each in losses)
     assert added, "a part has GEMMs of its own"
+
+
+def request_of(kind, *options):
+    """What KERNEL_LIST is asked for a run of an example."""
+    run = load_run(kind, str(ROOT / "examples" / RUNS.get(kind, "sft.toml")), options)
+    return kernel_request(kind, run)
+
+
+OF_ANY_RUN = [("output_dir", "other"), ("train.learning_rate", "1e-3"), ("train.run_name", "other")]
+OF_PROMPTS_RUN = [("seed", "7"), ("train.max_steps", "9"), ("train.num_train_epochs", "2")]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo"])
+def test_a_run_with_another_seed_has_the_list_of_the_first(kind):
+    assert request_of(kind, *OF_ANY_RUN, *OF_PROMPTS_RUN) == request_of(kind)
+    assert request_of(kind, ("train.max_completion_length", "9")) != request_of(kind)
+
+
+def test_rows_in_another_order_have_a_list_of_their_own():
+    assert request_of("sft", *OF_ANY_RUN) == request_of("sft")
+    for option in OF_PROMPTS_RUN:
+        assert request_of("sft", option) != request_of("sft")
 
 
 TRAINED = """

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlnumba import checkpoint
 from rlnumba.config.keys import Section, sections_of
+from rlnumba.config.rollout import PromptRun
 from rlnumba.distributed.launch import stop_requested
 from rlnumba.distributed.saving import SharedSaver
 from rlnumba.errors import UserError
@@ -36,10 +37,17 @@ KERNEL_LIST = "rlnumba.trainers.kernel_list"
 
 
 def kernel_request(trainer, run):
-    """What KERNEL_LIST takes: (trainer, Run), without what its kernels do not depend on."""
-    size = run.deploy.tensor_parallel_size
+    """What KERNEL_LIST takes: (trainer, Run), without what its kernels do not depend on.
+
+    So a run for whose like all kernels were compiled begins without a list of them (runtime/ahead_of_time.py).
+    """
+    size, run = run.deploy.tensor_parallel_size, run.on_ranks().weighted()
     cut = {"tensor_parallel_size": size, "num_infer_gpus": size} if size > 1 else {}
-    return trainer, replace(run.on_ranks().weighted(), output_dir="-", deploy=type(run.deploy)(**cut))
+    train = replace(run.train, learning_rate=0.0, report_to=[], run_name=None)
+    if isinstance(run, PromptRun):
+        # Rows of a file have a largest micro-batch by their order, and by how far it is followed; completions do not.
+        train, run = replace(train, max_steps=1, num_train_epochs=1.0), replace(run, seed=0)
+    return trainer, replace(run, output_dir="-", train=train, deploy=type(run.deploy)(**cut))
 
 
 def start_compiling(trainer, run):

@@ -198,7 +198,7 @@ def picture(paths):
     if any(run[0]["cold"] for run in runs):
         by_second.plot([], [], ":", color="black", linewidth=0.9, label="kernels compiled in the run")
         by_second.legend(frameon=False, loc="upper left")
-    by_step.legend(frameon=False, loc="upper left")
+    by_step.legend(frameon=False, loc="lower right")
     for axis in (by_step, by_second):
         axis.grid(True, color="#dddddd", linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)

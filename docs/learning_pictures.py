@@ -1,6 +1,7 @@
 """Draws the curves of the arithmetic runs: python docs/learning_pictures.py [folder]
 
-folder: holds the output_dir of each of RUNS, by that name, and grpo-*.jsonl of bench/learning.py below `learning/`.
+folder: holds the output_dir of each of RUNS, by that name, grpo-*.jsonl of bench/learning.py below `learning/`, and the
+files of `bench/learning.py compare` below `compare/`.
 What the pictures need of them is copied to bench/results/learning/ first. docs/make_pictures.py draws the same.
 """
 
@@ -81,6 +82,13 @@ def collect(folder):
                     target.write(json.dumps({"step": row["step"], **kept}) + "\n")
     for path in sorted((folder / "learning").glob("grpo-*.jsonl")):
         shutil.copy(path, RESULTS)
+    for path in sorted((folder / "compare").glob("rlnumba-*.jsonl")):
+        about, *rows = map(json.loads, path.read_text().splitlines())
+        kept = [
+            {"step": row["step"]} | {name: float(f"{row[name]:.5g}") for name in ("reward", "seconds")} for row in rows
+        ]
+        lines = [json.dumps(row) + "\n" for row in [about, *kept]]
+        (RESULTS / path.name.replace("rlnumba", "gpus")).write_text("".join(lines))
 
 
 def panels_of(name):
@@ -108,12 +116,12 @@ def panels_of(name):
     return figure
 
 
-def beside_trl():
-    """A figure of bench/learning.py's runs."""
+def learning_runs(pattern):
+    """A figure of files of bench/learning.py in RESULTS."""
     spec = importlib.util.spec_from_file_location("learning", ROOT / "bench" / "learning.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.picture(sorted(RESULTS.glob("grpo-*.jsonl")))
+    return module.picture(sorted(RESULTS.glob(pattern)))
 
 
 def pictures():
@@ -123,7 +131,10 @@ def pictures():
         for name, panels in PANELS.items()
         if all((RESULTS / f"{run}.jsonl").exists() for _, lines in panels for run, _, _ in lines)
     }
-    return found | ({"learning_grpo": beside_trl} if list(RESULTS.glob("grpo-*.jsonl")) else {})
+    for name, pattern in (("learning_grpo", "grpo-*.jsonl"), ("learning_async", "gpus-*.jsonl")):
+        if list(RESULTS.glob(pattern)):
+            found[name] = lambda pattern=pattern: learning_runs(pattern)
+    return found
 
 
 def write(folder):

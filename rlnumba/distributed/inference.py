@@ -169,7 +169,7 @@ class SpawnedProcess(Process):
         super().__init__(index)
         self._spawned = spawned or spawn()
         self.process, own = self._spawned
-        # Nothing is sent to a process that has ended, of which its connection tells.
+        # Nothing is sent to a process that has ended; the thread below then finds its connection closed.
         with contextlib.suppress(OSError):
             own.send(setup)
             if setup.staging is not None:

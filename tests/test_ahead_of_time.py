@@ -197,7 +197,6 @@ import re
 from rlnumba.runtime import compile
 from rlnumba.runtime.device import cuda
 from rlnumba.kernels.nn.reduce import group_mean_std_kernel, sum_kernel
-from rlnumba.config import load_run
 from rlnumba.kernels.ptx.warp import device_function
 
 F1, F2 = "float32[::1]", "float32[:,::1]"

@@ -31,13 +31,17 @@ def troubles_of(kernel, types, architecture):
     types: names as launch.type_name writes them; architecture: (9, 0), or (9, 0, "a") for what only that
     architecture has. Wrong are float64 arithmetic, which an untyped literal causes, registers spilled to memory,
     local arrays that did not become registers (up to Hopper), tensor core instructions that ptxas could not pipeline,
-    and whatever NVVM or ptxas refuses.
+    a griddepcontrol.wait that the kernel does not declare, or declares and lacks, and whatever NVVM or ptxas refuses.
     """
     target = "sm_" + "".join(str(part) for part in architecture)
     what = f"{target} {kernel.py_func.__name__} {types}"
     with collecting_no_garbage():
         ptx = compile.lower(kernel, tuple(types), (9, 0)).get_asm_str(cc=architecture)
     troubles = []
+    # Hopper and later have programmatic dependent launch; what NVVM leaves of the kernel decides.
+    waits = "griddepcontrol.wait" in ptx
+    if architecture >= (9, 0) and waits != launch.declares_pdl(kernel):
+        troubles.append(f"{what}: {'waits, but lacks' if waits else 'does not wait, but has'} @supports_pdl")
     doubles = sorted(set(re.findall(r"\s((?:add|sub|mul|fma|div|sqrt|cvt|setp)\.\S*f64\S*)", ptx)))
     if doubles:
         troubles.append(f"{what}: float64 arithmetic {doubles}")

@@ -35,6 +35,7 @@ from rlnumba.distributed.watchdog import Watchdog
 from rlnumba.errors import CommunicationError, DeviceError
 from rlnumba.kernels.peer_inbox import FIRST_EPOCH, Inboxes, clear_inbox, inbox_bytes
 from rlnumba.runtime import device
+from rlnumba.runtime.context import current
 from rlnumba.runtime.memory import array_at, shared_with_host, track
 
 # A piece takes 0.1 ms at 340 GB/s; its copies and signals some 50 us of the host. With 8 MiB bench/distributed.py has
@@ -339,7 +340,7 @@ class Arena:
     def end(self):
         """Order the current stream's further work after what is sent; the event of both."""
         stream = self._cupy.cuda.get_current_stream()
-        stream.wait_event(self._sends.record())
+        current().wait_event(stream, self._sends.record())
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(stream)
         return event

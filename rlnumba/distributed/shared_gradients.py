@@ -9,6 +9,7 @@ import numpy as np
 
 from rlnumba.kernels.nn.reduce import SEGMENT
 from rlnumba.runtime import device, memory
+from rlnumba.runtime.context import current
 from rlnumba.runtime.memory import ALIGNMENT, BLOCK_BYTES, OutOfMemory, reclaim, track
 
 # A piece takes 0.1 ms at 340 GB/s, and the driver's calls for it some 10 us of the host.
@@ -124,7 +125,7 @@ class SharedGradients:
     def copied(self, rank, slot, nbytes):
         """What was copied last to a slot, (nbytes,) uint8, to be used on the current stream until `added`."""
         source = self._row(rank)
-        self._cupy.cuda.get_current_stream().wait_event(self._copied[source][slot])
+        current().wait_event(self._cupy.cuda.get_current_stream(), self._copied[source][slot])
         return self._slots[source][slot][:nbytes]
 
     def added(self, rank, slot):

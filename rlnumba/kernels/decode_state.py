@@ -23,7 +23,7 @@ from rlnumba.kernels.checks import I32, check, check_all
 from rlnumba.kernels.ptx.warp import griddepcontrol_launch_dependents, griddepcontrol_wait
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch
+from rlnumba.runtime.launch import launch, supports_pdl
 
 THREADS = 256
 
@@ -53,6 +53,7 @@ class DecodeState(NamedTuple):
     num_steps: object
 
 
+@supports_pdl
 @cuda.jit
 def advance_decode_state_kernel(
     token_ids, logprobs, thresholds, block_size, keeps_context, live, input_ids, position_ids, slot_mapping,

@@ -22,7 +22,7 @@ from rlnumba.kernels.peer_inbox import EPOCH, OF_VALUES, PACKET_BYTES, WITH_EPOC
 from rlnumba.kernels.ptx.warp import device_function, griddepcontrol_launch_dependents, griddepcontrol_wait
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch, specialize
+from rlnumba.runtime.launch import launch, specialize, supports_pdl
 
 i32, i64 = np.int32, np.int64
 # A thread moves one packet to, and from, each other rank.
@@ -84,6 +84,7 @@ def peer_gather_kernel(words):
     """The kernel that moves packets of so many words."""
     _, load, store, send, receive = packets(words)
 
+    @supports_pdl
     @cuda.jit
     def peer_gather_kernel(
         source, out, inboxes, state, error, first_rank, first_packet, capacity, limit_cycles, start, row_step,

@@ -27,7 +27,7 @@ from rlnumba.kernels.ptx.warp import (
 )
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch, specialize
+from rlnumba.runtime.launch import launch, specialize, supports_pdl
 
 i32, i64 = np.int32, np.int64
 # Of what a thread has of a chunk of columns (rmsnorm.RowLayout): a packet.
@@ -46,6 +46,7 @@ def peer_rmsnorm_kernel(layout, element):
     normalise = normalise_function(layout)
     unpack = cvt_unpack(element) if a_word == 2 else None
 
+    @supports_pdl
     @cuda.jit(launch_bounds=(threads, 1))
     def peer_rmsnorm_kernel(
         parts, weight, eps, out, inboxes, state, error, first_rank, first_packet, capacity, limit_cycles

@@ -21,11 +21,12 @@ from rlnumba.runtime import device
 class Context:
     """A stream (None: CuPy's current stream at each launch) and all that belongs to the kernels launched on it.
 
-    pdl, serialize_next: set by launch.pdl_scope and launch.launch. prepared: launch.launch's parameter buffers.
+    pdl: set by launch.pdl_scope. serialized: addresses of the streams whose next kernel is launched without PDL.
+    prepared: launch.launch's parameter buffers.
     """
 
     def __init__(self, stream=None):
-        self.stream, self.pdl, self.serialize_next = stream, False, False
+        self.stream, self.pdl, self.serialized = stream, False, set()
         self.prepared, self._owned = {}, {}
 
     @contextmanager
@@ -57,9 +58,15 @@ class Context:
 
             event = cupy.cuda.Event(disable_timing=True)
             event.record(other.stream or cupy.cuda.get_current_stream())
-            (self.stream or cupy.cuda.get_current_stream()).wait_event(event)
-            # griddepcontrol_wait covers kernels of this stream alone.
-            self.serialize_next = True
+            self.wait_event(self.stream or cupy.cuda.get_current_stream(), event)
+
+    def wait_event(self, stream, event):
+        """Order what this context launches on a stream from now on after an event of another one.
+
+        The next kernel is launched without PDL, because griddepcontrol_wait covers kernels of its own stream alone.
+        """
+        stream.wait_event(event)
+        self.serialized.add(stream.ptr)
 
 
 class _Thread(threading.local):

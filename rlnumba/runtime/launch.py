@@ -41,7 +41,7 @@ ALWAYS = "always"
 
 @contextlib.contextmanager
 def pdl_scope():
-    """Launches inside use PDL, if the kernel calls griddepcontrol_wait; meant for graphs of many short kernels.
+    """Launches inside use PDL, if the kernel declares `supports_pdl`; meant for graphs of many short kernels.
 
     What such a kernel reads before its griddepcontrol_wait, such as weights, must not be written by any kernel launched
     inside, unless that one is launched with serialize_next. Before compute capability 9.0 it has no effect.
@@ -70,6 +70,22 @@ def specialize(make):
     return functools.wraps(make)(cached)
 
 
+def supports_pdl(kernel):
+    """Decorator of a kernel that calls griddepcontrol_wait before it accesses what kernels write: it may use PDL.
+
+    Threads that return without the call do no harm, as long as one of the grid calls it: a grid ends after all of its
+    threads, so the next kernel's wait covers the kernels before this one, too. The tests compare this declaration with
+    the PTX of every kernel.
+    """
+    kernel.py_func.supports_pdl = True
+    return kernel
+
+
+def declares_pdl(kernel):
+    """Whether supports_pdl was applied to a kernel."""
+    return "supports_pdl" in kernel.py_func.__dict__
+
+
 def signature(kernel, type_names):
     """(module, name, constants, types) of a kernel, from which `find_kernel` makes it again in another process."""
     function = kernel.py_func
@@ -90,8 +106,7 @@ class Compiled:
         self.name = kernel.py_func.__name__
         self.handle = load(kernel, type_names)
         self.address = int(self.handle)
-        code = kernel.py_func.__code__
-        self.supports_pdl = "griddepcontrol_wait" in code.co_names + code.co_freevars
+        self.supports_pdl = declares_pdl(kernel)
         # The driver must be asked once before a block gets more dynamic shared memory than this.
         self.shared_limit = 48 * 1024
 
@@ -158,10 +173,10 @@ def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=F
     grid, block: an int or a tuple of up to three. arguments: C-contiguous arrays of the device, Python int (int64 in
     the kernel), Python float (float32), np.int32, np.uint32, np.float32. shared: bytes of dynamic shared memory. pdl:
     whether the kernel may be launched with PDL inside `pdl_scope`; ALWAYS: outside of it, too, because the kernel
-    accesses no memory before griddepcontrol_wait. serialize_next: launch the next kernel without PDL, so that later
-    kernels may read this output before their griddepcontrol_wait. cooperative: all blocks run at the same time, which
-    blocks that wait for each other need; without PDL, and a grid that the GPU cannot hold at once is refused. An empty
-    grid launches nothing. Raises DeviceError with the kernel's name.
+    accesses no memory before griddepcontrol_wait. serialize_next: launch the next kernel of this stream without PDL, so
+    that later kernels may read this output before their griddepcontrol_wait. cooperative: all blocks run at the same
+    time, which blocks that wait for each other need; without PDL, and a grid that the GPU cannot hold at once is
+    refused. An empty grid launches nothing. Raises DeviceError with the kernel's name.
     """
     grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
     block = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
@@ -195,11 +210,14 @@ def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=F
             begin = stream.record()
         if cooperative:
             _launch_with(_cooperative_config, context, compiled, parameters, grid, block, shared, stream)
-        elif pdl and compiled.supports_pdl and (context.pdl or pdl is ALWAYS) and not context.serialize_next:
+        elif pdl and compiled.supports_pdl and (context.pdl or pdl is ALWAYS) and stream.ptr not in context.serialized:
             _launch_with(_pdl_config, context, compiled, parameters, grid, block, shared, stream)
         else:
             launch_kernel(compiled.address, *grid, *block, shared, stream.ptr, parameters.address, 0)
-        context.serialize_next = serialize_next
+        if serialize_next:
+            context.serialized.add(stream.ptr)
+        elif context.serialized:
+            context.serialized.discard(stream.ptr)
         if timed:
             end = stream.record()
             stream.synchronize()

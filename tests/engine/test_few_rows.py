@@ -7,6 +7,7 @@ from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.core import BLOCK_SIZE
 from rlnumba.engine.few_rows import FewRowsDecoder
+from tests.graph_edges import edges_of
 from tests.kernels.test_decoder import model_of
 
 SHAPE = {
@@ -40,6 +41,26 @@ def test_texts_are_those_of_the_separate_kernels(monkeypatch, sequences):
     assert len(steps) > 20
     monkeypatch.setattr(FewRowsDecoder, "supports", lambda *_: False)
     assert found == [completions_of(model, sequences)] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("sequences", [12, 40])
+def test_kernels_of_a_decode_graph_follow_each_other_by_pdl(sequences):
+    """Each kernel of a captured decode step but the first begins while the one before it runs."""
+    llm = LLM(model_of(**SHAPE), None, EngineConfig(num_gpu_blocks_override=1000))
+    prompts = [[1 + i, 2, 3] for i in range(sequences)]
+    llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+    graphs = [
+        step.graph
+        for key, step in llm.engine.runner.graphs.items()
+        if step.graph is not None and key.shape.max_seqlen_q == 1
+    ]
+    assert graphs
+    for graph in graphs:
+        edges = [edge for edge in edges_of(graph) if edge.source and edge.target]
+        assert len([edge for edge in edges if "gemm_sm90" in edge.target]) >= 4 * SHAPE["num_hidden_layers"]
+        assert {edge.target for edge in edges if not edge.is_programmatic} == set()
 
 
 def test_without_its_kernels_nothing_is_supported():

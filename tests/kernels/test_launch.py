@@ -16,6 +16,8 @@ from rlnumba.runtime.cache import PACKAGE, cache_key, imported_files, sources_di
 from rlnumba.runtime.context import Context, current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import Parameters
+from tests.graph_edges import edges_of
+from tests.offline import troubles_of
 
 if device.name() == "sim":
     pytest.skip("nothing is compiled, so nothing is cached", allow_module_level=True)
@@ -142,26 +144,72 @@ def test_parameters_lie_where_the_driver_looks():
         assert found(parameters, kinds) == [*first, scalars[0], *second, *scalars[1:]]
 
 
+@launch.supports_pdl
 @cuda.jit
 def count_kernel(x):
     griddepcontrol_wait()
     x[0] += np.int32(1)
 
 
+@cuda.jit
+def undeclared_kernel(x):
+    x[0] += np.int32(1)
+
+
+def test_a_kernel_declares_its_wait(compile_offline):
+    """The PTX is compared with @supports_pdl, both ways; the wait of `hidden` is in a device function's closure."""
+
+    @cuda.jit(device=True)
+    def wait():
+        griddepcontrol_wait()
+
+    @cuda.jit
+    def hidden(x):
+        wait()
+        x[0] += np.int32(1)
+
+    @launch.supports_pdl
+    @cuda.jit
+    def wrong(x):
+        x[0] += np.int32(1)
+
+    def troubles(kernel):
+        return troubles_of(kernel, ["int32[::1]"], (9, 0))
+
+    assert not troubles(count_kernel) and not troubles(undeclared_kernel)
+    (missing,), (too_much,) = troubles(hidden), troubles(wrong)
+    assert "waits, but lacks @supports_pdl" in missing and "does not wait, but has" in too_much
+    assert not troubles(launch.supports_pdl(hidden))
+
+
 @pytest.mark.gpu
 @pytest.mark.sm90
-def test_serialize_next_launches_the_next_kernel_without_pdl(monkeypatch):
-    with_pdl, launch_with_pdl = [], launch._launch_with_pdl
-    monkeypatch.setattr(launch, "_launch_with_pdl", lambda *a: with_pdl.append(True) or launch_with_pdl(*a))
-    x, launched_with_pdl = device.xp().zeros(1, np.int32), []
-    with launch.pdl_scope():
-        for serialize_next in (False, True, False, False):
-            launch.launch(count_kernel, 1, 1, x, serialize_next=serialize_next)
-            launched_with_pdl.append(len(with_pdl))
-    assert launched_with_pdl == [1, 2, 2, 3]
-    assert int(x[0]) == 4
+def test_serialize_next_launches_the_next_kernel_of_its_stream_without_pdl():
+    xp = device.xp()
+    x, context = xp.zeros(1, np.int32), Context(xp.cuda.Stream(non_blocking=True))
+    other = xp.cuda.Stream(non_blocking=True)
+    device.synchronize()
+    with context.use():
+        launch.launch(count_kernel, 1, 1, x)
+        with other:
+            # Another stream's next kernel.
+            launch.launch(count_kernel, 1, 1, xp.zeros(1, np.int32), serialize_next=True)
+        device.synchronize()
+        context.stream.begin_capture()
+        with launch.pdl_scope():
+            for serialize_next in (False, True, False, False):
+                launch.launch(count_kernel, 1, 1, x, serialize_next=serialize_next)
+            launch.launch(undeclared_kernel, 1, 1, x)
+        graph = context.stream.end_capture()
+        graph.launch()
+        device.synchronize()
+    edges = edges_of(graph)
+    assert sorted(edge.is_programmatic for edge in edges) == [False, False, True, True]
+    assert [edge.is_programmatic for edge in edges if "undeclared_kernel" in edge.target] == [False]
+    assert int(x[0]) == 6
 
 
+@launch.supports_pdl
 @cuda.jit
 def add_kernel(x, value):
     griddepcontrol_wait()

@@ -23,7 +23,7 @@ from rlnumba.kernels.ptx.warp import (
     shuffle_up,
 )
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import specialize
+from rlnumba.runtime.launch import specialize, supports_pdl
 
 i32 = np.int32
 
@@ -197,6 +197,7 @@ def list_work_items_kernel(rows, segment, grouped):
                     items = shared_items
         return items
 
+    @supports_pdl
     @cuda.jit(launch_bounds=(LISTING_THREADS, 1))
     def list_work_items_kernel(
         cu_seqlens, context_lens, shared_prefix_lens, group_sizes, gqa_ratio, max_leading, items

@@ -63,7 +63,7 @@ from rlnumba.kernels.ptx.warp import (
     udiv,
 )
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import specialize
+from rlnumba.runtime.launch import specialize, supports_pdl
 
 i32 = np.int32
 
@@ -339,6 +339,7 @@ def paged_attention_sm90_kernel(config):
     produce, consume, merge_queue = producer_function(config), consumer_function(config), merger_function(config)
     init_barriers = barrier_init(config)
 
+    @supports_pdl
     @cuda.jit(launch_bounds=(THREADS, blocks))
     def paged_attention_sm90_kernel(
         q_map, k_map, v_map, out, lse, context_lens, shared_prefix_lens, items, block_tables, block_size, heads,

@@ -58,7 +58,7 @@ from rlnumba.kernels.ptx.warp import (
     udiv,
 )
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import specialize
+from rlnumba.runtime.launch import specialize, supports_pdl
 
 i32, f32 = np.int32, np.float32
 
@@ -242,6 +242,7 @@ def paged_attention_qkv_sm90_kernel(config, shape, normed):
     produce, consume, merge_queue = producer_function(config), consumer_function(config), merger_function(config)
     prepare, init_barriers = preparer_function(config, shape, normed), barrier_init(config)
 
+    @supports_pdl
     @cuda.jit(launch_bounds=(THREADS, blocks))
     def paged_attention_qkv_sm90_kernel(
         qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, k_cache, v_cache, k_map, v_map, out, lse,

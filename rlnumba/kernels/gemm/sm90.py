@@ -33,7 +33,7 @@ from rlnumba.kernels.ptx.warp import device_function, griddepcontrol_launch_depe
 from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import ALWAYS, launch, specialize
+from rlnumba.runtime.launch import ALWAYS, launch, specialize, supports_pdl
 
 i32 = np.int32
 
@@ -300,6 +300,7 @@ def gemm_sm90_kernel(config):
     bounds = (consumers + 1) * WARPGROUP, config.blocks_per_sm
     if low_rank:
 
+        @supports_pdl
         @cuda.jit(launch_bounds=bounds)
         def gemm_sm90_kernel(
             a_map, b_map, rank_a_map, rank_b_map, c_map, residual_map, c, bias, residual, m, n, k, rank, a_stage_bytes
@@ -310,6 +311,7 @@ def gemm_sm90_kernel(config):
 
     else:
 
+        @supports_pdl
         @cuda.jit(launch_bounds=bounds)
         def gemm_sm90_kernel(a_map, b_map, c_map, residual_map, c, bias, residual, m, n, k, a_stage_bytes):
             """C (m, n) from A and B with k steps of reduction; with SwiGLU, C (m, 2 n), and `residual` (m, n) is

@@ -45,7 +45,7 @@ from rlnumba.kernels.ptx.warp import (
 )
 from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP, wgmma_async
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import specialize
+from rlnumba.runtime.launch import specialize, supports_pdl
 
 i32 = np.int32
 
@@ -495,6 +495,7 @@ def logprob_kernel(config):
     schedule_tiles, _ = scheduler(config)
     produce, consume = producer_function(config), consumer_function(config)
 
+    @supports_pdl
     @cuda.jit(launch_bounds=((consumers + 1) * WARPGROUP, 1))
     def logprob_kernel(
         a_map, b_map, out_map, ids, lse, dlogp, thresholds, temperature, results, target_logits, m, n, k, first_id,

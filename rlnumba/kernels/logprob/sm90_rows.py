@@ -29,6 +29,7 @@ from rlnumba.kernels.ptx.warp import (
 )
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import supports_pdl
 
 i32 = np.int32
 
@@ -67,6 +68,7 @@ def joined_terms(results, tiles, row, temperature):
     return lse, entropy, top
 
 
+@supports_pdl
 @cuda.jit
 def join_tiles_kernel(results, target_logits, temperature, logp, lse, entropy, top1):
     """A block owns a row. An id outside the vocabulary, whose target logit is NaN, gives NaN."""
@@ -133,6 +135,7 @@ def gradient_of_row(line, results, start, reference, factor, shift, scale, max_e
             store_eight(line, second, values, EIGHT)
 
 
+@supports_pdl
 @cuda.jit
 def finish_exponentials_kernel(
     exponentials, results, target_logits, reference_logits, ids, temperature, max_exponent, dlogp, hidden,
@@ -181,6 +184,7 @@ def finish_exponentials_kernel(
         store_eight(scaled_hidden[row], column, values, 0)
 
 
+@supports_pdl
 @cuda.jit
 def sum_splits_kernel(partials, rows, row_factors, out):
     """out[row] = row_factors[row] times the sum of partials[row + split * rows], splits ascending.

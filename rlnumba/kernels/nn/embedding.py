@@ -34,7 +34,7 @@ from rlnumba.kernels.ptx.warp import (
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import ALWAYS, launch, specialize
+from rlnumba.runtime.launch import ALWAYS, launch, specialize, supports_pdl
 
 i32, u32 = np.int32, np.uint32
 
@@ -66,6 +66,7 @@ def copy_rows_kernel(element, access, bounded, scatter, parts, many):
     ones, values_count = element(np.iinfo(element).max), vector * many
     load, store = vector_access(vector, access, bounded)
 
+    @supports_pdl
     @cuda.jit(launch_bounds=(COPY_THREADS, 1))
     def copy_rows_kernel(x, rows, out):
         """A thread owns a vector of `many` rows, a block blockDim.x neighbouring ones of many * blockDim.y rows.
@@ -220,6 +221,7 @@ def list_tokens_kernel(buckets, access):
     _, store_entry = vector_access(4, 4)
     find_members, count_members, counter_of = bucket_functions(buckets, access)
 
+    @supports_pdl
     @cuda.jit(launch_bounds=(LIST_THREADS, 1))
     def list_tokens_kernel(input_ids, vocabulary, padding_idx, counters, entries, order, arrived):
         """order: the tokens by (id modulo buckets, id, token), so that those of an id, its run, are neighbours.
@@ -291,6 +293,7 @@ def embedding_backward_kernel(access, bounded):
     rows_count, parts_count = ROWS_AT_ONCE * VECTOR, PARTS_AT_ONCE * VECTOR
 
     # Narrow accesses need more registers for addresses, and are slow anyway.
+    @supports_pdl
     @cuda.jit(launch_bounds=(THREADS, RESIDENT if access == VECTOR else 1))
     def embedding_backward_kernel(entries, order, dout, dweight, parts, arrived):
         """A block owns THREADS * VECTOR columns of the part of a run that begins with a token.
@@ -432,9 +435,7 @@ def list_tokens(input_ids, shape, padding_idx=None):
     import cupy
 
     stream = current().own(_list_stream)
-    stream.wait_event(cupy.cuda.get_current_stream().record())
-    # griddepcontrol_wait covers kernels of one stream alone, here and where the other stream waits for this one.
-    current().serialize_next = True
+    current().wait_event(stream, cupy.cuda.get_current_stream().record())
     return _list(input_ids, shape, padding_idx, stream)._replace(ready=stream.record())
 
 
@@ -485,8 +486,7 @@ def embedding_backward(input_ids, dout, dweight, padding_idx=None, listed=None):
     if listed.ready is not None:
         import cupy
 
-        cupy.cuda.get_current_stream().wait_event(listed.ready)
-        current().serialize_next = True
+        current().wait_event(cupy.cuda.get_current_stream(), listed.ready)
     parts = device.xp().empty((-(-tokens // PART), 2, columns), np.float32)
     kernel = embedding_backward_kernel(access_length(columns, dout, dweight), columns % (THREADS * VECTOR) != 0)
     grid = tokens, -(-columns // (THREADS * VECTOR))

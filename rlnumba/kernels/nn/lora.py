@@ -17,12 +17,13 @@ from rlnumba.kernels.checks import F32, FLOATS, I32, check, unused
 from rlnumba.kernels.ptx.warp import griddepcontrol_launch_dependents, griddepcontrol_wait, narrow, widen
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch
+from rlnumba.runtime.launch import launch, supports_pdl
 
 # Columns and rows of a block: a warp reads neighbouring columns of one row.
 COLUMNS, ROWS = 32, 8
 
 
+@supports_pdl
 @cuda.jit
 def scale_adapters_kernel(x, scales, adapter_ids, columns, out):
     """out = x times its adapter's scale, 0 in the columns of other adapters. A warp owns a row.

@@ -32,7 +32,7 @@ from rlnumba.kernels.ptx.warp import (
 )
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import ALWAYS, launch, specialize
+from rlnumba.runtime.launch import ALWAYS, launch, specialize, supports_pdl
 
 i32 = np.int32
 
@@ -103,6 +103,7 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
     # With narrower heads, more of them a warp, addresses would not leave enough registers.
     resident = CACHE_RESIDENT if cached and width >= 128 else SPLIT_RESIDENT
 
+    @supports_pdl
     @cuda.jit(launch_bounds=(32 * SPLIT_WARPS, shape.blocks_of_sm(resident)))
     def qkv_split_kernel(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
         """A warp owns `heads_of_group` heads of a token for each of its groups of lanes; weights are one head.

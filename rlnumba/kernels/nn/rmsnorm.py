@@ -31,7 +31,7 @@ from rlnumba.kernels.ptx.warp import (
 )
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import ALWAYS, launch, specialize
+from rlnumba.runtime.launch import ALWAYS, launch, specialize, supports_pdl
 
 i32, u32 = np.int32, np.uint32
 
@@ -181,7 +181,7 @@ def rmsnorm_kernel(layout, few_rows):
         if cuda.threadIdx.x == 0:
             rstd[row] = scale
 
-    return rmsnorm_kernel
+    return supports_pdl(rmsnorm_kernel) if few_rows else rmsnorm_kernel
 
 
 @specialize
@@ -194,6 +194,7 @@ def rmsnorm_backward_kernel(layout, lines):
     # Narrow accesses need more registers for addresses, and are slow anyway.
     resident = layout.resident(lines) if access == vector else 1
 
+    @supports_pdl
     @cuda.jit(launch_bounds=(threads * lines, resident))
     def rmsnorm_backward_kernel(dout, x, weight, rstd, accumulate, dx, partials):
         """`threads` threads own a row, which they read once; the block owns every gridDim-th batch of `lines` rows.
@@ -268,6 +269,7 @@ def rmsnorm_backward_kernel(layout, lines):
     return rmsnorm_backward_kernel
 
 
+@supports_pdl
 @cuda.jit(launch_bounds=(32 * PARTIAL_WARPS, 1))
 def add_partials_kernel(partials, total_rows, total, other_total):
     """total += the sum of the first total_rows rows of partials; other_total += that of the others, by blocks (x, 1).
@@ -358,7 +360,7 @@ def rmsnorm(x, weight, eps, out, rstd):
     # Only rows of one warp share a block: those of several use the block's barrier.
     lines = 1 if few_rows or layout.threads > 32 else FORWARD_BLOCK // 32
     kernel = rmsnorm_kernel(layout, few_rows)
-    launch(kernel, -(-rows // lines), (layout.threads, lines), x, weight, float(eps), out, rstd, pdl=few_rows)
+    launch(kernel, -(-rows // lines), (layout.threads, lines), x, weight, float(eps), out, rstd)
 
 
 def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):

@@ -30,6 +30,7 @@ from rlnumba.kernels.sampling.thresholds import (
     ordered_int,
 )
 from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import supports_pdl
 
 i32, u32 = np.int32, np.uint32
 
@@ -178,6 +179,7 @@ def row_sums(sums, tiles, values, factor, groups):
     return largest, total
 
 
+@supports_pdl
 @cuda.jit(launch_bounds=(DRAW_THREADS, 2))
 def draw_kernel(
     logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs, thresholds,

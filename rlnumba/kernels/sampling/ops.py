@@ -42,11 +42,12 @@ from rlnumba.kernels.sampling.scan import SCAN_THREADS, Workspace, blocks_per_ro
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch
+from rlnumba.runtime.launch import launch, supports_pdl
 
 PENALTY_THREADS = 128
 
 
+@supports_pdl
 @cuda.jit
 def repetition_penalty_kernel(logits, penalty, history):
     """A block owns a row, a thread every PENALTY_THREADS-th entry of its history.
@@ -72,6 +73,7 @@ def repetition_penalty_kernel(logits, penalty, history):
 row_terms = row_terms_function(True)
 
 
+@supports_pdl
 @cuda.jit
 def kept_logprobs_kernel(logits, temperature, thresholds, replay, token_ids, logprobs):
     """A block owns a row: the log-prob of its token among the logits >= threshold, if it has filters and a replay."""

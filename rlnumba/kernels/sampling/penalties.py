@@ -15,11 +15,12 @@ from rlnumba.kernels.checks import F32, I32, check, check_all
 from rlnumba.kernels.ptx.warp import griddepcontrol_launch_dependents, griddepcontrol_wait
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch
+from rlnumba.runtime.launch import launch, supports_pdl
 
 THREADS = 128
 
 
+@supports_pdl
 @cuda.jit
 def output_penalties_kernel(logits, presence, frequency, history, starts):
     """A block owns a row, a thread every THREADS-th entry of its history.
@@ -46,6 +47,7 @@ def output_penalties_kernel(logits, presence, frequency, history, starts):
                 cuda.atomic.add(logits, (row, token), -presence[row])
 
 
+@supports_pdl
 @cuda.jit
 def ban_tokens_kernel(logits, banned):
     """A thread owns an entry of `banned`, by rows."""

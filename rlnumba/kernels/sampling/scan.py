@@ -20,7 +20,7 @@ from rlnumba.kernels.ptx.warp import (
 from rlnumba.kernels.sampling.thresholds import load_one
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import specialize
+from rlnumba.runtime.launch import specialize, supports_pdl
 
 i32 = np.int32
 
@@ -151,6 +151,7 @@ def scan_kernel(access):
                         load_one(line, first + (8 * b + c), values, 2 * b + c)
 
     # With access 1, sixteen loads keep more registers in use than eight resident blocks leave.
+    @supports_pdl
     @cuda.jit(launch_bounds=(SCAN_THREADS, SCAN_BLOCKS if access == 2 else SCAN_BLOCKS - 2))
     def scan_kernel(
         logits, flat, temperature, top_k, top_p, min_p,

@@ -164,9 +164,14 @@ class Callbacks:
         if train.early_stopping_patience is not None and self.not_better >= train.early_stopping_patience:
             self.control.should_training_stop = True
 
-    def logged(self, metrics, model):
-        """When the metrics of the step have been written."""
+    def logged(self, metrics, model, writer):
+        """When the metrics of the step have been given to the run's MetricsWriter.
+
+        Callbacks find them written, and what they print comes after the step's line on the console.
+        """
         self.state.log_history.append({"step": self.state.global_step, **metrics})
+        if self.callbacks:
+            writer.flush()
         self.call("on_log", model, logs=metrics)
 
 

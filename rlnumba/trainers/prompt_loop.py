@@ -279,7 +279,7 @@ class PromptLoop:
         if num_generated and not self.ahead:
             metrics["perf/generation_tokens_per_s"] = num_generated / metrics["time/generate"]
         self.writer.log(step + 1, metrics | memory_metrics())
-        self.folder.callbacks.logged(metrics, self.policy.model)
+        self.folder.callbacks.logged(metrics, self.policy.model, self.writer)
         self.folder.saver.check()
 
     def _save(self):

@@ -74,7 +74,7 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
                 metrics |= clock.read()
                 metrics["perf/throughput"] = step_tokens / metrics["time/train"]
                 writer.log(step + 1, metrics | memory_metrics())
-                callbacks.logged(metrics, policy.model)
+                callbacks.logged(metrics, policy.model, writer)
                 folder.saver.check()
             last, saves = folder.decided((last or control.should_training_stop, control.should_save))
             if last or (step + 1) % train.save_steps == 0 or saves:

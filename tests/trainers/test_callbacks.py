@@ -1,6 +1,8 @@
 """Callbacks, early stopping, and the best model instead of the last one."""
 
 import json
+import pathlib
+import sys
 
 import pytest
 
@@ -168,3 +170,18 @@ def test_wrong_keys(tmp_path):
     data, train = evaluated(tmp_path, metric_for_best_model="reward", load_best_model_at_end=True)
     with pytest.raises(UserError, match="metric_for_best_model: the evaluation has no eval_reward; it has eval_"):
         run_sft(sft_run(tmp_path / "run", data, **train))
+
+
+class Prints(TrainerCallback):
+    def on_log(self, args, state, control, logs, **kwargs):
+        lines = (pathlib.Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()
+        print(f"callback of step {state.global_step}, {len(lines)} lines", file=sys.stderr)
+
+
+def test_what_a_callback_prints_comes_after_the_line_of_its_step(tmp_path, capfd):
+    args = SFTConfig(output_dir=str(tmp_path), max_steps=3, logging_steps=1)
+    SFTTrainer(MODEL, args, [{"prompt": "1", "completion": "2"}] * 8, callbacks=[Prints()]).train()
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("step ", "callback "))]
+    assert [line.split("  ")[0] for line in lines] == [
+        text for step in (1, 2, 3) for text in (f"step {step}/3", f"callback of step {step}, {step} lines")
+    ]

@@ -87,7 +87,7 @@ class TensorParallel:
         else:
             part[...] = x[:, columns]
         # CuPy's kernel is not one after which the next may start early.
-        current().serialize_next = True
+        current().serialize_next()
         return part
 
     def logits(self, hidden, lm_head, out, memory):
@@ -115,7 +115,7 @@ class TensorParallel:
         for array, row in zip(outputs, whole, strict=True):
             array.view(np.int32)[...] = row
         # As in own_columns.
-        current().serialize_next = True
+        current().serialize_next()
 
     def linear_logp(self, hidden, lm_head, ids, temperature, logp, lse, entropy, top1):
         """kernels.logprob.ops.linear_logp, with its bits. lm_head: this rank's rows of the head."""

@@ -68,6 +68,13 @@ class Context:
         stream.wait_event(event)
         self.serialized.add(stream.ptr)
 
+    def serialize_next(self):
+        """Launch the next kernel of CuPy's current stream without PDL; for work that `launch` did not launch."""
+        if device.name() == "cuda":
+            import cupy
+
+            self.serialized.add(cupy.cuda.get_current_stream().ptr)
+
 
 class _Thread(threading.local):
     def __init__(self):

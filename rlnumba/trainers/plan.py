@@ -4,7 +4,9 @@ The run's own classes are made, and its largest micro-batch goes forward and bac
 and operators that compute nothing (runtime/shapes.py). So the regions are those of memory.report() and of the metrics
 memory/*, computed by the code that allocates. Only config.json, the tokenizer and the data are read.
 
-On a GPU there is besides what no region counts: the operators' own arrays and the CUDA context, estimated here.
+On a GPU there is besides what no region counts: the operators' own arrays and the CUDA context, estimated here. A run
+that generates and trains in turn lends one phase the memory of the other (runtime/mapped_memory.py), so what it needs
+is the most of its phases.
 
 Of R ranks each has what one has, but for its part of the optimizer's state and of the step's gradient. No part is
 larger than the first, so the plan is that of rank 0 unless another one is asked for. Ranks that have the weights in
@@ -71,6 +73,8 @@ GRAPHED = ("sft", "grpo", "rloo")
 OF_INFERENCE = ("weights", "adapter", "engine activations", "kv", "CUDA context")
 # Of prompt_run.sample_report.
 REPORTED_PROMPTS = 4
+# What a phase gives to the other one, where they take turns.
+OF_PHASES = {"training": ("activations", "operators"), "generation": ("engine activations", "kv")}
 # A switch that saves less than this share of all regions is not listed.
 WORTH_LISTING = 0.005
 
@@ -81,6 +85,7 @@ class Plan:
 
     notes: {name: what the bytes follow from}. tokens: of the largest micro-batch. extra: {name: bytes} of the GPU that
     no region counts. host: bytes of pinned host memory. checkpoint: of the host's memory while a checkpoint is written.
+    takes_turns: whether training and generation never need their regions at once.
     """
 
     regions: dict
@@ -89,11 +94,22 @@ class Plan:
     extra: dict
     host: int
     checkpoint: int
+    takes_turns: bool = False
+
+    @property
+    def phases(self):
+        """{phase: bytes of the device's memory that it needs}: "training", and "generation" where they take turns."""
+        found = self.regions | self.extra
+        if not self.takes_turns:
+            return {"training": sum(found.values())}
+        of_phases = {phase: sum(found.get(name, 0) for name in names) for phase, names in OF_PHASES.items()}
+        resident = sum(found.values()) - sum(of_phases.values())
+        return {phase: resident + nbytes for phase, nbytes in of_phases.items()}
 
     @property
     def total(self):
-        """Bytes of the device's memory."""
-        return sum(self.regions.values()) + sum(self.extra.values())
+        """Bytes of the device's memory that the run needs at one time."""
+        return max(self.phases.values())
 
 
 class Planner:
@@ -170,7 +186,10 @@ class Planner:
         order = ["weights", "adapter", "reference", "grads", "moments", "activations", "engine activations", "kv"]
         names = sorted(regions, key=lambda name: order.index(name) if name in order else len(order))
         regions = {name: regions[name] for name in names if regions[name]}
-        return Plan(regions, notes, tokens, extra, host, checkpoint)
+        # Between micro-batches the engine needs its memory, too; and arrays of the cpu device are not lent.
+        is_interleaved = run.asynchronous is not None and not run.deploy.num_infer_gpus
+        lends = has_engine and self.on_gpu and not is_interleaved and run.engine.enable_sleep_mode is not False
+        return Plan(regions, notes, tokens, extra, host, checkpoint, bool(lends))
 
     def engine_regions(self, plan):
         """{name: bytes} of what each process of an inference engine has: the engine's regions of a Plan of the run, and
@@ -218,7 +237,8 @@ class Planner:
             blocks = engine.num_gpu_blocks_override
             notes["kv"] = f"engine.num_gpu_blocks_override = {blocks}"
         elif self.on_gpu:
-            others = sum(regions.values()) + GPU_MARGIN_BYTES + CONTEXT_BYTES
+            # The cache is sized before the first training phase.
+            others = sum(regions.values()) - regions.get("activations", 0) + GPU_MARGIN_BYTES + CONTEXT_BYTES
             # Of processes that share a GPU each has a part of its memory.
             own_bytes = self.total_bytes // self.num_sharing
             share = int(own_bytes * engine.gpu_memory_utilization) - regions["weights"] - regions.get("new weights", 0)
@@ -569,6 +589,8 @@ def describe(planner, plan):
     num_processes = planner.num_sharing if planner.on_gpu else planner.run.num_ranks
     share = f"{num_processes * plan.total / planner.total_bytes:.0%} of {amount(planner.total_bytes)}"
     share += f" for all {num_processes} processes" if num_processes > 1 else ""
+    if plan.takes_turns:
+        lines += [f"{phase:<20}{amount(size):>12}   {_lacks(phase)}" for phase, size in plan.phases.items()]
     lines.append(f"{'total':<20}{amount(plan.total):>12}   {share}")
     if plan.host:
         lines.append(f"{'host memory':<20}{amount(plan.host):>12}   moments and master, page-locked")
@@ -582,6 +604,12 @@ def describe(planner, plan):
         lines += ["", "what would save memory, each alone:"]
         lines += [f"{amount(saved):>12}   {switch}" for switch, saved in savings]
     return lines
+
+
+def _lacks(phase):
+    """What a phase of a run whose phases take turns does without: str."""
+    (others,) = (names for name, names in OF_PHASES.items() if name != phase)
+    return f"all but {' and '.join(others)}"
 
 
 def _describe_inference(planner, plan):
@@ -610,7 +638,7 @@ def describe_ranks(planner):
     role = "train" if kind in ROW_TRAINERS or num_infer else "train, generate"
     per_node = run.num_ranks // run.deploy.num_train_nodes
     nodes = [f"train {rank // per_node}" for rank in range(run.num_ranks)]
-    of_all = [(str(rank), nodes[rank], role, plan.regions | plan.extra) for rank, plan in enumerate(plans)]
+    of_all = [(str(rank), nodes[rank], role, plan.regions | plan.extra, plan.total) for rank, plan in enumerate(plans)]
     num_here = per_node + (0 if is_on_ray else num_infer)
     if num_infer:
         of_engine = planner.engine_regions(plans[0])
@@ -619,14 +647,14 @@ def describe_ranks(planner):
             who = "-", ""
             if is_on_ray:
                 who = f"actor {index}", f"infer {index // run.deploy.engines_per_node}"
-            of_all += [(*who, role, of_engine) for role in roles]
-    names = list(dict.fromkeys(name for *_, regions in of_all for name in regions))
+            of_all += [(*who, role, of_engine, sum(of_engine.values())) for role in roles]
+    names = list(dict.fromkeys(name for *_, regions, _ in of_all for name in regions))
     rows = [["rank", "node", "GPU", "role", *names, "total"]]
     key = "deploy.num_train_gpus" + (" + deploy.num_infer_gpus" if num_infer and not is_on_ray else "")
     gpus = gpus_of_ranks(num_here, key) if planner.on_gpu else ["none"] * num_here
     gpus += ["any" if planner.on_gpu else "none"] * (len(of_all) - num_here)
-    for (rank, node, role, regions), gpu in zip(of_all, gpus, strict=True):
-        sizes = [*(regions.get(name, 0) for name in names), sum(regions.values())]
+    for (rank, node, role, regions, total), gpu in zip(of_all, gpus, strict=True):
+        sizes = [*(regions.get(name, 0) for name in names), total]
         rows.append([rank, node, str(gpu), role, *(f"{size / GIB:.3f}" for size in sizes)])
     if not is_on_ray:
         rows = [[rank, *rest] for rank, _, *rest in rows]

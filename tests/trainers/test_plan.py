@@ -340,6 +340,27 @@ def test_the_share_of_the_engine(tmp_path):
     assert plan.regions["kv"] == min((share - own) // block, most) * block
 
 
+def test_phases_that_take_turns_need_the_most_of_them(tmp_path):
+    def plan_of(run, kind="grpo", on_gpu=True):
+        return Planner(kind, run, on_gpu, 2 * GIB).plan()
+
+    run = grpo_run(tmp_path / "run")
+    plan, found = plan_of(run), plan_of(run).regions | plan_of(run).extra
+    engine, step = found["kv"] + found["engine activations"], found["activations"] + found["operators"]
+    everything = sum(found.values())
+    assert plan.phases == {"training": everything - engine, "generation": everything - step}
+    assert plan.total == max(plan.phases.values()) < everything
+    # Where the cache stays, or is needed between micro-batches, and where nothing is generated.
+    kept = dataclasses.replace(run, engine=dataclasses.replace(run.engine, enable_sleep_mode=False))
+    interleaved = dataclasses.replace(run, asynchronous=AsyncConfig())
+    sft = sft_run(tmp_path / "sft", max_steps=2)
+    for plan in (plan_of(kept), plan_of(interleaved), plan_of(run, on_gpu=False), plan_of(sft, "sft")):
+        total = sum(plan.regions.values()) + sum(plan.extra.values())
+        assert plan.phases == {"training": total} and plan.total == total
+    apart = dataclasses.replace(interleaved, deploy=DeployConfig(num_infer_gpus=1))
+    assert [*plan_of(apart).phases] == ["training", "generation"]
+
+
 def test_the_command(tmp_path, capfd):
     run = sft_run(tmp_path / "run", max_steps=2)
     file = tmp_path / "run.toml"

@@ -1,14 +1,13 @@
-"""GPU tests, then benches in order of priority, within a number of seconds; their results as one Markdown page.
+"""Benches in order of priority, within a number of seconds; their results as one Markdown page.
 
     python bench/all.py FOLDER                       540 seconds
     python bench/all.py FOLDER --seconds 1500        time for the benches at the end of the list, too
-    python bench/all.py FOLDER --only gemm,sampling  some benches, no tests
+    python bench/all.py FOLDER --only gemm,sampling  some benches
     python bench/all.py --list                       the benches and their commands
 
 FOLDER/results.md is rewritten after every step, so that an interrupted run keeps its results; FOLDER/logs has the whole
-output of each. Tests run first, one process a file and several at a time, which also compiles what the benches need;
-the benches then run one at a time. A test file or a bench that fails, or that takes too long, is a row that says so,
-after the figures that it had printed, and the others go on. The exit code is 1 if anything failed.
+output of each. The benches run one at a time. One that fails, or that takes too long, is a row that says so, after the
+figures that it had printed, and the others go on. The exit code is 1 if any failed. bench/gpu_tests.py runs the tests.
 """
 
 import argparse
@@ -25,11 +24,6 @@ from report import rows_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE, LOGS = "results.md", "logs"
-# Test files that run first: those of the kernel families that dispatch.py chooses between.
-FIRST_TESTS = (
-    "test_dispatch", "test_attention_sm90", "test_attention_backward_sm90", "test_logprob_sm90", "test_gemm_sm90",
-    "test_gemm_sm80", "test_attention_sm80", "test_attention_backward_sm80", "test_sampling", "test_decode_qkv",
-)  # fmt: skip
 
 
 class Bench(NamedTuple):
@@ -114,29 +108,13 @@ class Page:
 
     def __init__(self, folder):
         self.path = folder / PAGE
-        self.facts, self.tests, self.rows, self.failed = "", [], [], False
+        self.facts, self.rows, self.failed = "", [], False
 
     def write(self):
         parts = [f"# Results of bench/all.py\n\n```text\n{self.facts.strip()}\n```\n"]
-        if self.tests:
-            parts.append(
-                "## Tests\n\n| file | seconds | result |\n| --- | --- | --- |\n" + "\n".join(self.tests) + "\n"
-            )
         table = "| what | command | result | bar |\n| --- | --- | --- | --- |\n"
         parts.append("## Benches\n\n" + table + "\n".join(self.rows) + "\n")
         self.path.write_text("\n".join(parts))
-
-    def add_test(self, run):
-        lines = run.output.strip().splitlines()
-        summary = run.failure or (lines[-1] if lines else "no output")
-        failures = [line.split()[1].split("::", 1)[1] for line in lines if line.startswith("FAILED ") and "::" in line]
-        named = "".join(f"; {name}" for name in failures[:5]) + ("; ..." if len(failures) > 5 else "")
-        # pytest's exit code 5: no test was selected.
-        if run.failure and run.process.returncode != 5:
-            self.failed = True
-        self.tests.append(f"| {run.name} | {run.took:.0f} | {summary}{named} |".replace("\n", " "))
-        self.write()
-        print(self.tests[-1], flush=True)
 
     def add_bench(self, bench, run):
         """run: None if no time was left."""
@@ -152,43 +130,6 @@ class Page:
         self.rows += found
         self.write()
         print("\n".join(found), flush=True)
-
-
-def test_files():
-    """Files with tests for a GPU, FIRST_TESTS first."""
-    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
-    return sorted(
-        files, key=lambda path: FIRST_TESTS.index(path.stem) if path.stem in FIRST_TESTS else len(FIRST_TESTS)
-    )
-
-
-def run_tests(page, logs, deadline, jobs, seconds):
-    """Run each file for at most `seconds`, `jobs` at a time; all have ended at the deadline."""
-    waiting, running = test_files(), []
-    while waiting or running:
-        left = deadline - time.monotonic()
-        while waiting and len(running) < jobs and left > 5:
-            path = waiting.pop(0)
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-m",
-                "gpu",
-                "-p",
-                "no:cacheprovider",
-                str(path.relative_to(ROOT)),
-            ]
-            running.append(Run(path.stem, command, logs / f"{path.stem}.txt", min(seconds, left)))
-        if left <= 5 and not running:
-            for path in waiting:
-                page.tests.append(f"| {path.stem} |  | not run: no time left |")
-            page.write()
-            return
-        for run in [run for run in running if run.has_ended()]:
-            running.remove(run)
-            page.add_test(run)
-        time.sleep(0.2)
 
 
 def run_benches(page, logs, deadline, benches):
@@ -219,10 +160,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=pathlib.Path, help="where results.md and logs go")
     parser.add_argument("--seconds", type=float, default=540, help="limit for everything")
-    parser.add_argument("--tests-seconds", type=float, help="limit for the tests; default: 0.4 of --seconds")
-    parser.add_argument("--test-seconds", type=float, default=200, help="limit for one test file")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="test files at a time")
-    parser.add_argument("--only", type=lambda text: chosen(text.split(",")), help="comma-separated benches; no tests")
+    parser.add_argument("--only", type=lambda text: chosen(text.split(",")), help="comma-separated benches")
     parser.add_argument("--list", action="store_true", help="print the benches and do nothing")
     options = parser.parse_args()
     if options.list:
@@ -241,9 +179,6 @@ def main():
         time.sleep(0.1)
     page.facts = facts.output
     page.write()
-    if options.only is None:
-        share = 0.4 * options.seconds if options.tests_seconds is None else options.tests_seconds
-        run_tests(page, logs, time.monotonic() + share, options.jobs, options.test_seconds)
     run_benches(page, logs, deadline, BENCHES if options.only is None else options.only)
     print(page.path)
     return int(page.failed)

@@ -31,6 +31,43 @@ def test_a_bench_can_be_imported(imported, name):
     assert imported(name).__file__ == str(BENCH / f"{name}.py")
 
 
+def test_every_file_with_gpu_tests_is_in_one_part(imported):
+    files = imported("gpu_tests").files_of_parts()
+    listed = [path for paths in files.values() for path in paths]
+    tests = pathlib.Path(__file__).parent
+    assert all(files.values()) and len(listed) == len(set(listed))
+    marked = {path for path in tests.rglob("test_*.py") if ".".join(("mark", "gpu")) in path.read_text()}
+    assert set(listed) == marked
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.kernels.test_x" name="test_a[1]" time="1"/>
+<testcase classname="tests.kernels.test_x" name="test_b" time="1"><failure message="assert 1 == 2&#10;more"/></testcase>
+<testcase classname="tests.kernels.test_x" name="test_c" time="1"><skipped message="no"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_the_page_of_gpu_tests_names_failures_and_missing_parts(imported, tmp_path):
+    gpu_tests = imported("gpu_tests")
+    (tmp_path / "r.xml").write_text(REPORT)
+    passed, skipped, failed = gpu_tests.results_of(tmp_path / "r.xml")
+    name = "tests/kernels/test_x.py::test_b"
+    assert (passed, skipped, failed) == (1, 1, {name: ["assert 1 == 2"]})
+    result = {"gpu": "1 x G, driver 5", "date": "2030-01-01", "seconds": 7, "ended": True}
+    result |= {"passed": passed, "skipped": skipped, "failed": failed}
+    page = gpu_tests.page_of({"kernels": result, "engine": result | {"ended": False, "failed": {}}}, "abc1234")
+    assert "Commit abc1234, 2030-01-01: 2 passed, 1 failed, 2 skipped." in page
+    assert f"- `{name}`: assert 1 == 2" in page and "Parts without a result: attention, gemm, engine" in page
+    assert "| kernels | 1 passed, 1 failed, 1 skipped | 7 s | 1 x G, driver 5 |" in page
+
+
+def test_results_of_other_sources_are_refused(imported, tmp_path):
+    gpu_tests = imported("gpu_tests")
+    (tmp_path / "kernels.json").write_text(json.dumps({"sources": "0"}))
+    with pytest.raises(SystemExit, match="of other sources"):
+        gpu_tests.write_page(tmp_path)
+
+
 def test_fsdp2_without_torch_is_one_row_that_says_so(monkeypatch, capsys, imported):
     train_fsdp2 = imported("train_fsdp2")
     found = importlib.util.find_spec

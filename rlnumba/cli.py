@@ -513,9 +513,12 @@ def _trainer(kind, purpose, files):
         if run.gemm != "cublas":
             ahead_of_time.prepare("rlnumba.trainers.kernel_list")
         _log_device()
+        from rlnumba.trainers.fit import fit_to_device
         from rlnumba.trainers.plan import advise
 
         train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
+        if run.num_ranks == 1:
+            run = fit_to_device(kind, run)
         with advise(kind, run):
             if run.num_ranks == 1:
                 train(run, resume_step or resume)

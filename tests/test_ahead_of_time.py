@@ -280,7 +280,7 @@ def test_what_is_not_used_leaves_the_cache(tmp_path, monkeypatch):
 
 
 LISTED = """
-import json, sys
+import dataclasses, json, sys
 from rlnumba.config import load_run
 from rlnumba.runtime.device import GPUS
 from rlnumba.trainers.kernel_list import list_signatures
@@ -289,6 +289,13 @@ for kind, path in json.loads(sys.argv[1]):
     run = load_run(kind, path, [("train.dtype", "bfloat16")])
     stages = list_signatures((kind, run), GPUS["h200"])
     print(json.dumps(sorted({name for stage in stages for _, name, _, _ in stage})))
+run = load_run("sft", sys.argv[2], [("train.dtype", "bfloat16"), ("model", sys.argv[3])])
+modes = [{"activation_memory": mode} for mode in ("full", "selective", "minimal")]
+modes += [{"activation_memory": "selective", "recompute_modules": ["norm"], "recompute_num_layers": 1}]
+run = dataclasses.replace(run, train=dataclasses.replace(run.train, gradient_checkpointing=None))
+runs = [run, *(dataclasses.replace(run, train=dataclasses.replace(run.train, **mode)) for mode in modes)]
+of_auto, *of_modes = [set(list_signatures(("sft", run), GPUS["h200"])[1]) for run in runs]
+print(json.dumps([of_auto == set.union(*of_modes), of_auto > of_modes[0], of_auto > of_modes[1]]))
 """
 RUNS = {"grpo": "quickstart.toml", "rloo": "rloo.toml", "ppo": "ppo.toml", "reward": "reward.toml"}
 OF_ALL = {"gemm_sm90_kernel", "attention_backward_kernel", "adamw_kernel", "clip_kernel", "embedding_backward_kernel"}
@@ -358,6 +365,9 @@ def request_of(kind, *options):
 
 
 OF_ANY_RUN = [("output_dir", "other"), ("train.learning_rate", "1e-3"), ("train.run_name", "other")]
+# What a run chooses by the memory that is free, or its file does.
+OF_ANY_RUN += [("train.activation_memory", "selective"), ("train.recompute_num_layers", "1")]
+OF_ANY_RUN += [("train.gradient_checkpointing", "true"), ("train.recompute_modules", "norm")]
 OF_PROMPTS_RUN = [("seed", "7"), ("train.max_steps", "9"), ("train.num_train_epochs", "2")]
 
 
@@ -417,8 +427,12 @@ def test_a_run_lists_the_kernels_of_micro_batches_of_all_sizes(tmp_path):
 def test_a_run_lists_the_kernels_of_its_steps():
     """In a process of its own, which takes itself to be on a GPU from then on."""
     requests = [(kind, str(ROOT / "examples" / path)) for kind, path in RUNS.items()]
-    command = [sys.executable, "-c", LISTED, json.dumps(requests)]
+    quickstart = ROOT / "examples" / "quickstart"
+    arguments = [json.dumps(requests), str(quickstart / "sft.toml"), str(quickstart / "model")]
+    command = [sys.executable, "-c", LISTED, *arguments]
     found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert found.returncode == 0, found.stderr
-    for kind, line in zip(RUNS, found.stdout.splitlines(), strict=True):
+    *lines, of_modes = found.stdout.splitlines()
+    assert json.loads(of_modes) == [True, True, True], "a run that may choose any mode of activations"
+    for kind, line in zip(RUNS, lines, strict=True):
         assert not (OF_ALL | OF[kind]) - set(json.loads(line)), kind

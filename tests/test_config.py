@@ -34,7 +34,7 @@ def test_grpo_defaults_are_trls():
         "epsilon_high": None, "delta": None, "loss_type": "dapo", "scale_rewards": "group",
         "multi_objective_aggregation": "sum_then_normalize",
         "importance_sampling_level": "token", "mask_truncated_completions": False, "shuffle_dataset": True,
-        "gradient_checkpointing": True, "logging_steps": 10, "per_device_train_batch_size": 8,
+        "gradient_checkpointing": None, "logging_steps": 10, "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 1, "max_steps": -1, "num_train_epochs": 3.0, "lr_scheduler_type": "linear",
         "warmup_steps": 0, "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8,
         "max_grad_norm": 1.0, "save_steps": 500, "save_total_limit": None, "generation_batch_size": None,
@@ -59,7 +59,7 @@ def test_dpo_and_kto_defaults_are_trls():
         "precompute_ref_batch_size": None, "loss_type": ["sigmoid"], "loss_weights": None, "ld_alpha": None,
         "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5, "label_smoothing": 0.0, "beta": 0.1,
         "use_weighting": False, "discopop_tau": 0.05, "sync_ref_model": False, "ref_model_mixup_alpha": 0.6,
-        "ref_model_sync_steps": 512, "logging_steps": 10, "gradient_checkpointing": True,
+        "ref_model_sync_steps": 512, "logging_steps": 10, "gradient_checkpointing": None,
     }  # fmt: skip
     assert {name: getattr(DPOConfig(), name) for name in expected} == expected
     of_kto = {"loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0, "beta": 0.1}
@@ -364,5 +364,11 @@ def test_activation_memory_takes_precedence():
     assert config.kept_activations == "minimal"
     assert SFTConfig(gradient_checkpointing=False).kept_activations == "full"
     assert SFTConfig(gradient_checkpointing=True, activation_memory="selective").kept_activations == "selective"
-    with pytest.raises(ConfigError, match="train.activation_memory must be one of full, selective, minimal"):
+    assert SFTConfig().kept_activations == "full" and SFTConfig().chooses_activations
+    assert not config.chooses_activations and not SFTConfig(activation_memory="full").chooses_activations
+    with pytest.raises(ConfigError, match=r'recompute_num_layers \(2\) goes with .* "selective", got "auto"'):
+        SFTConfig(recompute_num_layers=2)
+    with pytest.raises(ConfigError, match='goes with train.activation_memory "selective", got "minimal"'):
+        SFTConfig(recompute_num_layers=2, gradient_checkpointing=True)
+    with pytest.raises(ConfigError, match="train.activation_memory must be one of auto, full, selective, minimal"):
         SFTConfig(activation_memory="some")

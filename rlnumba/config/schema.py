@@ -322,22 +322,28 @@ class TrainConfig(Section):
         "Of weights and activations; 16-bit ones have a float32 master. None: the checkpoint's on a GPU, else float32.",
         choices=("float32", "bfloat16", "float16"),
     )
-    gradient_checkpointing: bool = key(True, "Keep only the inputs of layers and recompute: less memory, more time.")
-    activation_memory: str | None = key(
+    gradient_checkpointing: bool | None = key(
         None,
+        "With activation_memory `auto`: true is `minimal`, which keeps only the inputs of layers and recomputes: less "
+        "memory, more time; false is `full`; None: chosen by free memory. TRL: true.",
+    )
+    activation_memory: str = key(
+        "auto",
         "What the backward finds: `full`: everything; `selective`: all but recompute_modules, which are cheap to "
-        "recompute; `minimal`: layers' inputs. None: `minimal` with gradient_checkpointing, else `full`.",
-        choices=("full", "selective", "minimal"),
+        "recompute; `minimal`: layers' inputs. `auto`: what recomputes least of what fits the free memory of the GPU, "
+        "by the plan; of `full` and `selective` with any recompute_num_layers; `full` on the cpu device. The results "
+        "are the same.",
+        choices=("auto", "full", "selective", "minimal"),
     )
     recompute_modules: list[str] = key(
         list(RECOMPUTE_MODULES),
-        "What `selective` recomputes (Megatron): `norm`: outputs of a layer's norms; `rope`: normed and rotated q and "
-        "k, and v; `swiglu`: the input of the last projection. docs/memory.md has bytes and times.",
+        "What `selective` recomputes, and `auto` may (Megatron): `norm`: outputs of a layer's norms; `rope`: normed "
+        "and rotated q and k, and v; `swiglu`: the input of the last projection. docs/memory.md has bytes and times.",
         choices=RECOMPUTE_MODULES,
         single=True,
     )
     recompute_num_layers: int = key(
-        0, "With `selective`: of so many layers, the first, keep only the input, too.", minimum=0
+        0, "With `selective`: of so many layers, the first, keep only the input, too; `auto` chooses it.", minimum=0
     )
     shuffle_dataset: bool = key(True, "A new order of the rows every epoch, drawn from the seed; false: the file's.")
     logging_steps: int = key(10, "Steps between lines on the console; metrics.jsonl has every step.", minimum=1)
@@ -369,8 +375,16 @@ class TrainConfig(Section):
 
     @property
     def kept_activations(self):
-        """activation_memory, or what gradient_checkpointing stands for: str."""
-        return self.activation_memory or ("minimal" if self.gradient_checkpointing else "full")
+        """activation_memory, or what gradient_checkpointing stands for: "full", "selective" or "minimal"; "full" while
+        nothing has been chosen."""
+        if self.activation_memory != "auto":
+            return self.activation_memory
+        return "minimal" if self.gradient_checkpointing else "full"
+
+    @property
+    def chooses_activations(self):
+        """Whether what the backward finds is to be chosen by the free memory: bool."""
+        return self.activation_memory == "auto" and self.gradient_checkpointing is None
 
     @property
     def micro_batches_per_step(self):
@@ -413,6 +427,12 @@ class TrainConfig(Section):
             raise ConfigError(
                 f"train.optimizer_in_backward needs train.max_grad_norm = 0, got {self.max_grad_norm}, and one "
                 f"backward pass in a step (train.gradient_accumulation_steps = 1), got {self.backward_passes}"
+            )
+        if self.recompute_num_layers and self.kept_activations != "selective":
+            mode = "auto" if self.chooses_activations else self.kept_activations
+            raise ConfigError(
+                f"train.recompute_num_layers ({self.recompute_num_layers}) goes with train.activation_memory "
+                f'"selective", got "{mode}"'
             )
         if self.dtype == "float16" and not self.master_weights:
             raise ConfigError("train.master_weights = false needs bfloat16 or float32 weights, got float16")

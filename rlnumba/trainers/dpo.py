@@ -29,7 +29,7 @@ from rlnumba.trainers.preference import (
     optimizer_step,
     stored_reference_logps,
 )
-from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
+from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows, training_rows
 from rlnumba.trainers.run_folder import begin_run, log
 
 
@@ -42,7 +42,7 @@ def run_dpo(run, resume=False, communicator=None):
     train = run.train
     folder = begin_run("dpo", run, resume, communicator)
     policy, tokenizer = load_policy(run, folder, reference=True)
-    rows = load_rows(run.data.train, run, policy.model, tokenizer)
+    rows = training_rows("dpo", load_rows, run, policy.model, tokenizer)
     eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
     if train.precompute_ref_log_probs:
         datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})

@@ -59,10 +59,7 @@ def list_signatures(request, properties):
                 if train.accumulates_gradients and policy.grads.lm_head is not None:
                     # What a step launches from its second micro-batch on.
                     accumulate(policy.grads.lm_head, policy.grads.lm_head)
-                if kind in plan.ROW_TRAINERS:
-                    step.run(policy, critic)
-                else:
-                    launch_prompt_trainer(kind, run, policy, critic, step.prompts, SHORTER[:1])
+                launch_longest(kind, run, policy, critic, step)
             if kind not in plan.ROW_TRAINERS:
                 # Of a run that recomputes the first layers alone, some layers do not stand for all.
                 some = config if train.recompute_num_layers else kernel_list.short(config)
@@ -70,7 +67,21 @@ def list_signatures(request, properties):
                 with policy.context.use():
                     launch_prompt_trainer(kind, run, policy, critic, step.prompts, SHORTER[1:])
                     launch_token_buckets(kind, run, policy, critic, step.prompts)
+            if train.chooses_activations:
+                # Of its modes, "full" and "minimal" have the same kernels, and "selective" has one of its own.
+                selective = replace(run, train=replace(train, activation_memory="selective"))
+                policy, critic = plan.make_policies(kernel_list.short(config), dtype, selective, step)
+                with policy.context.use():
+                    launch_longest(kind, selective, policy, critic, step)
     return [of_engine, of_steps]
+
+
+def launch_longest(kind, run, policy, critic, step):
+    """An optimizer step on the largest micro-batch of a trainer."""
+    if kind in plan.ROW_TRAINERS:
+        step.run(policy, critic)
+    else:
+        launch_prompt_trainer(kind, run, policy, critic, step.prompts, SHORTER[:1])
 
 
 def num_prompts(kind, train):

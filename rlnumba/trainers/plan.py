@@ -48,7 +48,7 @@ from rlnumba.runtime import device, signals
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import OutOfMemory
 from rlnumba.runtime.shapes import shapes_only
-from rlnumba.trainers import dpo, graphs, kto, ppo, reward, sft
+from rlnumba.trainers import dpo, graphs, kept_data, kto, ppo, reward, sft
 from rlnumba.trainers.core import Policy, Schedule, epoch_order
 from rlnumba.trainers.engine_size import with_engine_size
 from rlnumba.trainers.loading import weights_of
@@ -59,14 +59,6 @@ GIB = 2**30
 CONTEXT_BYTES = 600 << 20
 # The region of weights that the engine shares with the policy, which are counted once.
 SHARED = "weights that the engine reads"
-# Keys that variants of a run differ in, at any values.
-WITHOUT_EFFECT_ON_ROWS = {
-    "optim": "adamw_torch", "master_weights": True, "offload_optimizer": False, "dtype": None,
-    "gradient_checkpointing": True, "activation_memory": None, "recompute_modules": [],
-    "recompute_num_layers": 0,
-    "optimizer_in_backward": False, "max_grad_norm": 0.0, "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 1, "global_batch_size": None,
-}  # fmt: skip
 # Trainers whose micro-batches become CUDA graphs.
 GRAPHED = ("sft", "grpo", "rloo")
 # What an inference process of an asynchronous run has.
@@ -115,14 +107,16 @@ class Plan:
 class Planner:
     """Plans of one run and of variants of it. on_gpu: whether for a GPU of total_bytes, else for the cpu device.
 
-    kind: "sft", "grpo", ... Raises UserError for a model, a tokenizer or data that the run could not read.
+    kind: "sft", "grpo", ... keeps_data: whether what is read is kept for the run itself, which begins next
+    (kept_data.py). Raises UserError for a model, a tokenizer or data that the run could not read.
     """
 
-    def __init__(self, kind, run, on_gpu, total_bytes):
+    def __init__(self, kind, run, on_gpu, total_bytes, keeps_data=False):
         run = with_engine_size(run.on_ranks(), on_gpu, total_bytes)
         # Of processes that share a GPU each has a part of its memory.
         self.num_sharing = num_sharing(run.num_ranks + run.deploy.num_infer_gpus)
         self.kind, self.run, self.on_gpu, self.total_bytes = kind, run, on_gpu, total_bytes
+        self.keeps_data = keeps_data
         folder = find_model(run.model, weights=False)
         self.config, self.tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
         self.prompts, self._rows = cache(self._prompts), {}
@@ -260,6 +254,8 @@ class Planner:
         of_data = dataclasses.replace(self.run.data, max_prompt_length=max_prompt_length)
         limit = longest_sequence(self.config, self.run.engine)
         found = data.load_prompts(of_data.train, of_data, self.tokenizer, limit, self.config.vocab_size)
+        if self.keeps_data and of_data == self.run.data:
+            kept_data.keep(kept_data.prompts_key(self.run, limit), found)
         ids = [list(prompt.prompt_token_ids) for prompt in found.prompts]
         # What the first and the last in alphabetical order have in common, all have.
         common = len(os.path.commonprefix([min(ids), max(ids)])) if ids else 0
@@ -267,10 +263,12 @@ class Planner:
 
     def rows(self, run):
         """The rows of a run whose trainer has a file of them, read once for all variants that read the same."""
-        key = repr(dataclasses.replace(run.train, **WITHOUT_EFFECT_ON_ROWS))
+        key = kept_data.rows_key(self.kind, run)
         if key not in self._rows:
             load_rows = ROW_TRAINERS[self.kind].module.load_rows
             self._rows[key] = load_rows(run.data.train, run, self, self.tokenizer)
+            if self.keeps_data and key == kept_data.rows_key(self.kind, self.run):
+                kept_data.keep(key, self._rows[key])
         return self._rows[key]
 
     def savings(self, plan):
@@ -536,8 +534,9 @@ def _switches(kind, run, on_gpu, model_dtype):
         add("train", activation_memory="selective")
         add("train", activation_memory="selective", recompute_modules=["norm", "swiglu"])
     if train.kept_activations != "minimal":
-        minimal = {"gradient_checkpointing": True} if train.activation_memory is None else {}
-        add("train", **(minimal or {"activation_memory": "minimal"}))
+        minimal = {"gradient_checkpointing": True} if train.activation_memory == "auto" else {}
+        layers = {"recompute_num_layers": 0} if train.recompute_num_layers else {}
+        add("train", **(minimal or {"activation_memory": "minimal"}), **layers)
     for optim in ("adamw_bf16", "adamw_8bit"):
         if train.optim == "adamw_torch":
             add("train", optim=optim)

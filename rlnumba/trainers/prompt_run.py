@@ -10,7 +10,7 @@ from rlnumba import data
 from rlnumba.config.rollout import SAMPLING_KEYS
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
-from rlnumba.trainers import evaluation, rollout
+from rlnumba.trainers import evaluation, kept_data, rollout
 from rlnumba.trainers.prompt_order import PromptOrder, curriculum_values
 from rlnumba.trainers.replay_buffer import ReplayBuffer
 from rlnumba.trainers.run_folder import log
@@ -19,7 +19,9 @@ from rlnumba.trainers.run_folder import log
 def load_prompts(path, run, llm, for_eval=False):
     """The prompts of a file as token ids; logs how many were too long. for_eval: of data.eval."""
     vocab_size = llm.model.config.vocab_size
-    prompts = data.load_prompts(path, run.data, llm.tokenizer, llm.max_model_len, vocab_size, for_eval)
+    prompts = None if for_eval else kept_data.taken(kept_data.prompts_key(run, llm.max_model_len))
+    if prompts is None:
+        prompts = data.load_prompts(path, run.data, llm.tokenizer, llm.max_model_len, vocab_size, for_eval)
     if prompts.dropped_prompts:
         log(f"{path}: {prompts.dropped_prompts} prompts are longer than data.max_prompt_length and are left out")
     return prompts

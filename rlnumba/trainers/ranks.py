@@ -16,6 +16,7 @@ from rlnumba.errors import ConfigError
 from rlnumba.rewards import resolve
 from rlnumba.runtime.environment import versions_of_results
 from rlnumba.trainers.callbacks import given
+from rlnumba.trainers.fit import fit_to_device
 from rlnumba.trainers.run_folder import start_compiling
 
 
@@ -42,6 +43,7 @@ def train_on_ranks(kind, run, resume, reward_funcs=(), callbacks=()):
 def _train(communicator, kind, run, resume, reward_funcs, callbacks):
     """What each rank does."""
     check_equal(communicator, facts_of(run))
+    run = fit_to_device(kind, run, communicator)
     train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
     own = {"reward_funcs": [resolve_if_named(each) for each in reward_funcs]} if reward_funcs else {}
     # Callbacks are called once.

@@ -10,6 +10,7 @@ when to evaluate, save and stop.
 
 from rlnumba.optim import learning_rate_at
 from rlnumba.runtime import device
+from rlnumba.trainers import kept_data
 from rlnumba.trainers.core import Schedule, epoch_order
 from rlnumba.trainers.run_folder import Clock, log, memory_metrics
 
@@ -18,6 +19,12 @@ def micro_batches_of(rows, train):
     """The rows of each forward pass, per_device_train_batch_size of them or what is left: lists."""
     size = train.per_device_train_batch_size
     return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+
+def training_rows(kind, load_rows, run, model, tokenizer):
+    """The rows that a run trains on: those that its plan has read, else load_rows(...) of the trainer `kind`."""
+    rows = kept_data.taken(kept_data.rows_key(kind, run))
+    return load_rows(run.data.train, run, model, tokenizer) if rows is None else rows
 
 
 def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, count_tokens):

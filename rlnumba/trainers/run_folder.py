@@ -12,6 +12,7 @@ from pathlib import Path
 from rlnumba import checkpoint
 from rlnumba.config.keys import Section, sections_of
 from rlnumba.config.rollout import PromptRun
+from rlnumba.config.schema import RECOMPUTE_MODULES
 from rlnumba.distributed.launch import stop_requested
 from rlnumba.distributed.saving import SharedSaver
 from rlnumba.errors import UserError
@@ -32,6 +33,11 @@ RUN_FILES = (
 )
 
 
+# Keys of [train] of a run that may choose any mode of its activations: its list has the kernels of all.
+ANY_ACTIVATIONS = {
+    "gradient_checkpointing": None, "activation_memory": "auto", "recompute_modules": list(RECOMPUTE_MODULES),
+    "recompute_num_layers": 0,
+}  # fmt: skip
 # The module that lists a run's kernels for runtime/ahead_of_time.py.
 KERNEL_LIST = "rlnumba.trainers.kernel_list"
 
@@ -43,7 +49,7 @@ def kernel_request(trainer, run):
     """
     size, run = run.deploy.tensor_parallel_size, run.on_ranks().weighted()
     cut = {"tensor_parallel_size": size, "num_infer_gpus": size} if size > 1 else {}
-    train = replace(run.train, learning_rate=0.0, report_to=[], run_name=None)
+    train = replace(run.train, learning_rate=0.0, report_to=[], run_name=None, **ANY_ACTIVATIONS)
     if isinstance(run, PromptRun):
         # Rows of a file have a largest micro-batch by their order, and by how far it is followed; completions do not.
         train, run = replace(train, max_steps=1, num_train_epochs=1.0), replace(run, seed=0)

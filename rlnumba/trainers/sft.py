@@ -14,7 +14,7 @@ from rlnumba.runtime import device
 from rlnumba.trainers.core import LateMetrics
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.micro_batch import MicroBatch, costliest_first
-from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows
+from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows, training_rows
 from rlnumba.trainers.run_folder import begin_run, log
 
 
@@ -26,7 +26,7 @@ def run_sft(run, resume=False, communicator=None):
     """
     folder = begin_run("sft", run, resume, communicator)
     policy, tokenizer = load_policy(run, folder)
-    rows = load_rows(run.data.train, run, policy.model, tokenizer)
+    rows = training_rows("sft", load_rows, run, policy.model, tokenizer)
     eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
     train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
 

@@ -19,6 +19,7 @@ from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.runtime import device
 from rlnumba.trainers.callbacks import given
 from rlnumba.trainers.dpo import run_dpo
+from rlnumba.trainers.fit import fit_to_device
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.plan import advise
@@ -124,8 +125,9 @@ class RowTrainer:
         if self.run.num_ranks > 1:
             train_on_ranks(self.command, self.run, resume_from_checkpoint, callbacks=self.callbacks)
             return
-        with advise(self.command, self.run), given(self.callbacks):
-            RUN[self.command](self.run, resume_from_checkpoint)
+        run = fit_to_device(self.command, self.run)
+        with advise(self.command, run), given(self.callbacks):
+            RUN[self.command](run, resume_from_checkpoint)
 
 
 RUN = {"sft": run_sft, "dpo": run_dpo, "kto": run_kto, "reward": run_reward}
@@ -194,8 +196,9 @@ class GRPOTrainer:
         if self.run.num_ranks > 1:
             train_on_ranks(self.command, self.run, resume_from_checkpoint, self.given_funcs, self.callbacks)
             return
-        with advise(self.command, self.run), given(self.callbacks):
-            self.run_function(self.run, resume_from_checkpoint, self.reward_funcs)
+        run = fit_to_device(self.command, self.run)
+        with advise(self.command, run), given(self.callbacks):
+            self.run_function(run, resume_from_checkpoint, self.reward_funcs)
 
 
 class RLOOTrainer(GRPOTrainer):

@@ -1,0 +1,155 @@
+"""Whether a run fits its GPU, and which activations it keeps: decided by its plan, before anything is compiled.
+
+    run = fit_to_device("grpo", run)          train.activation_memory is no "auto" any more, or DeviceError
+
+Of the modes the one that recomputes least and fits is taken. The gradients have the same bits in each, so that a run
+may be resumed on another GPU with another mode. A plan is of 5 % of accuracy, which is left free besides.
+"""
+
+from dataclasses import replace
+
+from rlnumba.errors import DeviceError
+from rlnumba.runtime import device, memory
+from rlnumba.trainers.plan import CONTEXT_BYTES, Planner, amount
+from rlnumba.trainers.run_folder import log
+
+# Share of a plan that is left free where there is a choice: it is as accurate as that.
+HEADROOM = 0.05
+# Recomputed at almost no cost, measured on an H200 (docs/memory.md): "rope" is dearer.
+CHEAPEST = ("norm", "swiglu")
+# Switches that an error names; `rlnumba plan` lists all.
+NAMED_SWITCHES = 3
+
+
+def fit_to_device(kind, run, communicator=None):
+    """The Run with the activations that it keeps on this process's GPU; on the cpu device as it is, which keeps all.
+
+    kind: "sft", "grpo", ... communicator: of the ranks that train together, which all call this and get the same; the
+    least free memory of theirs decides. Prints what was chosen and why. Raises DeviceError for a run that does not fit
+    the GPU, and what Planner raises.
+    """
+    if device.name() != "cuda":
+        return run
+    # What was freed, or is lent by engines that sleep, is there for the run.
+    memory.reclaim()
+    device.xp().get_default_memory_pool().free_all_blocks()
+    planner = Planner(kind, run, True, device.memory_info()[1], keeps_data=True)
+    available = available_bytes(*device.memory_info(), planner.num_sharing)
+    is_first = True
+    if communicator is not None:
+        available, is_first = min(communicator.objects(available)), communicator.rank == 0
+    fitted, line = fit(planner, run, available)
+    if line is not None and is_first:
+        log(line)
+    return fitted
+
+
+def available_bytes(free, total, num_sharing=1):
+    """Bytes that a process may have of a GPU, its CUDA context included, which exists already.
+
+    free, total: of the GPU, by the driver. num_sharing: processes that share it alike.
+    """
+    return (free + min(total - free, num_sharing * CONTEXT_BYTES)) // num_sharing
+
+
+def fit(planner, run, available):
+    """(the Run with the activations that it keeps, a line that says so or None) for so many available bytes.
+
+    Raises DeviceError if no mode that the run allows fits.
+    """
+    line = None
+    if run.train.chooses_activations:
+        keys, plan, full = choose_activations(planner, available)
+        run, line = with_train(run, **keys), describe_choice(keys, plan, full, available)
+        planner.run = with_train(planner.run, **keys)
+    else:
+        plan = planner.plan()
+    if needed_bytes(plan) > available:
+        raise DeviceError(does_not_fit(planner, plan, available))
+    return run, line
+
+
+def with_train(run, **keys):
+    """A Run with these keys of [train]."""
+    return replace(run, train=replace(run.train, **keys))
+
+
+def needed_bytes(plan):
+    """Bytes of a GPU without which a run ends: the KV cache takes what there is."""
+    return plan.total - plan.regions.get("kv", 0)
+
+
+def has_headroom(plan, available):
+    """Whether a Plan fits, with what it may be wrong by: bool."""
+    return needed_bytes(plan) + HEADROOM * (needed_bytes(plan) - plan.extra.get("CUDA context", 0)) <= available
+
+
+def activation_modes(train):
+    """Keys of [train] for what the backward finds, dicts, the fastest first, before recompute_num_layers is above 0.
+
+    train.recompute_modules: what may be recomputed alone.
+    """
+    modules = list(train.recompute_modules)
+    cheapest = [name for name in modules if name in CHEAPEST]
+    found = [{"activation_memory": "full"}]
+    for part in (cheapest, modules):
+        keys = {"activation_memory": "selective", "recompute_modules": part}
+        if part and keys not in found:
+            found.append(keys)
+    return found
+
+
+def choose_activations(planner, available):
+    """(keys of [train], Plan, Plan with nothing recomputed) of the fastest mode that fits so many available bytes; if
+    none does, of the most frugal one."""
+
+    def planned(keys):
+        return planner.plan(with_train(planner.run, **keys))
+
+    full = None
+    for keys in activation_modes(planner.run.train):
+        plan = planned(keys)
+        full = full or plan
+        if has_headroom(plan, available):
+            return keys, plan, full
+    # Between the last of these and layers' inputs alone: the fewest layers, each of which saves as much.
+    minimal = {"activation_memory": "minimal"}, planned({"activation_memory": "minimal"})
+    if not has_headroom(minimal[1], available):
+        return *min(minimal, (keys, plan), key=lambda pair: needed_bytes(pair[1])), full
+    chosen, fewest, most = minimal, 1, planner.config.num_hidden_layers - 1
+    of_layers = {"activation_memory": "selective", "recompute_modules": list(planner.run.train.recompute_modules)}
+    while fewest <= most:
+        count = (fewest + most) // 2
+        keys = of_layers | {"recompute_num_layers": count}
+        plan = planned(keys)
+        if has_headroom(plan, available):
+            chosen, most = (keys, plan), count - 1
+        else:
+            fewest = count + 1
+    return *chosen, full
+
+
+def describe_choice(keys, plan, full, available):
+    """What was chosen for the activations and why, one line."""
+    free = f"{amount(needed_bytes(plan))} needed, {amount(available)} there"
+    if keys["activation_memory"] == "full":
+        return f"activations: all are kept: {free}"
+    if keys["activation_memory"] == "minimal":
+        what = "layers are recomputed"
+    else:
+        what = f"{', '.join(keys['recompute_modules'])} recomputed"
+        if keys.get("recompute_num_layers"):
+            what += f", and all of {keys['recompute_num_layers']} layers"
+    return f"activations: {what}: {free}, and {amount(needed_bytes(full))} without"
+
+
+def does_not_fit(planner, plan, available):
+    """The line of the error of a run that does not fit."""
+    regions = {name: size for name, size in (plan.regions | plan.extra).items() if name != "kv"}
+    largest = sorted(regions.items(), key=lambda pair: -pair[1])
+    text = f"the run needs {amount(needed_bytes(plan))} of GPU memory, and {amount(available)} are there: "
+    text += ", ".join(f"{name} {amount(size)}" for name, size in largest)
+    savings = planner.savings(plan)[:NAMED_SWITCHES]
+    if savings:
+        text += "; what saves most: " + ", ".join(f"{switch} {amount(saved)}" for switch, saved in savings)
+    return text + " (rlnumba plan --fit has keys that fit)"

@@ -1,0 +1,42 @@
+"""Data that the plan of a run has read and tokenized, kept for the run itself, which begins next.
+
+Rows and prompts follow from the keys of data_key alone, so that the run finds what it would read. One value is kept.
+"""
+
+from dataclasses import replace
+
+# Keys of [train] in which runs with the same rows may differ, at any values.
+WITHOUT_EFFECT_ON_ROWS = {
+    "optim": "adamw_torch", "master_weights": True, "offload_optimizer": False, "dtype": None,
+    "gradient_checkpointing": None, "activation_memory": "auto", "recompute_modules": [],
+    "recompute_num_layers": 0,
+    "optimizer_in_backward": False, "max_grad_norm": 0.0, "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 1, "global_batch_size": None,
+}  # fmt: skip
+
+_kept = None
+
+
+def rows_key(kind, run):
+    """What the rows of a trainer's run, kind "sft" or another, follow from: str."""
+    return repr((kind, run.model, run.data, replace(run.train, **WITHOUT_EFFECT_ON_ROWS)))
+
+
+def prompts_key(run, limit):
+    """What the prompts of a run follow from: str. limit: tokens of the longest one."""
+    return repr((run.model, run.data, limit))
+
+
+def keep(key, value):
+    """Keep a value for the `taken` to come, instead of the one kept before."""
+    global _kept
+    _kept = key, value
+
+
+def taken(key):
+    """The value kept under this key, which is then kept no longer, or None."""
+    global _kept
+    if _kept is None or _kept[0] != key:
+        return None
+    (_, value), _kept = _kept, None
+    return value

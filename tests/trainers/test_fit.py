@@ -1,0 +1,191 @@
+"""Which activations a run keeps follows from its plan and the free memory, and a run that does not fit is refused."""
+
+import dataclasses
+import shutil
+
+import pytest
+
+from rlnumba.errors import DeviceError
+from rlnumba.model.config import ModelConfig
+from rlnumba.model.weights import write_json
+from rlnumba.runtime import device
+from rlnumba.trainers import fit, kept_data
+from rlnumba.trainers.fit import activation_modes, available_bytes, fit_to_device, has_headroom, needed_bytes
+from rlnumba.trainers.plan import CONTEXT_BYTES, Planner
+from rlnumba.trainers.sft import num_tokens
+from tests.trainers.runs import MODEL, grpo_run, sft_run
+
+pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="the memory of the GPU is made up")
+GIB = 1 << 30
+LAYERS = 6
+ALL = ["norm", "rope", "swiglu"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of six layers, of which there is no weight."""
+    folder = tmp_path_factory.mktemp("model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder)
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": 256}
+    config = dataclasses.replace(ModelConfig.from_folder(MODEL), **sizes, intermediate_size=1024)
+    write_json(folder / "config.json", config.to_dict())
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def plans():
+    """{what a Plan follows from: Plan}, so that each is made once."""
+    return {}
+
+
+class KnownPlanner(Planner):
+    """A Planner that makes no plan twice."""
+
+    def plan(self, run=None, rank=0):
+        run = run or self.run
+        key = repr((run.model, run.train, run.lora, rank))
+        if key not in self.known:
+            self.known[key] = super().plan(run, rank)
+        return self.known[key]
+
+
+@pytest.fixture
+def planner_of(folder, plans, tmp_path):
+    def make(**train):
+        options = {"gradient_checkpointing": None, "max_steps": 1, "per_device_train_batch_size": 8}
+        run = dataclasses.replace(sft_run(tmp_path / "run", **options | train), model=folder)
+        planner = KnownPlanner("sft", run, True, 80 * GIB)
+        planner.known = plans
+        return planner
+
+    return make
+
+
+def just_enough(plan):
+    """The fewest bytes for which a Plan is chosen."""
+    needed = needed_bytes(plan)
+    return int(needed + fit.HEADROOM * (needed - plan.extra["CUDA context"])) + 1
+
+
+def test_the_mode_that_recomputes_least_and_fits(planner_of):
+    planner = planner_of()
+    run = planner.run
+    assert activation_modes(run.train) == [
+        {"activation_memory": "full"},
+        {"activation_memory": "selective", "recompute_modules": ["norm", "swiglu"]},
+        {"activation_memory": "selective", "recompute_modules": ALL},
+    ]
+    modes = activation_modes(run.train)
+    modes += [modes[-1] | {"recompute_num_layers": count} for count in (2, 3, LAYERS - 1)]
+    modes.append({"activation_memory": "minimal"})
+    plans = [planner.plan(fit.with_train(run, **keys)) for keys in modes]
+    sizes = [plan.total for plan in plans]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
+    lines = []
+    for keys, plan in zip(modes, plans, strict=True):
+        planner.run = run
+        fitted, line = fit.fit(planner, run, just_enough(plan))
+        assert {name: getattr(fitted.train, name) for name in keys} == keys
+        assert fit.with_train(fitted, activation_memory="auto", recompute_modules=ALL, recompute_num_layers=0) == run
+        lines.append(line)
+        # A byte less is the next mode's, the number of layers between these included.
+        planner.run = run
+        keys_of_less, found, _ = fit.choose_activations(planner, just_enough(plan) - 2)
+        assert keys_of_less != keys and found.total < plan.total or keys == modes[-1]
+    assert lines[0].startswith("activations: all are kept: 0.") and lines[0].endswith(" GiB there")
+    assert lines[1].startswith("activations: norm, swiglu recomputed: ") and lines[1].endswith(" GiB without")
+    assert "norm, rope, swiglu recomputed, and all of 3 layers: " in lines[4]
+    assert lines[6].startswith("activations: layers are recomputed: ")
+
+
+def test_modules_that_a_run_names_are_those_that_are_recomputed(planner_of):
+    for modules, parts in ((["swiglu", "rope"], [["swiglu"], ["swiglu", "rope"]]), (["rope"], [["rope"]]), ([], [])):
+        train = planner_of(recompute_modules=modules).run.train
+        assert [keys["recompute_modules"] for keys in activation_modes(train)[1:]] == parts
+
+
+@pytest.mark.parametrize("keys", [{"gradient_checkpointing": False}, {"activation_memory": "minimal"}], ids=str)
+def test_an_explicit_choice_is_kept_and_refused_where_it_does_not_fit(planner_of, keys):
+    planner = planner_of(**keys)
+    plan = planner.plan()
+    assert fit.fit(planner, planner.run, plan.total) == (planner.run, None)
+    with pytest.raises(DeviceError) as error:
+        fit.fit(planner, planner.run, plan.total - 1)
+    line = str(error.value)
+    assert line.startswith("the run needs 0.") and "\n" not in line
+    assert " GiB are there: CUDA context 0.59 GiB, " in line
+    switches = planner.savings(plan)[: fit.NAMED_SWITCHES]
+    found = line.partition("what saves most: ")[2].removesuffix(" (rlnumba plan --fit has keys that fit)")
+    assert found == ", ".join(f"{switch} {fit.amount(saved)}" for switch, saved in switches) and len(switches) == 3
+    assert ("gradient_checkpointing = true" in line) == (keys == {"gradient_checkpointing": False})
+
+
+def test_the_most_frugal_mode_runs_without_headroom_and_is_refused_without_room(planner_of):
+    planner = planner_of()
+    run = planner.run
+    minimal = planner.plan(fit.with_train(run, activation_memory="minimal"))
+    assert not has_headroom(minimal, needed_bytes(minimal))
+    assert fit.fit(planner, run, needed_bytes(minimal))[0].train.activation_memory == "minimal"
+    planner.run = run
+    with pytest.raises(DeviceError, match="^the run needs"):
+        fit.fit(planner, run, needed_bytes(minimal) - 1)
+
+
+def test_the_cache_of_keys_and_values_takes_what_there_is(tmp_path):
+    run = grpo_run(tmp_path / "run", gradient_checkpointing=None)
+    planner = Planner("grpo", run, True, 80 * GIB)
+    plan = planner.plan()
+    assert plan.regions["kv"] > 0 and needed_bytes(plan) == plan.total - plan.regions["kv"]
+
+
+def test_free_memory_of_processes():
+    """The context of this process is part of a plan; what others have is taken."""
+    assert available_bytes(79 * GIB, 80 * GIB) == 79 * GIB + CONTEXT_BYTES
+    assert available_bytes(80 * GIB - 1, 80 * GIB) == 80 * GIB
+    assert available_bytes(60 * GIB, 80 * GIB) == 60 * GIB + CONTEXT_BYTES
+    assert available_bytes(78 * GIB, 80 * GIB, 2) == 39 * GIB + CONTEXT_BYTES
+
+
+class OfTwoRanks:
+    """A communicator of two ranks whose GPUs have so much free."""
+
+    rank = 0
+
+    def __init__(self, other):
+        self.other = other
+
+    def objects(self, value):
+        return [value, self.other]
+
+
+def test_ranks_choose_by_the_least_free_memory(planner_of, monkeypatch, capsys):
+    planner = planner_of()
+    plans = [planner.plan(fit.with_train(planner.run, **keys)) for keys in activation_modes(planner.run.train)]
+    free = just_enough(plans[0]) - CONTEXT_BYTES
+    gpu = type("Gpu", (), {"name": lambda: "cuda", "memory_info": lambda: (free, 80 * GIB), "xp": lambda: Pool})
+    monkeypatch.setattr(fit, "device", gpu)
+    assert fit_to_device("sft", planner.run).train.activation_memory == "full"
+    assert capsys.readouterr().err.startswith("rlnumba: activations: all are kept: ")
+    ranks = OfTwoRanks(just_enough(plans[2]))
+    fitted = fit_to_device("sft", planner.run, ranks).train
+    assert (fitted.activation_memory, fitted.recompute_modules, fitted.recompute_num_layers) == ("selective", ALL, 0)
+    assert "norm, rope, swiglu recomputed: " in capsys.readouterr().err
+    ranks.rank = 1
+    fit_to_device("sft", planner.run, ranks)
+    assert not capsys.readouterr().err
+    # Its rows were kept for the run.
+    rows = kept_data.taken(kept_data.rows_key("sft", fit.with_train(planner.run, activation_memory="full")))
+    assert list(map(num_tokens, rows)) == list(map(num_tokens, planner.rows(planner.run)))
+    assert kept_data.taken(kept_data.rows_key("sft", planner.run)) is None
+
+
+class Pool:
+    """CuPy's module, as far as its memory pool is asked for."""
+
+    get_default_memory_pool = free_all_blocks = classmethod(lambda cls: cls)
+
+
+def test_a_run_on_the_cpu_device_is_left_as_it_is(planner_of):
+    run = planner_of().run
+    assert fit_to_device("sft", run) is run and run.train.kept_activations == "full"

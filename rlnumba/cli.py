@@ -664,21 +664,24 @@ def plan(config, trainer, gpu_memory, overrides):
 
     Reads config.json, the tokenizer and the data, and loads no weights; every key of the file is also an option.
     """
+    from rlnumba.trainers.fit import available_bytes, planned_choice
     from rlnumba.trainers.plan import Planner, describe
 
     runs = runs_of_any_trainer(config, trainer, parse_overrides(overrides))
     on_gpu = gpu_memory is not None or device.name() == "cuda"
-    total = round(gpu_memory * 2**30) if gpu_memory is not None else device.memory_info()[1]
+    free, total = device.memory_info() if gpu_memory is None else 2 * (round(gpu_memory * 2**30),)
 
     def planned(kind, run):
         planner = Planner(kind, run, on_gpu, total)
-        return planner, planner.plan()
+        return planner, *planned_choice(planner, available_bytes(free, total, planner.num_sharing))
 
-    kind, (planner, found), others = first_readable(runs, planned)
+    kind, (planner, found, choice), others = first_readable(runs, planned)
     where = "a GPU" if on_gpu else "the cpu device"
     ranks = f", each of {planner.run.num_ranks} ranks" if planner.run.num_ranks > 1 else ""
     click.echo(f"{kind} of {planner.run.model} on {where}{ranks}{others}")
     click.echo("\n".join(describe(planner, found)))
+    if choice is not None:
+        click.echo(f"\n{choice}")
 
 
 @cli.command(

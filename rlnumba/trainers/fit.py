@@ -10,13 +10,15 @@ from dataclasses import replace
 
 from rlnumba.errors import DeviceError
 from rlnumba.runtime import device, memory
-from rlnumba.trainers.plan import CONTEXT_BYTES, Planner, amount
+from rlnumba.trainers.plan import CONTEXT_BYTES, OF_PHASES, Planner, amount
 from rlnumba.trainers.run_folder import log
 
 # Share of a plan that is left free where there is a choice: it is as accurate as that.
 HEADROOM = 0.05
 # Recomputed at almost no cost, measured on an H200 (docs/memory.md): "rope" is dearer.
 CHEAPEST = ("norm", "swiglu")
+# Keys of [train] that are chosen.
+CHOSEN_KEYS = ("activation_memory", "recompute_modules", "recompute_num_layers")
 # Switches that an error names; `rlnumba plan` lists all.
 NAMED_SWITCHES = 3
 
@@ -57,16 +59,22 @@ def fit(planner, run, available):
 
     Raises DeviceError if no mode that the run allows fits.
     """
-    line = None
-    if run.train.chooses_activations:
-        keys, plan, full = choose_activations(planner, available)
-        run, line = with_train(run, **keys), describe_choice(keys, plan, full, available)
-        planner.run = with_train(planner.run, **keys)
-    else:
-        plan = planner.plan()
-    if needed_bytes(plan) > available:
+    plan, line = planned_choice(planner, available)
+    if plan.needed > available:
         raise DeviceError(does_not_fit(planner, plan, available))
-    return run, line
+    return with_train(run, **{name: getattr(planner.run.train, name) for name in CHOSEN_KEYS}), line
+
+
+def planned_choice(planner, available):
+    """(Plan of a run whose activations are chosen for so many available bytes of a GPU, the line that says so or None).
+
+    planner.run has what is chosen, where it is the planner's to choose.
+    """
+    if not planner.on_gpu or not planner.run.train.chooses_activations:
+        return planner.plan(), None
+    keys, plan, full = choose_activations(planner, available)
+    planner.run = with_train(planner.run, **keys)
+    return plan, describe_choice(keys, plan, full, available)
 
 
 def with_train(run, **keys):
@@ -74,14 +82,9 @@ def with_train(run, **keys):
     return replace(run, train=replace(run.train, **keys))
 
 
-def needed_bytes(plan):
-    """Bytes of a GPU without which a run ends: the KV cache takes what there is."""
-    return plan.total - plan.regions.get("kv", 0)
-
-
 def has_headroom(plan, available):
     """Whether a Plan fits, with what it may be wrong by: bool."""
-    return needed_bytes(plan) + HEADROOM * (needed_bytes(plan) - plan.extra.get("CUDA context", 0)) <= available
+    return plan.needed + HEADROOM * (plan.needed - plan.extra.get("CUDA context", 0)) <= available
 
 
 def activation_modes(train):
@@ -115,7 +118,7 @@ def choose_activations(planner, available):
     # Between the last of these and layers' inputs alone: the fewest layers, each of which saves as much.
     minimal = {"activation_memory": "minimal"}, planned({"activation_memory": "minimal"})
     if not has_headroom(minimal[1], available):
-        return *min(minimal, (keys, plan), key=lambda pair: needed_bytes(pair[1])), full
+        return *min(minimal, (keys, plan), key=lambda pair: pair[1].needed), full
     chosen, fewest, most = minimal, 1, planner.config.num_hidden_layers - 1
     of_layers = {"activation_memory": "selective", "recompute_modules": list(planner.run.train.recompute_modules)}
     while fewest <= most:
@@ -131,7 +134,7 @@ def choose_activations(planner, available):
 
 def describe_choice(keys, plan, full, available):
     """What was chosen for the activations and why, one line."""
-    free = f"{amount(needed_bytes(plan))} needed, {amount(available)} there"
+    free = f"{amount(plan.needed)} needed, {amount(available)} there"
     if keys["activation_memory"] == "full":
         return f"activations: all are kept: {free}"
     if keys["activation_memory"] == "minimal":
@@ -140,14 +143,19 @@ def describe_choice(keys, plan, full, available):
         what = f"{', '.join(keys['recompute_modules'])} recomputed"
         if keys.get("recompute_num_layers"):
             what += f", and all of {keys['recompute_num_layers']} layers"
-    return f"activations: {what}: {free}, and {amount(needed_bytes(full))} without"
+    return f"activations: {what}: {free}, and {amount(full.needed)} without"
 
 
 def does_not_fit(planner, plan, available):
     """The line of the error of a run that does not fit."""
-    regions = {name: size for name, size in (plan.regions | plan.extra).items() if name != "kv"}
+    regions = plan.regions | plan.extra
+    if plan.takes_turns:
+        phase = "training" if plan.phases["training"] == plan.needed else "generation"
+        regions["kv"] = plan.least_kv
+        others = [name for of_phase, names in OF_PHASES.items() if of_phase != phase for name in names]
+        regions = {name: size for name, size in regions.items() if name not in others}
     largest = sorted(regions.items(), key=lambda pair: -pair[1])
-    text = f"the run needs {amount(needed_bytes(plan))} of GPU memory, and {amount(available)} are there: "
+    text = f"the run needs {amount(plan.needed)} of GPU memory, and {amount(available)} are there: "
     text += ", ".join(f"{name} {amount(size)}" for name, size in largest)
     savings = planner.savings(plan)[:NAMED_SWITCHES]
     if savings:

@@ -77,7 +77,8 @@ class Plan:
 
     notes: {name: what the bytes follow from}. tokens: of the largest micro-batch. extra: {name: bytes} of the GPU that
     no region counts. host: bytes of pinned host memory. checkpoint: of the host's memory while a checkpoint is written.
-    takes_turns: whether training and generation never need their regions at once.
+    takes_turns: whether training and generation never need their regions at once. least_kv: bytes of the KV cache
+    below which the longest sequence does not fit.
     """
 
     regions: dict
@@ -87,6 +88,7 @@ class Plan:
     host: int
     checkpoint: int
     takes_turns: bool = False
+    least_kv: int = 0
 
     @property
     def phases(self):
@@ -102,6 +104,15 @@ class Plan:
     def total(self):
         """Bytes of the device's memory that the run needs at one time."""
         return max(self.phases.values())
+
+    @property
+    def needed(self):
+        """Bytes of the device's memory without which the run ends: beside training that takes turns with it, the KV
+        cache is as large as there is room, if it holds a sequence."""
+        if not self.takes_turns:
+            return self.total
+        least_generation = self.phases["generation"] - self.regions.get("kv", 0) + self.least_kv
+        return max(self.phases["training"], least_generation)
 
 
 class Planner:
@@ -168,8 +179,7 @@ class Planner:
             shared = (regions["grads"] - 4 * sum(trained)) // len(trained)
             regions["peer"] = arena_bytes(run.num_ranks) + staging_bytes(shared, run.num_ranks)
             notes["peer"] = "what other GPUs write into, and copies of their gradients"
-        if has_engine:
-            self._add_kv(regions, notes, run, itemsize, step.prompts, self.config)
+        least_kv = self._add_kv(regions, notes, run, itemsize, step.prompts, self.config) if has_engine else 0
         if self.on_gpu:
             extra = {"operators": operator_bytes(tokens, self.config), "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
@@ -183,7 +193,7 @@ class Planner:
         # Between micro-batches the engine needs its memory, too; and arrays of the cpu device are not lent.
         is_interleaved = run.asynchronous is not None and not run.deploy.num_infer_gpus
         lends = has_engine and self.on_gpu and not is_interleaved and run.engine.enable_sleep_mode is not False
-        return Plan(regions, notes, tokens, extra, host, checkpoint, bool(lends))
+        return Plan(regions, notes, tokens, extra, host, checkpoint, bool(lends), least_kv)
 
     def engine_regions(self, plan):
         """{name: bytes} of what each process of an inference engine has: the engine's regions of a Plan of the run, and
@@ -220,15 +230,18 @@ class Planner:
     def _add_kv(self, regions, notes, run, itemsize, prompts, config):
         """The KV cache: on a GPU what gpu_memory_utilization leaves, at most what all sequences can use.
 
-        config: of the model, or of the part of it that a process has.
+        config: of the model, or of the part of it that a process has. Returns the bytes that the longest sequence
+        needs, or all where their number is given.
         """
         engine = run.engine
         block_bytes = (
             2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BLOCK_SIZE * itemsize
         )
         limit = longest_sequence(config, engine)
+        needed = [blocks_needed(min(n + run.train.max_completion_length, limit), BLOCK_SIZE) for n in prompts]
+        least = max(needed)
         if engine.num_gpu_blocks_override is not None:
-            blocks = engine.num_gpu_blocks_override
+            least = blocks = engine.num_gpu_blocks_override
             notes["kv"] = f"engine.num_gpu_blocks_override = {blocks}"
         elif self.on_gpu:
             # The cache is sized before the first training phase.
@@ -242,12 +255,12 @@ class Planner:
             notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens, engine.gpu_memory_utilization = "
             notes["kv"] += f"{engine.gpu_memory_utilization}"
         else:
-            needed = [blocks_needed(min(n + run.train.max_completion_length, limit), BLOCK_SIZE) for n in prompts]
             wanted = -(-run.train.num_generations * sum(count + 1 for count in needed) // run.num_ranks)
             wanted = min(wanted, engine.max_num_seqs * (max(needed) + 1))
-            blocks = max(max(needed), min(wanted, CPU_CACHE_BYTES // block_bytes))
+            blocks = max(least, min(wanted, CPU_CACHE_BYTES // block_bytes))
             notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens"
         regions["kv"] = blocks * block_bytes
+        return least * block_bytes
 
     def _prompts(self, max_prompt_length):
         """(the lengths of all prompts of a run with `[rewards]`, a list; tokens that all of them begin with)."""

@@ -10,7 +10,8 @@ from rlnumba.model.config import ModelConfig
 from rlnumba.model.weights import write_json
 from rlnumba.runtime import device
 from rlnumba.trainers import fit, kept_data
-from rlnumba.trainers.fit import activation_modes, available_bytes, fit_to_device, has_headroom, needed_bytes
+from rlnumba.trainers.fit import activation_modes, available_bytes, fit_to_device, has_headroom
+from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.plan import CONTEXT_BYTES, Planner
 from rlnumba.trainers.sft import num_tokens
 from tests.trainers.runs import MODEL, grpo_run, sft_run
@@ -64,7 +65,7 @@ def planner_of(folder, plans, tmp_path):
 
 def just_enough(plan):
     """The fewest bytes for which a Plan is chosen."""
-    needed = needed_bytes(plan)
+    needed = plan.needed
     return int(needed + fit.HEADROOM * (needed - plan.extra["CUDA context"])) + 1
 
 
@@ -125,18 +126,25 @@ def test_the_most_frugal_mode_runs_without_headroom_and_is_refused_without_room(
     planner = planner_of()
     run = planner.run
     minimal = planner.plan(fit.with_train(run, activation_memory="minimal"))
-    assert not has_headroom(minimal, needed_bytes(minimal))
-    assert fit.fit(planner, run, needed_bytes(minimal))[0].train.activation_memory == "minimal"
+    assert not has_headroom(minimal, minimal.needed)
+    assert fit.fit(planner, run, minimal.needed)[0].train.activation_memory == "minimal"
     planner.run = run
     with pytest.raises(DeviceError, match="^the run needs"):
-        fit.fit(planner, run, needed_bytes(minimal) - 1)
+        fit.fit(planner, run, minimal.needed - 1)
 
 
 def test_the_cache_of_keys_and_values_takes_what_there_is(tmp_path):
-    run = grpo_run(tmp_path / "run", gradient_checkpointing=None)
-    planner = Planner("grpo", run, True, 80 * GIB)
-    plan = planner.plan()
-    assert plan.regions["kv"] > 0 and needed_bytes(plan) == plan.total - plan.regions["kv"]
+    """Where it does not share the GPU with training; and a sequence of it must fit."""
+    run = grpo_run(tmp_path / "run", gradient_checkpointing=False)
+    plan = Planner("grpo", run, True, 80 * GIB).plan()
+    # Prompts of up to 24 tokens, and 8: of 2 layers, 2 heads of 16 float32 each, k and v.
+    assert plan.takes_turns and plan.least_kv == -(-(24 + 8) // 16) * 16 * 2 * 2 * 2 * 16 * 4
+    of_generation = plan.phases["generation"] - plan.regions["kv"] + plan.least_kv
+    assert plan.needed == max(plan.phases["training"], of_generation) < plan.total
+    for keys in ({"enable_sleep_mode": False}, {"num_gpu_blocks_override": 1 << 20}):
+        engine = dataclasses.replace(run.engine, **keys)
+        plan = Planner("grpo", dataclasses.replace(run, engine=engine), True, 80 * GIB).plan()
+        assert plan.needed == plan.total
 
 
 def test_free_memory_of_processes():
@@ -189,3 +197,12 @@ class Pool:
 def test_a_run_on_the_cpu_device_is_left_as_it_is(planner_of):
     run = planner_of().run
     assert fit_to_device("sft", run) is run and run.train.kept_activations == "full"
+
+
+def test_the_weights_do_not_depend_on_the_mode(tmp_path):
+    weights = []
+    for keys in activation_modes(grpo_run(tmp_path / "run").train)[::2] + [{"activation_memory": "minimal"}]:
+        folder = tmp_path / keys["activation_memory"]
+        run_grpo(grpo_run(folder, max_steps=2, beta=0.1, gradient_checkpointing=None, **keys))
+        weights.append((folder / "final" / "model.safetensors").read_bytes())
+    assert len(weights) == 3 and weights[0] == weights[1] == weights[2]

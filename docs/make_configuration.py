@@ -24,7 +24,7 @@ from rlnumba.config import (
     TrainConfig,
 )
 from rlnumba.config.dpo import PreferenceConfig
-from rlnumba.config.keys import LIMITS, keys_of, split_optional
+from rlnumba.config.keys import LIMITS, and_list, keys_of, needs_text, split_optional
 from rlnumba.config.reading import ALIASES
 from rlnumba.config.rollout import GroupConfig, SamplingConfig
 from rlnumba.config.writing import toml_value
@@ -39,7 +39,8 @@ run write? This page is written by `python docs/make_configuration.py` from the 
 
 A run is a TOML file. Every key can be overridden on the command line as `--section.key value` (`--seed 7` for a key
 above all sections); dashes and underscores are the same, `None` unsets a key, lists are TOML arrays or separated by
-commas. Several `--config` files are merged key by key, with later ones taking precedence. Unknown keys are errors.
+commas. Several `--config` files are merged key by key, with later ones taking precedence. Unknown keys are errors, and
+so are those of another trainer; a key that the others keep from acting (what it needs is in its line) is a warning.
 `--dry-run` prints the resolved configuration, of several ranks with what each does and takes of memory; every run
 writes it to `output_dir/config.toml`.
 """
@@ -166,6 +167,12 @@ def _shown_limits(metadata):
     return f" {' and '.join(limits).capitalize()}." if limits else ""
 
 
+def _shown_conditions(metadata):
+    """Which trainers read a key, and what it has no effect without."""
+    owners = f" For {and_list(metadata['of'])}." if "of" in metadata else ""
+    return owners + (f" Needs `{needs_text(metadata['needs'])}`." if "needs" in metadata else "")
+
+
 def reference():
     """The text of docs/configuration.md: str."""
     parts = [HEADER]
@@ -176,7 +183,11 @@ def reference():
     blocks += [("[train]: grpo", GRPOConfig), ("[train]: rloo", RLOOConfig)]
     blocks += [("[train]: ppo", PPOConfig), ("[critic]: ppo", CriticConfig)]
     blocks += [("[train]: dpo and kto", PreferenceConfig), ("[train]: dpo", DPOConfig), ("[train]: kto", KTOConfig)]
-    blocks += [("[train]: reward", RewardConfig), ("[lora]: all trainers", LoraConfig), ("[engine]", EngineConfig)]
+    blocks += [
+        ("[train]: reward", RewardConfig),
+        ("[lora]: all trainers", LoraConfig),
+        ("[engine]: grpo, rloo, ppo", EngineConfig),
+    ]
     blocks += [("[deploy]: all trainers", DeployConfig), ("[async]: grpo and rloo", AsyncConfig)]
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
@@ -187,7 +198,7 @@ def reference():
         for f in keys_of(section_class).values():
             if f.name in inherited and f.name not in section_class.__annotations__:
                 continue
-            doc = (f.metadata["doc"] + _shown_limits(f.metadata)).replace("|", "\\|")
+            doc = (f.metadata["doc"] + _shown_limits(f.metadata) + _shown_conditions(f.metadata)).replace("|", "\\|")
             parts.append(f"| `{f.name}` | {_shown_type(f.type)} | {_shown_default(f)} | {doc} |")
     named = {
         ("train", "batch_size"): ("train", "generation_batch_size` (grpo, rloo), `train.per_device_train_batch_size")

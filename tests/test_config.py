@@ -7,7 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from rlnumba.config import DPOConfig, EngineConfig, GRPOConfig, KTOConfig, RewardsConfig, SFTConfig, load_run, to_toml
+from rlnumba.config import (
+    DataConfig,
+    DPOConfig,
+    DPORun,
+    EngineConfig,
+    GRPOConfig,
+    KTOConfig,
+    RewardsConfig,
+    SFTConfig,
+    SFTRun,
+    load_run,
+    to_toml,
+)
 from rlnumba.config.keys import keys_of, sections_of
 from rlnumba.config.runs import RUNS
 from rlnumba.errors import ConfigError
@@ -264,6 +276,76 @@ def test_sections_belong_to_trainers(load):
         load(GRPO, kind="sft")
     with pytest.raises(ConfigError, match="packing needs train.max_length"):
         load(BASE + '[train]\npacking = true\nmax_length = "None"\n', kind="sft")
+
+
+@pytest.mark.parametrize(
+    "kind, option, text, message",
+    [
+        ("dpo", "train.max_prompt_length", "3", "train.max_prompt_length {}"),
+        ("sft", "data.max_prompt_length", "3", "data.max_prompt_length {}"),
+        ("dpo", "data.answer_column", "a", "data.answer_column {}"),
+        ("kto", "data.curriculum_column", "a", "data.curriculum_column {}"),
+        ("reward", "engine.max_num_seqs", "3", "engine.max_num_seqs {}"),
+        ("sft", "train.log_completions", "true", "train.log_completions {}"),
+        ("dpo", "train.packing", "true", "train.packing is a key of sft"),
+        ("ppo", "deploy.num_infer_gpus", "1", "deploy.num_infer_gpus is a key of grpo and rloo"),
+        ("ppo", "data.completion_column", "c", "data.completion_column is a key of sft and kto"),
+        ("reward", "data.prompt_template", "c", "data.prompt_template is a key of sft, grpo, rloo and ppo"),
+        ("sft", "rewards.funcs", "f", "rewards.funcs {}"),
+    ],
+)
+def test_keys_belong_to_trainers(load, kind, option, text, message):
+    with pytest.raises(ConfigError) as caught:
+        load(GRPO if kind == "ppo" else BASE, (option, text), kind=kind)
+    expected = message.format("is a key of grpo, rloo and ppo")
+    assert str(caught.value) == f"command line: {expected}, not of {kind}"
+
+
+def test_keys_belong_to_trainers_in_python_too():
+    data = DataConfig(train="t.jsonl", max_prompt_length=3)
+    with pytest.raises(ConfigError, match="^data.max_prompt_length is a key of grpo, rloo and ppo, not of dpo$"):
+        DPORun(model="m", output_dir="o", data=data)
+    with pytest.raises(ConfigError, match="^train.log_completions is a key of grpo, rloo and ppo, not of sft$"):
+        SFTRun(model="m", output_dir="o", data=DataConfig(train="t"), train=SFTConfig(log_completions=True))
+
+
+@pytest.mark.parametrize(
+    "kind, overrides, warned",
+    [
+        ("sft", {"train.eval_steps": "5"}, "train.eval_steps has no effect: it needs data.eval"),
+        ("sft", {"train.eval_steps": "5", "data.eval": "e.jsonl"}, None),
+        ("sft", {"train.packing_strategy": "wrapped"}, "train.packing_strategy has no effect: it needs train.packing"),
+        ("grpo", {"train.vespo_k_pos": "3"}, "train.vespo_k_pos has no effect: it needs train.loss_type = vespo"),
+        ("grpo", {"train.vespo_k_pos": "3", "train.loss_type": "vespo"}, None),
+        ("grpo", {"train.vespo_k_pos": "2"}, None),
+        ("grpo", {"train.ref_model_sync_steps": "2"}, "train.ref_model_sync_steps has no effect: it needs train.sync_"),
+        ("grpo", {"eval.top_k": "2"}, "eval.top_k has no effect: it needs data.eval"),
+        ("grpo", {"async.max_attempts": "2"}, "async.max_attempts has no effect: it needs deploy.num_infer_gpus"),
+        ("dpo", {"train.discopop_tau": "0.1", "train.loss_type": "sigmoid,discopop"}, None),
+        ("dpo", {"train.label_smoothing": "0.1"}, "it needs train.loss_type = robust or exo_pair or aot or aot_unp"),
+        ("sft", {"train.run_name": "a", "train.report_to": "wandb"}, None),
+        ("sft", {"train.run_name": "a"}, "train.run_name has no effect: it needs train.report_to = wandb or trackio"),
+        ("grpo", {"train.vllm_importance_sampling_correction": "false", "train.vllm_importance_sampling_clip_max": "2"},
+         "clip_max has no effect: it needs train.vllm_importance_sampling_correction"),
+    ],
+)  # fmt: skip
+def test_a_key_that_others_keep_from_acting_is_a_warning(load, capsys, kind, overrides, warned):
+    run = load(GRPO if kind == "grpo" else BASE, *overrides.items(), kind=kind)
+    printed = capsys.readouterr().err
+    assert (printed == "") if warned is None else (printed.startswith("rlnumba: warning: ") and warned in printed)
+    assert load(to_toml(run), kind=kind) == run
+
+
+def test_conditions_name_keys_that_there_are():
+    for kind, run_class in RUNS.items():
+        sections = {section: keys_of(of, kind) for section, of in sections_of(run_class).items()}
+        for keys in sections.values():
+            for name, f in keys.items():
+                if "needs" in f.metadata:
+                    needs = f.metadata["needs"]
+                    section, _, needed = (needs if isinstance(needs, str) else needs[0]).partition(".")
+                    assert needed in sections[section], (kind, name)
+                assert set(f.metadata.get("of", RUNS)) <= set(RUNS)
 
 
 def test_missing_and_unreadable_files(tmp_path):

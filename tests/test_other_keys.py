@@ -43,7 +43,7 @@ def load(tmp_path):
 
 
 def test_a_script_of_trl(load, capsys):
-    run = load(HEAD + SCRIPT)
+    run = load(HEAD.replace("[rewards]", 'eval = "e.jsonl"\n[rewards]') + SCRIPT)
     assert (run.train.dtype, run.train.warmup_steps, run.eval.num_generations) == ("bfloat16", 0.1, 4)
     assert run.train.report_to == []
     lines = capsys.readouterr().err.splitlines()

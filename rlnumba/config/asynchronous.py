@@ -28,7 +28,9 @@ class AsyncConfig(Section):
         choices=STALENESS,
         single=True,
     )
-    importance_sampling_cap: float = key(2.0, "Upper bound of that weight (train.rollout_is).", above=0)
+    importance_sampling_cap: float = key(
+        2.0, "Upper bound of that weight (train.rollout_is).", above=0, needs=("async.staleness", ("is",))
+    )
     queue_maxsize: int = key(1024, "Most completions that are being generated, or wait to be trained on.", minimum=1)
     order: str = key(
         "start",
@@ -44,12 +46,25 @@ class AsyncConfig(Section):
         False, "Compute the keys and values of tokens so far again with new weights; false: keep those of the old ones."
     )
     rollout_timeout_s: float = key(
-        600.0, "Seconds from when an inference process gets a group until it is given out again.", above=0
+        600.0,
+        "Seconds from when an inference process gets a group until it is given out again.",
+        above=0,
+        needs="deploy.num_infer_gpus",
     )
-    max_attempts: int = key(3, "How often a group is given out, after which another prompt takes its place.", minimum=1)
-    partial_rollouts: bool = key(True, "A group that is given out again goes on from the tokens that it has.")
+    max_attempts: int = key(
+        3,
+        "How often a group is given out, after which another prompt takes its place.",
+        minimum=1,
+        needs="deploy.num_infer_gpus",
+    )
+    partial_rollouts: bool = key(
+        True, "A group that is given out again goes on from the tokens that it has.", needs="deploy.num_infer_gpus"
+    )
     heartbeat_stale_after_s: float = key(
-        300.0, "Seconds without a sign of life after which an inference process is started anew.", above=0
+        300.0,
+        "Seconds without a sign of life after which an inference process is started anew.",
+        above=0,
+        needs="deploy.num_infer_gpus",
     )
     decode_steps_per_micro_batch: int = key(
         16, "On one GPU (deploy.num_infer_gpus 0): decode steps before each forward and backward pass.", minimum=0

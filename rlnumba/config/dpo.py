@@ -30,19 +30,27 @@ class PreferenceLossConfig(Section):
     loss_weights: list[float] | None = key(None, "A weight for each loss type; None: all 1.0.")
     beta: float = key(0.1, "How strongly the policy is kept near the reference; `ipo`: its tau.", above=0)
     label_smoothing: float = key(
-        0.0, "`robust`, `exo_pair`, `aot`: share of pairs whose sides are taken to be swapped.", minimum=0, below=1
-    )
+        0.0, "`robust`, `exo_pair`, `aot`: share of pairs whose sides are taken to be swapped.", minimum=0, below=1,
+        needs=("train.loss_type", ("robust", "exo_pair", "aot", "aot_unpaired")),
+    )  # fmt: skip
     f_divergence_type: str = key(
         "reverse_kl",
         "Divergence from the reference (f-DPO, arXiv 2309.16240), for losses of the difference of both sides.",
         choices=("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
     )
-    f_alpha_divergence_coef: float = key(0.5, "`alpha_divergence`: its alpha.")
+    f_alpha_divergence_coef: float = key(
+        0.5, "`alpha_divergence`: its alpha.", needs=("train.f_divergence_type", ("alpha_divergence",))
+    )
     ld_alpha: float | None = key(
         None, "Weight of tokens beyond the pair's shorter side (LD-DPO, arXiv 2409.06411).", minimum=0, maximum=1
     )
     use_weighting: bool = key(False, "Weight pairs by the policy's probability of both sides (WPO, arXiv 2406.11827).")
-    discopop_tau: float = key(0.05, "`discopop`: temperature of the mix of its two losses.", above=0)
+    discopop_tau: float = key(
+        0.05,
+        "`discopop`: temperature of the mix of its two losses.",
+        above=0,
+        needs=("train.loss_type", ("discopop",)),
+    )
 
     def __post_init__(self):
         if isinstance(self.loss_type, str):
@@ -83,11 +91,16 @@ class PreferenceConfig(TrainConfig):
         False, "Compute the reference's log-probs before the first step, which then needs no memory for it."
     )
     precompute_ref_batch_size: int | None = key(
-        None, "Rows of one forward pass of that; None: per_device_train_batch_size.", minimum=1
-    )
+        None, "Rows of one forward pass of that; None: per_device_train_batch_size.", minimum=1,
+        needs="train.precompute_ref_log_probs",
+    )  # fmt: skip
     sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
-    ref_model_mixup_alpha: float = key(0.6, "Share of the policy in each such move.", minimum=0, maximum=1)
-    ref_model_sync_steps: int = key(512, "Optimizer steps between two such moves.", minimum=1)
+    ref_model_mixup_alpha: float = key(
+        0.6, "Share of the policy in each such move.", minimum=0, maximum=1, needs="train.sync_ref_model"
+    )
+    ref_model_sync_steps: int = key(
+        512, "Optimizer steps between two such moves.", minimum=1, needs="train.sync_ref_model"
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -109,5 +122,7 @@ class DPOConfig(PreferenceLossConfig, PreferenceConfig):
 @dataclass(frozen=True, kw_only=True)
 class DPORun(Run):
     """A file of `rlnumba dpo`."""
+
+    trainer = "dpo"
 
     train: DPOConfig = DPOConfig()

@@ -46,6 +46,9 @@ def rejection_modes(rollout_rs, rollout_rs_threshold):
     return found
 
 
+SAPO, VESPO, DPPO = (("train.loss_type", (name,)) for name in ("sapo", "vespo", "dppo"))
+
+
 @dataclass(frozen=True)
 class PolicyLossConfig(Section):
     """The options of the policy losses (kernels/rl/policy_loss.py); trainers that use them inherit from it."""
@@ -65,31 +68,52 @@ class PolicyLossConfig(Section):
     )
     delta: float | None = key(None, "Upper bound of the ratio at negative advantages, too (INTELLECT-2).", above=0)
     beta: float = key(0.0, "Weight of the KL to the reference model, which is `model`; 0 loads none.", minimum=0)
-    use_bias_correction_kl: bool = key(False, "Multiply the KL by the ratio (arXiv 2512.02556). TRL since 1.16: true.")
+    use_bias_correction_kl: bool = key(
+        False, "Multiply the KL by the ratio (arXiv 2512.02556). TRL since 1.16: true.", needs="train.beta"
+    )
     max_completion_length: int = key(512, "Most tokens of a completion.", minimum=1)
-    sapo_temperature_pos: float = key(1.0, "`sapo`: steepness of the gate where the advantage is positive.", above=0)
-    sapo_temperature_neg: float = key(1.05, "`sapo`: steepness of the gate where it is not.", above=0)
-    vespo_k_pos: float = key(2.0, "`vespo`: power of small ratios where the advantage is not negative.", minimum=0)
-    vespo_lambda_pos: float = key(3.0, "`vespo`: decay of large ratios where it is not negative.", minimum=0)
-    vespo_k_neg: float = key(3.0, "`vespo`: power of small ratios where the advantage is negative.", minimum=0)
-    vespo_lambda_neg: float = key(2.0, "`vespo`: decay of large ratios where it is negative.", minimum=0)
-    dppo_mask_high: float = key(0.2, "`dppo`: leave out gains of probability above this, if the advantage is positive.")
-    dppo_mask_low: float = key(0.2, "`dppo`: leave out losses of probability above this, if it is not.", minimum=0)
-    dppo_kl_coef: float = key(1e-3, "`dppo`: weight of the squared log-ratio to the sampler.", minimum=0)
+    sapo_temperature_pos: float = key(
+        1.0, "`sapo`: steepness of the gate where the advantage is positive.", above=0, needs=SAPO
+    )
+    sapo_temperature_neg: float = key(1.05, "`sapo`: steepness of the gate where it is not.", above=0, needs=SAPO)
+    vespo_k_pos: float = key(
+        2.0, "`vespo`: power of small ratios where the advantage is not negative.", minimum=0, needs=VESPO
+    )
+    vespo_lambda_pos: float = key(
+        3.0, "`vespo`: decay of large ratios where it is not negative.", minimum=0, needs=VESPO
+    )
+    vespo_k_neg: float = key(
+        3.0, "`vespo`: power of small ratios where the advantage is negative.", minimum=0, needs=VESPO
+    )
+    vespo_lambda_neg: float = key(2.0, "`vespo`: decay of large ratios where it is negative.", minimum=0, needs=VESPO)
+    dppo_mask_high: float = key(
+        0.2, "`dppo`: leave out gains of probability above this, if the advantage is positive.", needs=DPPO
+    )
+    dppo_mask_low: float = key(
+        0.2, "`dppo`: leave out losses of probability above this, if it is not.", minimum=0, needs=DPPO
+    )
+    dppo_kl_coef: float = key(1e-3, "`dppo`: weight of the squared log-ratio to the sampler.", minimum=0, needs=DPPO)
     vllm_importance_sampling_correction: bool = key(True, "Weight the loss by training / sampling probability.")
     vllm_importance_sampling_mode: str = key(
         "sequence_mask",
         "One ratio a token or a sequence; outside the bounds it is clamped (`truncate`) or set to 0 (`mask`).",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+        needs="train.vllm_importance_sampling_correction",
     )
-    vllm_importance_sampling_clip_max: float | None = key(3.0, "Upper bound of that ratio; None: none.", above=0)
-    vllm_importance_sampling_clip_min: float | None = key(None, "Lower bound of that ratio; None: none.", minimum=0)
+    vllm_importance_sampling_clip_max: float | None = key(
+        3.0, "Upper bound of that ratio; None: none.", above=0, needs="train.vllm_importance_sampling_correction"
+    )
+    vllm_importance_sampling_clip_min: float | None = key(
+        None, "Lower bound of that ratio; None: none.", minimum=0, needs="train.vllm_importance_sampling_correction"
+    )
     rollout_is: str | None = key(
         None, "verl's name for the correction: of a token or a sequence, instead of the four keys above.",
         choices=("token", "sequence"),
     )  # fmt: skip
     rollout_is_threshold: str = key(
-        "2.0", 'Bounds of rollout_is: "2.0" clamps the ratio there, a pair "0.5_5.0" drops what is outside (IcePop).'
+        "2.0",
+        'Bounds of rollout_is: "2.0" clamps the ratio there, a pair "0.5_5.0" drops what is outside (IcePop).',
+        needs="train.rollout_is",
     )
     rollout_is_batch_normalize: bool = key(
         False, "Divide the weights of rollout_is by their mean over the generation (verl)."
@@ -172,11 +196,20 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
     use_adaptive_entropy: bool = key(
         False, "Raise entropy_coef while the entropy is at most the target, else lower it (arXiv 2505.22312)."
     )
-    entropy_coef_min: float = key(0.0, "Lowest entropy_coef of use_adaptive_entropy.")
-    entropy_coef_max: float = key(1.0, "Highest entropy_coef of use_adaptive_entropy.")
-    entropy_coef_delta: float = key(0.005, "What a step of use_adaptive_entropy adds or subtracts.", minimum=0)
+    entropy_coef_min: float = key(
+        0.0, "Lowest entropy_coef of use_adaptive_entropy.", needs="train.use_adaptive_entropy"
+    )
+    entropy_coef_max: float = key(
+        1.0, "Highest entropy_coef of use_adaptive_entropy.", needs="train.use_adaptive_entropy"
+    )
+    entropy_coef_delta: float = key(
+        0.005, "What a step of use_adaptive_entropy adds or subtracts.", minimum=0, needs="train.use_adaptive_entropy"
+    )
     entropy_target: float = key(
-        0.2, "Mean entropy, nats, up to which use_adaptive_entropy applies entropy_coef at all.", minimum=0
+        0.2,
+        "Mean entropy, nats, up to which use_adaptive_entropy applies entropy_coef at all.",
+        minimum=0,
+        needs="train.use_adaptive_entropy",
     )
     top_entropy_quantile: float = key(
         1.0, "Share of the tokens, those of highest entropy, that the surrogate has (arXiv 2506.01939: 0.2).",
@@ -186,7 +219,9 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
         None, "verl's rejection of tokens or sequences, as `token_k1` or `seq_mean_k3,token_k2`; None: none."
     )
     rollout_rs_threshold: str = key(
-        "2.0", 'Thresholds of rollout_rs, one or one for each mode: "0.5_2.0" bounds the ratio of k1, "0.1" k2 and k3.'
+        "2.0",
+        'Thresholds of rollout_rs, one or one for each mode: "0.5_2.0" bounds the ratio of k1, "0.1" k2 and k3.',
+        needs="train.rollout_rs",
     )
     bypass_mode: bool = key(
         False, "Take the sampler's log-probs as the old ones, without a forward of their own (verl)."
@@ -199,7 +234,10 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
     )
     dynamic_sampling: bool = key(False, "Replace groups of equal rewards by those of further prompts (DAPO; not TRL).")
     max_gen_batches: int = key(
-        10, "Most prompts for one batch of dynamic_sampling, as a multiple of its own; verl's DAPO: 10.", minimum=1
+        10,
+        "Most prompts for one batch of dynamic_sampling, as a multiple of its own; verl's DAPO: 10.",
+        minimum=1,
+        needs="train.dynamic_sampling",
     )
     over_sampling_batch_size: int | None = key(
         None,
@@ -253,6 +291,8 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
 @dataclass(frozen=True, kw_only=True)
 class GRPORun(AheadRun):
     """A file of `rlnumba grpo`."""
+
+    trainer = "grpo"
 
     train: GRPOConfig = GRPOConfig()
 

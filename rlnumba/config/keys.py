@@ -25,7 +25,9 @@ def key(default, doc, **limits):
     """A dataclass field with its line of documentation.
 
     limits: those of LIMITS, `choices` (tuple; of a list, of each element), `nonempty` (bool), `words` (dict of other
-    spellings, in lower case), `single` (bool: one string stands for a list of it).
+    spellings, in lower case), `single` (bool: one string stands for a list of it), `of` (tuple: the trainers that read
+    it, by default all that have the section), `needs` (a key "section.name" that must be set, or such a key and the
+    values of which it must have one, without which this key has no effect).
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, list | dict):
@@ -81,9 +83,61 @@ def optional_sections_of(run_class):
     return {kind.section for f in fields(run_class) if (kind := _section_class(f)) and split_optional(f.type)[1]}
 
 
-def keys_of(section_class):
-    """{name: dataclass field} of the keys of one section: dict."""
-    return {f.name: f for f in fields(section_class) if not _section_class(f)}
+def keys_of(section_class, trainer=None):
+    """{name: dataclass field} of the keys of one section, of all or of those that a trainer reads: dict."""
+    found = {f.name: f for f in fields(section_class) if not _section_class(f)}
+    return {name: f for name, f in found.items() if trainer is None or trainer in f.metadata.get("of", (trainer,))}
+
+
+def default_of(f):
+    """The default of a key's field, or REQUIRED."""
+    return f.default if f.default_factory is MISSING else f.default_factory()
+
+
+def set_keys(run):
+    """(section, name, field) of each key of a Run whose value is not its default: generator."""
+    sections = sections_of(type(run))
+    for section, attribute in section_fields(type(run)).items():
+        values = getattr(run, attribute)
+        for name, f in {} if values is None else keys_of(sections[section]).items():
+            if getattr(values, name) != default_of(f):
+                yield section, name, f
+
+
+def and_list(names):
+    """Names as "a", "a and b", "a, b and c"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def check_owners(run):
+    """Raise ConfigError for a key of another trainer that a Run has in one of its sections."""
+    for section, name, f in set_keys(run):
+        owners = f.metadata.get("of", (run.trainer,))
+        if run.trainer not in owners:
+            raise ConfigError(f"{section}.{name} is a key of {and_list(owners)}, not of {run.trainer}")
+
+
+def without_effect(run):
+    """["section.name has no effect: it needs ..."] of the keys of a Run that others keep from acting: list of str."""
+    found, attributes = [], section_fields(type(run))
+    for section, name, f in set_keys(run):
+        needed = f.metadata.get("needs")
+        if needed is None:
+            continue
+        needed, wanted = (needed, None) if isinstance(needed, str) else needed
+        its_section, _, its_name = needed.partition(".")
+        values = getattr(run, attributes[its_section], None)
+        value = getattr(values, its_name, None)
+        given = value if isinstance(value, list) else [value]
+        if not (any(given) if wanted is None else any(each in wanted for each in given)):
+            found.append(f"{section}.{name} has no effect: it needs {needs_text(f.metadata['needs'])}")
+    return found
+
+
+def needs_text(needs):
+    """What a key's `needs` says, as a text: "train.packing", "train.loss_type = sapo"."""
+    return needs if isinstance(needs, str) else f"{needs[0]} = {' or '.join(needs[1])}"
 
 
 def split_optional(hint):

@@ -45,4 +45,6 @@ class KTOConfig(KTOLossConfig, PreferenceConfig):
 class KTORun(Run):
     """A file of `rlnumba kto`."""
 
+    trainer = "kto"
+
     train: KTOConfig = KTOConfig()

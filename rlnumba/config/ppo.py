@@ -122,5 +122,7 @@ class CriticConfig(Section):
 class PPORun(PromptRun):
     """A file of `rlnumba ppo`."""
 
+    trainer = "ppo"
+
     train: PPOConfig = PPOConfig()
     critic: CriticConfig = CriticConfig()

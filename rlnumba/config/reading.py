@@ -6,18 +6,21 @@ the file, the key and what would be valid (for an unknown key the nearest one).
 
 import difflib
 import json
+import sys
 import tomllib
 import typing
 from pathlib import Path
 
 from rlnumba.config.keys import (
     REQUIRED,
+    and_list,
     keys_of,
     optional_sections_of,
     range_problem,
     section_fields,
     sections_of,
     split_optional,
+    without_effect,
 )
 from rlnumba.config.other_keys import always, translated
 from rlnumba.config.runs import RUNS
@@ -109,14 +112,23 @@ def _dotted(section, name):
     return f"{section}.{name}" if section else name
 
 
+def owners_of(section, name):
+    """The trainers that read a key: list of str."""
+    return [
+        kind
+        for kind, run_class in RUNS.items()
+        if section in sections_of(run_class) and name in keys_of(sections_of(run_class)[section], kind)
+    ]
+
+
 class _Values:
     """The values of all files and overrides so far, each checked when it is set."""
 
     def __init__(self, kind, has_16_bits=always):
-        self.has_16_bits = has_16_bits
+        self.kind, self.has_16_bits = kind, has_16_bits
         self.aliases = {**ALIASES, ("train", "batch_size"): BATCH_SIZE.get(kind, SEQUENCES)}
         self.sections = sections_of(RUNS[kind])
-        self.keys = {name: keys_of(section) for name, section in self.sections.items()}
+        self.keys = {name: keys_of(section, kind) for name, section in self.sections.items()}
         self.given = {name: {} for name in self.sections}
         # Optional sections that a file or an option has.
         self.present = set()
@@ -135,6 +147,8 @@ class _Values:
             name, value = pair
         shown = typed if typed.endswith(name) else f"{typed} ({section}.{name})"
         if name not in self.keys.get(section, {}):
+            if owners := owners_of(section, name):
+                raise ConfigError(f"{where}{shown} is a key of {and_list(owners)}, not of {self.kind}")
             raise ConfigError(f"{where}unknown key {typed}; {self._advice(section, name)}")
         if (section, name) in seen:
             raise ConfigError(f"{where}{shown} is given twice, as {seen[section, name]} and {typed}")
@@ -183,7 +197,7 @@ class _Values:
             elif isinstance(value, dict):
                 owners = [kind for kind, run_class in RUNS.items() if name in sections_of(run_class)]
                 near = _nearest(name, [s for s in self.sections if s])
-                advice = f"it belongs to {' and '.join(owners)}" if owners else f"did you mean [{near}]?"
+                advice = f"it belongs to {and_list(owners)}" if owners else f"did you mean [{near}]?"
                 raise ConfigError(f"{path}: unknown section [{name}]; {advice}")
             else:
                 self.set("", name, value, from_toml, f"{path}: ", seen)
@@ -216,7 +230,7 @@ def likeliest_trainer(paths, overrides=()):
     for path in paths:
         for name, value in _read_toml(path).items():
             given += [(name, inner) for inner in value] if isinstance(value, dict) else [("", name)]
-    known = {kind: {name: keys_of(each) for name, each in sections_of(RUNS[kind]).items()} for kind in RUNS}
+    known = {kind: {name: keys_of(each, kind) for name, each in sections_of(RUNS[kind]).items()} for kind in RUNS}
     return max(RUNS, key=lambda kind: sum(name in known[kind].get(section, ()) for section, name in given))
 
 
@@ -246,6 +260,14 @@ def load_run(kind, path, overrides=(), has_16_bits=always):
     try:
         attributes = section_fields(RUNS[kind])
         named = {attributes[s]: c(**values.given[s]) for s, c in values.sections.items() if s and s not in absent}
-        return RUNS[kind](**values.given[""], **named)
+        run = RUNS[kind](**values.given[""], **named)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
+    warn_without_effect(run)
+    return run
+
+
+def warn_without_effect(run):
+    """Print a warning for each key of a Run that has no effect, because of the others."""
+    for line in without_effect(run):
+        print(f"rlnumba: warning: {line}", file=sys.stderr, flush=True)

@@ -27,4 +27,6 @@ class RewardConfig(TrainConfig):
 class RewardRun(Run):
     """A file of `rlnumba reward`."""
 
+    trainer = "reward"
+
     train: RewardConfig = RewardConfig()

@@ -44,7 +44,9 @@ class RLOOConfig(GroupConfig):
         choices=("sequence",),
     )
     rollout_is_threshold: str = key(
-        "2.0", 'Bounds of rollout_is: "2.0" clamps the ratio there, a pair "0.5_5.0" drops what is outside.'
+        "2.0",
+        'Bounds of rollout_is: "2.0" clamps the ratio there, a pair "0.5_5.0" drops what is outside.',
+        needs="train.rollout_is",
     )
 
     @property
@@ -66,6 +68,8 @@ class RLOOConfig(GroupConfig):
 @dataclass(frozen=True, kw_only=True)
 class RLOORun(AheadRun):
     """A file of `rlnumba rloo`."""
+
+    trainer = "rloo"
 
     train: RLOOConfig = RLOOConfig()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rlnumba.config.asynchronous import AsyncConfig
 from rlnumba.config.keys import key
-from rlnumba.config.schema import GYM, EvalConfig, RewardsConfig, Run, TrainConfig
+from rlnumba.config.schema import GYM, EngineConfig, EvalConfig, RewardsConfig, Run, TrainConfig
 from rlnumba.errors import ConfigError
 
 # Parameters of sampling that have a key of their own in [train], and those that generation_kwargs alone has.
@@ -85,8 +85,12 @@ class GroupConfig(SamplingConfig):
     )
     num_iterations: int = key(1, "Times that each generation is trained on (mu of DeepSeekMath).", minimum=1)
     sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
-    ref_model_mixup_alpha: float = key(0.6, "Share of the policy in each such move.", minimum=0, maximum=1)
-    ref_model_sync_steps: int = key(512, "Optimizer steps between two such moves.", minimum=1)
+    ref_model_mixup_alpha: float = key(
+        0.6, "Share of the policy in each such move.", minimum=0, maximum=1, needs="train.sync_ref_model"
+    )
+    ref_model_sync_steps: int = key(
+        512, "Optimizer steps between two such moves.", minimum=1, needs="train.sync_ref_model"
+    )
     mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
     difficulty_weights: list[float] | None = key(
         None,
@@ -164,6 +168,7 @@ class PromptRun(Run):
     rewards: RewardsConfig
     eval: EvalConfig = EvalConfig()
     train: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
 
     def __post_init__(self):
         super().__post_init__()

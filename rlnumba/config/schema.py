@@ -8,12 +8,14 @@ docs/configuration.md from them.
 import typing
 from dataclasses import dataclass, replace
 
-from rlnumba.config.keys import REQUIRED, Section, key
+from rlnumba.config.keys import REQUIRED, Section, check_owners, key
 from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import ConfigError
 
 # Begins the name of a dataset of reasoning-gym in data.train and data.eval.
 GYM = "gym:"
+# The trainers whose data are prompts, and those of them that may generate ahead of training.
+ON_PROMPTS, AHEAD = ("grpo", "rloo", "ppo"), ("grpo", "rloo")
 
 
 @dataclass(frozen=True)
@@ -32,23 +34,26 @@ class DataConfig(Section):
     )
     name: str | None = key(None, "Configuration of a dataset of the hub, its folder there; None: the default one.")
     split: str = key("train", "Its split for `train`.")
-    eval_split: str = key("test", "Its split for `eval`.")
+    eval_split: str = key("test", "Its split for `eval`.", needs="data.eval")
     gym: dict[str, typing.Any] = key(
-        {}, "Arguments of `gym:NAME`: size (500), seed (0), and its own; a table `[data.gym]`. docs/gym.md."
-    )
+        {}, "Arguments of `gym:NAME`: size (500), seed (0), and its own; a table `[data.gym]`. docs/gym.md.",
+        of=ON_PROMPTS,
+    )  # fmt: skip
     eval_gym: dict[str, typing.Any] = key(
-        {}, "Those of `eval` that differ, `[data.eval_gym]`; its seed: the first that training has not (seed + size)."
-    )
+        {}, "Those of `eval` that differ, `[data.eval_gym]`; its seed: the first that training has not (seed + size).",
+        of=ON_PROMPTS, needs="data.eval",
+    )  # fmt: skip
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
-    completion_column: str | None = key(None, "SFT: column of the completion; None: `completion`.")
+    completion_column: str | None = key(None, "Column of the completion; None: `completion`.", of=("sft", "kto"))
     answer_column: str | None = key(
-        None, "GRPO: column that rewards get as `solution`; None: the first answer column that a reward finds."
+        None, "Column that rewards get as `solution`; None: the first answer column that a reward finds.", of=ON_PROMPTS
     )
     system_prompt: str | None = key(None, "System message put before a chat prompt that has none.")
     prompt_template: str | None = key(
         None,
-        "Prompt made of a question, or in GRPO of any string: {question} and other columns in braces are replaced. "
-        "None: the question, then a line that asks for `####` (GSM8K) or a box around the answer.",
+        "Prompt made of a question, or where completions are sampled of any string: {question} and other columns in "
+        "braces are replaced. None: the question, then a line that asks for `####` (GSM8K) or a box around the answer.",
+        of=("sft", *ON_PROMPTS),
     )
     apply_chat_template: bool | None = key(
         None, "None: to messages, and to questions if there is one; true: to strings, too; false: not to questions."
@@ -57,9 +62,12 @@ class DataConfig(Section):
     curriculum_column: str | None = key(
         None,
         "Prompts are taken by ascending value of this column, a number, in every epoch; among equal ones as "
-        "train.shuffle_dataset says. GRPO, RLOO, PPO.",
+        "train.shuffle_dataset says.",
+        of=ON_PROMPTS,
     )
-    max_prompt_length: int | None = key(None, "Longer prompts are dropped and counted; None: an error.", minimum=1)
+    max_prompt_length: int | None = key(
+        None, "Longer prompts are dropped and counted; None: an error.", minimum=1, of=ON_PROMPTS
+    )
 
 
 @dataclass(frozen=True)
@@ -95,12 +103,21 @@ class EvalConfig(Section):
     """How held-out prompts are completed and counted. What is None is as in training."""
 
     section = "eval"
-    num_generations: int = key(1, "Completions of each held-out prompt.", minimum=1)
-    temperature: float | None = key(None, "Divides the logits; 0 is greedy; None: train.temperature.", minimum=0)
-    top_p: float | None = key(None, "None: train.top_p.", above=0, maximum=1)
-    top_k: int | None = key(None, "None: train.top_k; 0 is off.", minimum=-1)
-    max_completion_length: int | None = key(None, "Most tokens; None: train.max_completion_length.", minimum=1)
-    pass_threshold: float = key(1.0, "A completion passes if its value is at least this: for avg@k and pass@k.")
+    num_generations: int = key(1, "Completions of each held-out prompt.", minimum=1, needs="data.eval")
+    temperature: float | None = key(
+        None, "Divides the logits; 0 is greedy; None: train.temperature.", minimum=0, needs="data.eval"
+    )
+    top_p: float | None = key(None, "None: train.top_p.", above=0, maximum=1, needs="data.eval")
+    top_k: int | None = key(None, "None: train.top_k; 0 is off.", minimum=-1, needs="data.eval")
+    max_completion_length: int | None = key(
+        None, "Most tokens; None: train.max_completion_length.", minimum=1, needs="data.eval"
+    )
+    pass_threshold: float = key(
+        1.0, "A completion passes if its value is at least this: for avg@k and pass@k.", needs="data.eval"
+    )
+
+
+DRAFTS = ("engine.speculative_method", ("auto", "ngram"))
 
 
 @dataclass(frozen=True)
@@ -123,9 +140,9 @@ class EngineConfig(Section):
         "be faster than decode; `none`. docs/speculation.md.",
         choices=("auto", "ngram", "none"),
     )
-    num_speculative_tokens: int = key(7, "Most drafts of a sequence in a step.", minimum=1, maximum=31)
-    prompt_lookup_max: int = key(4, "Tokens of the longest n-gram that is looked up.", minimum=1)
-    prompt_lookup_min: int = key(2, "Tokens of the shortest one.", minimum=1)
+    num_speculative_tokens: int = key(7, "Most drafts of a sequence in a step.", minimum=1, maximum=31, needs=DRAFTS)
+    prompt_lookup_max: int = key(4, "Tokens of the longest n-gram that is looked up.", minimum=1, needs=DRAFTS)
+    prompt_lookup_min: int = key(2, "Tokens of the shortest one.", minimum=1, needs=DRAFTS)
     enable_prefix_caching: bool = key(True, "Reuse the KV blocks of equal prompt prefixes.")
     num_gpu_blocks_override: int | None = key(None, "KV blocks of 16 tokens; None: as many as fit.", minimum=1)
     enable_sleep_mode: bool | None = key(
@@ -154,6 +171,7 @@ class DeployConfig(Section):
         "GPUs that generate while others train, with `[async]`, on all nodes; 0: the training GPUs generate, and with "
         "num_infer_nodes: gpus_per_node on each.",
         minimum=0,
+        of=AHEAD,
     )
     tensor_parallel_size: int = key(
         1,
@@ -161,6 +179,7 @@ class DeployConfig(Section):
         "the text is that of one (vLLM). `auto` (0): as few as it fits in.",
         minimum=0,
         words={"auto": 0},
+        of=AHEAD,
     )
     zero_stage: int = key(
         2,
@@ -178,21 +197,35 @@ class DeployConfig(Section):
         1, "Nodes that train, each with as many of num_train_gpus; the first is the one of the command.", minimum=1
     )
     num_infer_nodes: int = key(
-        0, "Nodes of the Ray cluster that generate, each with as many of num_infer_gpus.", minimum=0
+        0, "Nodes of the Ray cluster that generate, each with as many of num_infer_gpus.", minimum=0, of=AHEAD
     )
-    gpus_per_node: int = key(8, "Most GPUs of a node of the Ray cluster that train, or generate.", minimum=1)
+    gpus_per_node: int = key(
+        8,
+        "Most GPUs of a node of the Ray cluster that train, or generate.",
+        minimum=1,
+        needs=("deploy.launcher", ("ray",)),
+    )
     update_weights_bucket_megabytes: int = key(
-        1024, "Weights are sent to the inference GPUs in parts of this size (verl).", minimum=1
-    )
+        1024, "Weights are sent to the inference GPUs in parts of this size (verl).", minimum=1, of=AHEAD,
+        needs="deploy.num_infer_gpus",
+    )  # fmt: skip
     update_weights_transport: str = key(
         "auto",
         "The way of new weights to inference processes: `peer`, from GPU to GPU, into memory for one more copy of them "
         "there; `shm`, through the host's memory; `auto`: `peer` between GPUs of one host, if a copy takes at most a "
         "quarter of a GPU's memory, and no inference process needs older versions.",
         choices=("auto", "peer", "shm"),
+        of=AHEAD,
+        needs="deploy.num_infer_gpus",
     )
-    weight_sync_timeout: float = key(600.0, "Seconds in which these must have taken new weights (TRL).", above=0)
-    max_restarts: int = key(3, "How often an inference process that has ended is started anew.", minimum=0)
+    weight_sync_timeout: float = key(
+        600.0, "Seconds in which these must have taken new weights (TRL).", above=0, of=AHEAD,
+        needs="deploy.num_infer_gpus",
+    )  # fmt: skip
+    max_restarts: int = key(
+        3, "How often an inference process that has ended is started anew.", minimum=0, of=AHEAD,
+        needs="deploy.num_infer_gpus",
+    )  # fmt: skip
     dist_timeout_seconds: float = key(600.0, "How long a rank waits for the others before the run ends.", above=0)
 
     def __post_init__(self):
@@ -266,6 +299,7 @@ class DeployConfig(Section):
 
 RECOMPUTE_MODULES = ("norm", "rope", "swiglu")
 TRACKERS = ("tensorboard", "wandb", "trackio")
+NAMED_RUNS = ("train.report_to", ("wandb", "trackio"))
 
 
 @dataclass(frozen=True)
@@ -350,28 +384,41 @@ class TrainConfig(Section):
     save_steps: int = key(500, "Steps between two checkpoints.", minimum=1)
     save_total_limit: int | None = key(None, "Checkpoints kept, the newest; None: all.", minimum=1)
     save_only_model: bool = key(False, "Checkpoints hold the model alone, without the state that --resume needs.")
-    eval_steps: int | None = key(None, "Steps between evaluations on `data.eval`; None: only at the end.", minimum=1)
+    eval_steps: int | None = key(
+        None, "Steps between evaluations on `data.eval`; None: only at the end.", minimum=1, needs="data.eval"
+    )
     report_to: list[str] = key(
         ["auto"],
         "Where metrics go besides metrics.jsonl: `tensorboard`, `wandb`, `trackio`, a list of them, `all` or `none`; "
         "`auto` is TensorBoard where it is installed.",
         words={"none": [], "all": list(TRACKERS), **{name: [name] for name in ("auto", *TRACKERS)}},
     )
-    run_name: str | None = key(None, "Name of the run in wandb and trackio; None: that of output_dir.")
-    project: str | None = key(None, "Project there; None: WANDB_PROJECT, else `rlnumba`.")
+    run_name: str | None = key(
+        None, "Name of the run in wandb and trackio; None: that of output_dir.", needs=NAMED_RUNS
+    )
+    project: str | None = key(None, "Project there; None: WANDB_PROJECT, else `rlnumba`.", needs=NAMED_RUNS)
     callbacks: list[str] = key([], "Classes with TrainerCallback's methods: `file.py:Class`, `package.module:Class`.")
     load_best_model_at_end: bool = key(False, "`final/` is the best evaluated model, not the last; its step is saved.")
     metric_for_best_model: str | None = key(
-        None, "A metric of the evaluation, `eval_` may be left out; None: the reward, or the loss where there is none."
+        None, "A metric of the evaluation, `eval_` may be left out; None: the reward, or the loss where there is none.",
+        needs="data.eval",
+    )  # fmt: skip
+    greater_is_better: bool | None = key(
+        None, "For that metric; None: false for names that end in `loss`.", needs="data.eval"
     )
-    greater_is_better: bool | None = key(None, "For that metric; None: false for names that end in `loss`.")
     early_stopping_patience: int | None = key(
         None, "Stop after this many evaluations without a better metric; None: never.", minimum=1
     )
-    early_stopping_threshold: float = key(0.0, "By how much it must become better to count.", minimum=0)
-    eval_on_start: bool = key(False, "Evaluate before the first step, too; in metrics.jsonl that is step 0.")
-    log_completions: bool = key(False, "Print completions on the console every logging_steps steps.")
-    num_completions_to_print: int | None = key(None, "Completions printed each time; None: all.", minimum=1)
+    early_stopping_threshold: float = key(
+        0.0, "By how much it must become better to count.", minimum=0, needs="train.early_stopping_patience"
+    )
+    eval_on_start: bool = key(
+        False, "Evaluate before the first step, too; in metrics.jsonl that is step 0.", needs="data.eval"
+    )
+    log_completions: bool = key(False, "Print completions on the console every logging_steps steps.", of=ON_PROMPTS)
+    num_completions_to_print: int | None = key(
+        None, "Completions printed each time; None: all.", minimum=1, of=ON_PROMPTS, needs="train.log_completions"
+    )
 
     @property
     def kept_activations(self):
@@ -461,10 +508,11 @@ class Run:
     )
     data: DataConfig
     train: TrainConfig = TrainConfig()
-    engine: EngineConfig = EngineConfig()
     lora: LoraConfig | None = None
     deploy: DeployConfig = DeployConfig()
 
+    # The trainer's name, a constant of each class.
+    trainer = None
     # A section of those of grpo and rloo.
     asynchronous, is_stale = None, False
 
@@ -498,6 +546,7 @@ class Run:
                 f"deploy.num_infer_gpus ({self.deploy.num_infer_gpus}) are for asynchronous training: they need the "
                 "section [async], which rlnumba grpo and rloo have"
             )
+        check_owners(self)
 
     def _check_zero_3(self):
         """Raise ConfigError for what needs all weights on each GPU."""

@@ -17,6 +17,7 @@ class SFTConfig(TrainConfig):
         "bfd",
         "`bfd`: best fit, long sequences cut; `bfd_split`: their rest is packed, too; `wrapped`: one stream, cut.",
         choices=("bfd", "bfd_split", "wrapped"),
+        needs="train.packing",
     )
     padding_free: bool = key(True, "Accepted for TRL's files: batches are always packed tokens without padding.")
     completion_only_loss: bool | None = key(None, "Train on the completion only; None: where there is a prompt.")
@@ -36,5 +37,7 @@ class SFTConfig(TrainConfig):
 @dataclass(frozen=True, kw_only=True)
 class SFTRun(Run):
     """A file of `rlnumba sft`."""
+
+    trainer = "sft"
 
     train: SFTConfig = SFTConfig()

@@ -21,7 +21,7 @@ from rlnumba.data.files import (
 )
 from rlnumba.data.packing import TokenSequence, pack_sequences
 from rlnumba.data.prompts import as_messages, as_prompt, encode_pair, is_gsm8k, question_prompt, with_eos
-from rlnumba.errors import UserError
+from rlnumba.errors import ConfigError, UserError
 
 
 def row_parser(first, data, tokenizer):
@@ -50,6 +50,11 @@ def row_parser(first, data, tokenizer):
             raise UserError(f"{where}: 'answer' must be a string, got {kind_of(answer)}")
         return question_prompt(row, data, tokenizer, where, question_column), answer, {}
 
+    if data.prompt_template is not None and not (question_column in seen and is_gsm8k(seen)):
+        raise ConfigError(
+            f"{where}: data.prompt_template makes a prompt of a question, and sft finds none: its columns are "
+            f"{', '.join(seen) or 'none'}"
+        )
     if "messages" in seen:
         return _parse_conversation
     if prompt_column in seen and completion_column in seen:

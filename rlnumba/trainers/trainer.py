@@ -15,6 +15,8 @@ from pathlib import Path
 from rlnumba import config
 from rlnumba.config import AsyncConfig, CriticConfig, DataConfig, DeployConfig, EngineConfig, RewardsConfig, key
 from rlnumba.config.other_keys import take_trl_keys
+from rlnumba.config.reading import warn_without_effect
+from rlnumba.errors import ConfigError
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.runtime import device
 from rlnumba.trainers.callbacks import given
@@ -101,10 +103,10 @@ class RowTrainer:
     """A trainer whose data are rows.
 
     model: a Hugging Face folder or a hub id. args: a config of the trainer's class. train_dataset, eval_dataset: a
-    .jsonl or .parquet file, or rows (dicts of JSON values, any iterable), which `train` writes to output_dir. data,
-    engine: further keys of these sections, dicts. peft_config: a LoraConfig, to train an adapter instead of the
-    weights. callbacks: objects with the methods of TrainerCallback. Raises ConfigError for keys that contradict each
-    other.
+    .jsonl or .parquet file, or rows (dicts of JSON values, any iterable), which `train` writes to output_dir. data:
+    further keys of that section, a dict; engine: likewise, for trainers that generate. peft_config: a LoraConfig, to
+    train an adapter instead of the weights. callbacks: objects with the methods of TrainerCallback. Raises ConfigError
+    for keys that contradict each other.
     """
 
     # Of a subclass: its command, that command's Run, and the class of `args`.
@@ -116,7 +118,12 @@ class RowTrainer:
     ):  # fmt: skip
         args = args or self.config_class()
         self.datasets, self.callbacks = {"train": train_dataset, "eval": eval_dataset}, callbacks
+        if engine is not None:
+            raise ConfigError(
+                f"engine: {self.command} generates nothing; the section [engine] is of grpo, rloo and ppo"
+            )
         self.run = self.run_class(**_settings(model, args, self.datasets, data, engine, peft_config))
+        warn_without_effect(self.run)
 
     def train(self, resume_from_checkpoint=False):
         """Train; writes output_dir. resume_from_checkpoint: True to continue from the newest readable checkpoint there,
@@ -185,6 +192,7 @@ class GRPOTrainer:
             rewards=RewardsConfig(funcs=funcs, weights=args.reward_weights, **(rewards or {})),
             **self._ahead(args),
         )
+        warn_without_effect(self.run)
 
     def _ahead(self, args):
         """The section [async] of a config that has it, as a keyword of the Run: dict."""
@@ -228,7 +236,9 @@ def _settings(model, args, datasets, data, engine, peft_config):
         for name, dataset in datasets.items()
         if dataset is not None
     }
-    sections = {"data": DataConfig(**paths, **(data or {})), "train": args, "engine": EngineConfig(**(engine or {}))}
+    sections = {"data": DataConfig(**paths, **(data or {})), "train": args}
+    if engine is not None:
+        sections["engine"] = EngineConfig(**engine)
     sections |= {"lora": peft_config, "deploy": _section(DeployConfig, args.deploy) or DeployConfig()}
     return {"model": str(model), "output_dir": args.output_dir, "seed": args.seed, **sections}
 

@@ -129,13 +129,13 @@ def test_reward_is_the_run_of_the_command_line(tmp_path):
 def test_arguments_of_a_trainer_are_in_its_run(tmp_path):
     trainer = SFTTrainer(MODEL)
     assert trainer.run == config.SFTRun(
-        model=str(MODEL), output_dir="trainer_output", seed=42, train=SFTConfig(), engine=config.EngineConfig(),
+        model=str(MODEL), output_dir="trainer_output", seed=42, train=SFTConfig(),
         data=config.DataConfig(train="trainer_output/train.jsonl"),
     )  # fmt: skip
     args = SFTConfig(output_dir="there", seed=3, max_steps=9)
-    trainer = SFTTrainer("a/b", args, SFT_ROWS, [], {"prompt_column": "q"}, {"max_num_seqs": 5})
+    trainer = SFTTrainer("a/b", args, SFT_ROWS, [], {"prompt_column": "q"})
     assert trainer.run == config.SFTRun(
-        model="a/b", output_dir="there", seed=3, train=args, engine=config.EngineConfig(max_num_seqs=5),
+        model="a/b", output_dir="there", seed=3, train=args,
         data=config.DataConfig(train=str(SFT_ROWS), eval="there/eval.jsonl", prompt_column="q"),
     )  # fmt: skip
     args = GRPOConfig(output_dir="there", seed=3, reward_weights=[0.5, 2.0])

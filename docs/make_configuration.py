@@ -61,7 +61,7 @@ file. An error lists the columns found.
 
 | columns | for |
 | --- | --- |
-| `messages`, optionally `tools` | SFT on a conversation |
+| `messages` | SFT on a conversation |
 | `prompt`, `completion` (strings or message lists) | SFT on the completion |
 | `prompt`, `reward_model` (verl) | GRPO, RLOO, PPO; rewards get `reward_model.ground_truth` as `ground_truth` |
 | `prompt`, with or without an answer column (`solution`, `answer`, `ground_truth`, `final_answer`) | GRPO, RLOO, PPO |
@@ -69,13 +69,15 @@ file. An error lists the columns found.
 | `question`, alone or with an answer column (DeepMath) | GRPO, RLOO, PPO |
 | `question`, `answer`, `metadata`, `gym_dataset`: problems of reasoning-gym, see docs/gym.md | GRPO, RLOO, PPO |
 | `text` | SFT on the whole text |
-| `prompt`, `chosen`, `rejected` (strings or message lists), optionally `tools` | DPO; KTO on each side alone |
+| `prompt`, `chosen`, `rejected` (strings or message lists) | DPO; KTO on each side alone |
 | `chosen`, `rejected` (both strings or both message lists) | the same; their common beginning is the prompt |
-| `prompt`, `completion` (strings or message lists), `label` (true or false), optionally `tools` | KTO |
+| `prompt`, `completion` (strings or message lists), `label` (true or false) | KTO |
 | `chosen`, `rejected`, optionally `prompt` and `margin` (strings or message lists) | reward |
 
-`data.prompt_template` makes a prompt of a question. All other columns but `completion` are passed to the reward
-functions by name.
+In every form, `tools` (a list of JSON schemas) and `chat_template_kwargs` (an object, whose names go before those of
+`data.chat_template_kwargs`) of a row go to the chat template, also in the files of `generate` and `score`; both may be
+JSON in a string. `data.prompt_template` makes a prompt of a question. All other columns but `completion` are
+passed to the reward functions by name.
 
 ## What a run writes
 

@@ -225,8 +225,9 @@ def _read_rows(path, column, completion=False):
 
 
 def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
-    """The token ids of every row, a list each: those in `column`, or encode(row). UserErrors name the line."""
-    from rlnumba.data import check_ids
+    """The token ids of every row, a list each: those in `column`, or encode(row, **template), with the variables of
+    the chat template that the row has. UserErrors name the line."""
+    from rlnumba.data import check_ids, template_variables
 
     sequences = []
     for row, where in rows:
@@ -234,8 +235,9 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
         if ids is None:
             if tokenizer is None:
                 raise UserError(f"{where}: text needs a tokenizer, and the model has no tokenizer.json; give {column}")
+            template = template_variables(row, where)
             try:
-                ids = encode(row)
+                ids = encode(row, **template)
             except UserError as error:
                 raise UserError(f"{where}: {error}") from error
         if not ids:
@@ -303,8 +305,8 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, num_gpus
         tensor_parallel_size = _choose_ranks(tensor_parallel_size, config, dtype, share)
         limit = longest_sequence(config, engine)
 
-        def encode(row):
-            return encode_prompt(tokenizer, row["prompt"])
+        def encode(row, **template):
+            return encode_prompt(tokenizer, row["prompt"], **template)
 
         ids = _token_ids(rows, "prompt_token_ids", encode, tokenizer, config.vocab_size, limit)
         model_and_dtype, lengths = (config, dtype or config.dtype), list(map(len, ids))
@@ -379,10 +381,10 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size,
         if classifies and temperature != 1.0:
             raise ConfigError(f"--temperature does not apply to {config.architecture}, which has no logits")
 
-        def encode(row):
+        def encode(row, **template):
             if classifies:
-                return encode_scored(tokenizer, row["prompt"], row["completion"], config.eos_token_ids)
-            return encode_pair(tokenizer, row["prompt"], row["completion"])[0]
+                return encode_scored(tokenizer, row["prompt"], row["completion"], config.eos_token_ids, **template)
+            return encode_pair(tokenizer, row["prompt"], row["completion"], **template)[0]
 
         limit = config.max_position_embeddings
         sequences = _token_ids(rows, "token_ids", encode, tokenizer, config.vocab_size, limit)

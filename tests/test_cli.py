@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,6 +135,20 @@ def test_score_of_text_does_not_append_eos(tmp_path):
     (again,) = score(tmp_path, [{"token_ids": pair["token_ids"]}])
     assert len(pair["token_ids"]) == 6 and pair["token_ids"][-1] != 1 and again == pair
     assert ids == {"token_ids": [4], "logprobs": [None]}
+
+
+def test_tools_and_variables_of_a_row_reach_the_template(tmp_path):
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{{ tools[0].name }}{{ mood }}: {% for m in messages %}{{ m.content }} {% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    row = {"prompt": [{"role": "user", "content": "ask"}], "completion": "answer", "tools": [{"name": "find"}]}
+    row["chat_template_kwargs"] = {"mood": "sad"}
+    tokenizer = Tokenizer(folder)
+    (found,) = generate(tmp_path, [row], "--max-tokens", 1, model=str(folder))
+    assert tokenizer.decode(found["prompt_token_ids"]) == tokenizer.decode(tokenizer.encode("findsad: ask "))
+    (found,) = score(tmp_path, [row], model=str(folder))
+    assert tokenizer.decode(found["token_ids"]) == tokenizer.decode(tokenizer.encode("findsad: ask answer "))
 
 
 def test_score_of_a_sequence_classification_model(tmp_path, fails):

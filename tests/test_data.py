@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from rlnumba import data
-from rlnumba.config import DataConfig, SFTConfig
+from rlnumba.config import DataConfig, DPOConfig, KTOConfig, SFTConfig
 from rlnumba.data import TokenSequence, best_fit_decreasing, load_prompts, load_sft, pack_sequences, read_rows
+from rlnumba.data.pairs import load_pairs
+from rlnumba.data.unpaired import load_unpaired
 from rlnumba.errors import ConfigError, UserError
 
 EOS = 1
@@ -169,6 +171,71 @@ def test_tools_reach_the_template_also_as_json(path):
     load(path, rows, Tools(), assistant_only_loss=True)
     wanted = [([{"name": "f"}])] * 2 + [None]
     assert seen == [call for given in wanted for call in (("ids", given, False), ("mask", given, {}))]
+
+
+class ToolTokenizer(WordTokenizer):
+    """A chat template that shows its tools' names and its variables."""
+
+    def apply_chat_template(self, messages, add_generation_prompt, tools=None, **variables):
+        named = {} if tools is None else {"calls": "+".join(tool["name"] for tool in tools)}
+        return super().apply_chat_template(messages, add_generation_prompt, **named, **variables)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("form", ["messages", "pair", "gsm8k", "prompt", "question", "chosen", "labelled", "unpaired"])
+def test_tools_and_variables_of_a_row_reach_the_template(path, form, as_json):
+    chat = [{"role": "user", "content": "q"}]
+    answer = [{"role": "assistant", "content": "a"}]
+    rows = {
+        "messages": {"messages": chat + answer},
+        "pair": {"prompt": chat, "completion": answer},
+        "gsm8k": {"question": "q", "answer": "a #### 1"},
+        "prompt": {"prompt": chat},
+        "question": {"question": "q"},
+        "chosen": {"prompt": chat, "chosen": answer, "rejected": chat},
+        "labelled": {"prompt": chat, "completion": answer, "label": True},
+        "unpaired": {"prompt": chat, "chosen": answer, "rejected": chat},
+    }
+    variables = {"tools": [{"name": "f"}], "chat_template_kwargs": {"k": 2, "n": None}}
+    if as_json:
+        variables = {name: json.dumps(value) for name, value in variables.items()}
+    write(path, [rows[form] | variables])
+    data, tokenizer = DataConfig(train=str(path), chat_template_kwargs={"k": 1, "m": 3}), ToolTokenizer()
+    limits, train = (tokenizer, 1000, 1000), SFTConfig()
+    if form in ("messages", "pair", "gsm8k"):
+        found = load_sft(path, data, train, *limits).rows[0][0].input_ids
+    elif form in ("prompt", "question"):
+        found = load_prompts(path, data, *limits).prompts[0].prompt_token_ids
+    elif form == "chosen":
+        found = load_pairs(path, data, DPOConfig(), *limits).rows[0].prompt_ids
+    else:
+        found = load_unpaired(path, data, KTOConfig(), *limits).rows[0].prompt_ids
+    # The row's variables go before the run's, and null is none.
+    shown = tokenizer.text(found).replace(" ", "").split("[u")[0]
+    assert sorted(shown.replace("k=", " k=").replace("m=", " m=").split()) == ["calls=f", "k=2", "m=3"]
+
+
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ([1], "rows.jsonl:1: 'chat_template_kwargs' must be an object, got a list"),
+        ("{", "rows.jsonl:1: 'chat_template_kwargs' is a string that is not JSON"),
+        ({"tokenize": True}, "rows.jsonl:1: 'chat_template_kwargs' cannot set 'tokenize', which is no template's"),
+    ],
+)
+def test_variables_of_a_row_that_are_refused(path, variables, message):
+    write(path, [{"prompt": [{"role": "user", "content": "q"}], "chat_template_kwargs": variables}])
+    with pytest.raises(UserError, match=message):
+        load_prompts(path, DataConfig(train=str(path)), WordTokenizer(), 1000, 1000)
+    with pytest.raises(ConfigError, match="data.chat_template_kwargs cannot set 'add_generation_prompt'"):
+        DataConfig(train="", chat_template_kwargs={"add_generation_prompt": False})
+
+
+def test_a_template_for_questions_needs_questions(path):
+    write(path, [{"prompt": "p", "completion": "c"}])
+    config = DataConfig(train=str(path), prompt_template="{prompt}!")
+    with pytest.raises(ConfigError, match="rows.jsonl:1: data.prompt_template makes a prompt of a question, and sft"):
+        load_sft(path, config, SFTConfig(), WordTokenizer(), 1000, 1000)
 
 
 def test_completion_begins_where_the_tokens_part(path):

@@ -16,6 +16,11 @@ from rlnumba.errors import ConfigError
 GYM = "gym:"
 # The trainers whose data are prompts, and those of them that may generate ahead of training.
 ON_PROMPTS, AHEAD = ("grpo", "rloo", "ppo"), ("grpo", "rloo")
+# Arguments of transformers' apply_chat_template that are no variables of a template, and cannot be chosen.
+RESERVED_VARIABLES = (
+    *("messages", "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,9 @@ class DataConfig(Section):
     apply_chat_template: bool | None = key(
         None, "None: to messages, and to questions if there is one; true: to strings, too; false: not to questions."
     )
-    chat_template_kwargs: dict[str, typing.Any] = key({}, "Variables of the template, as {enable_thinking = false}.")
+    chat_template_kwargs: dict[str, typing.Any] = key(
+        {}, "Variables of the template, as {enable_thinking = false}; those of a row's column of this name go first."
+    )
     curriculum_column: str | None = key(
         None,
         "Prompts are taken by ascending value of this column, a number, in every epoch; among equal ones as "
@@ -68,6 +75,12 @@ class DataConfig(Section):
     max_prompt_length: int | None = key(
         None, "Longer prompts are dropped and counted; None: an error.", minimum=1, of=ON_PROMPTS
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in self.chat_template_kwargs:
+            if name in RESERVED_VARIABLES:
+                raise ConfigError(f"data.chat_template_kwargs cannot set {name!r}, which is no template's variable")
 
 
 @dataclass(frozen=True)

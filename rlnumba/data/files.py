@@ -12,10 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
+from rlnumba.config.schema import RESERVED_VARIABLES
 from rlnumba.data.gym import arguments_of, gym_rows, is_gym
 from rlnumba.errors import ConfigError, UserError
 
 KINDS = (".jsonl", ".parquet", ".csv")
+# Columns with variables of the chat template.
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 
 # Of sampled_rows.
 _most_rows = None
@@ -218,16 +221,32 @@ def text_value(row, column, where):
 
 
 def template_variables(row, where):
-    """The chat template variables in a row, {"tools": list} or {}; a string is read as JSON."""
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: 'tools' is a string that is not JSON: {error.msg}") from error
+    """The chat template's variables in a row: its `tools`, a list, and those in its `chat_template_kwargs`, an object.
+
+    Either may be a string, which is read as JSON.
+    """
+    tools, variables = (_json_value(row.get(name), name, where) for name in TEMPLATE_COLUMNS)
     if not isinstance(tools, list | None):
         raise UserError(f"{where}: 'tools' must be a list, got {kind_of(tools)}")
-    return {} if tools is None else {"tools": tools}
+    if not isinstance(variables, dict | None):
+        raise UserError(f"{where}: 'chat_template_kwargs' must be an object, got {kind_of(variables)}")
+    found = {} if tools is None else {"tools": tools}
+    if variables is None:
+        return found
+    if reserved := [name for name in variables if name in RESERVED_VARIABLES]:
+        raise UserError(f"{where}: 'chat_template_kwargs' cannot set {reserved[0]!r}, which is no template's variable")
+    # A file with types for its columns has null for each name that another row has.
+    return found | {name: value for name, value in variables.items() if value is not None}
+
+
+def _json_value(value, name, where):
+    """A column's value, of a string what it is as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: {name!r} is a string that is not JSON: {error.msg}") from error
 
 
 def check_messages(messages, where):

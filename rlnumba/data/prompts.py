@@ -7,7 +7,14 @@ A tokenizer is passed in: an object with encode, apply_chat_template, assistant_
 import re
 from dataclasses import dataclass
 
-from rlnumba.data.files import check_ids, check_prompt, column_value, read_dataset, text_value
+from rlnumba.data.files import (
+    check_ids,
+    check_prompt,
+    column_value,
+    read_dataset,
+    template_variables,
+    text_value,
+)
 from rlnumba.errors import ConfigError, UserError
 
 # Templates for a `question` column where data.prompt_template is not set. GSM8K's is verl's, reasoning-gym's asks for
@@ -158,7 +165,8 @@ def load_prompts(path, data, tokenizer, model_limit, vocab_size, for_eval=None):
         prompt = as_prompt(prompt, data)
         columns = _reward_columns(row, data, where, column)
         try:
-            ids = list(encode_prompt(tokenizer, prompt, **data.chat_template_kwargs))
+            template = data.chat_template_kwargs | template_variables(row, where)
+            ids = list(encode_prompt(tokenizer, prompt, **template))
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         if not ids:

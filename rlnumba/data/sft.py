@@ -42,13 +42,13 @@ def row_parser(first, data, tokenizer):
             check_messages(completion, f"{where}: {completion_column!r}")
         elif not isinstance(completion, str):
             raise UserError(f"{where}: {completion_column!r} must be a string, got {kind_of(completion)}")
-        return prompt, completion, {}
+        return prompt, completion, template_variables(row, where)
 
     def parse_gsm8k(row, where):
         answer = column_value(row, "answer", where)
         if not isinstance(answer, str):
             raise UserError(f"{where}: 'answer' must be a string, got {kind_of(answer)}")
-        return question_prompt(row, data, tokenizer, where, question_column), answer, {}
+        return question_prompt(row, data, tokenizer, where, question_column), answer, template_variables(row, where)
 
     if data.prompt_template is not None and not (question_column in seen and is_gsm8k(seen)):
         raise ConfigError(

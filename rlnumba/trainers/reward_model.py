@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlnumba import rewards
 from rlnumba.data import check_ids, encode_scored
-from rlnumba.data.files import template_variables
+from rlnumba.data.files import TEMPLATE_COLUMNS, template_variables
 from rlnumba.errors import UserError
 from rlnumba.model.config import SCORE_HEAD
 from rlnumba.model.sequence_score import score_sequences
@@ -50,14 +50,14 @@ class RewardModel:
     def score(self, prompts, completions, columns):
         """The score of each prompt with its completion, strings or message lists: list of float.
 
-        columns: {name: values}, of which `tools` reaches the chat template. Raises UserError for a text that the chat
-        template refuses or that is longer than the model.
+        columns: {name: values}, of which TEMPLATE_COLUMNS reach the chat template. Raises UserError for a text that the
+        chat template refuses or that is longer than the model.
         """
         config, sequences = self.model.config, []
-        tools = columns.get("tools", [None] * len(prompts))
-        for index, (prompt, completion, own) in enumerate(zip(prompts, completions, tools, strict=True)):
+        names = [name for name in TEMPLATE_COLUMNS if name in columns]
+        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             where = f"completion {index}"
-            template = self.template | template_variables({"tools": own}, where)
+            template = self.template | template_variables({name: columns[name][index] for name in names}, where)
             ids = encode_scored(self.tokenizer, prompt, completion, config.eos_token_ids, **template)
             check_ids(ids, config.vocab_size, where)
             sequences.append(ids)

@@ -21,12 +21,13 @@ from rlnumba.runtime import device
 class Context:
     """A stream (None: CuPy's current stream at each launch) and all that belongs to the kernels launched on it.
 
-    pdl: set by launch.pdl_scope. serialized: addresses of the streams whose next kernel is launched without PDL.
-    prepared: launch.launch's parameter buffers.
+    pdl: set by launch.pdl_scope. serialized: addresses of the streams whose next kernel is launched without PDL
+    (None: the one of the simulator).
+    prepared: launch.launch's parameter buffers. deferred: in the simulator, the launches of the current pdl_scope.
     """
 
     def __init__(self, stream=None):
-        self.stream, self.pdl, self.serialized = stream, False, set()
+        self.stream, self.pdl, self.serialized, self.deferred = stream, False, set(), None
         self.prepared, self._owned = {}, {}
 
     @contextmanager
@@ -70,10 +71,12 @@ class Context:
 
     def serialize_next(self):
         """Launch the next kernel of CuPy's current stream without PDL; for work that `launch` did not launch."""
+        stream = None
         if device.name() == "cuda":
             import cupy
 
-            self.serialized.add(cupy.cuda.get_current_stream().ptr)
+            stream = cupy.cuda.get_current_stream().ptr
+        self.serialized.add(stream)
 
 
 class _Thread(threading.local):

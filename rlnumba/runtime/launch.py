@@ -44,14 +44,34 @@ def pdl_scope():
     """Launches inside use PDL, if the kernel declares `supports_pdl`; meant for graphs of many short kernels.
 
     What such a kernel reads before its griddepcontrol_wait, such as weights, must not be written by any kernel launched
-    inside, unless that one is launched with serialize_next. Before compute capability 9.0 it has no effect.
+    inside, unless that one is launched with serialize_next. Before compute capability 9.0 it has no effect. In the
+    simulator the launches inside run when the scope ends, so that each begins as early as PDL allows.
     """
     context = current()
     before, context.pdl = context.pdl, True
+    if device.name() == "sim" and not before:
+        context.deferred = []
     try:
         yield
+        if context.deferred and not before:
+            _run_deferred(context.deferred)
     finally:
         context.pdl = before
+        if not before:
+            context.deferred = None
+
+
+def _run_deferred(launches):
+    """Run simulated launches, and empty the list; each but the first begins before those ahead of it have run."""
+
+    def run_through(index):
+        """Run the launches up to this one."""
+        if index < 0:
+            return
+        launches[index](earlier=lambda: run_through(index - 1))
+
+    run_through(len(launches) - 1)
+    launches.clear()
 
 
 def specialize(make):
@@ -183,7 +203,7 @@ def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=F
     if 0 in grid:
         return
     if device.name() != "cuda":
-        _launch_without_gpu(kernel, grid, block, arguments, shared)
+        _launch_without_gpu(kernel, grid, block, arguments, shared, pdl, serialize_next)
         return
     # One flat key and one call that packs: each tuple or view less is a tenth of a microsecond.
     key, addresses, scalars = [kernel], [], []
@@ -304,8 +324,8 @@ def _copy_gbs():
     return 2 * source.nbytes / (cupy.cuda.get_elapsed_time(begin, end) * 1e6)
 
 
-def _launch_without_gpu(kernel, grid, block, arguments, shared):
-    """Call the observers, and on device `sim` run the kernel in the simulator."""
+def _launch_without_gpu(kernel, grid, block, arguments, shared, pdl, serialize_next):
+    """Call the observers, and on device `sim` run the kernel in the simulator, at once or at the end of a pdl_scope."""
     for observer in observers:
         observer(kernel, tuple(map(type_name, arguments)))
     if device.name() != "sim":
@@ -317,4 +337,15 @@ def _launch_without_gpu(kernel, grid, block, arguments, shared):
             return a.view(np.uint16)
         return np.float32(a) if isinstance(a, float) else a
 
-    simulator.run(kernel.py_func, grid, block, shared, [visible(a) for a in arguments])
+    run = functools.partial(simulator.run, kernel.py_func, grid, block, shared, [visible(a) for a in arguments])
+    context = current()
+    if context.deferred is None:
+        run()
+        return
+    if not pdl or not declares_pdl(kernel) or None in context.serialized:
+        # All kernels ahead have ended before this one begins, and therefore before those after it do.
+        _run_deferred(context.deferred)
+    context.deferred.append(run)
+    context.serialized.discard(None)
+    if serialize_next:
+        context.serialized.add(None)

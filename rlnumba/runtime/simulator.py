@@ -10,7 +10,9 @@ of all lanes from the instruction's documented meaning, and each lane gets its o
 
 Asynchronous operations, above all TMA copies and wgmma, complete as late as possible: when no thread can run any more,
 and then in any order. Until then their destination holds NaN. A kernel that omits a wait therefore computes NaN, or the
-simulated instruction finds that its operands have changed and raises an error. RLNUMBA_SIMULATOR_SEED=N draws at random
+simulated instruction finds that its operands have changed and raises an error. Inside launch.pdl_scope a kernel with
+programmatic dependent launch begins before all kernels ahead of it, which run when it reaches griddepcontrol_wait: what
+it reads of theirs before is old. RLNUMBA_SIMULATOR_SEED=N draws at random
 which thread runs next and when an operation completes; equal bits for several N are evidence that no barrier is absent.
 """
 
@@ -95,8 +97,8 @@ class Condition:
 class Grid:
     """Schedules the threads of a kernel's blocks, RESIDENT_BLOCKS at a time."""
 
-    def __init__(self, shared_bytes):
-        self.shared_bytes = shared_bytes
+    def __init__(self, shared_bytes, earlier):
+        self.shared_bytes, self.earlier, self.dependency = shared_bytes, earlier, Condition()
         self.random = random.Random(SEED or 0)
         self.scheduler = greenlet.getcurrent()
         self.blocks = []
@@ -119,6 +121,13 @@ class Grid:
                 self._raise_deadlock()
             else:
                 return
+
+    def complete_earlier(self):
+        """Run the kernels before this one, if they have not run."""
+        earlier, self.earlier = self.earlier, None
+        if earlier:
+            earlier()
+            self.dependency.notify_all()
 
     def _run_threads(self):
         """Run ready threads, the first one first, until one returns or none is ready; with a seed one that it draws."""
@@ -275,21 +284,34 @@ class SimulatedCuda(ThreadsCuda):
         return getattr(numba_cuda if _kernel is None else _kernel, name)
 
 
-def run(function, grid, block, shared_bytes, arguments):
+def run(function, grid, block, shared_bytes, arguments, earlier=None):
     """Run a kernel's Python function for each thread of each block; blocks start in the order of their indices.
 
-    grid, block: three lengths; shared_bytes: of dynamic shared memory; arguments: NumPy arrays and scalars. An
-    exception of a thread ends the run, with a note that names the thread.
+    grid, block: three lengths; shared_bytes: of dynamic shared memory; arguments: NumPy arrays and scalars. earlier: a
+    function that runs the kernels before this one; it is called as late as programmatic dependent launch allows: when
+    threads are in griddepcontrol_wait and no other one can run, or all have returned. An exception of a thread ends the
+    run, with a note that names the thread.
     """
     global _kernel
-    _kernel = KernelCuda(grid, block, 0)
+    before, _kernel = _kernel, KernelCuda(grid, block, 0)
     try:
         # For kernels of modules that import numba.cuda itself.
         with swapped_cuda_module(function, _kernel):
             block_indices = (index[::-1] for index in np.ndindex(*grid[::-1]))
-            Grid(shared_bytes).run(lambda: function(*arguments), block, block_indices)
+            simulated = Grid(shared_bytes, earlier)
+            simulated.run(lambda: function(*arguments), block, block_indices)
+            simulated.complete_earlier()
     finally:
-        _kernel = None
+        _kernel = before
+
+
+def wait_for_earlier_kernels():
+    """The simulated griddepcontrol.wait."""
+    grid = _thread.block.grid
+    if grid.earlier:
+        if not grid.dependency.waiting:
+            complete_async(grid.complete_earlier)
+        grid.dependency.wait("griddepcontrol_wait")
 
 
 def current_thread():

@@ -19,11 +19,11 @@ from rlnumba.kernels.ptx.sm90 import (
     tma_store_2d,
 )
 from rlnumba.kernels.ptx.tensor_map import tensor_map
-from rlnumba.kernels.ptx.warp import ballot, shuffle_xor, warp_sum
+from rlnumba.kernels.ptx.warp import ballot, griddepcontrol_wait, shuffle_xor, warp_sum
 from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch
+from rlnumba.runtime.launch import launch, pdl_scope, supports_pdl
 
 pytestmark = pytest.mark.sim
 if device.name() != "sim":
@@ -275,3 +275,29 @@ def test_bits_are_counted_as_in_32_bits():
     launch(bits_kernel, 1, 32, words, out)
     mask = int("1100" * 8, 2) - 2**32
     assert out[:4].tolist() == [[0, 0, 32, mask], [1, 1, 31, mask], [32, 1, 0, mask], [1, 32, 0, mask]]
+
+
+@supports_pdl
+@cuda.jit
+def double_kernel(x, out, mistake):
+    """out = 2 x; the mistake reads x before the kernel that writes it has ended."""
+    if mistake == NO_WAIT:
+        value = x[cuda.threadIdx.x]
+    griddepcontrol_wait()
+    if mistake != NO_WAIT:
+        value = x[cuda.threadIdx.x]
+    out[cuda.threadIdx.x] = np.float32(2.0) * value
+
+
+@pytest.mark.parametrize(
+    ("mistake", "serialized", "expected"), [(RIGHT, (), 8.0), (NO_WAIT, (), 4.0), (NO_WAIT, (1,), 8.0)]
+)
+def test_a_kernel_begins_as_early_as_pdl_allows(mistake, serialized, expected):
+    """Three kernels in a chain, the last one with the mistake; what it reads early is what the first kernel found."""
+    x, y, z = np.ones(4, np.float32), np.full(4, 2, np.float32), np.zeros(4, np.float32)
+    with pdl_scope():
+        launch(double_kernel, 1, 4, x, x, RIGHT)
+        launch(double_kernel, 1, 4, x, y, RIGHT, serialize_next=1 in serialized)
+        launch(double_kernel, 1, 4, y, z, mistake)
+        assert z[0] == 0, "nothing runs before the scope's end"
+    assert x.tolist() == [2] * 4 and y.tolist() == [4] * 4 and z.tolist() == [expected] * 4

@@ -36,7 +36,7 @@ PTX_TYPES = {"bfloat16": "bf16", "float16": "f16"}
 TINY = np.finfo(np.float32).tiny
 
 if SIMULATED:
-    from rlnumba.runtime.simulator import WARP
+    from rlnumba.runtime.simulator import WARP, wait_for_earlier_kernels
 
     def device_function(function):
         """A function that kernels call; plain Python here."""
@@ -269,6 +269,7 @@ def compiler_barrier():
 @instruction_since_sm90("griddepcontrol.wait;")
 def griddepcontrol_wait():
     """Wait until all earlier kernels have ended and what they wrote is visible."""
+    wait_for_earlier_kernels()
 
 
 @instruction_since_sm90("griddepcontrol.launch_dependents;")

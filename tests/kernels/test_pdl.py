@@ -1,0 +1,64 @@
+"""Chains of kernels whose launches overlap (PDL) have the bits of kernels that run one after the other."""
+
+import numpy as np
+import pytest
+
+from rlnumba.engine import LLM, SamplingParams
+from rlnumba.engine.few_rows import FewRowsDecoder
+from rlnumba.engine.runner import Runner
+from rlnumba.kernels.gemm.ops import linear, linear_swiglu
+from rlnumba.kernels.nn.rmsnorm import rmsnorm
+from rlnumba.runtime import device, dispatch
+from rlnumba.runtime.launch import pdl_scope
+from tests.close import assert_same_bits
+from tests.engine.test_llm import drawn, make_model
+
+pytestmark = pytest.mark.sim
+if device.name() != "sim":
+    pytest.skip("the simulator runs each kernel as early as PDL allows", allow_module_level=True)
+
+
+def test_a_layers_gemms_and_norms(rng):
+    bf16, rows, hidden = device.dtype("bfloat16"), 3, 64
+
+    def random(*shape):
+        return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(bf16)
+
+    x, norm, up, down = random(rows, hidden), random(hidden), random(4 * hidden, hidden), random(hidden, 2 * hidden)
+
+    def chain():
+        """The stream after two MLP blocks: every array is written by one kernel and read by the next."""
+        stream, normed = x.copy(), np.zeros_like(x)
+        gate_up, activated = np.zeros((rows, 4 * hidden), bf16), np.zeros((rows, 2 * hidden), bf16)
+        for _ in range(2):
+            rmsnorm(stream, norm, 1e-6, normed, np.zeros(rows, np.float32))
+            linear_swiglu(normed, up, gate_up, activated)
+            linear(activated, down, stream, residual=stream)
+        return stream
+
+    with dispatch.forced("sm90"):
+        expected = chain()
+        with pdl_scope():
+            overlapped = chain()
+    assert_same_bits(overlapped, expected)
+
+
+def test_decode_steps_of_the_engine(monkeypatch):
+    """Every kernel of a decode step, from the embedding to the sampled token and the next step's state."""
+    model = make_model(
+        "bfloat16", vocab_size=20, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.8, max_tokens=2, n=2, ignore_eos=True)
+    compute = Runner.compute
+    # The layers of a decode step are separate kernels.
+    monkeypatch.setattr(FewRowsDecoder, "supports", lambda *_: False)
+
+    def overlapped(runner, arrays, shape):
+        with pdl_scope():
+            compute(runner, arrays, shape)
+
+    with dispatch.forced("sm90"):
+        expected = drawn(LLM(model).generate([[1, 2, 3]], params))
+        monkeypatch.setattr(Runner, "compute", overlapped)
+        assert drawn(LLM(model).generate([[1, 2, 3]], params)) == expected

@@ -1,13 +1,29 @@
 """Ranks that have a connection to each other: what the transports shm and tcp share.
 
 All ranks send the same message in an operation, which names it, so that ranks in different ones find out. Receiving
-blocks without a loop, ends at a deadline, and fails at once when the other process has ended.
+blocks without a loop, ends at a deadline, also inside of a message, and fails at once when the other process has ended.
 """
 
 import pickle
+import socket
+import struct
 
 from rlnumba.distributed.communicator import Communicator, Operation, check_same
 from rlnumba.errors import CommunicationError
+
+
+def limit_waiting(connection, timeout_s):
+    """Let a Connection wait at most timeout_s seconds for the next bytes of a message, read or written.
+
+    Then its methods raise BlockingIOError, and it cannot be used further.
+    """
+    seconds, rest = divmod(timeout_s, 1)
+    # 0 were no limit.
+    limit = struct.pack("@ll", int(seconds), max(int(rest * 1e6), 1))
+    connected = socket.socket(fileno=connection.fileno())
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connected.setsockopt(socket.SOL_SOCKET, option, limit)
+    connected.detach()
 
 
 class MessageCommunicator(Communicator):
@@ -16,6 +32,8 @@ class MessageCommunicator(Communicator):
     def __init__(self, rank, world_size, timeout_s, connections):
         super().__init__(rank, world_size, timeout_s)
         self._connections = connections
+        for connection in connections.values():
+            limit_waiting(connection, timeout_s)
 
     def close(self):
         for connection in self._connections.values():
@@ -54,7 +72,7 @@ class MessageCommunicator(Communicator):
         try:
             self._connections[rank].send((tuple(operation), detail))
         except OSError as error:
-            raise self._ended(operation, rank) from error
+            raise self._failed(operation, rank, error) from error
 
     def _receive(self, operation, rank):
         """The next message of a rank: (its Operation as a tuple, detail)."""
@@ -64,7 +82,11 @@ class MessageCommunicator(Communicator):
                 raise CommunicationError(message)
             return self._connections[rank].recv()
         except (EOFError, OSError) as error:
-            raise self._ended(operation, rank) from error
+            raise self._failed(operation, rank, error) from error
 
-    def _ended(self, operation, rank):
+    def _failed(self, operation, rank, error):
+        """The CommunicationError of a connection to a rank that gives an EOFError or OSError."""
+        if isinstance(error, BlockingIOError):
+            where = f"in a message to or from rank {self.rank}"
+            return CommunicationError(f"{operation}: rank {rank} stands still {where} for {self.timeout_s:g} s")
         return CommunicationError(f"{operation}: rank {rank} has ended", rank)

@@ -4,16 +4,22 @@
     TcpLink(...).connect()       in each rank
 
 It copies the bytes that shm does, and adds in the same order: a run on several hosts has the bits of one. What a rank
-sends is written by a thread for each connection, so all ranks may send before they receive. A connection is opened with
-the key of its run; messages are pickled, so who has the key is trusted.
+sends is written by a thread for each connection, so all ranks may send before they receive.
+
+A process listens on the address of its host that the other ranks use, and on no other. Whoever opens a connection must
+show that it has the key of the run, and so must the process that listens; each such handshake has a thread and a time
+limit of its own, so a connection that says nothing holds up no rank. The key opens a connection and does not protect
+what is sent over it: that is pickled, neither encrypted nor signed.
 
 Ranks on GPUs of several hosts agree by it on the identifier of NCCL (nccl.py).
 """
 
+import contextlib
 import os
 import pickle
 import queue
 import socket
+import sys
 import threading
 import time
 from multiprocessing import AuthenticationError
@@ -23,31 +29,40 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.distributed.communicator import TIMEOUT_S, Range, add_in_place, as_bytes, check_ranges
-from rlnumba.distributed.messages import MessageCommunicator
+from rlnumba.distributed.messages import MessageCommunicator, limit_waiting
 from rlnumba.errors import CommunicationError
 
 # Bytes of an array in a message. Not tuned.
 PIECE_BYTES = 1 << 20
 # Seconds in which the last messages are written at the end of a rank.
 CLOSING_S = 10.0
+# Seconds in which whoever opens a connection must have shown that it has the key.
+HANDSHAKE_S = 30.0
+# Seconds without a message after which the system asks whether the other host is still there, between two questions,
+# and the number of those without an answer that end the connection.
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 30, 10, 6
+# Seconds between attempts to take a connection where the system refuses one, as when too many files are open.
+RETRY_S = 0.1
 
 
 class Meeting:
     """Hands all of world_size ranks the addresses of all, once each has said its own; a context manager.
 
-    host: the name by which other hosts reach this one. address: (host, port) and key: bytes, of the TcpLinks.
+    host: the name or address by which the hosts of the ranks reach this one. address: (host, port) and key: bytes, of
+    the TcpLinks. Raises CommunicationError for an address that this host does not have.
     """
 
     def __init__(self, host, world_size):
-        self._server = socket.create_server(("", 0))
-        self.address, self.key = (host, self._server.getsockname()[1]), os.urandom(32)
+        self.key = os.urandom(32)
+        self._listener = Listener(host, self.key)
+        self.address = self._listener.address
         threading.Thread(target=self._serve, args=(world_size,), daemon=True).start()
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
-        self._server.close()
+        self._listener.close()
 
     def links(self, hosts, timeout_s=TIMEOUT_S, piece_bytes=PIECE_BYTES):
         """The TcpLinks of all ranks. hosts: of each rank, the name by which others reach it."""
@@ -56,16 +71,16 @@ class Meeting:
 
     def _serve(self, world_size):
         found = {}
-        try:
-            while len(found) < world_size:
-                connection = accepted(self._server, self.key)
-                rank, address = connection.recv()
-                found[rank] = connection, address
-            addresses = [found[rank][1] for rank in range(world_size)]
-            for connection, _ in found.values():
+        while len(found) < world_size:
+            if (arrived := self._listener.next()) is None:
+                return  # closed
+            connection, (rank, address) = arrived
+            found[rank] = connection, address
+        addresses = [found[rank][1] for rank in range(world_size)]
+        for connection, _ in found.values():
+            # One that has ended is not waited for longer by the others than in an operation.
+            with contextlib.suppress(OSError):
                 connection.send(addresses)
-        except (EOFError, OSError):
-            pass  # closed; or a rank has ended, for which the others do not wait longer than for an operation
 
 
 class TcpLink(NamedTuple):
@@ -82,57 +97,122 @@ class TcpLink(NamedTuple):
     def connect(self):
         """The Communicator of this rank, in whose process this is. Raises CommunicationError where a rank is late."""
         try:
-            with socket.create_server(("", 0)) as server:
-                server.settimeout(self.timeout_s)
-                return TcpCommunicator(self, self._connections(server))
+            with Listener(self.host, self.key) as listener:
+                return TcpCommunicator(self, self._connections(listener))
         except (AuthenticationError, EOFError, OSError) as error:
             reason = f"rank {self.rank} did not meet all {self.world_size} ranks within {self.timeout_s:g} s"
             raise CommunicationError(f"connect: {reason}: {error}") from error
 
-    def _connections(self, server):
+    def _connections(self, listener):
+        deadline = time.monotonic() + self.timeout_s
         meeting = opened(self.meeting, self.key, self.timeout_s)
-        meeting.send((self.rank, (self.host, server.getsockname()[1])))
-        if not meeting.poll(self.timeout_s):
+        meeting.send((self.rank, listener.address))
+        if not meeting.poll(max(deadline - time.monotonic(), 0.0)):
             raise TimeoutError("some have not said their address")
         addresses, connections = meeting.recv(), {}
         meeting.close()
         for other in range(self.rank):
             connections[other] = opened(addresses[other], self.key, self.timeout_s)
             connections[other].send(self.rank)
-        while len(connections) < self.world_size - 1:
-            connection = accepted(server, self.key)
-            connections[connection.recv()] = connection
+        while missing := {*range(self.world_size)} - {self.rank, *connections}:
+            arrived = listener.next(deadline)
+            if arrived is None:
+                raise TimeoutError(f"no connection from rank {', '.join(map(str, sorted(missing)))}")
+            connection, rank = arrived
+            connections[rank] = connection
         return connections
 
     def close(self):
         """Nothing: it holds nothing open."""
 
 
-def accepted(server, key):
-    """The next connection to a listening socket by a process that has the key: a Connection."""
-    while True:
-        connection = _connection_of(server.accept()[0])
+class Listener:
+    """Takes connections of processes that have the key, until it is closed; a context manager.
+
+    host: a name or address of this host, by which it is reached and at which alone it listens. address: (address,
+    port). handshake_s: seconds that each connection has to show the key and send its first message. Raises
+    CommunicationError for an address that this host does not have.
+    """
+
+    def __init__(self, host, key, handshake_s=HANDSHAKE_S):
+        self._key, self._handshake_s = key, handshake_s
+        self._arrived, self._closed = queue.SimpleQueue(), threading.Event()
         try:
-            deliver_challenge(connection, key)
-            answer_challenge(connection, key)
-            return connection
+            (family, *_, (address, *_)), *_ = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+            self._server = socket.create_server((address, 0), family=family)
+        except OSError as error:
+            raise CommunicationError(f"connect: cannot listen at {host}, the address of this host: {error}") from error
+        self.address = self._server.getsockname()[:2]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.close()
+
+    def close(self):
+        """Take no further connections, and end `next`."""
+        self._closed.set()
+        # It wakes the thread that accepts, which `close` alone does not.
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self._arrived.put(None)
+
+    def next(self, deadline=None):
+        """(Connection, first message) of the next process that has the key; None once it is closed, or too late.
+
+        deadline: a time of time.monotonic(), by default none.
+        """
+        with contextlib.suppress(queue.Empty):
+            return self._arrived.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        return None
+
+    def _accept(self):
+        while not self._closed.is_set():
+            try:
+                connected, _ = self._server.accept()
+                threading.Thread(target=self._shake_hands, args=(connected,), daemon=True).start()
+            except OSError:  # closed; or the connection has ended, or there are too many files
+                self._closed.wait(RETRY_S)
+
+    def _shake_hands(self, connected):
+        connection = connection_of(connected, self._handshake_s)
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            self._arrived.put((connection, connection.recv()))
         except (AuthenticationError, EOFError, OSError):
             connection.close()
 
 
 def opened(address, key, timeout_s):
-    """A Connection to a process that calls `accepted`."""
-    connection = _connection_of(socket.create_connection(address, timeout_s))
-    answer_challenge(connection, key)
-    deliver_challenge(connection, key)
+    """A Connection to a process that has a Listener there, which sends it a first message at once."""
+    connection = connection_of(socket.create_connection(address, timeout_s), timeout_s)
+    try:
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+    except BaseException:  # a signal, too
+        connection.close()
+        raise
     return connection
 
 
-def _connection_of(connected):
+def connection_of(connected, timeout_s):
+    """The Connection of a connected socket, which waits at most so many seconds inside of a message."""
     connected.settimeout(None)
     # A message is small, and waited for.
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(connected.detach())
+    # A host that is gone, and says nothing of it, ends the connection.
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT)
+    connection = Connection(connected.detach())
+    limit_waiting(connection, timeout_s)
+    return connection
 
 
 class TcpCommunicator(MessageCommunicator):
@@ -142,6 +222,8 @@ class TcpCommunicator(MessageCommunicator):
         super().__init__(link.rank, link.world_size, link.timeout_s, connections)
         self._piece_bytes = -(-link.piece_bytes // 4) * 4
         self._outboxes = {rank: queue.SimpleQueue() for rank in connections}
+        # Why nothing more can be sent to a rank: {rank: OSError}.
+        self._unsent = {}
         self._threads = [threading.Thread(target=self._send_all, args=(rank,), daemon=True) for rank in connections]
         for thread in self._threads:
             thread.start()
@@ -155,14 +237,17 @@ class TcpCommunicator(MessageCommunicator):
         super().close()
 
     def _send(self, operation, rank, detail):
+        if rank in self._unsent:
+            raise self._failed(operation, rank, self._unsent[rank])
         self._outboxes[rank].put((tuple(operation), detail))
 
     def _send_all(self, rank):
         while (message := self._outboxes[rank].get()) is not None:
             try:
                 self._connections[rank].send(message)
-            except OSError:
-                return  # it has ended, which the next operation finds out
+            except OSError as error:  # raised in the next operation
+                self._unsent[rank] = error
+                return
 
     def _gather(self, operation, array, out):
         source, targets = as_bytes(array), as_bytes(out).reshape(self.world_size, -1)

@@ -1,14 +1,18 @@
 """Transport tcp: every operation against NumPy, between processes of this host, and what happens to ranks that do not
 meet."""
 
+import contextlib
+import ipaddress
+import os
 import re
 import socket
 import threading
 import time
 
+import numpy as np
 import pytest
 
-from rlnumba.distributed import launch
+from rlnumba.distributed import launch, tcp
 from rlnumba.distributed.tcp import Meeting, TcpLink
 from rlnumba.errors import CommunicationError, RankError
 from tests.distributed import ranks
@@ -74,6 +78,85 @@ def test_a_rank_that_does_not_come_ends_the_start():
             CommunicationError, match="rank 0 did not meet all 2 ranks within 0.2 s: some have not said"
         ):
             meeting.links(["localhost"] * 2, 0.2)[0].connect()
+
+
+# What those send who do not know the protocol: nothing, a line, a message, one of more bytes than are read.
+STRANGE = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x14" + bytes(20), b"\xff" * 64)
+
+
+def visit(stack, address):
+    """Connections of strangers, open as long as an ExitStack: list of sockets."""
+    found = [stack.enter_context(socket.create_connection(address)) for _ in STRANGE]
+    for connected, sent in zip(found, STRANGE, strict=True):
+        connected.sendall(sent)
+    return found
+
+
+def test_strangers_hold_up_no_start(monkeypatch):
+    """Whether they come to the process that starts the ranks or to a rank, before any of these."""
+    begin, visited = tcp.Listener.__init__, []
+    with contextlib.ExitStack() as stack:
+
+        def begin_among_strangers(self, host, key):
+            begin(self, host, key, handshake_s=600.0)
+            visited.append(visit(stack, self.address))
+
+        monkeypatch.setattr(tcp.Listener, "__init__", begin_among_strangers)
+        assert min(in_threads(ranks.check_all_operations, 3, timeout_s=60)) > 90
+        assert len(visited) == 4
+
+
+def test_strangers_are_dropped():
+    with tcp.Listener("localhost", b"key", handshake_s=0.2) as listener, contextlib.ExitStack() as stack:
+        for connected in visit(stack, listener.address):
+            connected.settimeout(60)
+            # The challenge, then the end: a reset where not all that was sent has been read.
+            with contextlib.suppress(ConnectionResetError):
+                while connected.recv(1 << 10):
+                    pass
+        assert listener.next(time.monotonic()) is None
+
+
+def stand_still(communicator, in_message, others_done):
+    """Rank 1 begins a message and does not go on, or reads none; what rank 0 then meets in its operations."""
+    if communicator.rank == 1:
+        if in_message:
+            os.write(communicator._connections[0].fileno(), b"\0\0\1\0half of it")
+        others_done.wait(60)
+        return []
+    found = []
+    for operation in (communicator.barrier, lambda: communicator.put(np.zeros(1 << 25, np.uint8), 1)):
+        try:
+            operation()
+        except CommunicationError as error:
+            found.append(str(error))
+    if not in_message:
+        # More than sockets take: the thread that sends has its time limit, too.
+        communicator._send(("gather", 0, ""), 1, bytes(1 << 26))
+        communicator._threads[0].join(60)
+        try:
+            communicator.barrier()
+        except CommunicationError as error:
+            found.append(str(error))
+    others_done.set()
+    return found
+
+
+@pytest.mark.parametrize("in_message", [True, False])
+def test_a_rank_that_stands_still_in_a_message_is_not_waited_for(in_message):
+    found, _ = in_threads(stand_still, 2, in_message, threading.Event(), timeout_s=0.4)
+    stands_still = "rank 1 stands still in a message to or from rank 0 for 0.4 s"
+    if in_message:
+        assert found[0] == f"barrier 0: {stands_still}"
+    else:
+        assert "did not join" in found[0] and found[-1] == f"barrier 1: {stands_still}"
+
+
+def test_one_host_is_reached_over_loopback_alone():
+    with Meeting("localhost", 1) as meeting:
+        assert ipaddress.ip_address(meeting.address[0]).is_loopback
+    with pytest.raises(CommunicationError, match=r"connect: cannot listen at 192.0.2.7, the address of this host: "):
+        Meeting("192.0.2.7", 1)
 
 
 def test_a_process_without_the_key_is_refused():

@@ -47,7 +47,8 @@ class AsyncConfig(Section):
     )
     rollout_timeout_s: float = key(
         600.0,
-        "Seconds from when an inference process gets a group until it is given out again.",
+        "Seconds from when an inference process begins to compute a group until it is given out again. The time in "
+        "which a group waits for weights, or for its turn in the engine, does not count.",
         above=0,
         needs="deploy.num_infer_gpus",
     )

@@ -8,8 +8,8 @@
 A process that has ended, or gives no sign of life, is replaced: a new one gets the newest weights first, then the
 groups that the old one had not finished. A completion depends on weights, seed, prompt and index alone, so these are
 the same. Where processes have staging of their own (weight_push.py), the weights come as soon as the trainer waits
-for groups, and the groups begin then. Groups that take longer than timeout_s are taken back, and given out again or
-handed to `expired`.
+for groups, and the groups begin then. Groups that take longer than timeout_s, from when the engine begins to compute
+them, are taken back, and given out again or handed to `expired`.
 
 Messages are sent by a thread for each process, so that one that does not read holds up nothing else; what a process
 sends is handled by one thread of all. A process is one of this host (SpawnedProcess), or an actor of another one
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlnumba.distributed.inference_group import Failed
-from rlnumba.distributed.inference_worker import Alive, Done, Interrupt, Refused, Updated
+from rlnumba.distributed.inference_worker import Alive, Begun, Done, Interrupt, Refused, Updated
 from rlnumba.distributed.launch import how_ended
 from rlnumba.distributed.queued_connection import QueuedConnection
 from rlnumba.distributed.weight_push import Offer
@@ -72,17 +72,17 @@ class Ended(NamedTuple):
 class Process:
     """One inference process, as Engines sees it.
 
-    groups: {number: (GroupRequest, when it was sent)} that it has not finished. asked: numbers of groups that were
-    asked back. offer: of its staging, once it has sent one. sent: the newest version that was sent, pending: those that
-    are not live yet; refused: {version: how often it was refused}. heard_at: when it last sent something, has_started:
-    whether it has. live_at: when its first weights were live.
+    groups: {number: (GroupRequest, when it was begun, inf before)} that it has not finished. asked: numbers of groups
+    that were asked back. offer: of its staging, once it has sent one. sent: the newest version that was sent, pending:
+    those that are not live yet; refused: {version: how often it was refused}. heard_at: when it last sent something,
+    has_started: whether it has. is_ending: whether another one is about to take its place.
     """
 
     def __init__(self, index):
         self.index, self.groups, self.asked = index, {}, set()
         self.offer, self.sent, self.pending, self.refused = None, None, set(), {}
         self.stats, self.heard_at, self.has_started = Alive(0, 0.0, 0.0), time.monotonic(), False
-        self.live_at = math.inf
+        self.is_ending = False
 
     def send(self, message):
         """Send a message, which does not wait for the process."""
@@ -282,7 +282,8 @@ class Engines:
     def submit(self, request):
         """Give a GroupRequest to the process with the fewest unfinished groups."""
         with self._changed:
-            process = min(self.processes, key=lambda each: (len(each.groups), each.index))
+            # What one has that is ending is given to the next in its place.
+            process = min(self.processes, key=lambda each: (each.is_ending, len(each.groups), each.index))
             self._give(process, request)
 
     def push(self, version):
@@ -337,7 +338,7 @@ class Engines:
             process.send(message)
 
     def _give(self, process, request):
-        process.groups[request.number] = request, time.monotonic()
+        process.groups[request.number] = request, math.inf
         process.send(request)
 
     def _arrived(self, process, message):
@@ -363,13 +364,15 @@ class Engines:
             pass
 
     def _handle(self, process, message):
+        reason = None
         with self._changed:
             if process is not self.processes[process.index]:
                 return  # replaced by now
+            process.heard_at = time.monotonic()
             if isinstance(message, Ended):
-                self._replace(process, message.reason)
-                return
-            process.heard_at, process.has_started = time.monotonic(), True
+                reason = message.reason
+            else:
+                process.has_started = True
             if isinstance(message, Alive):
                 process.stats = message
             elif isinstance(message, Offer):
@@ -378,64 +381,84 @@ class Engines:
                 self._pauses.append(message.pause_s)
                 process.pending = {version for version in process.pending if version > message.version}
                 process.refused.clear()
-                process.live_at = min(process.live_at, process.heard_at)
                 self._changed.notify_all()
             elif isinstance(message, Refused):
-                self._refused(process, message)
+                reason = self._refused(process, message)
             elif isinstance(message, Failed):
                 error = InferenceError(f"inference process {process.index}: {message.message}")
                 if message.trace is not None:
                     error.add_note(message.trace)
                 self._fail(error)
+            elif isinstance(message, Begun):
+                for number in message.numbers:
+                    process.groups[number] = process.groups[number][0], process.heard_at
             elif isinstance(message, Done):
                 del process.groups[message.request.number]
                 process.asked.discard(message.request.number)
         # Without the lock: these may wait for others that want it.
         if isinstance(message, Done):
             (self.finished if message.request.is_complete else self.expired)(message.request)
+        if reason is not None:
+            self._replace(process, reason)
 
     def _refused(self, process, message):
-        """Weights that were damaged on the way are sent again by `check`; the old ones are live until then."""
+        """Weights that were damaged on the way are sent again by `check`; the old ones are live until then.
+
+        Returns why the process is to be replaced, or None.
+        """
         self.refusals += 1
         process.pending.discard(message.version)
         process.refused[message.version] = count = process.refused.get(message.version, 0) + 1
-        if count > MAX_REFUSALS:
-            self._replace(process, f"it refused weights {count} times: {message.reason}")
         self._changed.notify_all()
+        return f"it refused weights {count} times: {message.reason}" if count > MAX_REFUSALS else None
 
     def _look_at_limits(self):
-        now, limits = time.monotonic(), self.limits
+        now, limits, late = time.monotonic(), self.limits, []
         with self._changed:
-            for process in list(self.processes):
+            for process in self.processes:
                 limit_s = limits.stale_s if process.has_started else max(START_S, limits.stale_s)
                 if now - process.heard_at > limit_s:
-                    self._replace(process, f"no sign of life for {limit_s:g} s (async.heartbeat_stale_after_s)")
+                    late.append((process, f"no sign of life for {limit_s:g} s (async.heartbeat_stale_after_s)"))
                     continue
-                for number, (_, sent_at) in process.groups.items():
-                    if now - max(sent_at, process.live_at) > limits.timeout_s and number not in process.asked:
+                for number, (_, begun_at) in process.groups.items():
+                    if now - begun_at > limits.timeout_s and number not in process.asked:
                         process.asked.add(number)
                         process.send(Interrupt(number))
+        for process, reason in late:
+            self._replace(process, reason)
 
     def _replace(self, process, reason):
-        """Start another process in the place of one that has ended, or is to end, with its weights and groups."""
+        """Start another process in the place of one that has ended, or is to end, with its weights and groups.
+
+        It takes seconds until the old one has ended, in which the lock is free: groups that this one is still given go
+        to the new one as well.
+        """
+        with self._changed:
+            # Its memory is mapped no more.
+            process.is_ending, process.offer = True, None
         process.end()
-        self._past = Alive(*(a + b for a, b in zip(self._past, process.stats, strict=True)))
-        self._restarts[process.index] = count = self._restarts[process.index] + 1
-        if self._error is not None or count > self.limits.max_restarts:
-            started = f"it was started {count} times (deploy.max_restarts is {self.limits.max_restarts})"
-            self._fail(InferenceError(f"inference process {process.index}: {reason}; {started}"))
-            return
-        print(f"rlnumba: inference process {process.index}: {reason}; starting it anew", file=sys.stderr, flush=True)
-        setup = self.setup_of(process.index)
-        new = self.processes[process.index] = process.restarted(setup, self._arrived)
-        requests = [request for request, _ in process.groups.values()]
-        if self.sender.needs_offers:
-            # Its weights come later, and it begins no group before.
-            for request in requests:
-                self._give(new, request)
-        else:
-            self._give_in_order(new, requests, self.sender.versions[-1:] if setup.in_flight else self.sender.versions)
-        self._changed.notify_all()
+        with self._changed:
+            self._past = Alive(*(a + b for a, b in zip(self._past, process.stats, strict=True)))
+            self._restarts[process.index] = count = self._restarts[process.index] + 1
+            if self._error is not None or count > self.limits.max_restarts:
+                started = f"it was started {count} times (deploy.max_restarts is {self.limits.max_restarts})"
+                self._fail(InferenceError(f"inference process {process.index}: {reason}; {started}"))
+                return
+            print(
+                f"rlnumba: inference process {process.index}: {reason}; starting it anew", file=sys.stderr, flush=True
+            )
+            setup = self.setup_of(process.index)
+            new = self.processes[process.index] = process.restarted(setup, self._arrived)
+            requests = [request for request, _ in process.groups.values()]
+            if self.sender.needs_offers:
+                # Its weights come later, and it begins no group before.
+                for request in requests:
+                    self._give(new, request)
+            else:
+                self._give_in_order(
+                    new, requests, self.sender.versions[-1:] if setup.in_flight else self.sender.versions
+                )
+            self._changed.notify_all()
 
     def _give_in_order(self, process, requests, versions):
         """Give requests to a process where they have the weights that they ask for, in the order of the versions."""

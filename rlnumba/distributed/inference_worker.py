@@ -73,6 +73,12 @@ class Alive(NamedTuple):
     idle_s: float
 
 
+class Begun(NamedTuple):
+    """To the trainer: groups of these numbers, a list, are being computed, and have waited until now."""
+
+    numbers: list
+
+
 class Done(NamedTuple):
     """From an inference process: a GroupRequest, complete, or as far as it was when it was interrupted."""
 
@@ -169,6 +175,8 @@ class Server:
                 began = time.perf_counter()
                 complete = self.groups.step()
                 self.busy_s += time.perf_counter() - began
+                if begun := self.groups.take_begun():
+                    self.connection.send(Begun(begun))
                 if complete:
                     self._beat(now=True)
                 for request in complete:

@@ -93,8 +93,16 @@ class StepOutput(NamedTuple):
 
     def without(self, request_id):
         """What is left of it without a request."""
-        kept = [i for i, sequence in enumerate(self.sequences) if sequence.request_id != request_id]
-        finished = [completion for completion in self.finished if completion.request_id != request_id]
+        return self._part(lambda each: each.request_id != request_id)
+
+    def only(self, request_id):
+        """What it has of a request."""
+        return self._part(lambda each: each.request_id == request_id)
+
+    def _part(self, is_kept):
+        """What it has of those requests for whose sequences and FinishedCompletions is_kept is true."""
+        kept = [i for i, sequence in enumerate(self.sequences) if is_kept(sequence)]
+        finished = [completion for completion in self.finished if is_kept(completion)]
         columns = self.sequences[kept], self.token_ids[kept], self.logprobs[kept]
         return StepOutput(finished, *columns, self.policy_version)
 
@@ -295,12 +303,20 @@ class Engine:
         return self._remove(sorted(movable, key=lambda each: length_of(each) - len(each.prompt))[:count])
 
     def interrupt(self, request_id):
-        """Drop what is unfinished of a request, and return these sequences for `move_in`: list.
+        """Take a request back: (its unfinished sequences for `move_in`, its StepOutputs that no step has returned).
 
-        What the next steps return of its other completions stays. Raises as `step` does.
+        Nothing is left of it here, so that its id may be given out again. Raises as `step` does.
         """
         self.synchronize()
-        return self._remove(list(self.requests.get(request_id, {}).values()))
+        begun = self._remove(list(self.requests.get(request_id, {}).values()))
+        of_request = [output.only(request_id) for output in self.outputs]
+        self._drop_outputs(request_id)
+        return begun, of_request
+
+    def _drop_outputs(self, request_id):
+        """Forget what was computed of a request and not yet returned."""
+        left = (output.without(request_id) for output in self.outputs)
+        self.outputs = deque(output for output in left if output.num_tokens)
 
     def _remove(self, sequences):
         """Drop unfinished sequences, and return them."""
@@ -364,7 +380,7 @@ class Engine:
         for sequence in list(self.requests[request_id].values()):
             self.scheduler.remove(sequence)
             self._forget(sequence)
-        self.outputs = deque(output.without(request_id) for output in self.outputs)
+        self._drop_outputs(request_id)
         if not self.requests:
             self.run_ahead.discard()
 

@@ -5,6 +5,7 @@
     groups.update_weights(version)      the weights have been written, between two steps
 
 An interrupted group goes on elsewhere from the tokens that it has: its text stays the same, as long as the weights do.
+Given out without them, here or elsewhere, it is drawn afresh.
 """
 
 from collections import deque
@@ -44,6 +45,8 @@ class GroupEngine:
         self.engine = engine
         # GroupRequests that wait for weights, and those in the engine, by number.
         self.waiting, self.running = deque(), {}
+        # Numbers of those in the engine that it has computed nothing of yet: a dict without values, for the order.
+        self._queued = {}
         self.num_tokens = 0
 
     @property
@@ -79,12 +82,25 @@ class GroupEngine:
         output, complete = self.engine.step(), []
         self.num_tokens += len(output.token_ids)
         for number, index, completion in output.finished:
-            # Of an interrupted group it was taken before.
-            if (request := self.running.get(number)) is not None:
-                request.done[index] = completion
-                if request.is_complete:
-                    complete.append(self.running.pop(number))
+            request = self.running[number]
+            request.done[index] = completion
+            if request.is_complete:
+                complete.append(self._leave(number))
         return complete
+
+    def take_begun(self):
+        """Numbers of the groups that the engine has begun to compute since the last call: list.
+
+        Until then they wait for weights, or for their turn in the engine.
+        """
+        if not self._queued:
+            return []
+        scheduler = self.engine.scheduler
+        running = {sequence.request_id for sequence in scheduler.table.sequences[scheduler.running]}
+        begun = [number for number in self._queued if number in running]
+        for number in begun:
+            del self._queued[number]
+        return begun
 
     def interrupt(self, number):
         """Take a group back: its GroupRequest with what is done and begun, or None if this engine does not have it.
@@ -97,11 +113,17 @@ class GroupEngine:
                 return request
         if number not in self.running:
             return None
-        begun, request = self.engine.interrupt(number), self.running.pop(number)
-        for output in self.engine.outputs:
+        (begun, outputs), request = self.engine.interrupt(number), self._leave(number)
+        for output in outputs:
             # Computed, and not yet returned by a step.
-            request.done.update({index: each for owner, index, each in output.finished if owner == number})
+            self.num_tokens += output.num_tokens
+            request.done.update({index: completion for _, index, completion in output.finished})
         return replace(request, begun=begun)
+
+    def _leave(self, number):
+        """The GroupRequest of a group that is in the engine no more."""
+        self._queued.pop(number, None)
+        return self.running.pop(number)
 
     def _begin(self):
         while self._can_begin:
@@ -112,4 +134,4 @@ class GroupEngine:
             missing = [index for index in range(request.params.n) if index not in there]
             self.engine.add_request(request.number, request.prompt_token_ids, request.params, indices=missing)
             self.engine.move_in(request.begun)
-            self.running[request.number] = request
+            self.running[request.number], self._queued[request.number] = request, None

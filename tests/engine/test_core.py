@@ -169,8 +169,10 @@ def test_any_order_of_calls_returns_all_blocks_and_gives_the_same_text(operation
             engine.update_weights(engine.policy_version + 1, operation != "update")
         elif operation == "interrupt" and engine.requests:
             number = list(engine.requests)[rng.integers(len(engine.requests))]
-            begun = engine.interrupt(number)
+            begun, computed = engine.interrupt(number)
             assert number not in engine.requests
+            assert not any(sequence.request_id == number for output in engine.outputs for sequence in output.sequences)
+            outputs |= {(request_id, index): done for each in computed for request_id, index, done in each.finished}
             engine.move_in(begun)
         elif operation == "sleep":
             engine.sleep()

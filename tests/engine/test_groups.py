@@ -1,5 +1,7 @@
 """Groups on an engine: interrupted after any token they go on elsewhere with the same text; weights change between."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -73,6 +75,51 @@ def test_an_interrupted_group_has_the_same_text_elsewhere(model, expected, steps
     assert done == {1: expected}
     check_idle(first.engine)
     check_idle(second.engine)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("steps", range(1, 11))
+def test_an_interrupted_group_that_is_drawn_again_here_has_nothing_of_before(expected, steps, keeps):
+    """Also of completions that were computed ahead and not yet returned; keeps: it goes on from what it has."""
+    model = make_model(**TINY)
+    groups = GroupEngine(make_engine(model))
+    groups.submit(request_of())
+    complete = [request for _ in range(steps) for request in groups.step()]
+    request = groups.interrupt(0)
+    if complete:
+        assert request is None
+        return
+    sampled = sum(len(each.policy_versions) for each in (*request.begun, *request.done.values()))
+    assert groups.num_tokens == sampled and groups.is_idle
+    if keeps and request.is_complete:
+        assert [result(each) for each in request.completions] == expected
+    elif keeps:
+        groups.submit(request)
+        assert run(groups)[0] == expected
+    else:
+        model.weights.flat *= np.float32(0.7)
+        groups.update_weights(1)
+        groups.submit(replace(request, done={}, begun=[], version=1))
+        fresh = GroupEngine(make_engine(model))
+        fresh.update_weights(1)
+        fresh.submit(request_of())
+        assert run(groups) == run(fresh)
+    check_idle(groups.engine)
+
+
+def test_a_group_that_waits_for_its_turn_has_not_begun(model):
+    groups = GroupEngine(make_engine(model, max_num_seqs=4))
+    for number, version in enumerate((0, 0, 1)):
+        groups.submit(request_of(number, version, SamplingParams(n=4, max_tokens=6, ignore_eos=True)))
+    assert groups.take_begun() == []
+    events = []
+    while not groups.is_idle:
+        complete = [request.number for request in groups.step()]
+        events += [("begun", number) for number in groups.take_begun()] + [("complete", each) for each in complete]
+    assert events == [("begun", 0), ("complete", 0), ("begun", 1), ("complete", 1)]
+    groups.update_weights(1)
+    groups.interrupt(2)
+    assert groups.take_begun() == []
 
 
 def test_groups_wait_for_the_weights_that_they_ask_for(model):

@@ -6,7 +6,7 @@
 It copies the bytes that shm does, and adds in the same order: a run on several hosts has the bits of one. What a rank
 sends is written by a thread for each connection, so all ranks may send before they receive.
 
-A process listens on the address of its host that the other ranks use, and on no other. Whoever opens a connection must
+A process listens on the address of its host that the other ranks use, and on no other. A process that connects must
 show that it has the key of the run, and so must the process that listens; each such handshake has a thread and a time
 limit of its own, so a connection that says nothing holds up no rank. The key opens a connection and does not protect
 what is sent over it: that is pickled, neither encrypted nor signed.
@@ -36,7 +36,7 @@ from rlnumba.errors import CommunicationError
 PIECE_BYTES = 1 << 20
 # Seconds in which the last messages are written at the end of a rank.
 CLOSING_S = 10.0
-# Seconds in which whoever opens a connection must have shown that it has the key.
+# Seconds in which a process that connects must have shown that it has the key.
 HANDSHAKE_S = 30.0
 # Seconds without a message after which the system asks whether the other host is still there, between two questions,
 # and the number of those without an answer that end the connection.

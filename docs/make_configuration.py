@@ -57,7 +57,7 @@ Keys of TRL, verl, prime-rl and RL.cu that are accepted as the key on the right.
 ## How columns are detected
 
 The columns of a file's first row are matched against this table from top to bottom; the result holds for the whole
-file. An error lists the columns found.
+file. An error lists the columns found. docs/running.md has the kinds of files, and what a csv cell is.
 
 | columns | for |
 | --- | --- |

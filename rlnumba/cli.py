@@ -202,8 +202,9 @@ def _open(model, base):
 def _read_rows(path, column, completion=False):
     """The Rows of a file, each with token ids in `column`, or with a prompt and, if asked for, a completion."""
     from rlnumba.data import check_messages, check_prompt, read_rows
+    from rlnumba.data.formats import chat_cell, json_cell
 
-    rows = read_rows(path)
+    rows = read_rows(path, cells={column: json_cell, "prompt": chat_cell, "completion": chat_cell})
     for row, where in rows:
         lacks_completion = completion and "prompt" in row and "completion" not in row
         if (column in row) == ("prompt" in row) or lacks_completion:

@@ -42,3 +42,15 @@ class RankError(UserError):
     def __init__(self, rank, message, exit_code=1):
         super().__init__(f"rank {rank}: {message}")
         self.rank, self.exit_code, self.because_of = rank, exit_code, None
+
+
+def shown(value, longest=60):
+    """A value in one line of a message: its repr, cut after `longest` characters.
+
+    It may be an integer of more digits than Python prints, or an object of a user whose repr raises.
+    """
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = f"{type(value).__name__} that cannot be printed"
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -364,6 +364,12 @@ def test_bad_sft_rows(path, rows, train, message):
             {},
             "1: 'completion' must be a non-empty list of messages, got a list",
         ),
+        (
+            [{"prompt": "x", "completion": [{"role": "assistant", "content": "y"}]}],
+            {},
+            "1: 'prompt' is a string, and 'completion' a list of messages; "
+            "data.apply_chat_template = true makes a message of it",
+        ),
         ([{"messages": "x"}], {}, "1: 'messages' must be a non-empty list of messages, got a string"),
         (
             [{"messages": [{"role": "user", "content": "x"}, {"role": 5, "content": "x" * 100}]}],

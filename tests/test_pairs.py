@@ -57,8 +57,9 @@ def test_both_sides_begin_where_the_shorter_agreement_with_the_prompt_ends(path)
 
 
 def test_messages_end_as_the_template_ends_them(path):
-    row = {"prompt": [USER], "chosen": [BLUE], "rejected": "g"}
+    row = {"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN]}
     assert texts(path, row) == ["[u q ] [a", "b ]", "g ]"]
+    assert texts(path, row | {"chosen": "b", "rejected": "g"}) == ["[u q ] [a", "b ]", "g ]"]
     config = DataConfig(train="", system_prompt="be", chat_template_kwargs={"k": 1})
     assert texts(path, row, data_config=config) == ["k=1 [s be ] [u q ] [a", "b ]", "g ]"]
 
@@ -85,7 +86,15 @@ def test_common_beginning_of_messages_is_the_prompt(path):
 def test_a_prompt_that_both_sides_repeat_as_a_message_is_not_taken_twice(path):
     row = {"prompt": "q", "chosen": [USER, BLUE], "rejected": [USER, GREEN]}
     assert texts(path, row) == ["[u q ] [a", "b ]", "g ]"]
-    assert texts(path, row | {"chosen": [BLUE], "rejected": [BLUE]}) == ["[u q ] [a", "b ]", "b ]"]
+    # Nothing else makes a message of a string, unless it is asked for.
+    alone, asked = row | {"chosen": [BLUE], "rejected": [BLUE]}, DataConfig(train="", apply_chat_template=True)
+    assert texts(path, alone, data_config=asked) == ["[u q ] [a", "b ]", "b ]"]
+    with pytest.raises(UserError) as caught:
+        load(path, [row, alone])
+    assert str(caught.value) == (
+        f"{path}:2: 'prompt' is a string, and 'chosen' a list of messages; "
+        "data.apply_chat_template = true makes a message of it"
+    )
 
 
 def test_common_beginning_of_strings_is_cut_at_whole_tokens(path):
@@ -148,6 +157,11 @@ ROW = {"prompt": "a", "chosen": " b", "rejected": " c"}
         (ROW | {"chosen": []}, "2: 'chosen' must be a non-empty list of messages, got a list"),
         (ROW | {"prompt": ""}, "2: 'prompt' is empty"),
         (ROW | {"margin": "1"}, "2: 'margin' must be a number, got a string"),
+        (ROW | {"margin": float("nan")}, "2: 'margin' must be a number from -1e+18 to 1e+18, got nan"),
+        (ROW | {"margin": -float("inf")}, "2: 'margin' must be a number from -1e+18 to 1e+18, got -inf"),
+        (ROW | {"margin": 1e300}, "2: 'margin' must be a number from -1e+18 to 1e+18, got 1e+300"),
+        (ROW | {"margin": 10**400}, "2: 'margin' must be a number from -1e+18 to 1e+18, got 1" + "0" * 56 + "..."),
+        (ROW | {"chosen": [BLUE]}, "2: 'chosen' and 'rejected' must both be strings or both lists of messages"),
         (ROW | {"margin": True}, "2: 'margin' must be a number, got a bool"),
         (ROW | {"tools": "{"}, "2: 'tools' is a string that is not JSON: Expecting property name"),
     ],
@@ -255,6 +269,11 @@ LABELLED = {"prompt": "a", "completion": " b", "label": True}
 @pytest.mark.parametrize(
     "bad, said",
     [
+        (
+            LABELLED | {"completion": [BLUE]},
+            "'prompt' is a string, and 'completion' a list of messages; "
+            "data.apply_chat_template = true makes a message of it",
+        ),
         (LABELLED | {"label": 1}, "'label' must be true or false, got int 1"),
         (LABELLED | {"label": "true"}, "'label' must be true or false, got a string"),
         (LABELLED | {"label": None}, "no 'label'; its columns are prompt, completion, label"),

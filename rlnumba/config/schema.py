@@ -30,7 +30,7 @@ class DataConfig(Section):
     section = "data"
     train: str = key(
         REQUIRED,
-        "Training rows: a .jsonl, .parquet or .csv file, the id of a dataset of the hub, or `gym:NAME` of "
+        "Training rows: a .jsonl, .json, .parquet or .csv file, the id of a dataset of the hub, or `gym:NAME` of "
         "reasoning-gym; several with commas between them. Columns are detected (see the end).",
     )
     eval: str | None = key(None, "Held-out rows of the same columns, evaluated every `train.eval_steps`.")

@@ -1,9 +1,8 @@
-"""Rows of .jsonl, .parquet and .csv files, of datasets of the hub and of reasoning-gym, and checks of their values.
+"""Rows of files (formats.py), of datasets of the hub and of reasoning-gym, and checks of their values.
 
 Every error names the file and the line.
 """
 
-import csv
 import fnmatch
 import json
 import re
@@ -13,18 +12,23 @@ from pathlib import Path
 import numpy as np
 
 from rlnumba.config.schema import RESERVED_VARIABLES
+from rlnumba.data.formats import DECODER, csv_rows, json_cell, json_rows, kind_of, parquet_rows
 from rlnumba.data.gym import arguments_of, gym_rows, is_gym
-from rlnumba.errors import ConfigError, UserError
+from rlnumba.errors import ConfigError, UserError, shown
 
-KINDS = (".jsonl", ".parquet", ".csv")
-# Columns with variables of the chat template.
+READERS = {".jsonl": json_rows, ".json": json_rows, ".parquet": parquet_rows, ".csv": csv_rows}
+NAMED = ".jsonl, .json, .parquet or .csv"
+# The largest number of a row or a reward: float32 holds the sum of its square and many others.
+LARGEST = 1e18
+# Columns with variables of the chat template, and how their csv cells are read.
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+TEMPLATE_CELLS = dict.fromkeys(TEMPLATE_COLUMNS, json_cell)
 
 # Of sampled_rows.
 _most_rows = None
 
 
-def read_dataset(path, data, for_eval=None):
+def read_dataset(path, data, for_eval=None, cells=None):
     """The rows of data.train, or of data.eval where for_eval is True: list of (dict, str), as read_rows.
 
     path: one file or dataset of the hub or of reasoning-gym ("gym:NAME"), or several, separated by commas. data:
@@ -39,7 +43,7 @@ def read_dataset(path, data, for_eval=None):
     parts = [
         gym_rows(each, arguments_of(each, data, for_eval), "data.eval_gym" if for_eval else "data.gym")
         if is_gym(each)
-        else read_rows(each, data.name, split)
+        else read_rows(each, data.name, split, cells)
         for each in paths
     ]
     if data.train_weights is not None and not for_eval:
@@ -74,24 +78,24 @@ def sampled_rows(count):
         _most_rows = before
 
 
-def read_rows(path, name=None, split="train"):
+def read_rows(path, name=None, split="train", cells=None):
     """The rows of a file or a dataset of the hub, each with its file and line ("train.jsonl:7"): list of (dict, str).
 
-    name, split: of a dataset of the hub. Raises UserError for a missing or empty file, and for the first line that is
-    no row.
+    name, split: of a dataset of the hub. cells: {column: function of formats.py} for the columns of a csv file that are
+    read as something else than text, or are read by the trainer itself. Raises UserError for a missing or empty file,
+    and for the first line that is no row.
     """
     path = Path(path)
     if path.is_dir():
-        raise UserError(f"{path}: is a folder, not a .jsonl, .parquet or .csv file")
+        raise UserError(f"{path}: is a folder, not a {NAMED} file")
     if path.exists():
         files = [path]
     else:
-        is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and path.suffix not in KINDS
+        is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and path.suffix.lower() not in READERS
         if not is_id or path.parent.exists():
             raise UserError(f"{path}: no such file")
         files = _hub_files(str(path), name, split)
-    kinds = {".parquet": _parquet_rows, ".csv": _csv_rows}
-    rows = [row for file in files for row in kinds.get(file.suffix, _jsonl_rows)(file)]
+    rows = [row for file in files for row in READERS.get(file.suffix.lower(), json_rows)(file, cells or {})]
     if not rows:
         raise UserError(f"{path}: holds no rows")
     return rows
@@ -106,7 +110,12 @@ def _hub_files(repo_id, name, split):
         raise UserError(f"{repo_id}: no such file; {remedy}") from error
     try:
         files = sorted(huggingface_hub.list_repo_files(repo_id, repo_type="dataset"))
-        rows = [file for file in files if Path(file).suffix in KINDS]
+        # Of .json files, those of a split: a dataset's description is one, too.
+        rows = [
+            file
+            for file in files
+            if (kind := Path(file).suffix.lower()) in READERS and (kind != ".json" or Path(file).stem.startswith(split))
+        ]
         folders = {str(Path(file).parent) for file in rows} - {".", "data"}
         folder = name or ("default" if "default" in folders else "main" if "main" in folders else None)
         if folder is None and len(folders) == 1 and not any(Path(file).parent.name in ("", "data") for file in rows):
@@ -118,93 +127,12 @@ def _hub_files(repo_id, name, split):
             if any(fnmatch.fnmatch(file, f"{at}{split}{rest}") for at in where for rest in ("-*", ".*"))
         ]
         if not chosen:
-            found = ", ".join(rows[:8]) or "no .parquet, .jsonl or .csv file"
+            found = ", ".join(rows[:8]) or f"no {NAMED} file"
             raise UserError(f"{repo_id}: no split {split!r} (data.name, data.split); the dataset has {found}")
         return [Path(huggingface_hub.hf_hub_download(repo_id, file, repo_type="dataset")) for file in chosen]
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{repo_id}: no such file, and not to be had from the Hugging Face hub: {reason}") from None
-
-
-def _csv_rows(path):
-    """Yields (row, where); the first line names the columns. A cell is a string, a JSON list or object, or None."""
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, strict=True)
-            columns = next(reader, None)
-            if not columns:
-                return
-            start = reader.line_num + 1
-            for cells in reader:
-                where, start = f"{path}:{start}", reader.line_num + 1
-                if not cells:
-                    continue
-                if len(cells) != len(columns):
-                    raise UserError(f"{where}: {len(cells)} cells, and the first line names {len(columns)} columns")
-                yield dict(zip(columns, map(_cell, cells), strict=True)), where
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8: {error.reason}") from error
-    except csv.Error as error:
-        raise UserError(f"{path}:{start}: not CSV: {error}") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _cell(text):
-    if text[:1] in ("[", "{"):
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
-    return text or None
-
-
-def _jsonl_rows(path):
-    """Yields (row, where) for each line that is not blank."""
-    try:
-        # Lines end at \n alone: a text may contain U+2028 and other line ends of Unicode.
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
-        where = f"{path}:{number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-            if b"\\u" in line:
-                # An escape may be half of a surrogate pair, which has no UTF-8 and no tokens.
-                json.dumps(row, ensure_ascii=False).encode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not UTF-8: {error.reason}") from error
-        except UnicodeEncodeError as error:
-            half = error.object[error.start].encode("ascii", "backslashreplace").decode()
-            raise UserError(f"{where}: {half} is half of a character") from error
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
-        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list in 5,000 lists
-            raise UserError(f"{where}: not JSON that can be read: {error}") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: must be a JSON object, got {kind_of(row)}")
-        yield row, where
-
-
-def _parquet_rows(path):
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{path}: parquet files need pyarrow; pip install 'rlnumba[parquet]'") from error
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable parquet file: {str(error).splitlines()[0]}") from error
-    return ((row, f"{path}: row {number}") for number, row in enumerate(rows, start=1))
-
-
-def kind_of(value):
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a bool", type(None): "null"}
-    return names.get(type(value), f"{type(value).__name__} {value}")
 
 
 def column_value(row, column, where):
@@ -218,6 +146,18 @@ def text_value(row, column, where):
     if not isinstance(text, str) or not text:
         raise UserError(f"{where}: {column!r} must be a non-empty string, got {kind_of(text)}")
     return text
+
+
+def number_value(value, where):
+    """A number of a row as it is, int or float; `where` names it.
+
+    Raises UserError for another value, for NaN, and beyond LARGEST.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{where} must be a number, got {kind_of(value)}")
+    if abs(value) <= LARGEST:
+        return value
+    raise UserError(f"{where} must be a number from {-LARGEST:g} to {LARGEST:g}, got {shown(value)}")
 
 
 def template_variables(row, where):
@@ -244,9 +184,10 @@ def _json_value(value, name, where):
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: {name!r} is a string that is not JSON: {error.msg}") from error
+        return DECODER.decode(value)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise UserError(f"{where}: {name!r} is a string that is not JSON: {reason}") from error
 
 
 def check_messages(messages, where):
@@ -255,7 +196,9 @@ def check_messages(messages, where):
         raise UserError(f"{where} must be a non-empty list of messages, got {kind_of(messages)}")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"{where}: a message must have a role and a content, got {json.dumps(message)[:80]}")
+            raise UserError(
+                f"{where}: a message must have a role and a content, got {json.dumps(message, default=str)[:80]}"
+            )
         if not isinstance(message.get("content"), str | list | None):
             raise UserError(f"{where}: the content of a message must be a string, got {kind_of(message['content'])}")
 
@@ -268,6 +211,18 @@ def check_prompt(value, where):
         raise UserError(f"{where} must be a string or a list of messages, got {kind_of(value)}")
     elif not value:
         raise UserError(f"{where} is empty")
+
+
+def check_one_form(prompt, completion, where, completion_column, data):
+    """Raises UserError for a string as the prompt of a completion that is a list of messages.
+
+    Unless data.apply_chat_template makes a message of it: a string is not in a chat template otherwise.
+    """
+    if isinstance(prompt, str) and isinstance(completion, list) and not data.apply_chat_template:
+        raise UserError(
+            f"{where}: {data.prompt_column or 'prompt'!r} is a string, and {completion_column!r} a list of messages; "
+            "data.apply_chat_template = true makes a message of it"
+        )
 
 
 def check_ids(ids, vocab_size, where):

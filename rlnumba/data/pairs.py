@@ -11,14 +11,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlnumba.data.files import (
+    TEMPLATE_CELLS,
     check_ids,
     check_messages,
+    check_one_form,
     check_prompt,
     column_value,
     kind_of,
+    number_value,
     read_dataset,
     template_variables,
 )
+from rlnumba.data.formats import chat_cell, number_cell
 from rlnumba.data.packing import TokenSequence
 from rlnumba.data.prompts import as_prompt, encode_pair, with_eos
 from rlnumba.errors import UserError
@@ -72,7 +76,7 @@ def load_pairs(
     if tokenizer is None:
         raise UserError("a preference dataset needs a tokenizer, and the model folder has no tokenizer.json")
     limit = min(train.max_length or model_limit, model_limit)
-    rows = read_dataset(path, data, for_eval)
+    rows = read_dataset(path, data, for_eval, pair_cells(data) | {"margin": number_cell})
     has_prompt = has_prompt_column(rows[0], data)
     pairs, truncated, dropped = [], 0, 0
     for row, where in rows:
@@ -89,6 +93,11 @@ def load_pairs(
     if not pairs:
         raise UserError(f"{path}: all {len(rows)} pairs are too long for train.max_length {limit}")
     return PairData(pairs, {"rows": len(rows), "truncated_rows": truncated, "dropped_rows": dropped})
+
+
+def pair_cells(data):
+    """How the csv cells of pairs are read: {column: function of formats.py}."""
+    return TEMPLATE_CELLS | dict.fromkeys((data.prompt_column or "prompt", *SIDES), chat_cell)
 
 
 def has_prompt_column(first, data):
@@ -132,26 +141,26 @@ def parse_pair(row, where, has_prompt, data, tokenizer, eos_token_ids=()):
     except UserError as error:
         raise type(error)(f"{where}: {error}") from error
     margin = row.get("margin")
-    if isinstance(margin, bool) or not isinstance(margin, int | float | None):
-        raise UserError(f"{where}: 'margin' must be a number, got {kind_of(margin)}")
-    return PreferencePair(*ids, margin=None if margin is None else float(margin), where=where)
+    margin = None if margin is None else float(number_value(margin, f"{where}: 'margin'"))
+    return PreferencePair(*ids, margin=margin, where=where)
 
 
 def sides_of(row, where, has_prompt, data):
     """(prompt, chosen, rejected) of a row, strings or lists of messages; the prompt is None for strings without one."""
     chosen, rejected = (completion_value(row, side, where) for side in SIDES)
     lists = isinstance(chosen, list) and isinstance(rejected, list)
+    if isinstance(chosen, list) != isinstance(rejected, list):
+        raise UserError(f"{where}: 'chosen' and 'rejected' must both be strings or both lists of messages")
     if has_prompt:
         column = data.prompt_column or "prompt"
         prompt = column_value(row, column, where)
         check_prompt(prompt, f"{where}: {column!r}")
         # Some datasets repeat the prompt's text as the first message of both sides.
         if not (lists and isinstance(prompt, str) and chosen[0] == rejected[0] and chosen[0]["role"] != "assistant"):
+            check_one_form(prompt, chosen, where, "chosen", data)
             return as_prompt(prompt, data), chosen, rejected
-    elif isinstance(chosen, str) and isinstance(rejected, str):
-        return None, chosen, rejected
     elif not lists:
-        raise UserError(f"{where}: 'chosen' and 'rejected' must both be strings or both lists of messages")
+        return None, chosen, rejected
     begin = common_beginning(chosen, rejected)
     if not begin:
         raise UserError(f"{where}: no 'prompt', and 'chosen' and 'rejected' do not begin with the same message")

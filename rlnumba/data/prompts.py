@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from rlnumba.data.files import (
+    TEMPLATE_CELLS,
     check_ids,
     check_prompt,
     column_value,
@@ -15,6 +16,7 @@ from rlnumba.data.files import (
     template_variables,
     text_value,
 )
+from rlnumba.data.formats import chat_cell, number_cell, object_cell, text_cell
 from rlnumba.errors import ConfigError, UserError
 
 # Templates for a `question` column where data.prompt_template is not set. GSM8K's is verl's, reasoning-gym's asks for
@@ -148,7 +150,12 @@ def load_prompts(path, data, tokenizer, model_limit, vocab_size, for_eval=None):
     if tokenizer is None:
         raise UserError("grpo needs a tokenizer, and the model folder has no tokenizer.json")
     longest = model_limit - 1 if data.max_prompt_length is None else min(data.max_prompt_length, model_limit - 1)
-    rows = read_dataset(path, data, for_eval)
+    # verl's rows have objects in the last two.
+    cells = TEMPLATE_CELLS | dict.fromkeys(("reward_model", "extra_info"), object_cell)
+    cells |= {name: text_cell for name in (data.answer_column,) if name}
+    cells |= dict.fromkeys((data.prompt_column,) if data.prompt_column else ("prompt", "question"), chat_cell)
+    cells |= {name: number_cell for name in (data.curriculum_column,) if name}
+    rows = read_dataset(path, data, for_eval, cells)
     seen, where = rows[0]
     column = data.prompt_column or ("prompt" if "prompt" in seen else "question")
     if column not in seen:

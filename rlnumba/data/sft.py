@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlnumba.data.files import (
+    TEMPLATE_CELLS,
     check_ids,
     check_messages,
+    check_one_form,
     check_prompt,
     column_value,
     kind_of,
@@ -19,6 +21,7 @@ from rlnumba.data.files import (
     template_variables,
     text_value,
 )
+from rlnumba.data.formats import chat_cell, json_cell, text_cell
 from rlnumba.data.packing import TokenSequence, pack_sequences
 from rlnumba.data.prompts import as_messages, as_prompt, encode_pair, is_gsm8k, question_prompt, with_eos
 from rlnumba.errors import ConfigError, UserError
@@ -42,6 +45,7 @@ def row_parser(first, data, tokenizer):
             check_messages(completion, f"{where}: {completion_column!r}")
         elif not isinstance(completion, str):
             raise UserError(f"{where}: {completion_column!r} must be a string, got {kind_of(completion)}")
+        check_one_form(prompt, completion, where, completion_column, data)
         return prompt, completion, template_variables(row, where)
 
     def parse_gsm8k(row, where):
@@ -95,7 +99,10 @@ def load_sft(path, data, train, tokenizer, model_limit, vocab_size, eos_token_id
     """
     if tokenizer is None:
         raise UserError("sft needs a tokenizer, and the model folder has no tokenizer.json")
-    rows = read_dataset(path, data, for_eval)
+    cells = TEMPLATE_CELLS | {"messages": json_cell, "text": text_cell, "answer": text_cell}
+    columns = (data.prompt_column,) if data.prompt_column else ("prompt", "question")
+    cells |= dict.fromkeys((*columns, data.completion_column or "completion"), chat_cell)
+    rows = read_dataset(path, data, for_eval, cells)
     parse = row_parser(rows[0], data, tokenizer)
     sequences = []
     for row, where in rows:

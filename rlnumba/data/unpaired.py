@@ -6,11 +6,21 @@ Pairs (data/pairs.py) are taken apart: their chosen completions are desirable, t
 
 from dataclasses import dataclass
 
-from rlnumba.data.files import check_ids, check_prompt, column_value, kind_of, read_dataset, template_variables
+from rlnumba.data.files import (
+    check_ids,
+    check_one_form,
+    check_prompt,
+    column_value,
+    kind_of,
+    read_dataset,
+    template_variables,
+)
+from rlnumba.data.formats import chat_cell, flag_cell
 from rlnumba.data.pairs import (
     check_length,
     completion_value,
     has_prompt_column,
+    pair_cells,
     prompt_fills,
     sides_of,
     tokenize_pair,
@@ -54,7 +64,8 @@ def load_unpaired(path, data, train, tokenizer, model_limit, vocab_size, eos_tok
     if tokenizer is None:
         raise UserError("a preference dataset needs a tokenizer, and the model folder has no tokenizer.json")
     limit = min(train.max_length or model_limit, model_limit)
-    rows = read_dataset(path, data, for_eval)
+    cells = pair_cells(data) | {data.completion_column or "completion": chat_cell, "label": flag_cell}
+    rows = read_dataset(path, data, for_eval, cells)
     seen, _ = rows[0]
     if "chosen" in seen or "rejected" in seen:
         completions = unpaired(rows, data, tokenizer, eos_token_ids)
@@ -84,6 +95,7 @@ def parse_row(row, where, data, tokenizer, eos_token_ids=()):
     completion, label = completion_value(row, completion_column, where), column_value(row, "label", where)
     if not isinstance(label, bool):
         raise UserError(f"{where}: 'label' must be true or false, got {kind_of(label)}")
+    check_one_form(prompt, completion, where, completion_column, data)
     template = data.chat_template_kwargs | template_variables(row, where)
     return tokenize_row(as_prompt(prompt, data), completion, label, where, tokenizer, eos_token_ids, **template)
 

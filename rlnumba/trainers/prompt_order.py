@@ -6,11 +6,12 @@ difficulty_weights        no epochs: each generation draws its prompts, with the
 no_resampling_pass_rate   a prompt whose group has at least this mean reward is left out from then on
 """
 
+import math
 from itertools import islice
 
 import numpy as np
 
-from rlnumba.errors import UserError
+from rlnumba.errors import UserError, shown
 from rlnumba.trainers.core import epoch_order
 
 # Pools of difficulty, by the mean reward of a prompt's last group: up to these bounds, as in prime-rl, easy above.
@@ -24,12 +25,16 @@ def pool_of(mean_reward):
 
 
 def curriculum_values(prompts, column):
-    """(number of prompts,) float64: a column of PromptData. Raises UserError for a row without a number there."""
+    """(number of prompts,) of Python's int and float, of any size: a column of PromptData.
+
+    Raises UserError for a row without a finite number there.
+    """
     values = [prompt.columns.get(column) for prompt in prompts.prompts]
     for value, prompt in zip(values, prompts.prompts, strict=True):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-            raise UserError(f"{prompt.where}: {column!r} (data.curriculum_column) must be a number, got {value!r}")
-    return np.array(values, np.float64)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or value != value or value in (math.inf, -math.inf):
+            raise UserError(f"{prompt.where}: {column!r} (data.curriculum_column) must be a number, got {shown(value)}")
+    return np.array(values, object)
 
 
 class PromptOrder:

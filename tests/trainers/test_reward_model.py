@@ -51,7 +51,11 @@ def test_text_is_tokenised_as_in_training(folder):
     tokenizer = Tokenizer.from_folder(folder)
     rows = [
         {"prompt": "what? ", "chosen": "a", "rejected": "b"},
-        {"prompt": "what? ", "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"},
+        {
+            "prompt": [{"role": "user", "content": "what? "}],
+            "chosen": [{"role": "assistant", "content": "a"}],
+            "rejected": [{"role": "assistant", "content": "b"}],
+        },
         {"prompt": [{"role": "user", "content": "hi"}], "chosen": "a", "rejected": "b", "tools": [{"name": "add"}]},
     ]
     variables = {"end": "="}

@@ -133,7 +133,7 @@ tensorboardX is installed. The metrics have TRL's names:
 | `time/train`, `time/eval` | the optimizer step, and the evaluation after it |
 | `time/log`, `time/save` | metrics and callbacks; the copy for the checkpoint of the step before |
 | `perf/throughput`, `perf/generation_tokens_per_s` | tokens a second: trained on, generated |
-| `memory/weights` and others, `perf/peak_memory` | peak bytes by [region](memory.md); their sum without `host` |
+| `memory/weights` and others, `perf/peak_memory` | peak bytes by [region](memory.md), and of all together but `host` |
 | `eval_loss`, `eval_reward`, ... | the same of `data.eval`; with rewards also [`eval_pass@k`](running.md#evaluation) |
 
 ## Environment variables

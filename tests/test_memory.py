@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from rlnumba.runtime import device, memory
+from rlnumba.runtime.arena import Arena
 
 
 def test_arrays_of_open_scopes_do_not_overlap_and_bytes_are_counted():
-    arena = memory.Arena("test arrays")
+    arena = Arena("test arrays")
     for _ in range(2):
         with arena.scope():
             a = arena.empty((1000,), np.float32)
@@ -27,19 +28,7 @@ def test_arrays_of_open_scopes_do_not_overlap_and_bytes_are_counted():
 
 def test_an_array_needs_a_scope():
     with pytest.raises(ValueError, match="outside of a scope"):
-        memory.Arena("test").empty(3, np.float32)
-
-
-@pytest.mark.gpu
-def test_chunks_merge_to_the_peak():
-    arena = memory.Arena("test chunks")
-    for _ in range(3):
-        with arena.scope():
-            arrays = [arena.empty(5 << 20, np.float32) for _ in range(4)]
-            for i, array in enumerate(arrays):
-                array.fill(i)
-            assert [int(array[0]) for array in arrays] == [0, 1, 2, 3]
-    assert len(arena.chunks) == 1 and arena.chunks[0].nbytes == arena.peak == 4 * (20 << 20)
+        Arena("test").empty(3, np.float32)
 
 
 def test_threads_count_in_one_region():
@@ -57,13 +46,25 @@ def test_threads_count_in_one_region():
 
 
 class Lent:
-    """Memory that is lent, of a device with `free` bytes."""
+    """Memory that is lent, of a device with `free` bytes, in pieces of a margin's size."""
 
-    def __init__(self, free, nbytes):
+    def __init__(self, free, nbytes, is_costly=False):
         self.free, self.nbytes = free, nbytes
-        memory.lend(self)
+        memory.lend(self, is_costly)
 
-    def reclaim(self):
+    def reclaim(self, nbytes):
+        count = -(-min(nbytes, self.nbytes) // memory.MARGIN_BYTES)
+        self.nbytes -= count * memory.MARGIN_BYTES
+        return [LentPiece(self.free) for _ in range(count)]
+
+
+class LentPiece:
+    nbytes = memory.MARGIN_BYTES
+
+    def __init__(self, free):
+        self.free = free
+
+    def release(self):
         self.free[0] += self.nbytes
 
 
@@ -89,16 +90,18 @@ def test_an_allocation_that_fails_takes_what_is_lent():
     margin = memory.MARGIN_BYTES
     free = [3 * margin]
     allocate, asked = small_device(free)
-    lent = Lent(free, 4 * margin)
+    lent = Lent(free, 5 * margin)
     assert allocate(margin) == margin and free == [2 * margin] and asked == [2 * margin]
-    assert allocate(3 * margin) == 3 * margin and free == [3 * margin]
-    # Lent no more: the next one fails, and is not asked for twice.
+    # What it asks for, and what the driver is left: the rest stays where it is.
+    assert allocate(3 * margin) == 3 * margin and free == [3 * margin] and lent.nbytes == margin
     with pytest.raises(MemoryError):
-        allocate(4 * margin)
+        allocate(5 * margin)
+    assert lent.nbytes == 0 and free == [4 * margin] and not memory.reclaim()
+    lent.nbytes = 4 * margin
     memory.lend(lent)
     memory.take_back(lent)
     with pytest.raises(MemoryError):
-        allocate(4 * margin)
+        allocate(5 * margin)
     assert not memory.reclaim()
 
 
@@ -109,10 +112,26 @@ def test_an_allocation_that_leaves_the_driver_too_little_takes_what_is_lent():
     lent = Lent(free, 4 * margin)
     assert allocate(0) == 0 and asked == []
     assert allocate(margin + 1) == margin + 1
-    assert asked == [margin - 1] and free == [5 * margin - 1]
+    assert asked == [margin - 1] and free == [2 * margin - 1] and lent.nbytes == 3 * margin
     # Nothing is asked where nothing is lent.
+    memory.take_back(lent)
     assert allocate(margin) == margin and len(asked) == 1
-    del lent
+
+
+def test_what_was_lent_first_is_taken_first_and_what_is_costly_last():
+    margin, free = memory.MARGIN_BYTES, [0]
+    costly, first, second = Lent(free, 2 * margin, is_costly=True), Lent(free, 2 * margin), Lent(free, 2 * margin)
+
+    def left():
+        return [each.nbytes // margin for each in (costly, first, second)]
+
+    assert memory.reclaim(margin) and left() == [2, 1, 2]
+    # Lent anew, it is the last of its kind.
+    memory.lend(first)
+    assert memory.reclaim(2 * margin) and left() == [2, 1, 0]
+    assert memory.reclaim(margin + 1) and left() == [1, 0, 0]
+    assert memory.take_lent(margin) == [] and left() == [1, 0, 0] and free == [5 * margin]
+    assert memory.reclaim() and left() == [0, 0, 0] and not memory.reclaim()
 
 
 def test_what_is_not_referenced_any_more_is_not_reclaimed():

@@ -26,8 +26,8 @@ from rlnumba.engine.few_rows import FewRowsDecoder  # noqa: E402
 from rlnumba.engine.runner import PagedAttention, context_bucket_of  # noqa: E402
 from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps  # noqa: E402
 from rlnumba.runtime import device  # noqa: E402
+from rlnumba.runtime.arena import Arena  # noqa: E402
 from rlnumba.runtime.launch import pdl_scope  # noqa: E402
-from rlnumba.runtime.memory import Arena  # noqa: E402
 
 WORKLOADS = "1x128 1x640 1x1000 2x128 4x128 8x128 8x400".split()
 LAUNCHES, ROUNDS = 20, 5

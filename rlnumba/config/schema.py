@@ -160,8 +160,8 @@ class EngineConfig(Section):
     num_gpu_blocks_override: int | None = key(None, "KV blocks of 16 tokens; None: as many as fit.", minimum=1)
     enable_sleep_mode: bool | None = key(
         None,
-        "Free the KV cache's memory while the model trains: true, at each step; false, never; None: once training "
-        "needs it, and then at each step.",
+        "Free the memory of KV cache and engine while the model trains: true, all of it; false, nothing; None: as "
+        "much as training needs.",
     )
 
     def __post_init__(self):

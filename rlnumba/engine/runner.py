@@ -48,6 +48,7 @@ from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
 from rlnumba.model.lora import AdapterStack
 from rlnumba.runtime import device, memory, signals
+from rlnumba.runtime.arena import Arena
 from rlnumba.runtime.launch import pdl_scope
 
 # Kernels of a layer where each is a launch, and bytes that an H200 moves in the 1.6 us from one kernel to the next.
@@ -214,7 +215,7 @@ class Runner:
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.max_model_len = max_model_len
         self.eager = eager or device.name() != "cuda"
-        self.arena = memory.Arena("engine activations")
+        self.arena = Arena("engine activations")
         self.few_rows = FewRowsDecoder(model, block_size)
         self.cache = None
         self.upload = Upload()
@@ -258,6 +259,7 @@ class Runner:
     def allocate(self, num_blocks):
         """Take the memory of a cache of num_blocks. On the GPU their number, and so the addresses, never change."""
         self._lead("allocate", num_blocks)
+        self.arena.take()
         if self.cache is None:
             self.cache = KVCache(self.model.config, num_blocks, self.block_size, self.model.dtype)
         elif self.cache.num_blocks < num_blocks:
@@ -265,17 +267,18 @@ class Runner:
         self.cache.take()
 
     def release(self, give_back):
-        """Let others use the cache's memory: at once (True), never (False), or once they need it (None).
+        """Let others use the memory of cache and activations: at once (True), never (False), or as they need it.
 
-        What they have needed before is given back at once.
+        give_back: None for the last.
         """
         self._lead("release", give_back)
         if self.cache is None or give_back is False:
             return
-        if give_back or self.cache.was_reclaimed:
-            self.cache.give_back()
-        else:
-            self.cache.lend()
+        for owner in (self.cache, self.arena):
+            if give_back:
+                owner.give_back()
+            else:
+                owner.lend()
 
     def reserve_activations(self):
         """Run the largest step once without attention, which sizes the arena before the cache takes the rest."""
@@ -516,7 +519,7 @@ class Runner:
 
     def _addresses(self):
         """What changes with the buffers that graphs read and write; the cache's addresses never do."""
-        return self.upload.generation, self.arena.addresses
+        return self.upload.generation, self.arena.address
 
     def compute(self, arrays, shape):
         """Compute a step of a StepShape from its arrays, on the device, and sample its last tokens if it samples any.

@@ -38,8 +38,8 @@ from rlnumba.model.lora import Dropout
 from rlnumba.model.transformer import Tape, packed_attention
 from rlnumba.optim import Optimizer
 from rlnumba.runtime import device, memory, signals
+from rlnumba.runtime.arena import Arena
 from rlnumba.runtime.context import Context
-from rlnumba.runtime.memory import Arena
 from rlnumba.runtime.transfer import copy_to_device
 from rlnumba.trainers.graphs import MicroBatchGraphs
 
@@ -82,7 +82,7 @@ class Policy:
             self.optimizer = kind(model.trained, communicator, **options)
         if model.adapter is not None:
             self._share_master(model.adapter)
-        self.arena = Arena("activations")
+        self.arena = Arena("activations", lends=True)
         self.context = Context()
         self._grads_are_zero, self._is_training = False, True
         self._head_grad = None

@@ -57,12 +57,12 @@ class Bucket:
 
     def __init__(self, inputs, outputs):
         self.inputs, self.outputs = Staged(inputs), Staged(outputs)
-        # Bytes of the arena with which one has run without a graph, None before; whether one could not be captured for
-        # lack of memory.
-        self.arena_bytes, self.is_too_large = None, False
-        # The chunks of the arena that the graph was captured with; the tensor maps that it reads, and the Context that
-        # has them; the state of the policy that the function leaves.
-        self.graph, self.chunks, self.tensor_maps, self.context, self.after = None, [], (), None, None
+        # Whether one has run without a graph, which sizes the arena; whether one could not be captured for lack of
+        # memory.
+        self.has_run, self.is_too_large = False, False
+        # The graph and the tensor maps that it reads, the Context that has them, and the state of the policy that the
+        # function leaves.
+        self.graph, self.tensor_maps, self.context, self.after = None, (), None, None
 
     def drop_graph(self):
         """Forget the graph."""
@@ -122,7 +122,7 @@ class MicroBatchGraphs:
 
         if not (micro_batch.is_padded and self.captures and self._replay(policy, bucket, compute)):
             compute()
-            bucket.arena_bytes = policy.arena.nbytes
+            bucket.has_run = True
             self.counts["eager"] += 1
         read, count = bucket.outputs.read(), micro_batch.num_targets
         of_targets = [name for name, (length, _) in outputs.items() if length is None]
@@ -145,25 +145,22 @@ class MicroBatchGraphs:
 
     def _replay(self, policy, bucket, compute):
         """Launch the bucket's graph, captured if it has none; False if it must run without one."""
-        chunks = policy.arena.addresses
-        if bucket.graph is None or bucket.chunks != chunks:
-            bucket.drop_graph()
-            # The arena must not grow during a capture.
-            is_warm = bucket.arena_bytes is not None and policy.arena.nbytes >= bucket.arena_bytes
-            if not is_warm or bucket.is_too_large:
-                return False
-            state = policy.state_of_gradients
-            self._capture(policy, bucket, compute)
-            if bucket.graph is None or policy.arena.addresses != chunks:
-                bucket.drop_graph()
-                policy.state_of_gradients = state
-                return False
-            bucket.chunks, bucket.after = chunks, policy.state_of_gradients
-            self.counts["captured"] += 1
-        else:
-            self.counts["replayed"] += 1
-        bucket.graph.launch()
-        policy.state_of_gradients = bucket.after
+        if bucket.graph is None and (not bucket.has_run or bucket.is_too_large):
+            return False
+        # The graph reads and writes activations where they were when it was captured: their memory is there inside.
+        with policy.scope():
+            if bucket.graph is None:
+                state = policy.state_of_gradients
+                self._capture(policy, bucket, compute)
+                if bucket.graph is None:
+                    policy.state_of_gradients = state
+                    return False
+                bucket.after = policy.state_of_gradients
+                self.counts["captured"] += 1
+            else:
+                self.counts["replayed"] += 1
+            bucket.graph.launch()
+            policy.state_of_gradients = bucket.after
         return True
 
     def _capture(self, policy, bucket, compute):
@@ -189,14 +186,14 @@ class MicroBatchGraphs:
                     raise
                 # What others have lent may be enough when the next one comes.
                 memory.take_back(self)
-                bucket.is_too_large = not memory.reclaim()
+                bucket.is_too_large = not memory.reclaim(POOL_BYTES)
             else:
                 bucket.graph, bucket.tensor_maps, bucket.context = self.stream.end_capture(), maps, current()
         memory.track("graphs", self.pool.total_bytes() - before)
-        # An engine that wakes may need the memory.
-        memory.lend(self)
+        # An engine that wakes may need the memory. Capturing again takes longer than what else there is to lend.
+        memory.lend(self, is_costly=True)
 
-    def reclaim(self):
+    def reclaim(self, nbytes):
         """Forget all graphs and free the memory that they alone have; later micro-batches are captured again."""
         for bucket in self.buckets.values():
             bucket.drop_graph()
@@ -204,3 +201,4 @@ class MicroBatchGraphs:
             before = self.pool.total_bytes()
             self.pool.free_all_blocks()
             memory.track("graphs", self.pool.total_bytes() - before)
+        return []

@@ -361,10 +361,9 @@ class Clock:
 
 
 def memory_metrics():
-    """{"memory/<region>": peak bytes allocated at one time} of every region, and their sum as perf/peak_memory.
+    """{"memory/<region>": peak bytes allocated at one time} of every region, and of all together as perf/peak_memory.
 
-    The sum is of the device's memory: without "host", what offload_optimizer keeps there.
+    That is of the device's memory: without "host", what offload_optimizer keeps there.
     """
     peaks = memory.report()
-    total = sum(peaks.values()) - peaks.get("host", 0)
-    return {f"memory/{region}": nbytes for region, nbytes in peaks.items()} | {"perf/peak_memory": total}
+    return {f"memory/{region}": nbytes for region, nbytes in peaks.items()} | {"perf/peak_memory": memory.peak()}

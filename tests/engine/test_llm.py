@@ -563,7 +563,7 @@ def test_new_weights_get_a_new_version():
 
 
 def test_sleep_lends_the_cache_and_the_text_stays(model):
-    """Its memory stays until an allocation needs it, and then is given back at every sleep."""
+    """Its memory stays until an allocation needs it."""
     llm, prompt, params = LLM(model), [[1, 2, 3] * 10], SamplingParams(max_tokens=8)
     before, cache = llm.generate(prompt, params), llm.engine.runner.cache
     k = cache.k
@@ -579,8 +579,9 @@ def test_sleep_lends_the_cache_and_the_text_stays(model):
     assert memory.reclaim() and cache.k is None and not memory.reclaim()
     llm.wake()
     assert drawn(llm.generate(prompt, params)) == drawn(before) and cache.k is not None
+    k = cache.k
     llm.sleep()
-    assert cache.k is None and cache.was_reclaimed
+    assert cache.k is k
     llm.wake()
     assert drawn(llm.generate(prompt, params)) == drawn(before)
 
@@ -806,18 +807,17 @@ def test_an_allocation_that_does_not_fit_takes_a_lent_cache(prompts):
     assert cache.nbytes > 1 << 30
     llm.sleep()
     device.xp().empty(1 << 20, np.uint8)
-    assert cache.k is not None and not cache.was_reclaimed
-    device.xp().get_default_memory_pool().free_all_blocks()
-    large = device.xp().empty(device.memory_info()[0] + cache.nbytes // 2, np.uint8)
-    assert cache.k is None and cache.was_reclaimed
-    large.fill(1)
-    device.synchronize()
-    del large
+    assert cache.k is not None
     for _ in range(2):
+        device.xp().get_default_memory_pool().free_all_blocks()
+        large = device.xp().empty(device.memory_info()[0] + cache.nbytes // 2, np.uint8)
+        assert cache.k is None and 0 < cache.memory.mapped_bytes < cache.nbytes
+        large.fill(1)
+        device.synchronize()
+        del large
         llm.wake()
         assert cache.k is not None and drawn(llm.generate(prompts, params)) == expected
         llm.sleep()
-        assert cache.k is None
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from rlnumba.model.layers import MODULES
 from rlnumba.model.lora import Adapter, Dropout
 from rlnumba.model.transformer import Tape, load_model
 from rlnumba.runtime import device
-from rlnumba.runtime.memory import Arena
+from rlnumba.runtime.arena import Arena
 from tests.close import assert_same_bits
 from tests.model.gradients import gradients_of_logprobs
 from tests.trainers.runs import GOLDEN

@@ -12,7 +12,7 @@ from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Tape, find_model, load_model, pack, packed_attention, save_model, score
 from rlnumba.runtime import device
-from rlnumba.runtime.memory import Arena
+from rlnumba.runtime.arena import Arena
 from tests.close import assert_close, assert_same_bits
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"

@@ -60,8 +60,6 @@ MODULES = (
 # The simulator and the kernels are not run; a test of MODULES is in neither.
 SUITE = ("tests", "--ignore", "tests/test_simulator.py", "--ignore", "tests/kernels")
 GPU_ONLY = {
-    # Virtual memory of the CUDA driver.
-    "rlnumba/engine/cache.py": ("MappedMemory",),
     # Pinned memory, CUDA graphs, and the size of what attention keeps on the GPU.
     "rlnumba/engine/runner.py": (
         *("NullAttention", "Upload._grow", "Upload._layout", "Runner.reserve_activations", "Runner.reserve_workspace"),
@@ -217,9 +215,9 @@ def is_for_gpu(name, source, line, lines_of_tests):
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "device.name() == 'cuda'" in ast.unparse(node.test):
             gpu.update(number for each in node.body for number in range(each.lineno, each.end_lineno + 1))
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "self.mapping is None":
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "self.memory is None":
             gpu.update(number for each in node.orelse for number in range(each.lineno, each.end_lineno + 1))
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "self.mapping is not None":
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "self.memory is not None":
             gpu.update(number for each in node.body for number in range(each.lineno, each.end_lineno + 1))
         if isinstance(node, ast.FunctionDef):
             # What follows `if device.name() != "cuda": return ...`.

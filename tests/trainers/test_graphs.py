@@ -2,15 +2,19 @@
 
 import dataclasses
 import functools
+import gc
+import math
 
 import numpy as np
 import pytest
 
-from rlnumba.config import LoraConfig, SFTConfig
+from rlnumba.config import EngineConfig, LoraConfig, SFTConfig
 from rlnumba.data import TokenSequence
+from rlnumba.engine import LLM, SamplingParams
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
-from rlnumba.runtime import device
+from rlnumba.runtime import device, memory
+from rlnumba.runtime.mapped_memory import PIECE_BYTES
 from rlnumba.trainers import graphs, grpo, rloo, sft
 from rlnumba.trainers.core import LateMetrics, Policy
 from rlnumba.trainers.micro_batch import (
@@ -403,16 +407,16 @@ def test_reclaimed_graphs_are_captured_again():
             with each.context.use():
                 sft.train_step(each, rows, 1e-3)
         if step == 3:
-            policy.graphs.reclaim()
+            policy.graphs.reclaim(1)
             assert policy.graphs.pool.total_bytes() == 0
     assert policy.graphs.counts["captured"] >= 2
     assert_same_bits(policy.model.weights.flat, other.model.weights.flat)
 
 
 @pytest.mark.gpu
-def test_an_arena_that_has_moved_is_not_replayed():
+def test_graphs_survive_that_activations_grow_and_are_lent():
     policy, other = sft_policy(), sft_policy(cuda_graphs=False)
-    rows = [[each] for each in sequences(8)]
+    rows, address, captured = [[each] for each in sequences(8)], None, 0
     for step in range(8):
         for each in (policy, other):
             with each.context.use():
@@ -420,8 +424,50 @@ def test_an_arena_that_has_moved_is_not_replayed():
                     with each.scope():
                         each.arena.empty((64 << 20,), np.uint8)
                 sft.train_step(each, rows, 1e-3)
-    assert policy.graphs.counts["captured"] >= 2
+        address, captured = address or policy.arena.address, captured or policy.graphs.counts["captured"]
+        assert policy.arena.address == address and policy.arena.nbytes >= policy.arena.peak
+        if step > 4:
+            # Another step finds other memory there.
+            for piece in memory.take_lent(math.inf):
+                piece.release()
+            assert policy.arena.nbytes == 0
+    assert policy.graphs.counts["captured"] == captured and policy.graphs.counts["replayed"] > 0
     assert_same_bits(policy.model.weights.flat, other.model.weights.flat)
+
+
+@pytest.mark.gpu
+def test_generation_and_training_that_do_not_fit_together_take_turns():
+    """Each has more than half of the GPU; graphs of both give the same before and after, and what is short moves."""
+    gc.collect()
+    pool = device.xp().get_default_memory_pool()
+    pool.free_all_blocks()
+    policy, params = sft_policy(), SamplingParams(max_tokens=40, n=3, ignore_eos=True)
+    model, rows = policy.model, [[each] for each in sequences(8)]
+    size, used = int(0.55 * device.memory_info()[0]), []
+    num_blocks = size // LLM(model).engine.runner.block_bytes
+    llm = LLM(model, None, EngineConfig(num_gpu_blocks_override=num_blocks))
+    texts, addresses, losses = [], set(), []
+    for step in range(5):
+        llm.wake()
+        cache = llm.engine.runner.cache
+        assert cache.memory.mapped_bytes >= cache.nbytes
+        (output,) = llm.generate([[1, 2, 3]], params)
+        texts.append([completion.token_ids for completion in output.completions])
+        llm.sleep()
+        with policy.context.use():
+            if step == 0:
+                with policy.scope():
+                    policy.arena.empty((size,), np.uint8)
+            losses.append(sft.train_step(policy, rows, 0.0)["loss"])
+        assert policy.arena.nbytes >= policy.arena.peak >= size
+        assert 0 < cache.memory.mapped_bytes < cache.nbytes and cache.k is None
+        addresses.add((policy.arena.address, cache.memory.address, llm.engine.runner.arena.address))
+        used.append(device.memory_info()[0])
+    assert all(text == texts[0] for text in texts) and len(set(losses)) == 1 and len(addresses) == 1
+    assert policy.graphs.counts["replayed"] > policy.graphs.counts["captured"]
+    assert llm.engine.runner.counts["replayed"] > 0
+    # Nothing of the driver's in steps that are like others.
+    assert max(used[2:]) - min(used[2:]) <= PIECE_BYTES
 
 
 def test_options_that_read_the_host_are_not_padded():

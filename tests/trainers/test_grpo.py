@@ -590,8 +590,8 @@ def test_metrics_and_completions(tmp_path):
         assert row["perf/generation_tokens_per_s"] == pytest.approx(drawn / row["time/generate"])
         of_prompts = row["perf/throughput"] * row["step_time"] - drawn
         assert of_prompts == pytest.approx(round(of_prompts)) and 16 * 20 < of_prompts < 16 * 30
-        peaks = sum(value for name, value in row.items() if name.startswith("memory/") and name != "memory/host")
-        assert row["perf/peak_memory"] == peaks
+        peaks = {name: value for name, value in row.items() if name.startswith("memory/") and name != "memory/host"}
+        assert max(peaks.values()) < row["perf/peak_memory"] <= sum(peaks.values())
         assert row["sampling/sampling_logp_difference/max"] == 0.0
         assert row["sampling/importance_sampling_ratio/min"] == 1.0
         assert row["reward"] == pytest.approx(row["rewards/digits/mean"])

@@ -8,7 +8,7 @@ import pytest
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.model.heads import lm_head_backward, lm_head_forward, lm_head_forward_backward
 from rlnumba.runtime import device, dispatch
-from rlnumba.runtime.memory import Arena
+from rlnumba.runtime.arena import Arena
 from tests.close import assert_close, assert_same_bits
 
 NAMES = ("logprobs", "entropy", "top1", "dhidden", "the head's gradient")

@@ -19,7 +19,7 @@ from rlnumba.model.config import ModelConfig
 from rlnumba.model.lora import Adapter
 from rlnumba.model.shard import Shard
 from rlnumba.model.weights import write_json
-from rlnumba.runtime import device, memory
+from rlnumba.runtime import arena, device, memory
 from rlnumba.runtime.shapes import ShapeOnly, shapes_only
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
@@ -416,7 +416,8 @@ def test_out_of_memory_names_the_region_and_a_switch(tmp_path, monkeypatch, capf
         memory_info=lambda: (GIB, 4 * GIB),
         xp=lambda: Failing() if device.name() == "cpu" else real(),
     )
-    monkeypatch.setattr(memory, "device", patched)
+    for module in (memory, arena):
+        monkeypatch.setattr(module, "device", patched)
     assert cli.run(["sft", "--config", str(file)]) == 1
     error = capfd.readouterr().err.splitlines()[-1]
     assert error.startswith(

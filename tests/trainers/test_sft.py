@@ -165,7 +165,7 @@ def test_evaluation_and_files(tmp_path):
         assert row["perf/throughput"] * row["time/train"] == pytest.approx(count)
         # Host memory is that of other tests of this process, which offload.
         regions = [value for name, value in row.items() if name.startswith("memory/") and name != "memory/host"]
-        assert row["perf/peak_memory"] == sum(regions)
+        assert max(regions) < row["perf/peak_memory"] <= sum(regions)
         assert "step_tokens" not in row
 
 

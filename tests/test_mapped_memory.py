@@ -1,0 +1,300 @@
+"""Memory at addresses that stay: KV cache and activations hand each other pieces of it; on a GPU, and on a small one
+that is made up of a driver's rules."""
+
+import gc
+import math
+from enum import IntEnum
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rlnumba.engine.cache import KVCache
+from rlnumba.runtime import device, mapped_memory, memory
+from rlnumba.runtime.arena import Arena
+from rlnumba.runtime.mapped_memory import PIECE_BYTES, MappedMemory
+
+MIB = 1 << 20
+GRANULARITY = 2 * MIB
+
+
+class Result(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+
+
+SUCCESS = Result.CUDA_SUCCESS
+
+
+class Options:
+    """A structure, or an enumeration, of the driver's."""
+
+    def __getattr__(self, name):
+        value = Options()
+        setattr(self, name, value)
+        return value
+
+
+class SmallGpu:
+    """A GPU of so many bytes, with the driver's functions, which accept what the real ones do.
+
+    cached: bytes that CuPy's pool keeps. calls: the names of the driver's functions, in order.
+    """
+
+    def __init__(self, total):
+        self.total, self.cached, self.calls, self.num_waits = total, 0, [], 0
+        # Bytes by handle; (first, end) of reserved ranges; {first: (end, handle)} of mappings; accessible addresses.
+        self.handles, self.reserved, self.mapped, self.accessible = {}, {}, {}, set()
+        self.next_handle, self.next_address = 1, 1 << 32
+        for name in "CUmemLocationType CUmemAllocationType CUmemAccess_flags CUmemAllocationGranularity_flags".split():
+            setattr(self, name, Options())
+        self.CUmemAllocationProp = self.CUmemAccessDesc = Options
+
+    @property
+    def free(self):
+        return self.total - self.cached - sum(self.handles.values())
+
+    def cuCtxGetDevice(self):
+        return SUCCESS, 0
+
+    def cuMemGetAllocationGranularity(self, properties, option):
+        return SUCCESS, GRANULARITY
+
+    def cuMemAddressReserve(self, nbytes, alignment, address, flags):
+        assert nbytes % GRANULARITY == 0
+        first, self.next_address = self.next_address, self.next_address + nbytes
+        self.reserved[first] = first + nbytes
+        return SUCCESS, first
+
+    def cuMemAddressFree(self, address, nbytes):
+        assert self.reserved.pop(address) == address + nbytes
+        assert not any(address <= first < address + nbytes for first in self.mapped)
+        return (SUCCESS,)
+
+    def cuMemCreate(self, nbytes, properties, flags):
+        assert nbytes > 0 and nbytes % GRANULARITY == 0
+        self.calls.append("create")
+        if nbytes > self.free:
+            return Result.CUDA_ERROR_OUT_OF_MEMORY, None
+        self.handles[self.next_handle] = nbytes
+        self.next_handle += 1
+        return SUCCESS, self.next_handle - 1
+
+    def cuMemRelease(self, handle):
+        self.calls.append("release")
+        assert not any(handle == each for _, each in self.mapped.values())
+        del self.handles[handle]
+        return (SUCCESS,)
+
+    def cuMemMap(self, address, nbytes, offset, handle, flags):
+        self.calls.append("map")
+        assert address % GRANULARITY == 0 and nbytes == self.handles[handle] and offset == flags == 0
+        assert any(first <= address and address + nbytes <= end for first, end in self.reserved.items())
+        assert all(end <= address or address + nbytes <= first for first, (end, _) in self.mapped.items())
+        assert not any(handle == each for _, each in self.mapped.values())
+        self.mapped[address] = address + nbytes, handle
+        return (SUCCESS,)
+
+    def cuMemSetAccess(self, address, nbytes, access, count):
+        assert len(access) == count == 1
+        end = address + nbytes
+        while address < end:
+            self.accessible.add(address)
+            address, _ = self.mapped[address]
+        assert address == end
+        return (SUCCESS,)
+
+    def cuMemUnmap(self, address, nbytes):
+        self.calls.append("unmap")
+        assert self.mapped.pop(address)[0] == address + nbytes
+        self.accessible.discard(address)
+        return (SUCCESS,)
+
+    def synchronize(self):
+        self.num_waits += 1
+
+    def free_all_blocks(self):
+        self.cached = 0
+
+    def can_access(self, array):
+        """Whether all bytes of an array may be read and written."""
+        address, end = array.address, array.address + array.nbytes
+        first = max((first for first in self.accessible if first <= address), default=None)
+        while first in self.accessible and first < end:
+            first, _ = self.mapped[first]
+        return first is not None and first >= end
+
+
+class Pointer:
+    def __init__(self, memory, offset):
+        self.address, self.memory = memory.address + offset, memory
+
+    def __add__(self, offset):
+        return Pointer(SimpleNamespace(address=self.address, keeps=self.memory), offset)
+
+
+def unowned(address, nbytes, owner, gpu):
+    return SimpleNamespace(address=address, owner=owner)
+
+
+def array(shape, dtype, memptr):
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    return SimpleNamespace(address=memptr.address, nbytes=nbytes, shape=shape, keeps=memptr)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A SmallGpu of 4 GiB, which the process runs on."""
+    small = SmallGpu(4096 * MIB)
+    cuda = SimpleNamespace(
+        Device=lambda *number: small,
+        UnownedMemory=unowned,
+        MemoryPointer=Pointer,
+        get_allocator=lambda: None,
+        set_allocator=lambda allocator: None,
+    )
+    pool = SimpleNamespace(free_all_blocks=small.free_all_blocks, free_bytes=lambda: small.cached, total_bytes=None)
+    cupy = SimpleNamespace(cuda=cuda, ndarray=array, get_default_memory_pool=lambda: pool)
+    monkeypatch.setattr(mapped_memory, "_driver", lambda: small)
+    monkeypatch.setattr(memory, "_allocator", None)
+    monkeypatch.setattr(device, "name", lambda: "cuda")
+    monkeypatch.setattr(device, "xp", lambda: cupy)
+    monkeypatch.setattr(device, "memory_info", lambda: (small.free, small.total))
+    with memory.separate_report() as regions:
+        small.regions = regions
+        yield small
+        # What a test has made belongs to its driver.
+        gc.collect()
+
+
+CONFIG = SimpleNamespace(num_key_value_heads=2, head_dim=64, num_hidden_layers=4)
+
+
+def cache_of(nbytes):
+    """A KVCache of so many bytes."""
+    return KVCache(CONFIG, nbytes // (2 * 4 * 16 * 2 * 64 * 2), 16, np.float16)
+
+
+def use(gpu, arena, *sizes):
+    """Allocate arrays of so many bytes in a scope: their addresses, which can be accessed there."""
+    with arena.scope():
+        arrays = [arena.empty((nbytes,), np.uint8) for nbytes in sizes]
+        assert all(map(gpu.can_access, arrays))
+        return [each.address for each in arrays]
+
+
+def taken(gpu, region):
+    return gpu.regions.get(region, [0])[0]
+
+
+def test_an_arena_grows_where_it_is(gpu):
+    arena = Arena("activations", lends=True)
+    assert arena.address is None and use(gpu, arena) == []
+    first = use(gpu, arena, 100 * MIB, 30 * MIB)
+    assert first == [arena.address, arena.address + 100 * MIB] and arena.peak == 130 * MIB
+    assert 130 * MIB <= arena.nbytes <= (130 + 16) * MIB and taken(gpu, "activations") == 130 * MIB
+    gpu.calls.clear()
+    assert use(gpu, arena, 100 * MIB, 30 * MIB) == first and gpu.calls == []
+    larger = use(gpu, arena, 100 * MIB, 30 * MIB, 700 * MIB)
+    assert larger[:2] == first and "unmap" not in gpu.calls
+    assert 830 * MIB <= arena.nbytes <= (830 * 33 / 32 + 2) * MIB and taken(gpu, "activations") == 830 * MIB
+    del arena
+    gc.collect()
+    assert gpu.free == gpu.total and not gpu.reserved and taken(gpu, "activations") == 0
+
+
+def test_generation_and_training_hand_each_other_what_is_missing(gpu):
+    """2 GiB of cache and 2.5 of activations on a GPU of 4, of which a quarter is left to the driver."""
+    arena, cache = Arena("activations", lends=True), cache_of(2048 * MIB)
+    cache.take()
+    k = cache.k.address
+    cache.lend()
+    addresses = use(gpu, arena, *[500 * MIB] * 5)
+    assert cache.k is None and taken(gpu, "kv") < cache.nbytes and taken(gpu, "activations") == 2500 * MIB
+    for _ in range(3):
+        gpu.calls.clear()
+        cache.take()
+        assert cache.k.address == k and gpu.can_access(cache.k) and gpu.can_access(cache.v)
+        assert taken(gpu, "kv") == cache.nbytes and taken(gpu, "activations") < 2500 * MIB
+        cache.lend()
+        assert use(gpu, arena, *[500 * MIB] * 5) == addresses
+        # 4.5 GiB of 3.75: three pieces, and one more for what is no whole one, in each direction.
+        assert gpu.calls.count("unmap") == gpu.calls.count("map") <= 2 * 5 and "release" not in gpu.calls
+        assert gpu.calls.count("create") <= 2
+    assert gpu.free >= 0 and memory.peak() <= gpu.total
+
+
+def test_nothing_moves_where_there_is_enough_for_both(gpu):
+    arena, cache = Arena("activations", lends=True), cache_of(1024 * MIB)
+    cache.take()
+    k = cache.k
+    cache.lend()
+    use(gpu, arena, 1024 * MIB)
+    gpu.calls.clear()
+    gpu.cached = 512 * MIB
+    for _ in range(2):
+        cache.take()
+        assert cache.k is k
+        cache.lend()
+        use(gpu, arena, 1024 * MIB)
+    assert gpu.calls == [] and gpu.num_waits == 0 and gpu.cached == 512 * MIB
+
+
+def test_the_pool_of_cupy_gives_what_it_keeps(gpu):
+    """After what is lent, which is had again sooner."""
+    arena, cache = Arena("activations", lends=True), cache_of(2048 * MIB)
+    use(gpu, arena, 1024 * MIB)
+    gpu.cached = 2048 * MIB
+    cache.take()
+    assert gpu.cached == 0 and gpu.can_access(cache.v)
+
+
+def test_what_both_need_at_once_is_not_taken(gpu):
+    """As where an engine generates between micro-batches."""
+    arena, cache = Arena("activations", lends=True), cache_of(2048 * MIB)
+    cache.take()
+    use(gpu, arena, 1024 * MIB)
+    assert cache.k is not None
+    with pytest.raises(memory.OutOfMemory, match="activations needed 0.5"):
+        use(gpu, arena, 1024 * MIB, 1024 * MIB, 512 * MIB)
+    assert cache.k is not None and gpu.can_access(cache.k) and not arena.used and not arena.depth
+    # In a scope the arena is not lent, and what the cache lacks is missing.
+    cache.lend()
+    with arena.scope():
+        arena.empty(3000 * MIB, np.uint8)
+        with pytest.raises(memory.OutOfMemory, match="kv needed .* lower engine.gpu_memory_utilization"):
+            cache.take()
+    cache.take()
+    assert gpu.can_access(cache.k)
+
+
+def test_a_failed_allocation_leaves_what_was_there(gpu):
+    arena, cache = Arena("activations", lends=True), cache_of(1024 * MIB)
+    use(gpu, arena, 512 * MIB)
+    gpu.total = 1000 * MIB
+    with pytest.raises(memory.OutOfMemory):
+        cache.take()
+    assert not cache.memory.mapped_bytes and cache.k is None and taken(gpu, "kv") == 0
+    gpu.total = 4096 * MIB
+    cache.take()
+    assert gpu.can_access(cache.k) and use(gpu, arena, 512 * MIB) == [arena.address]
+
+
+def test_other_allocations_get_as_much_as_they_lack(gpu):
+    cache = cache_of(2048 * MIB)
+    cache.take()
+    cache.lend()
+    assert memory.reclaim(300 * MIB) and cache.memory.mapped_bytes == 2048 * MIB - 2 * PIECE_BYTES
+    assert gpu.free == gpu.total - cache.memory.mapped_bytes and gpu.num_waits == 1 and cache.k is None
+    assert memory.reclaim() and gpu.free == gpu.total and not memory.reclaim()
+    cache.take()
+    cache.give_back()
+    assert gpu.free == gpu.total and not memory.reclaim() and taken(gpu, "kv") == 0
+
+
+def test_more_than_the_addresses(gpu):
+    few = MappedMemory("few", 10 * MIB)
+    few.take(10 * MIB)
+    with pytest.raises(memory.OutOfMemory, match="few needed"):
+        few.take(11 * MIB)
+    assert few.mapped_bytes == 10 * MIB

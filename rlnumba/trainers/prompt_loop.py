@@ -310,7 +310,8 @@ class PromptLoop:
         folder = self.folder
         is_there = (folder.path / "completions.jsonl").exists()
         if folder.decided(is_there) if self.elsewhere else is_there:
-            self.writer.print(sample_report(self.llm, self.prompts, self.run, folder.path))
+            if text := sample_report(self.llm, self.prompts, self.run, folder.path):
+                self.writer.print(text)
 
 
 def mean_metrics(of_parts):

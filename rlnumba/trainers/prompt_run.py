@@ -62,27 +62,39 @@ def eval_params(run):
 
 
 def sample_report(llm, prompts, run, path, count=4, width=200):
-    """The first `count` prompts' completions of the first step and of the same noise now, `width` characters each: str.
+    """Prompts of the first generation, `count` at most: their completions of the first step and of the same noise now.
 
-    path: of the run, for its completions.jsonl.
+    `width` characters of each: str, empty where the first step has none of these prompts. path: of the run, for its
+    completions.jsonl.
     """
     train = run.train
     with open(path / "completions.jsonl", encoding="utf-8") as file:
         # In the order of the steps: the first are not followed by others.
         rows = list(takewhile(lambda row: row["step"] == 1, map(json.loads, file)))
-    first = rows[: train.rollout_batch_size : train.num_generations][:count]
-    chosen = prompt_order(prompts, run).take(train.prompts_per_rollout)
+    # By their prompts: groups may be trained on in another order than that of the prompts, or give their places to
+    # others.
+    first = {}
+    for row in rows:
+        first.setdefault(json.dumps(row["prompt"]), row)
+    pairs = []
+    for i in prompt_order(prompts, run).take(train.prompts_per_rollout):
+        row = first.pop(json.dumps(prompts.prompts[i].prompt), None)
+        if row is not None:
+            pairs.append((prompts.prompts[i], row))
+    pairs = pairs[:count]
+    if not pairs:
+        return ""
     params = sampling_params(train, rollout.derived_seed(run.seed, 0, 0, 0), 1)
     llm.wake()
-    outputs = llm.generate([prompts.prompts[i].prompt_token_ids for i in chosen[: len(first)]], params)
+    outputs = llm.generate([prompt.prompt_token_ids for prompt, _ in pairs], params)
     llm.sleep()
 
     def shown(text):
         text = text if isinstance(text, str) else str(text[-1].get("content"))
         return repr(text if len(text) <= width else text[:width] + " ...")
 
-    lines = [f"The first {len(first)} prompts before training and after it, drawn with the same noise:"]
-    for row, output in zip(first, outputs, strict=True):
+    lines = [f"The first {len(pairs)} prompts before training and after it, drawn with the same noise:"]
+    for (_, row), output in zip(pairs, outputs, strict=True):
         lines += [
             f"  {shown(row['prompt'])}",
             f"    before  {shown(row['completion'])}",

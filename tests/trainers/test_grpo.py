@@ -467,9 +467,10 @@ def test_the_state_of_the_data_is_kept_between_steps():
     assert restored(kept | {"rollouts": None}, steps_per_generation=2).rollouts is None
 
 
-def test_sample_report_at_start_and_end(tmp_path):
+@pytest.mark.parametrize("order", ["start", "completion", "replaced"])
+def test_sample_report_at_start_and_end(tmp_path, order):
     """Four prompts of the first step at most, of each its first completion; long texts are cut, chats shown by their
-    last message."""
+    last message. A prompt is paired with itself, in whatever order the first step has them, and if it has it."""
     train = grpo_config(per_device_train_batch_size=12, steps_per_generation=1, num_generations=2)
     chat = [{"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"), ("user", "c"))]
     prompts = [
@@ -479,12 +480,17 @@ def test_sample_report_at_start_and_end(tmp_path):
         chat,
     ]
     prompts += ["fifth", "sixth"]
+    chosen = PromptOrder(8, True, 3).take(6)
+    data = [Prompt("of another step", [i], {}, "") for i in range(8)]
+    for i, prompt in zip(chosen, prompts, strict=True):
+        data[i] = Prompt(prompt, [i], {}, "")
+    trained = {"start": prompts, "completion": prompts[::-1], "replaced": ["of another step", *prompts[1:]]}[order]
     rows = [
         {"step": step, "prompt": prompt, "completion": f"{prompt[:3]} {step} {i}"}
         if isinstance(prompt, str)
         else {"step": step, "prompt": prompt, "completion": f"chat {step} {i}"}
         for step in (1, 2)
-        for prompt in prompts
+        for prompt in trained
         for i in range(2)
     ]
     (tmp_path / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -496,16 +502,17 @@ def test_sample_report_at_start_and_end(tmp_path):
         return [SimpleNamespace(completions=[completion]) for completion in completions]
 
     llm = SimpleNamespace(generate=generate, wake=lambda: asked.append("wake"), sleep=lambda: asked.append("sleep"))
-    data = PromptData([Prompt("", [i], {}, "") for i in range(8)])
     run = SimpleNamespace(train=train, seed=3, data=DataConfig(train="rows.jsonl"))
-    text = prompt_run.sample_report(llm, data, run, tmp_path)
-    chosen = PromptOrder(8, True, 3).take(6)[:4]
+    text = prompt_run.sample_report(llm, PromptData(data), run, tmp_path)
+    chosen = chosen[1:5] if order == "replaced" else chosen[:4]
     assert asked[0] == "wake" and asked[2] == "sleep" and asked[1][0] == [[i] for i in chosen]
     assert asked[1][1] == grpo.sampling_params(train, derived_seed(3, 0, 0, 0), 1)
-    shown = ["'short'", repr("x" * 200), repr("y" * 200 + " ..."), "'c'"]
-    before = ["'sho 1 0'", "'xxx 1 0'", "'yyy 1 0'", "'chat 1 0'"]
+    shown = ["'short'", repr("x" * 200), repr("y" * 200 + " ..."), "'c'", "'fifth'"]
+    before = ["'sho 1 0'", "'xxx 1 0'", "'yyy 1 0'", "'chat 1 0'", "'fif 1 0'"]
+    if order == "replaced":
+        shown, before = shown[1:], before[1:]
     lines = ["The first 4 prompts before training and after it, drawn with the same noise:"]
-    for prompt, old, index in zip(shown, before, chosen, strict=True):
+    for prompt, old, index in zip(shown[:4], before[:4], chosen, strict=True):
         lines += [f"  {prompt}", f"    before  {old}", f"    after   'after {index}'"]
     assert text == "\n".join(lines)
 

@@ -6,16 +6,18 @@
 
 Files have the bits that one rank's have: where a tensor begins follows from a file's header, not from who writes it.
 Ranks copy their parts to the host, go on training, and write in a thread. That thread does not use the Communicator:
-how far a rank is follows from small files in the folder that is written. So output_dir is a folder that all ranks see.
+how far a rank is follows from small files in the folder that is written. So output_dir is a folder that all ranks see,
+which is tried when a run begins.
 A rank that is killed leaves a folder without its name, which the next start removes.
 """
 
 import os
+import secrets
 import time
 
 from rlnumba import checkpoint
 from rlnumba.distributed.zero import Part
-from rlnumba.errors import UserError
+from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.tensor_file import create_tensors, open_tensors, open_to_write
 from rlnumba.model.transformer import host_copy, save_model
 from rlnumba.model.weights import create_weights
@@ -23,6 +25,8 @@ from rlnumba.model.weights import create_weights
 CREATED = ".created"
 # Seconds between looks at the folder.
 POLL_S = 0.02
+# Seconds in which other hosts see what one has written: NFS keeps attributes of folders for up to 60 s by default.
+VISIBLE_S = 90.0
 
 
 def written_by(rank):
@@ -33,12 +37,14 @@ def written_by(rank):
 class SharedSaver(checkpoint.Saver):
     """A Saver of several ranks, each of which has one, and calls its methods at the same time.
 
-    CheckpointErrors are rank 0's, also those of other ranks' parts.
+    CheckpointErrors are rank 0's, also those of other ranks' parts. Raises ConfigError on all ranks unless output_dir
+    is one folder.
     """
 
     def __init__(self, output_dir, communicator):
         super().__init__(output_dir)
         self.communicator = communicator
+        check_is_one_folder(self.output_dir, communicator)
 
     def save(self, step, model, tokenizer, trainer_state, keep_last=None, keep=None):
         """As Saver.save. trainer_state: on other ranks than the first only its ArrayParts are used."""
@@ -104,6 +110,30 @@ class SharedSaver(checkpoint.Saver):
             if time.monotonic() > deadline:
                 raise UserError(f"rank {rank} did not write its part within {self.communicator.timeout_s:g} s")
             time.sleep(POLL_S)
+
+
+def check_is_one_folder(path, communicator):
+    """Raise ConfigError, the same on all ranks, unless the folder that each of them has at `path` is one and the same.
+
+    All ranks call this.
+    """
+    mine = path / f".seen-by-all-ranks-{secrets.token_hex(8)}" if communicator.rank == 0 else None
+    if mine is not None:
+        mine.touch()
+    try:
+        name = communicator.objects(mine and mine.name)[0]
+        deadline = time.monotonic() + VISIBLE_S
+        while not (sees := (path / name).exists()) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        blind = [rank for rank, each in enumerate(communicator.objects(sees)) if not each]
+    finally:
+        if mine is not None:
+            mine.unlink()
+    if blind:
+        raise ConfigError(
+            f"output_dir {path} is not one folder: rank {blind[0]} does not see there what rank 0 writes; ranks on "
+            "several hosts need a folder that all hosts have mounted at this path"
+        )
 
 
 def own_parts(arrays, is_first):

@@ -34,9 +34,9 @@ def fault_of(runs, num_ranks, fault, resume=False, timeout_s=60.0):
 # (ranks, fault): in the second or third step of each start, of all operations that a run has, and while a rank writes
 # its part of a checkpoint. The first is in a third step, before which a checkpoint is complete.
 KILLED = {
-    "sft": [(2, "fold:6:kill"), (3, "save:2:kill"), (2, "gather:3:kill"), (3, "save:1:kill:0"), (2, "objects:9:kill")],
+    "sft": [(2, "fold:6:kill"), (3, "save:2:kill"), (2, "gather:3:kill"), (3, "save:1:kill:0"), (2, "objects:11:kill")],
     "grpo": [
-        (3, "objects:24:kill"), (2, "fold:3:kill"), (3, "save:1:kill:0"), (2, "save:2:kill"), (2, "gather:3:kill")
+        (3, "objects:26:kill"), (2, "fold:3:kill"), (3, "save:1:kill:0"), (2, "save:2:kill"), (2, "gather:3:kill")
     ],
 }  # fmt: skip
 

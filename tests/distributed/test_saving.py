@@ -14,7 +14,7 @@ from rlnumba.distributed import launch, saving, zero
 from rlnumba.distributed.communicator import SingleRank
 from rlnumba.distributed.layer_shards import LayerShards
 from rlnumba.distributed.placement import RANKS_PER_GPU, gpus_of_ranks
-from rlnumba.errors import RankError
+from rlnumba.errors import ConfigError, RankError
 from rlnumba.kernels.nn import reduce
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.shard import Shard
@@ -22,6 +22,7 @@ from rlnumba.model.transformer import Transformer, load_model, save_model
 from rlnumba.model.weights import Weights
 from rlnumba.runtime import device
 from rlnumba.trainers.core import Policy
+from tests.distributed import in_threads
 from tests.distributed.host_memory import peak_growth
 from tests.trainers.runs import MODEL
 
@@ -135,6 +136,28 @@ def test_a_rank_has_no_more_than_its_share_on_the_host(tmp_path, folder):
             assert peaks["resume"] < layer + ALLOWANCE, (rank, peaks)
         assert [hashes_of(output, number) for number in (1, 2)] == expected
     assert layer + ALLOWANCE < num_parameters
+
+
+def check_folders(communicator, folders):
+    try:
+        saving.SharedSaver(folders[communicator.rank], communicator)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_ranks_that_see_different_folders_are_named_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "VISIBLE_S", 0.1)
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    assert in_threads.run(check_folders, 3, [here, here, here]) == [None] * 3
+    for path in (elsewhere, tmp_path / "missing"):
+        found = in_threads.run(check_folders, 3, [here, here, path])
+        assert found[0].startswith(
+            f"output_dir {here} is not one folder: rank 2 does not see there what rank 0 writes;"
+        )
+        assert all(found)
+    assert not [*here.iterdir(), *elsewhere.iterdir()]
 
 
 def save_with_a_limit(communicator, output):

@@ -661,11 +661,13 @@ def check(model, base, dtype, temperature, max_tokens, seed, tensor_parallel_siz
 @click.option("--config", required=True, multiple=True, help="A run file; of several, later ones win.")
 @click.option("--trainer", help="Whose file it is. Default: the first that reads it and its data.")
 @click.option("--gpu-memory", type=ABOVE_0, metavar="GIB", help="Plan for a GPU of this size. Default: this machine's.")
+@click.option("--fit", is_flag=True, help="Print the keys with which the run fits the GPU, the fastest first.")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
-def plan(config, trainer, gpu_memory, overrides):
+def plan(config, trainer, gpu_memory, fit, overrides):
     """Print the memory that a run will take, by region, and which switch would save how much.
 
-    Reads config.json, the tokenizer and the data, and loads no weights; every key of the file is also an option.
+    Reads config.json, the tokenizer and the data, and loads no weights; every key of the file is also an option. With
+    --fit it prints the keys with which the run fits a GPU, and the TOML of the fastest (docs/memory.md).
     """
     from rlnumba.trainers.fit import available_bytes, planned_choice
     from rlnumba.trainers.plan import Planner, describe
@@ -673,6 +675,11 @@ def plan(config, trainer, gpu_memory, overrides):
     runs = runs_of_any_trainer(config, trainer, parse_overrides(overrides))
     on_gpu = gpu_memory is not None or device.name() == "cuda"
     free, total = device.memory_info() if gpu_memory is None else 2 * (round(gpu_memory * 2**30),)
+    if fit:
+        if not on_gpu:
+            raise ConfigError("plan: this machine has no GPU; --fit needs --gpu-memory GIB")
+        _print_choices(runs, free, total)
+        return
 
     def planned(kind, run):
         planner = Planner(kind, run, on_gpu, total)
@@ -685,6 +692,24 @@ def plan(config, trainer, gpu_memory, overrides):
     click.echo("\n".join(describe(planner, found)))
     if choice is not None:
         click.echo(f"\n{choice}")
+
+
+def _print_choices(runs, free, total):
+    """Print the keys with which the first of `runs` that can be read fits a GPU."""
+    from rlnumba.trainers.fit import available_bytes
+    from rlnumba.trainers.fit_choices import describe_choices, fastest_choices
+    from rlnumba.trainers.plan import Planner, amount, step_of
+
+    def readable(kind, run):
+        planner = Planner(kind, run, True, total)
+        step_of(planner, planner.run)
+        return run, planner
+
+    kind, (run, planner), others = first_readable(runs, readable)
+    available = available_bytes(free, total, planner.num_sharing)
+    choices = fastest_choices(planner, run, available)
+    click.echo(f"{kind} of {run.model} on a GPU with {amount(available)}{others}\n")
+    click.echo("\n".join(describe_choices(choices)))
 
 
 @cli.command(

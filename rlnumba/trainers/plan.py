@@ -289,16 +289,21 @@ class Planner:
         found = []
         for switch, changes in _switches(self.kind, self.run, self.on_gpu, self.config.dtype):
             try:
-                sections = {
-                    name: keys if name == "lora" else dataclasses.replace(getattr(self.run, name), **keys)
-                    for name, keys in changes.items()
-                }
-                saved = plan.total - self.plan(dataclasses.replace(self.run, **sections)).total
+                saved = plan.total - self.plan(with_changes(self.run, changes)).total
             except ConfigError:
                 continue
             if saved > WORTH_LISTING * sum(plan.regions.values()):
                 found.append((switch, saved))
         return sorted(found, key=lambda pair: -pair[1])
+
+
+def with_changes(run, changes):
+    """A Run with {section: {key: value}, or "lora": LoraConfig}. Raises ConfigError for keys that contradict others."""
+    sections = {
+        name: keys if name == "lora" else dataclasses.replace(getattr(run, name), **keys)
+        for name, keys in changes.items()
+    }
+    return dataclasses.replace(run, **sections)
 
 
 class Step(NamedTuple):
@@ -537,7 +542,7 @@ def _switches(kind, run, on_gpu, model_dtype):
     train, found = run.train, []
 
     def add(section, **keys):
-        text = ", ".join(f"{section}.{key} = {_shown(value)}" for key, value in keys.items())
+        text = ", ".join(f"{section}.{key} = {shown(value)}" for key, value in keys.items())
         found.append((text, {section: keys}))
 
     dtype = train.dtype or (model_dtype if on_gpu else "float32")
@@ -564,14 +569,8 @@ def _switches(kind, run, on_gpu, model_dtype):
     generates = kind not in ROW_TRAINERS and not run.deploy.num_infer_gpus
     if run.num_ranks > 1 and run.deploy.zero_stage == 2 and not generates and run.lora is None:
         add("deploy", zero_stage=3)
-    if train.per_device_train_batch_size % 2 == 0:
-        halved = train.per_device_train_batch_size // 2
-        accumulation = {}
-        if train.global_batch_size is None:
-            accumulation["gradient_accumulation_steps"] = 2 * train.gradient_accumulation_steps
-        if getattr(train, "steps_per_generation", None):
-            accumulation["steps_per_generation"] = 2 * train.steps_per_generation
-        add("train", per_device_train_batch_size=halved, **accumulation)
+    if halved := halved_batch(train):
+        add("train", **halved)
     for name in ("max_completion_length", "max_length"):
         if getattr(train, name, None) and getattr(train, name) > 1:
             add("train", **{name: getattr(train, name) // 2})
@@ -582,9 +581,24 @@ def _switches(kind, run, on_gpu, model_dtype):
     return found
 
 
-def _shown(value):
+def halved_batch(train):
+    """Keys of [train] for micro-batches of half the rows, as many of which are in an optimizer step and a generation:
+    dict, empty where their number is odd."""
+    size = train.per_device_train_batch_size
+    if size % 2:
+        return {}
+    found = {"per_device_train_batch_size": size // 2}
+    if train.global_batch_size is None:
+        found["gradient_accumulation_steps"] = 2 * train.gradient_accumulation_steps
+    if getattr(train, "steps_per_generation", None):
+        found["steps_per_generation"] = 2 * train.steps_per_generation
+    return found
+
+
+def shown(value):
+    """The value of a key as one would write it: str."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(map(shown, value))}]"
     return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
 
 

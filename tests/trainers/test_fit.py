@@ -2,17 +2,20 @@
 
 import dataclasses
 import shutil
+import tomllib
 
 import pytest
 
+from rlnumba import cli
+from rlnumba.config import GRPOConfig, load_run, to_toml
 from rlnumba.errors import DeviceError
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.weights import write_json
 from rlnumba.runtime import device
-from rlnumba.trainers import fit, kept_data
+from rlnumba.trainers import fit, fit_choices, kept_data
 from rlnumba.trainers.fit import activation_modes, available_bytes, fit_to_device, has_headroom
 from rlnumba.trainers.grpo import run_grpo
-from rlnumba.trainers.plan import CONTEXT_BYTES, Planner
+from rlnumba.trainers.plan import CONTEXT_BYTES, Plan, Planner
 from rlnumba.trainers.sft import num_tokens
 from tests.trainers.runs import MODEL, grpo_run, sft_run
 
@@ -206,3 +209,110 @@ def test_the_weights_do_not_depend_on_the_mode(tmp_path):
         run_grpo(grpo_run(folder, max_steps=2, beta=0.1, gradient_checkpointing=None, **keys))
         weights.append((folder / "final" / "model.safetensors").read_bytes())
     assert len(weights) == 3 and weights[0] == weights[1] == weights[2]
+
+
+ONE_STEP = {"gradient_checkpointing": True, "gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "dtype": "bfloat16"}
+
+
+class MadeUpPlanner(Planner):
+    """A Planner of a model of a million parameters, whose plans are sums of a few terms."""
+
+    def plan(self, run=None, rank=0):
+        train, tokens = (run or self.run).train, (run or self.run).train.per_device_train_batch_size * 500
+        of_modules = {"norm": 4, "rope": 6, "swiglu": 2}
+        kept = {"full": 20, "minimal": 1, "selective": 20 - sum(map(of_modules.get, train.recompute_modules))}
+        layers = [1] * train.recompute_num_layers + [kept[train.kept_activations]] * LAYERS
+        state = {"adamw_torch": 12, "adamw_8bit": 6}[train.optim] * 1_000_000
+        regions = {"weights": 2_000_000, "grads": (1 if train.optimizer_in_backward else 4) * 1_000_000}
+        regions |= {"moments": 0 if train.offload_optimizer else state}
+        regions |= {"activations": 100 * tokens * sum(layers[:LAYERS])}
+        return Plan(regions, {}, tokens, {"CUDA context": 100_000}, state if train.offload_optimizer else 0, 0)
+
+
+def test_the_fastest_of_the_keys_that_fit(planner_of, tmp_path):
+    """As a search of all schedules finds it; and each choice fits when its lines are in the file."""
+    run = planner_of(**ONE_STEP).run
+    planner = MadeUpPlanner("sft", run, True, 80 * GIB)
+    schedules = fit_choices.schedules_of(run.train, planner)
+    assert len(schedules) == 7 * 4 * 2
+    rate = fit_choices.arithmetic_seconds(planner, planner.plan(), run)
+    plans = [planner.plan(fit.with_train(run, **each.keys)) for each in schedules]
+    seconds = [
+        fit_choices.known_seconds(each, *rate) + fit_choices.state_seconds(plan)
+        for each, plan in zip(schedules, plans, strict=True)
+    ]
+    seen = set()
+    for available in map(just_enough, plans[::6]):
+        found = fit_choices.fastest_choices(planner, run, available)
+        fitting = [i for i in range(len(plans)) if has_headroom(plans[i], available)]
+        of_run = [c for c in found if c.changes.keys() == {"train"} and not c.changes["train"].keys() & OF_VARIANTS]
+        for result, most in ((fit_choices.SAME, 1), (fit_choices.ROUNDED, 8)):
+            of_result = [choice.seconds for choice in of_run if choice.result == result]
+            expected = min((i for i in fitting if schedules[i].pieces <= most), key=seconds.__getitem__, default=None)
+            # Parts of micro-batches are listed where they make it faster.
+            is_listed = expected is not None and (most == 1 or schedules[expected].pieces > 1)
+            # State on the GPU is read at a rate that the order of the search does not know of.
+            assert of_result == ([pytest.approx(seconds[expected], rel=0.02)] if is_listed else [])
+        results = [fit_choices.ORDER.index(choice.result) for choice in found]
+        assert results == sorted(results)
+        for choice in found:
+            (tmp_path / "own.toml").write_text(to_toml(run))
+            (tmp_path / "choice.toml").write_text("\n".join(fit_choices.toml_of(choice.changes)))
+            changed = load_run("sft", [tmp_path / "own.toml", tmp_path / "choice.toml"])
+            assert has_headroom(planner.plan(changed), available)
+            assert changed.train.per_device_train_batch_size * changed.train.gradient_accumulation_steps == 8
+            seen.add((choice.result, changed.train.kept_activations, changed.train.offload_optimizer))
+    assert len(seen) >= 8
+    lines = fit_choices.describe_choices(found)
+    assert lines[0].split() == ["time", "GiB", "result", "keys"] and lines[1].startswith("  1.00 ")
+    for line, choice in zip(lines[1:], found, strict=False):
+        assert line.endswith(f"   {choice.result:<14}{fit_choices.text_of(choice.changes)}")
+    with pytest.raises(DeviceError, match=r"^no keys that rlnumba plan knows fit 1.91 MiB: .* are needed with train"):
+        fit_choices.fastest_choices(planner, run, 2_000_000)
+
+
+# Keys that a schedule does not have.
+OF_VARIANTS = {"optim", "optimizer_in_backward", "dtype", "master_weights"}
+
+
+def test_what_changes_the_result_is_said(planner_of):
+    def results(**train):
+        planner = planner_of(**ONE_STEP | train)
+        return {fit_choices.text_of(changes): result for changes, result in fit_choices.variants(planner, planner.run)}
+
+    in_backward = "train.optimizer_in_backward = true, train.max_grad_norm = 0.0"
+    eight_bits = 'train.optim = "adamw_8bit"'
+    everything = {
+        "": "same bits", in_backward: "rounding", eight_bits: "other result",
+        f"{eight_bits}, {in_backward}": "other result", "[lora] with r = 16": "other result",
+        f"{eight_bits}, train.master_weights = false, {in_backward}": "other result",
+    }  # fmt: skip
+    assert results() == everything
+    assert results(dtype="float32")[in_backward] == "same bits"
+    assert results(max_grad_norm=1.0)[in_backward] == "other result"
+    assert in_backward not in results(gradient_accumulation_steps=2)
+    for loss_type, result in (("dapo", "rounding"), ("bnpo", "other result")):
+        assert fit_choices.result_of_pieces(GRPOConfig(loss_type=loss_type), 2) == result
+        assert fit_choices.result_of_pieces(GRPOConfig(loss_type=loss_type), 1) == "same bits"
+
+
+def test_what_recomputation_and_transfers_cost():
+    """Of 16,384 tokens of a model of 0.6 B parameters: 147.7 ms, and 12 bytes a parameter there and back at 50 GB/s."""
+    rate = 16_384 * 6 * 0.6e9 / 4e14, 14 * 0.6e9, 1
+    kept = fit_choices.Schedule({}, 1.0, 1, False)
+    assert fit_choices.known_seconds(kept, *rate) == pytest.approx(0.147456 + 0.002)
+    assert fit_choices.known_seconds(kept._replace(recomputed=1.246), *rate) == pytest.approx(0.147456 * 1.246 + 0.002)
+    assert fit_choices.known_seconds(kept._replace(pieces=4), *rate) == pytest.approx(0.147456 + 0.008)
+    assert fit_choices.known_seconds(kept._replace(offloads=True), *rate) == pytest.approx(0.147456 + 0.002 + 0.288)
+
+
+def test_the_command(planner_of, tmp_path, capfd):
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(planner_of(**ONE_STEP).run))
+    arguments = ["plan", "--config", str(file), "--trainer", "sft", "--fit"]
+    assert cli.run(arguments) == 2
+    assert capfd.readouterr().err == "rlnumba: plan: this machine has no GPU; --fit needs --gpu-memory GIB\n"
+    assert cli.run([*arguments, "--gpu-memory", "80"]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith(f"sft of {planner_of().run.model} on a GPU with 80.00 GiB\n\n  time ")
+    assert tomllib.loads(out.partition("# the first")[2].partition("\n")[2]) == {"train": {"activation_memory": "full"}}

@@ -114,3 +114,25 @@ def test_learning_refuses_gpus_that_are_no_numbers(imported):
     assert keys["per_device_train_batch_size"] == 64 and keys["asynchronous"] == {"max_staleness": 2}
     keys = learning.on_gpus("2", 128, 2)
     assert keys["per_device_train_batch_size"] == 64 and "asynchronous" not in keys
+
+
+def test_random_runs_that_choose_their_activations(tmp_path, monkeypatch, capsys, imported):
+    auto_memory = imported("auto_memory")
+    runs = [auto_memory.drawn(0, index, auto_memory.ON_GPU) for index in range(30)]
+    assert runs == [auto_memory.drawn(0, index, auto_memory.ON_GPU) for index in range(30)]
+    assert runs != [auto_memory.drawn(1, index, auto_memory.ON_GPU) for index in range(30)]
+    assert {chosen.shape for chosen in runs} == set(auto_memory.ON_GPU)
+    assert len({chosen.train["optim"] for chosen in runs}) == 3 and len({repr(chosen.lora) for chosen in runs}) > 2
+    assert {"optimizer_in_backward", "offload_optimizer", "master_weights"} <= {key for c in runs for key in c.train}
+    monkeypatch.setattr(auto_memory, "STEPS", 1)
+    with monkeypatch.context() as patched:
+        for name in ("write_rows", "write_prompts"):
+            patched.setattr(auto_memory, name, lambda *arguments: None)
+        for chosen in runs:
+            auto_memory.run_of(chosen, tmp_path / chosen.shape, tmp_path)
+    monkeypatch.setattr(sys, "argv", ["auto_memory.py", "--device", "cpu", "--runs", "2"])
+    with pytest.raises(SystemExit) as end:
+        auto_memory.main()
+    out = capsys.readouterr().out.splitlines()
+    assert not end.value.code and [line[4:8] for line in out[1:3]] == ["sft ", "grpo"]
+    assert "0 ended with an error; taken / planned 1.00" in out[-1] and out[-1].startswith("| 2 random runs")

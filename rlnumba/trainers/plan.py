@@ -107,11 +107,14 @@ class Plan:
 
     @property
     def needed(self):
-        """Bytes of the device's memory without which the run ends: beside training that takes turns with it, the KV
-        cache is as large as there is room, if it holds a sequence."""
+        """Bytes of the device's memory without which the run ends: the KV cache, where it takes turns with training, is
+        as large as there is room, but for a margin, if it holds a sequence."""
         if not self.takes_turns:
             return self.total
-        least_generation = self.phases["generation"] - self.regions.get("kv", 0) + self.least_kv
+        kv = self.regions.get("kv", 0)
+        # Beside a cache of a given number of blocks the engine leaves nothing.
+        margin = 0 if kv == self.least_kv else GPU_MARGIN_BYTES
+        least_generation = self.phases["generation"] - kv + self.least_kv + margin
         return max(self.phases["training"], least_generation)
 
 

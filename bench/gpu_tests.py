@@ -5,10 +5,10 @@
     python bench/gpu_tests.py FOLDER --page               only the page, from FOLDER's results; needs no GPU
     python bench/gpu_tests.py --list                      the parts and their files
 
-A part is one pytest with a process a core, at most eight. Its result is FOLDER/PART.json: the GPU, the counts, the
-failures, and a digest of the sources that it ran. The page, bench/results/gpu-tests.md, names the commit of this
-checkout; results of other sources than this checkout's are refused. The exit code is 1 if a test failed or a part did
-not end.
+A part is one pytest with a process a core, at most sixteen, since most of its time goes to compiling. Its result is
+FOLDER/PART.json: the GPU, the counts, the failures, and a digest of the sources that it ran. The page,
+bench/results/gpu-tests.md, names the commit of this checkout; results of other sources than this checkout's are
+refused. The exit code is 1 if a test failed or a part did not end.
 """
 
 import argparse
@@ -83,6 +83,7 @@ def run_part(part, files, folder, seconds):
     report, log = folder / f"{part}.xml", folder / f"{part}.txt"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command += ["-n", str(min(os.cpu_count(), 16))]
     command += [str(path.relative_to(ROOT)) for path in files]
     begun = time.monotonic()
     with log.open("w") as output:

@@ -156,6 +156,11 @@ def undeclared_kernel(x):
     x[0] += np.int32(1)
 
 
+@cuda.jit
+def copy_first_kernel(out, x):
+    out[0, 0] = x[0, 0]
+
+
 def test_a_kernel_declares_its_wait(compile_offline):
     """The PTX is compared with @supports_pdl, both ways; the wait of `hidden` is in a device function's closure."""
 
@@ -180,6 +185,15 @@ def test_a_kernel_declares_its_wait(compile_offline):
     (missing,), (too_much,) = troubles(hidden), troubles(wrong)
     assert "waits, but lacks @supports_pdl" in missing and "does not wait, but has" in too_much
     assert not troubles(launch.supports_pdl(hidden))
+
+
+@pytest.mark.gpu
+def test_an_array_that_is_not_contiguous_is_refused():
+    """Of a shape that was launched before, too: its strides would be those of the first array."""
+    x = device.xp().zeros((4, 4), np.int32)
+    launch.launch(copy_first_kernel, 1, 1, x, x)
+    with pytest.raises(ValueError, match=r"copy_first_kernel: arrays must be C-contiguous, got shape \(4, 4\)"):
+        launch.launch(copy_first_kernel, 1, 1, x, x.T)
 
 
 @pytest.mark.gpu

@@ -277,6 +277,12 @@ def test_bits_are_counted_as_in_32_bits():
     assert out[:4].tolist() == [[0, 0, 32, mask], [1, 1, 31, mask], [32, 1, 0, mask], [1, 32, 0, mask]]
 
 
+def test_an_array_that_is_not_contiguous_is_refused():
+    x = np.zeros((4, 4), np.float32)
+    with pytest.raises(ValueError, match="double_kernel: arrays must be C-contiguous, got shape"):
+        launch(double_kernel, 1, 4, x, x.T, RIGHT)
+
+
 @supports_pdl
 @cuda.jit
 def double_kernel(x, out, mistake):

@@ -42,7 +42,8 @@ above all sections); dashes and underscores are the same, `None` unsets a key, l
 commas. Several `--config` files are merged key by key, with later ones taking precedence. Unknown keys are errors, and
 so are those of another trainer; a key that the others keep from acting (what it needs is in its line) is a warning.
 `--dry-run` prints the resolved configuration, of several ranks with what each does and takes of memory; every run
-writes it to `output_dir/config.toml`.
+writes it to `output_dir/config.toml`. A file is not needed where the options say all: `rlnumba sft --model DIR
+--data.train FILE`. [Rows of data](data.md) has the columns of each trainer's rows.
 """
 
 FOOTER = """
@@ -53,31 +54,6 @@ Keys of TRL, verl, prime-rl and RL.cu that are accepted as the key on the right.
 | written | means |
 | --- | --- |
 {aliases}
-
-## How columns are detected
-
-The columns of a file's first row are matched against this table from top to bottom; the result holds for the whole
-file. An error lists the columns found. docs/running.md has the kinds of files, and what a csv cell is.
-
-| columns | for |
-| --- | --- |
-| `messages` | SFT on a conversation |
-| `prompt`, `completion` (strings or message lists) | SFT on the completion |
-| `prompt`, `reward_model` (verl) | GRPO, RLOO, PPO; rewards get `reward_model.ground_truth` as `ground_truth` |
-| `prompt`, with or without an answer column (`solution`, `answer`, `ground_truth`, `final_answer`) | GRPO, RLOO, PPO |
-| `question`, `answer` with `#### n` in it (GSM8K) | GRPO, RLOO, PPO, rewards get n as `solution`; SFT on the answer |
-| `question`, alone or with an answer column (DeepMath) | GRPO, RLOO, PPO |
-| `question`, `answer`, `metadata`, `gym_dataset`: problems of reasoning-gym, see docs/gym.md | GRPO, RLOO, PPO |
-| `text` | SFT on the whole text |
-| `prompt`, `chosen`, `rejected` (strings or message lists) | DPO; KTO on each side alone |
-| `chosen`, `rejected` (both strings or both message lists) | the same; their common beginning is the prompt |
-| `prompt`, `completion` (strings or message lists), `label` (true or false) | KTO |
-| `chosen`, `rejected`, optionally `prompt` and `margin` (strings or message lists) | reward |
-
-In every form, `tools` (a list of JSON schemas) and `chat_template_kwargs` (an object, whose names go before those of
-`data.chat_template_kwargs`) of a row go to the chat template, also in the files of `generate` and `score`; both may be
-JSON in a string. `data.prompt_template` makes a prompt of a question. All other columns but `completion` are
-passed to the reward functions by name.
 
 ## What a run writes
 

@@ -21,3 +21,7 @@ def __getattr__(name):
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__} has no attribute {name!r}")
+
+
+def __dir__():
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -26,6 +26,7 @@ POSITIVE = click.IntRange(min=1)
 ABOVE_0 = click.FloatRange(min=0, min_open=True)
 SHARE = click.FloatRange(min=0, min_open=True, max=1)
 PENALTY = click.FloatRange(min=-2, max=2)
+DEVICE = click.Choice([*device.DEVICES, *device.ALIASES])
 # Options of several commands.
 MODEL = click.option("--model", required=True, help="Hugging Face folder or hub id, of a model or a PEFT adapter.")
 BASE = click.option("--base", help="Of an adapter; default: its base_model_name_or_path.")
@@ -46,6 +47,10 @@ NUM_GPUS = click.option(
     default=1,
     help="GPUs, or processes of the cpu device, that share the work, a whole model each; the result is that of one.",
 )
+
+PROMPT_COLUMN = click.option("--prompt-column", default="prompt", help="Column of the prompt: a text or messages.")
+CONFIG = click.option("--config", multiple=True, help="A run file; of several, later ones win. Default: options alone.")
+TRAINER = click.option("--trainer", help="Whose file it is. Default: the first that reads it and its data.")
 
 # Of a GPU's memory, for the weights of a model that scores.
 SCORING_SHARE = 0.9
@@ -125,15 +130,23 @@ def _fail(error, message, code, arguments):
     return code
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True})
+def _with_dashes(name):
+    """An option's name in its one spelling: keys of run files have underscores, and so may options."""
+    return name.replace("_", "-")
+
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+
+
+@click.group(context_settings=SETTINGS | {"token_normalize_func": _with_dashes})
 @click.version_option(package_name="rlnumba", message="rlnumba %(version)s")
 @click.option(
     "--device",
     "device_name",
-    type=click.Choice([*device.DEVICES, *device.ALIASES]),
+    type=DEVICE,
     metavar=f"[{'|'.join(device.DEVICES)}]",
     help="Device to compute on: auto (cuda if there is a GPU, else cpu), cuda, sim (the CUDA simulator, for debugging "
-    "kernels), cpu. Default: the environment variable RLNUMBA_DEVICE, else auto.",
+    "kernels), cpu. Default: the environment variable RLNUMBA_DEVICE, else auto. Also after the command.",
 )
 @click.option(
     "--gemm",
@@ -199,17 +212,21 @@ def _open(model, base):
     return adapter, folder, config, Tokenizer.from_folder(adapter) or Tokenizer.from_folder(folder)
 
 
-def _read_rows(path, column, completion=False):
-    """The Rows of a file, each with token ids in `column`, or with a prompt and, if asked for, a completion."""
+def _read_rows(path, column, prompt_column, completion=False):
+    """The Rows of a file, each with token ids in `column`, or with a prompt and, if asked for, a completion or a text.
+
+    Of a row that has both, such as a line that `generate` or `score` wrote, the ids count.
+    """
     from rlnumba.data import check_messages, check_prompt, read_rows
     from rlnumba.data.formats import chat_cell, json_cell
 
     rows = read_rows(path, cells={column: json_cell, "prompt": chat_cell, "completion": chat_cell})
     for row, where in rows:
-        lacks_completion = completion and "prompt" in row and "completion" not in row
-        if (column in row) == ("prompt" in row) or lacks_completion:
-            text = "'prompt' and 'completion'" if completion else "'prompt'"
-            raise UserError(f"{where}: needs either {column!r} or {text}; its columns are {', '.join(row) or 'none'}")
+        has_text = prompt_column in row and (not completion or "completion" in row)
+        if column not in row and not has_text and not (completion and "text" in row):
+            text = f"{prompt_column!r} and 'completion', or 'text'" if completion else repr(prompt_column)
+            remedy = f"its columns are {', '.join(row) or 'none'}; --prompt-column names that of the prompt"
+            raise UserError(f"{where}: needs either {column!r} or {text}; {remedy}")
         if column in row:
             ids = row[column]
             if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
@@ -217,7 +234,11 @@ def _read_rows(path, column, completion=False):
             if not ids:
                 raise UserError(f"{where}: {column!r} is empty")
             continue
-        check_prompt(row["prompt"], f"{where}: 'prompt'")
+        if not has_text:
+            if not isinstance(row["text"], str):
+                raise UserError(f"{where}: 'text' must be a string")
+            continue
+        check_prompt(row[prompt_column], f"{where}: {prompt_column!r}")
         if completion and isinstance(row.get("completion"), list):
             check_messages(row["completion"], f"{where}: 'completion'")
         elif completion and not isinstance(row.get("completion"), str):
@@ -253,7 +274,12 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 @cli.command()
 @MODEL
 @BASE
-@click.option("--prompts", required=True, help='JSONL: {"prompt": text or messages} or {"prompt_token_ids": [...]}.')
+@click.option(
+    "--prompts",
+    required=True,
+    help='Rows, such as JSONL: {"prompt": text or messages} or {"prompt_token_ids": [...]}.',
+)
+@PROMPT_COLUMN
 @click.option("--output", required=True, help="JSONL, a line for each prompt in the same order.")
 @click.option("--max-tokens", type=POSITIVE, default=128, help="Most tokens of a completion.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, help="0 is greedy.")
@@ -277,9 +303,9 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 @click.option("--enforce-eager", is_flag=True, help="Do not capture CUDA graphs.")
 @TENSOR_PARALLEL
 @NUM_GPUS
-def generate(model, base, prompts, output, dtype, tensor_parallel_size, num_gpus, **options):
-    """Complete prompts. Writes {"prompt_token_ids", "completions": [{"text", "token_ids", "logprobs",
-    "finish_reason"}]}, a line for each prompt.
+def generate(model, base, prompts, prompt_column, output, dtype, tensor_parallel_size, num_gpus, **options):
+    """Complete prompts. Writes the columns of each row and {"prompt_token_ids", "completions": [{"text", "token_ids",
+    "logprobs", "finish_reason"}]}, a line for each prompt.
 
     A token depends only on the seed, the prompt, the completion's index and the position. Sampling parameters in
     generation_config.json are not read.
@@ -296,7 +322,7 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, num_gpus
     params = SamplingParams(**options)
     _check_one_kind(tensor_parallel_size, num_gpus)
     with replacing(output) as file:
-        rows = _read_rows(prompts, "prompt_token_ids")
+        rows = _read_rows(prompts, "prompt_token_ids", prompt_column)
         from rlnumba.engine.core import PromptError, longest_sequence
         from rlnumba.engine.llm import LLM, compile_ahead
         from rlnumba.model.transformer import load_model
@@ -307,7 +333,7 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, num_gpus
         limit = longest_sequence(config, engine)
 
         def encode(row, **template):
-            return encode_prompt(tokenizer, row["prompt"], **template)
+            return encode_prompt(tokenizer, row[prompt_column], **template)
 
         ids = _token_ids(rows, "prompt_token_ids", encode, tokenizer, config.vocab_size, limit)
         model_and_dtype, lengths = (config, dtype or config.dtype), list(map(len, ids))
@@ -337,10 +363,11 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, num_gpus
                 outputs = llm.generate(ids, params, progress.generated)
             except PromptError as error:
                 raise UserError(f"{rows[error.request_id][1]}: {error.reason}") from error
-        for result in outputs:
+        for (row, _), result in zip(rows, outputs, strict=True):
             names = ("text", "token_ids", "logprobs", "finish_reason")
             completions = [{name: getattr(c, name) for name in names} for c in result.completions]
-            file.write(to_line({"prompt_token_ids": result.prompt_token_ids, "completions": completions}))
+            found = {"prompt_token_ids": result.prompt_token_ids, "completions": completions}
+            file.write(to_line(row | found))
     tokens, seconds = sum(c.num_tokens for r in outputs for c in r.completions), time.monotonic() - progress.started
     progress.end(f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s) -> {output}")
 
@@ -348,18 +375,24 @@ def generate(model, base, prompts, output, dtype, tensor_parallel_size, num_gpus
 @cli.command()
 @MODEL
 @BASE
-@click.option("--input", "source", required=True, help='JSONL: {"token_ids": [...]} or {"prompt", "completion"}.')
+@click.option(
+    "--input",
+    "source",
+    required=True,
+    help='Rows, such as JSONL: {"token_ids": [...]}, {"prompt", "completion"} or {"text"}.',
+)
+@PROMPT_COLUMN
 @click.option("--output", required=True, help="JSONL, a line for each input line in the same order.")
 @DTYPE
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, help="Divides the logits; 0: as 1.")
 @TENSOR_PARALLEL
 @NUM_GPUS
-def score(model, base, source, output, dtype, temperature, tensor_parallel_size, num_gpus):
+def score(model, base, source, prompt_column, output, dtype, temperature, tensor_parallel_size, num_gpus):
     """Compute the log-prob of every token given those before it, with the training forward; or a reward model's score.
 
-    Writes {"token_ids", "logprobs"}, a line for each input line; the first log-prob is null. With a model that `rlnumba
-    reward` trained, or another for sequence classification, it writes {"token_ids", "score"}; EOS is then appended to
-    a text that lacks it, as in training.
+    Writes the columns of each row and {"token_ids", "logprobs"}, a line for each input line; the first log-prob is
+    null. With a model that `rlnumba reward` trained, or another for sequence classification, it is {"token_ids",
+    "score"}; EOS is then appended to a text that lacks it, as in training.
     """
     from rlnumba.config import EngineConfig
     from rlnumba.data import encode_pair, encode_scored
@@ -371,7 +404,7 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size,
     SamplingParams(temperature=temperature)  # refuses what `generate` refuses
     _check_one_kind(tensor_parallel_size, num_gpus)
     with replacing(output) as file:
-        rows = _read_rows(source, "token_ids", completion=True)
+        rows = _read_rows(source, "token_ids", prompt_column, completion=True)
         from rlnumba.engine.llm import compile_ahead
         from rlnumba.model.config import LM_HEAD, SCORE_HEAD
         from rlnumba.model.transformer import load_model
@@ -383,9 +416,12 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size,
             raise ConfigError(f"--temperature does not apply to {config.architecture}, which has no logits")
 
         def encode(row, **template):
+            # A text alone is all completion, of the empty prompt.
+            is_pair = prompt_column in row and "completion" in row
+            pair = (row[prompt_column], row["completion"]) if is_pair else ("", row["text"])
             if classifies:
-                return encode_scored(tokenizer, row["prompt"], row["completion"], config.eos_token_ids, **template)
-            return encode_pair(tokenizer, row["prompt"], row["completion"], **template)[0]
+                return encode_scored(tokenizer, *pair, config.eos_token_ids, **template)
+            return encode_pair(tokenizer, *pair, **template)[0]
 
         limit = config.max_position_embeddings
         sequences = _token_ids(rows, "token_ids", encode, tokenizer, config.vocab_size, limit)
@@ -411,9 +447,9 @@ def score(model, base, source, output, dtype, temperature, tensor_parallel_size,
             transformer = load_model(folder, dtype, heads, base=base)
             progress = _Progress()
             scored = _score_all(transformer, sequences, temperature or 1.0, progress)
-        for ids, values in zip(sequences, scored, strict=True):
+        for (row, _), ids, values in zip(rows, sequences, scored, strict=True):
             found = {"score": float(values)} if classifies else {"logprobs": [None, *values[1:].tolist()]}
-            file.write(to_line({"token_ids": ids, **found}))
+            file.write(to_line(row | {"token_ids": ids} | found))
     tokens = sum(map(len, sequences))
     progress.end(f"{tokens} tokens in {time.monotonic() - progress.started:.1f} s -> {output}")
 
@@ -483,13 +519,14 @@ def _trainer(kind, purpose, files):
     """Adds the command of a trainer, which writes `files`: a TOML file, and any of its keys as an option."""
     doc = f"""{purpose}
 
-    Every key of the file is also an option: --train.learning_rate 1e-5, --seed 7. docs/configuration.md lists them.
+    Every key of the file is also an option, and a file is not needed: --model DIR --data.train FILE
+    --train.learning_rate 1e-5. docs/configuration.md lists them.
     Writes output_dir: {files}, config.toml, checkpoints/, final/, curves.png.
     """
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
 
-    @cli.command(kind, help=doc, context_settings=settings, options_metavar="--config RUN.toml [OPTIONS]")
-    @click.option("--config", required=True, multiple=True, help="A run file; of several, later ones win.")
+    @cli.command(kind, help=doc, context_settings=settings, options_metavar="[--config RUN.toml] [OPTIONS]")
+    @CONFIG
     @click.option("--resume", is_flag=True, help="Resume from the newest readable checkpoint in output_dir.")
     @click.option(
         "--resume.step",
@@ -559,8 +596,8 @@ for _kind, _purpose in ON_PROMPTS.items():
 
 
 @cli.command("eval", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@click.option("--config", required=True, multiple=True, help="A run file; of several, later ones win.")
-@click.option("--trainer", help="Whose file it is. Default: the first that reads it and its data.")
+@CONFIG
+@TRAINER
 @click.option("--model", help="Folder of a model or adapter, or hub id. Default: the run's model.")
 @click.option("--output", help="Folder for metrics.json and completions.jsonl. Default: none is written.")
 @DTYPE
@@ -573,17 +610,20 @@ def evaluate(config, trainer, model, output, dtype, overrides):
     """
     runs = runs_of_any_trainer(config, trainer, parse_overrides(overrides))
     _log_device()
-    from rlnumba.trainers.eval import RowError, run_eval
+    from rlnumba.trainers.eval import RowError, describe_model, run_eval
 
     progress = _Progress()
 
     def evaluated(kind, run):
-        return run_eval(run, model, output, dtype, progress, kind)
+        return run, run_eval(run, model, output, dtype, progress, kind)
 
-    kind, found, others = first_readable(runs, evaluated, RowError)
-    progress.end(f"evaluated as {kind} does{others} in {time.monotonic() - progress.started:.1f} s")
+    kind, (run, found), others = first_readable(runs, evaluated, RowError)
+    name = describe_model(kind, run, model)
+    progress.end(f"evaluated {name} as {kind} does in {time.monotonic() - progress.started:.1f} s{others}")
     for name, value in found.items():
         click.echo(f"{name:<40} {value:.6g}")
+    if not any(value for name, value in found.items() if "avg@" in name or "pass@" in name) and kind in ON_PROMPTS:
+        click.echo(f"no value reached eval.pass_threshold {run.eval.pass_threshold:g}", err=True)
 
 
 def parse_overrides(arguments):
@@ -656,10 +696,10 @@ def check(model, base, dtype, temperature, max_tokens, seed, tensor_parallel_siz
 
 @cli.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    options_metavar="--config RUN.toml [OPTIONS]",
+    options_metavar="[--config RUN.toml] [OPTIONS]",
 )
-@click.option("--config", required=True, multiple=True, help="A run file; of several, later ones win.")
-@click.option("--trainer", help="Whose file it is. Default: the first that reads it and its data.")
+@CONFIG
+@TRAINER
 @click.option("--gpu-memory", type=ABOVE_0, metavar="GIB", help="Plan for a GPU of this size. Default: this machine's.")
 @click.option("--fit", is_flag=True, help="Print the keys with which the run fits the GPU, the fastest first.")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
@@ -715,10 +755,10 @@ def _print_choices(runs, free, total):
 @cli.command(
     "compile",
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    options_metavar="--config RUN.toml [OPTIONS]",
+    options_metavar="[--config RUN.toml] [OPTIONS]",
 )
-@click.option("--config", required=True, multiple=True, help="A run file; of several, later ones win.")
-@click.option("--trainer", help="Whose file it is. Default: the first that reads it and its data.")
+@CONFIG
+@TRAINER
 @click.option("--gpu", type=click.Choice([*device.GPUS]), help="Compile for this GPU. Default: this machine's.")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
 def compile_kernels(config, trainer, gpu, overrides):
@@ -748,7 +788,8 @@ def compile_kernels(config, trainer, gpu, overrides):
     cache.note_list_compiled(cache.list_path(KERNEL_LIST, kernel_request(kind, run), properties))
     seconds = time.monotonic() - progress.started
     found = len({signature for stage in stages for signature in stage}) - len(missing)
-    progress.end(f"{kind}{others}: {len(missing)} kernels compiled in {seconds:.1f} s, {found} were in the cache")
+    compiled = f"{kind}: {len(missing)} kernels compiled in {seconds:.1f} s, {found} were in the cache"
+    progress.end(compiled + others)
 
 
 def first_readable(runs, work, unreadable=UserError):
@@ -765,7 +806,8 @@ def first_readable(runs, work, unreadable=UserError):
             problems.append(error)
             continue
         others = [name for name, _ in runs[index + 1 :]]
-        return kind, found, f" (--trainer for {' or '.join(others)})" if others else ""
+        also = " or ".join(f"--trainer {name}" for name in others)
+        return kind, found, f"; read as a file of {kind}, which {also} changes" if others else ""
     raise problems[0]
 
 
@@ -842,3 +884,16 @@ def env():
     facts["memory"] = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
     for name, value in facts.items():
         click.echo(f"{name:<14} {value or 'unknown'}")
+
+
+def _select_device(context, option, name):
+    """--device after the command: nothing has been computed yet."""
+    if name is not None:
+        device.select(name)
+
+
+for _command in cli.commands.values():
+    _command.params += [
+        click.Option(["--device"], type=DEVICE, expose_value=False, hidden=True, callback=_select_device),
+        click.Option(["--debug"], is_flag=True, expose_value=False, hidden=True),  # read by _fail
+    ]

@@ -83,6 +83,46 @@ def test_generate(tmp_path):
     assert generate(tmp_path, ROWS, "--seed", 4) != generate(tmp_path, ROWS, "--seed", 3)
 
 
+def test_generate_keeps_the_columns_of_its_rows(tmp_path):
+    rows = [
+        {"prompt": "what is 3+4? ", "answer": 7, "completions": "replaced"},
+        {"prompt_token_ids": [5, 6], "id": "b"},
+    ]
+    results = generate(tmp_path, rows)
+    for row, result in zip(rows, results, strict=True):
+        assert [*result] == [*dict.fromkeys([*row, "prompt_token_ids", "completions"])]
+        assert {name: result[name] for name in row} == row | {
+            name: result[name] for name in row if name == "completions"
+        }
+    assert results[0]["prompt"] == "what is 3+4? " and results[0]["answer"] == 7
+    renamed = [{"q": "what is 3+4? ", "prompt": "not this"}]
+    (found,) = generate(tmp_path, renamed, "--prompt-column", "q")
+    assert found == renamed[0] | {name: results[0][name] for name in ("prompt_token_ids", "completions")}
+    # What it wrote may be its input.
+    assert generate(tmp_path, results) == results
+    scored = score(tmp_path, [{"q": "1+", "completion": "1=2."}], "--prompt-column", "q")
+    assert scored[0]["q"] == "1+" and scored[0]["token_ids"] == score(tmp_path, [{"text": "1+1=2."}])[0]["token_ids"]
+
+
+def test_options_have_two_spellings_and_the_device_two_places(tmp_path, capsys):
+    dashes = generate(tmp_path, ROWS, "--max-tokens", 3, "--top-k", 5)
+    assert generate(tmp_path, ROWS, "--max_tokens", 3, "--top_k", 5, "--device", device.name()) == dashes
+    assert cli.run(["env", "--device", device.name()]) == 0
+    assert cli.run(["plot", "--debug", "/nowhere", "--output", "x.png"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_run_without_a_file(tmp_path, capsys):
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": f"what is {i}? "} for i in range(8)])
+    keys = ["--model", MODEL, "--data.train", prompts, "--rewards.funcs", "think_format_reward", "--train.max-steps", 3]
+    arguments = ["grpo", *map(str, keys), "--device", device.name(), "--dry-run"]
+    assert cli.run(arguments) == 0
+    shown = capsys.readouterr().out
+    assert 'output_dir = "trainer_output"' in shown and "max_steps = 3" in shown
+    assert cli.run(["plan", *map(str, keys), "--train.per_device_train_batch_size", "8"]) == 0
+    assert capsys.readouterr().out.startswith(f"grpo of {MODEL} on ")
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.8, 0.0])
 def test_score_gives_the_log_probs_of_generate(tmp_path, temperature):
     results = generate(tmp_path, ROWS, "--temperature", temperature, "--n", 2, "--ignore-eos")
@@ -131,9 +171,13 @@ def test_a_model_of_nan_is_an_error(tmp_path, fails):
 
 
 def test_score_of_text_does_not_append_eos(tmp_path):
-    (pair, ids) = score(tmp_path, [{"prompt": "1+", "completion": "1=2."}, {"token_ids": [4]}])
+    row = {"prompt": "1+", "completion": "1=2."}
+    (pair, ids) = score(tmp_path, [row, {"token_ids": [4]}])
     (again,) = score(tmp_path, [{"token_ids": pair["token_ids"]}])
-    assert len(pair["token_ids"]) == 6 and pair["token_ids"][-1] != 1 and again == pair
+    assert len(pair["token_ids"]) == 6 and pair["token_ids"][-1] != 1 and row | again == pair
+    # A text alone is the same tokens; a line that was written may be read again.
+    (text, same) = score(tmp_path, [{"text": "1+1=2.", "id": 7}, pair])
+    assert text == {"text": "1+1=2.", "id": 7} | again and same == pair
     assert ids == {"token_ids": [4], "logprobs": [None]}
 
 
@@ -157,8 +201,11 @@ def test_score_of_a_sequence_classification_model(tmp_path, fails):
     model = transformer.load_model(MODEL, None, ("score",), "normal")
     transformer.save_model(model, folder, Tokenizer.from_folder(MODEL))
     rows = [{"prompt": "1+", "completion": "1=2."}, {"token_ids": [4, 7]}, {"prompt": "1+", "completion": "1=2.<eos>"}]
-    text, ids, ended = score(tmp_path, rows, model=folder)
-    assert len(text["token_ids"]) == 7 and text["token_ids"][-1] == 1 and ended == text
+    rows.append({"text": "1+1=2."})
+    text, ids, ended, alone = (
+        {name: line[name] for name in ("token_ids", "score")} for line in score(tmp_path, rows, model=folder)
+    )
+    assert len(text["token_ids"]) == 7 and text["token_ids"][-1] == 1 and ended == alone == text
     assert ids["token_ids"] == [4, 7]
     expected = score_sequences(model, [text["token_ids"], ids["token_ids"]]).tolist()
     assert [text, ids] == [
@@ -226,7 +273,10 @@ def test_token_ids_need_no_tokenizer(tmp_path, fails):
 BAD_PROMPTS = [
     ([], "in.jsonl: holds no rows"),
     ([{"prompt": "a"}, "{oops\n"], "in.jsonl:2: not JSON"),
-    ([{"prompt": "a"}, {"text": "a"}], "in.jsonl:2: needs either 'prompt_token_ids' or 'prompt'; its columns are text"),
+    (
+        [{"prompt": "a"}, {"text": "a"}],
+        "in.jsonl:2: needs either 'prompt_token_ids' or 'prompt'; its columns are text; --prompt-column names that",
+    ),
     ([{"prompt": ""}], "in.jsonl:1: 'prompt' is empty"),
     ([{"prompt": []}], "in.jsonl:1: 'prompt' must be a non-empty list of messages"),
     ([{"prompt": 3}], "in.jsonl:1: 'prompt' must be a string or a list of messages, got int 3"),
@@ -257,8 +307,10 @@ BAD_SCORES = [
     ([{"token_ids": [5] * 257}], "in.jsonl:1: 257 tokens are more than the limit of 256"),
     (
         [{"prompt": "a", "chosen": "b"}],
-        "in.jsonl:1: needs either 'token_ids' or 'prompt' and 'completion'; its columns are prompt, chosen",
+        "in.jsonl:1: needs either 'token_ids' or 'prompt' and 'completion', or 'text'; its columns are prompt, chosen",
     ),
+    ([{"text": 3}], "in.jsonl:1: 'text' must be a string"),
+    ([{"text": ""}], "in.jsonl:1: the text has no tokens"),
     ([{"prompt": "a", "completion": 3}], "in.jsonl:1: 'completion' must be a string or a list of messages"),
     ([{"prompt": "", "completion": "b"}], "in.jsonl:1: 'prompt' is empty"),
     ([{"completion": "b"}], "in.jsonl:1: needs either 'token_ids' or 'prompt' and 'completion'"),
@@ -321,7 +373,11 @@ def test_usage_errors(fails, tmp_path):
     fails(2, "No such option '--foo'", "env", "--foo")
     fails(2, "--device", "--device", "tpu", "env")
     fails(2, "Missing argument", "plot", "--output", "x.png")
-    fails(2, "Missing option '--config'", "grpo")
+    fails(2, "command line: missing key model; give --model VALUE, or a run file by --config", "grpo")
+    fails(2, "command line: missing key data.train; give --data.train VALUE", "plan", "--model", MODEL)
+    fails(2, "rewards.funcs must name at least one", "grpo", "--model", MODEL, "--data.train", "t.jsonl")
+    fails(1, "asked for, but this process already runs on", "env", "--device", "sim")
+    fails(2, "'tpu' is not one of", "env", "--device", "tpu")
 
 
 def test_missing_and_damaged_models(tmp_path, fails):

@@ -44,11 +44,12 @@ def load(tmp_path):
 
 def test_a_script_of_trl(load, capsys):
     run = load(HEAD.replace("[rewards]", 'eval = "e.jsonl"\n[rewards]') + SCRIPT)
+    assert run.train.eval_strategy == "epoch"
     assert (run.train.dtype, run.train.warmup_steps, run.eval.num_generations) == ("bfloat16", 0.1, 4)
     assert run.train.report_to == []
     lines = capsys.readouterr().err.splitlines()
     assert [line.removeprefix("rlnumba: warning: train.").split()[0] for line in lines] == [
-        *("use_vllm", "vllm_mode", "hub_model_id", "eval_strategy", "dataloader_num_workers"),
+        *("use_vllm", "vllm_mode", "hub_model_id", "dataloader_num_workers"),
         "gradient_checkpointing_kwargs",
     ]
     assert lines[0] == ("rlnumba: warning: train.use_vllm has no effect: rlnumba generates with an engine of its own")

@@ -3,6 +3,7 @@
 A value out of range is a ConfigError that names the key.
 """
 
+import difflib
 import math
 import operator
 import types
@@ -51,8 +52,32 @@ def range_problem(metadata, value):
     return f"must be {' and '.join(f'{word} {limit}' for word, _, limit in limits)}, got {value}"
 
 
+def refuse_unknown(owner, names, known, elsewhere=()):
+    """Raise TypeError for the first of the keywords of a constructor that is none of `known`, with the nearest of them.
+
+    elsewhere: {name: how that is said instead} of keywords for which this is known.
+    """
+    for name in names:
+        if name not in known and name in elsewhere:
+            raise TypeError(f"{owner} has no {name}: {elsewhere[name]}")
+        if name not in known:
+            (near,) = difflib.get_close_matches(name, [*known], n=1, cutoff=0)
+            raise TypeError(f"{owner} has no {name}; did you mean {near}?")
+
+
 class Section:
-    """A section of a run, whose values are checked when it is made; `section` is its name."""
+    """A section of a run, whose values are checked when it is made; `section` is its name.
+
+    accepted: keywords of the constructor that are no fields. elsewhere: as refuse_unknown takes it.
+    """
+
+    accepted, elsewhere = frozenset(), {}
+
+    def __new__(cls, *values, **keys):
+        refuse_unknown(
+            cls.__name__, [k for k in keys if k not in cls.accepted], cls.__dataclass_fields__, cls.elsewhere
+        )
+        return super().__new__(cls)
 
     def __post_init__(self):
         for f in fields(self):

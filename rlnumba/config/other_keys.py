@@ -4,7 +4,9 @@ A key is translated to one of ours, or accepted with a warning that says why it 
 5.23, TRL 1.16.
 """
 
+import functools
 import sys
+from dataclasses import fields
 
 ENGINE = "rlnumba generates with an engine of its own"
 DISTRIBUTED = "the section [deploy] says what a run is spread over"
@@ -13,7 +15,9 @@ HUB = "nothing is uploaded; final/ is a folder that huggingface_hub can upload"
 NUMBA = "every kernel is compiled by Numba"
 CONSOLE = "the console shows one line a step, or every logging_steps"
 MODEL = "models are read by rlnumba itself, from safetensors"
-STEPS = "it is steps that are counted: logging_steps, save_steps, eval_steps"
+RECOMPUTES = "there is one way to recompute layers; activation_memory says how much of them is kept"
+LOGGING = "metrics.jsonl has every step, and the console a line every logging_steps"
+DELAY = "eval_steps and eval_strategy say when a run evaluates, and eval_on_start whether it begins with that"
 ALWAYS = "it is so in every run"
 DATA = "the columns of the data are found by their names, see [data]"
 
@@ -36,16 +40,21 @@ WITHOUT_EFFECT = {
         "torch_empty_cache_steps enable_jit_checkpoint",
         CONSOLE: "disable_tqdm log_level log_level_replica logging_first_step logging_nan_inf_filter "
         "include_num_input_tokens_seen skip_memory_metrics debug log_multimodal",
-        MODEL: "trust_remote_code gradient_checkpointing_kwargs cast_lm_head_to_fp32 disable_dropout",
-        STEPS: "logging_strategy save_strategy eval_strategy eval_delay",
+        MODEL: "trust_remote_code cast_lm_head_to_fp32 disable_dropout",
+        RECOMPUTES: "gradient_checkpointing_kwargs",
+        LOGGING: "logging_strategy",
+        DELAY: "eval_delay",
         ALWAYS: "full_determinism do_train do_eval do_predict restore_callback_states_from_checkpoint",
         DATA: "dataset_text_field dataset_kwargs label_names include_for_metrics prediction_loss_only",
     }.items()
     for name in names.split()
 }
-# What a key says that asks for nothing: it is switched off, or as here. No warning then.
-OFF = (False, None, "", "no", "steps", "none", "None", [], {}, -1, "passive", "false")
+# What a key says that asks for nothing: it is switched off. No warning then, nor for those that ask for what is so.
+OFF = (False, None, "", 0, "none", "None", [], {}, -1, "passive", "false")
+AS_HERE = {"logging_strategy": ("steps",), "hub_strategy": ("every_save",)}
 SIXTEEN_BITS = {"bf16": "bfloat16", "bf16_full_eval": "bfloat16", "fp16": "float16", "fp16_full_eval": "float16"}
+# Keys that `translated` takes.
+ACCEPTED = frozenset((*WITHOUT_EFFECT, *SIXTEEN_BITS, "warmup_ratio", "use_cpu", "model_init_kwargs"))
 
 
 def always():
@@ -70,9 +79,22 @@ def translated(name, value, known, has_16_bits=always):
         return ("warmup_steps", value) if str(value) not in ("0", "0.0") else None
     if name == "use_cpu":
         return warn(name, "the option --device cpu chooses the device") if on else None
+    if name == "model_init_kwargs" and isinstance(value, dict | None):
+        return _model_init(value, has_16_bits)
     if name in WITHOUT_EFFECT:
-        return warn(name, WITHOUT_EFFECT[name]) if value not in OFF else None
+        return warn(name, WITHOUT_EFFECT[name]) if value not in (*OFF, *AS_HERE.get(name, ())) else None
     raise KeyError(name)
+
+
+def _model_init(value, has_16_bits):
+    """What the table model_init_kwargs means here: its dtype, as a pair or None."""
+    options = dict(value or {})
+    dtype = str(options.pop("dtype", options.pop("torch_dtype", None))).removeprefix("torch.")
+    if options:
+        warn("model_init_kwargs", f"of {', '.join(options)}, {MODEL}")
+    if dtype in ("None", "auto") or (dtype != "float32" and not has_16_bits()):
+        return None
+    return "dtype", dtype
 
 
 def warn(name, reason):
@@ -80,17 +102,24 @@ def warn(name, reason):
     print(f"rlnumba: warning: train.{name} has no effect: {reason}", file=sys.stderr, flush=True)
 
 
-def take_trl_keys(config_class, has_16_bits=always):
-    """Let the constructor of a dataclass of [train] also take the keys that `translated` knows, as in TRL's scripts."""
+def take_trl_keys(config_class, has_16_bits=always, elsewhere=()):
+    """Let a dataclass of [train] be made as in TRL's scripts, and changed by `config.key = value`.
+
+    The constructor also takes the keys that `translated` knows. elsewhere: as refuse_unknown takes it. A key that is
+    assigned to is checked with all others as the constructor checks them.
+    """
     init, known = config_class.__init__, config_class.__dataclass_fields__
 
+    @functools.wraps(init)
     def __init__(self, *args, **keys):
-        pairs = []
-        for name, value in keys.items():
-            try:
-                pairs.append(translated(name, value, known, has_16_bits))
-            except KeyError:
-                pairs.append((name, value))  # a TypeError that names it
+        pairs = [translated(name, value, known, has_16_bits) for name, value in keys.items()]
         init(self, *args, **dict(pair for pair in pairs if pair is not None))
 
-    config_class.__init__ = __init__
+    def __setattr__(self, name, value):
+        changed = config_class.__new__(config_class, **{name: value})
+        pair = translated(name, value, known, has_16_bits)
+        changed.__init__(**{f.name: getattr(self, f.name) for f in fields(self)} | dict([pair] if pair else []))
+        vars(self).update(vars(changed))
+
+    config_class.__init__, config_class.__setattr__ = __init__, __setattr__
+    config_class.accepted, config_class.elsewhere = ACCEPTED, dict(elsewhere)

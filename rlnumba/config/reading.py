@@ -250,13 +250,15 @@ def load_run(kind, path, overrides=(), has_16_bits=always):
     for option, text in overrides:
         values.override(option, text, seen)
     source = ", ".join(map(str, paths)) or "command line"
+    remedy = "" if paths else "; give --{} VALUE, or a run file by --config"
     absent = optional_sections_of(RUNS[kind]) - values.present
     for section, keys in values.keys.items():
         for name, f in keys.items():
             if section in absent:
                 continue
             if f.default is f.default_factory is REQUIRED and name not in values.given[section]:
-                raise ConfigError(f"{source}: missing key {_dotted(section, name)}")
+                full = _dotted(section, name)
+                raise ConfigError(f"{source}: missing key {full}{remedy.format(full)}")
     try:
         attributes = section_fields(RUNS[kind])
         named = {attributes[s]: c(**values.given[s]) for s, c in values.sections.items() if s and s not in absent}

@@ -31,7 +31,7 @@ class DataConfig(Section):
     train: str = key(
         REQUIRED,
         "Training rows: a .jsonl, .json, .parquet or .csv file, the id of a dataset of the hub, or `gym:NAME` of "
-        "reasoning-gym; several with commas between them. Columns are detected (see the end).",
+        "reasoning-gym; several with commas between them. The columns are in docs/data.md.",
     )
     eval: str | None = key(None, "Held-out rows of the same columns, evaluated every `train.eval_steps`.")
     train_weights: list[float] | None = key(
@@ -394,9 +394,21 @@ class TrainConfig(Section):
     )
     shuffle_dataset: bool = key(True, "A new order of the rows every epoch, drawn from the seed; false: the file's.")
     logging_steps: int = key(10, "Steps between lines on the console; metrics.jsonl has every step.", minimum=1)
+    save_strategy: str = key(
+        "steps",
+        "Checkpoints every save_steps steps, or at the end of each epoch, and after the last step; `no`: none at all, "
+        "also none to resume from. `final/` is written in any case.",
+        choices=("no", "steps", "epoch"),
+    )
     save_steps: int = key(500, "Steps between two checkpoints.", minimum=1)
     save_total_limit: int | None = key(None, "Checkpoints kept, the newest; None: all.", minimum=1)
     save_only_model: bool = key(False, "Checkpoints hold the model alone, without the state that --resume needs.")
+    eval_strategy: str | None = key(
+        None,
+        "Evaluations on `data.eval` every eval_steps steps, or at the end of each epoch, and after the last step; "
+        "`steps` without eval_steps: every logging_steps; `no`: none. None: `steps` with eval_steps, else the last.",
+        choices=("no", "steps", "epoch"),
+    )
     eval_steps: int | None = key(
         None, "Steps between evaluations on `data.eval`; None: only at the end.", minimum=1, needs="data.eval"
     )
@@ -502,6 +514,11 @@ class TrainConfig(Section):
             if name not in ("auto", *TRACKERS):
                 raise ConfigError(f"train.report_to must be of {', '.join(TRACKERS)}, all and none, got {name!r}")
         object.__setattr__(self, "report_to", names)
+        for name in ("load_best_model_at_end", "early_stopping_patience"):
+            if getattr(self, name) and self.eval_strategy == "no":
+                raise ConfigError(f'train.{name} needs evaluations, and train.eval_strategy is "no"')
+        if self.load_best_model_at_end and self.save_strategy == "no":
+            raise ConfigError('train.load_best_model_at_end keeps a checkpoint, and train.save_strategy is "no"')
         if self.max_steps == 0:
             raise ConfigError("train.max_steps must be -1 or at least 1, got 0")
 
@@ -511,7 +528,9 @@ class Run:
     """The keys above all sections, and the sections."""
 
     model: str = key(REQUIRED, "A Hugging Face folder, or a hub id.", nonempty=True)
-    output_dir: str = key(REQUIRED, "Folder of the run: metrics, checkpoints, curves, the final model.", nonempty=True)
+    output_dir: str = key(
+        "trainer_output", "Folder of the run: metrics, checkpoints, curves, the final model.", nonempty=True
+    )
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
     gemm: str = key(
         "auto",
@@ -543,6 +562,10 @@ class Run:
         return replace(self, train=self.train.on_ranks(self.num_ranks))
 
     def __post_init__(self):
+        if self.train.eval_strategy in ("steps", "epoch") and self.data.eval is None:
+            raise ConfigError(
+                f'train.eval_strategy "{self.train.eval_strategy}" needs data.eval, the rows to evaluate on'
+            )
         if self.train.optimizer_in_backward and self.num_ranks > 1:
             self.refuse_ranks("train.optimizer_in_backward")
         if self.deploy.tensor_parallel_size != 1:
@@ -568,6 +591,8 @@ class Run:
                 "deploy.zero_stage 3 leaves no GPU all weights to generate with: use 2, or for grpo and rloo "
                 "deploy.num_infer_gpus above 0 and [async]"
             )
+        if self.train.save_strategy == "no":
+            raise ConfigError('deploy.zero_stage 3 makes `final/` of a checkpoint, and train.save_strategy is "no"')
         if self.lora is not None:
             raise ConfigError("deploy.zero_stage 3 does not go with [lora], which trains few parameters: use 2")
         if getattr(self.train, "sync_ref_model", False):

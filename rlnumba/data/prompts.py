@@ -138,6 +138,11 @@ class PromptData:
         return {name: [columns.get(name) for columns in chosen] for name in names}
 
 
+def _columns_of(row):
+    """The columns that a row has, and the key that names the prompt's: the end of a message."""
+    return f"its columns are {', '.join(row) or 'none'}; --data.prompt_column names that of the prompt"
+
+
 def load_prompts(path, data, tokenizer, model_limit, vocab_size, for_eval=None):
     """The prompts of a file: PromptData. The first row's columns decide for all.
 
@@ -160,7 +165,7 @@ def load_prompts(path, data, tokenizer, model_limit, vocab_size, for_eval=None):
     column = data.prompt_column or ("prompt" if "prompt" in seen else "question")
     if column not in seen:
         wanted = repr(column) if data.prompt_column else "'prompt' or 'question'"
-        raise UserError(f"{where}: grpo needs a column {wanted}; its columns are {', '.join(seen) or 'none'}")
+        raise UserError(f"{where}: grpo needs a column {wanted}; {_columns_of(seen)}")
     from_template = isinstance(seen[column], str) and (column == "question" or data.prompt_template is not None)
     kept, dropped = [], 0
     for row, where in rows:

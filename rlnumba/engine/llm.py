@@ -1,7 +1,14 @@
 """LLM.generate: lists of token ids in, completions with their log-probs out. The engine is core.py's."""
 
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
+
+from rlnumba.config import EngineConfig
+from rlnumba.config.keys import refuse_unknown
+from rlnumba.data import check_messages, encode_prompt
 from rlnumba.engine.core import Engine
 from rlnumba.engine.kernel_list import extras_of
 from rlnumba.engine.sequence import RequestOutput, SamplingParams
@@ -9,28 +16,48 @@ from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.lora import AdapterStack
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_base, load_model, with_adapters
+from rlnumba.model.transformer import find_base, find_model, load_model, with_adapters
 from rlnumba.runtime import ahead_of_time, device
 
 # Tokens that a prompt given as text is taken to have, where only the size of a step follows from it.
 TEXT_TOKENS = 64
+ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
+# Arguments of vLLM's LLM and its generate: how that is said here. None, False, and one GPU are no request.
+LLM_ELSEWHERE = {
+    "tensor_parallel_size": "one process has the whole model; `rlnumba generate --tp` cuts it",
+    "data_parallel_size": "one process has one model; `rlnumba generate --num-gpus` has several",
+    "pipeline_parallel_size": "`rlnumba generate --tp` cuts a model",
+    "seed": "it is of a SamplingParams",
+    "quantization": "weights are float32, bfloat16 or float16: dtype",
+    "kv_cache_dtype": "the KV cache has the model's dtype",
+    "enable_lora": "give adapters={name: folder}",
+    "trust_remote_code": "models are read by rlnumba itself, from safetensors",
+}
+GENERATE_ELSEWHERE = {
+    "lora_request": "give adapters, a name or one for each prompt, and LLM(adapters={name: folder})",
+    "prompt_token_ids": "give lists of token ids as prompts",
+}
 
 
 class LLM:
     """A model that generates, offline: all prompts of a call are given at once.
 
     model: a Transformer, or a Hugging Face folder or hub id, also a PEFT adapter's, whose tokenizer is then the
-    default. The other arguments are Engine's, and so are update_weights, needed after every change of the weights,
-    sleep and wake. adapters: {name: PEFT adapter folder} of adapters on the model, which itself has none, for
-    generate's `adapters`. engine: what has an Engine's methods and is to be used in its place, for a model whose
-    weights are not all there.
+    default. tokenizer: a Tokenizer, or the folder or hub id that has one. config: an EngineConfig; its keys may also be
+    given one by one, as in vLLM: LLM(folder, max_model_len=1024). dtype: of the weights, by default the checkpoint's.
+    update_weights, needed after every change of the weights, sleep and wake are Engine's. adapters: {name: PEFT adapter
+    folder} of adapters on the model, which itself has none, for generate's `adapters`. engine: what has an Engine's
+    methods and is to be used in its place, for a model whose weights are not all there.
     """
 
-    def __init__(self, model, tokenizer=None, config=None, adapters=None, engine=None):
+    def __init__(self, model, tokenizer=None, config=None, adapters=None, engine=None, dtype=None, **keys):
+        config = _engine_config(config, keys)
+        if isinstance(tokenizer, str | Path):
+            tokenizer = Tokenizer.from_folder(find_model(tokenizer))
         if isinstance(model, str | Path):
             base, adapter = find_base(model)
             tokenizer = tokenizer or (adapter and Tokenizer.from_folder(adapter)) or Tokenizer.from_folder(base)
-            model = load_model(adapter or base)
+            model = load_model(adapter or base, None if dtype == "auto" else dtype)
         self.adapter_ids = {name: index for index, name in enumerate(adapters or ())}
         if adapters:
             model = with_adapters(model, adapters.values())
@@ -47,10 +74,12 @@ class LLM:
     def wake(self):
         self.engine.wake()
 
-    def generate(self, prompts, params=None, progress=None, finished=None, adapters=None):
-        """The completions of each prompt, in the order of the prompts.
+    def generate(self, prompts, params=None, progress=None, finished=None, adapters=None, **others):
+        """The completions of each prompt, in the order of the prompts: list of RequestOutput.
 
-        prompts: lists of token ids or, with a tokenizer, texts. params: a SamplingParams for all, or one for each.
+        prompts: lists of token ids or, with a tokenizer, texts, or vLLM's dicts {"prompt": text} and
+        {"prompt_token_ids": ids}; one that is in no list is a list of one. params: a SamplingParams for all, or one for
+        each; sampling_params is the same.
         progress: called after every step with (completions finished, completions asked for, tokens sampled so far).
         finished: called with (index of the prompt, its RequestOutput) as soon as a prompt has all of its completions.
         adapters: the name of an adapter for all, or for each its name or None, which is the model without one. They are
@@ -61,6 +90,9 @@ class LLM:
         engine = self.engine
         if engine.has_unfinished:
             raise ValueError("generate: the engine has unfinished requests")
+        prompts, params = _listed(prompts), _params(params, others)
+        taken = [_text_and_prompt(*each) for each in enumerate(prompts)]
+        texts, prompts = [text for text, _ in taken], [prompt for _, prompt in taken]
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
@@ -75,8 +107,10 @@ class LLM:
         total, num_finished, num_tokens = sum(p.n for p in params), 0, 0
         try:
             outputs = [
-                RequestOutput(engine.add_request(index, prompt, p, adapter_id).tolist(), [None] * p.n)
-                for index, (prompt, p, adapter_id) in enumerate(zip(prompts, params, adapter_ids, strict=True))
+                RequestOutput(engine.add_request(index, prompt, p, adapter_id).tolist(), [None] * p.n, text)
+                for index, (text, prompt, p, adapter_id) in enumerate(
+                    zip(texts, prompts, params, adapter_ids, strict=True)
+                )
             ]
             while engine.has_unfinished:
                 step = engine.step()
@@ -93,6 +127,20 @@ class LLM:
             raise
         return outputs
 
+    def chat(self, messages, params=None, progress=None, finished=None, adapters=None, **others):
+        """As generate, of a list of messages, or of several, each as the model's chat template writes it.
+
+        chat_template_kwargs: variables of the template; its own tools are among them.
+        """
+        template = others.pop("chat_template_kwargs", None) or {}
+        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if self.tokenizer is None:
+            raise ConfigError("chat: messages need a tokenizer, and the model folder has none")
+        for index, chat in enumerate(chats):
+            check_messages(chat, f"chat: messages {index}")
+        prompts = [encode_prompt(self.tokenizer, chat, **template) for chat in chats]
+        return self.generate(prompts, params, progress, finished, adapters, **others)
+
     def compile_ahead(self, lengths, params, scored=()):
         """Have the kernels of a first call of generate compiled on all cores: see compile_ahead below."""
         model, adapter = self.model, self.model.adapter
@@ -104,6 +152,58 @@ class LLM:
             known = ", ".join(self.adapter_ids) or "none"
             raise ConfigError(f"generate: no adapter {name!r}; the LLM was made with {known}")
         return self.adapter_ids[name]
+
+
+def _engine_config(config, keys):
+    """The EngineConfig of an LLM's arguments. Raises TypeError for others of vLLM's that ask for something."""
+    refuse_unknown("LLM", keys, {*ENGINE_KEYS, *LLM_ELSEWHERE, "model", "tokenizer", "config", "adapters", "dtype"})
+    own = {name: value for name, value in keys.items() if name in ENGINE_KEYS}
+    for name, value in keys.items():
+        if name not in own and value not in (None, False, 1) and name != "trust_remote_code":
+            raise TypeError(f"LLM takes no {name}: {LLM_ELSEWHERE[name]}")
+    if own and config is not None:
+        raise TypeError(f"LLM: config and {', '.join(own)} are both given")
+    return EngineConfig(**own) if own else config
+
+
+def _params(params, others):
+    """The SamplingParams of a call of generate: `params`, or vLLM's keyword for it."""
+    refuse_unknown("generate", others, {"prompts", "params", "sampling_params", "use_tqdm"}, GENERATE_ELSEWHERE)
+    if others.get("sampling_params") is not None:
+        if params is not None:
+            raise TypeError("generate: params and sampling_params are the same, and both are given")
+        params = others["sampling_params"]
+    for each in params if isinstance(params, list | tuple) else [params]:
+        if not isinstance(each, SamplingParams | None):
+            raise TypeError(
+                f"generate: params must be SamplingParams, or a list of them, got {type(each).__qualname__}"
+            )
+    return params
+
+
+def _listed(prompts):
+    """The prompts of a call: a text, a dict or a list of token ids that is in no list is the only one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    prompts = prompts if isinstance(prompts, list | tuple | np.ndarray) else list(prompts)
+    is_ids = len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+    return [prompts] if is_ids else prompts
+
+
+def _text_and_prompt(index, prompt):
+    """(the text or None, what the engine takes) of a prompt. Raises TypeError with the forms that there are."""
+    if isinstance(prompt, str):
+        return prompt, prompt
+    if not isinstance(prompt, Mapping):
+        return None, prompt
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    more = [name for name in prompt if name not in ("prompt", "prompt_token_ids")]
+    if (text is None and ids is None) or more or not isinstance(text, str | None):
+        raise TypeError(
+            f"generate: prompt {index} must be a text, token ids, {{'prompt': text}} or {{'prompt_token_ids': ids}}, "
+            f"got a dict of {', '.join(map(str, prompt)) or 'nothing'}; messages are for chat()"
+        )
+    return text, text if ids is None else ids
 
 
 def compile_ahead(config, dtype, lora, engine, lengths, params, scored=()):

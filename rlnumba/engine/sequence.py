@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlnumba.config.keys import refuse_unknown
 from rlnumba.errors import ConfigError
 
 # Logits divided by less might overflow float32. vLLM treats lower temperatures as 0.
@@ -57,6 +58,10 @@ class SamplingParams:
     first_index: int = 0
     logprobs: bool = True
     logit_thresholds: bool = False
+
+    def __new__(cls, *values, **keys):
+        refuse_unknown(cls.__name__, keys, cls.__dataclass_fields__)
+        return super().__new__(cls)
 
     def __post_init__(self):
         set_field = object.__setattr__
@@ -154,6 +159,11 @@ class Completion:
     thresholds: np.ndarray | None = None
 
     @property
+    def cumulative_logprob(self):
+        """The log-prob of the completion: float."""
+        return float(self.array("logprobs").sum(dtype=np.float64))
+
+    @property
     def num_tokens(self):
         return len(self.token_ids if self._token_ids is None else self._token_ids)
 
@@ -175,10 +185,22 @@ def _completion_of(columns, finish_reason, text, thresholds):
 
 @dataclass
 class RequestOutput:
-    """The n completions of one prompt."""
+    """The n completions of one prompt, also under vLLM's name `outputs`; prompt: its text, if it was given as one."""
 
     prompt_token_ids: list[int]
     completions: list[Completion] = field(default_factory=list)
+    prompt: str | None = None
+    finished = True
+
+    @property
+    def outputs(self):
+        return self.completions
+
+    def __getitem__(self, name):
+        """text or token_ids of the first completion, which are an output of nano-vllm."""
+        if name not in ("text", "token_ids"):
+            raise TypeError(f"an output has ['text'] and ['token_ids'], got [{name!r}]; all else is in its completions")
+        return getattr(self.completions[0], name)
 
 
 class Sequence:

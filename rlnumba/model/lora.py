@@ -53,6 +53,8 @@ READ = (
     *("base_model_name_or_path", "peft_type", "task_type", "modules_to_save"),
 )
 WITHOUT_EFFECT = ("peft_version", "inference_mode", "auto_mapping", "megatron_core", "qalora_group_size")
+# PEFT's target_modules of the architectures here where a configuration has none.
+PEFT_TARGET_MODULES = ("q_proj", "v_proj")
 # Of the other keys these values mean that an option is off, besides null, false and empty ones.
 OFF = {"bias": ("none",), "init_lora_weights": (True, "gaussian"), "revision": ("main",)}
 
@@ -364,14 +366,37 @@ def read_adapter_config(folder):
     """(contents of adapter_config.json, path or hub id of its base or None). UserError for what is not LoRA's."""
     path = Path(folder) / CONFIG
     raw = read_json(path)
+    _check_keys(raw, path)
+    return raw, raw.get("base_model_name_or_path")
+
+
+def lora_of_peft(peft_config):
+    """The LoraConfig that a config object of PEFT stands for. Raises TypeError for what is none, UserError for a key
+    that LoRA has not here."""
+    try:
+        raw = peft_config.to_dict()
+    except AttributeError:
+        kind = type(peft_config).__qualname__
+        raise TypeError(
+            f"peft_config must be a LoraConfig, a dict of its keys, or PEFT's LoraConfig; got {kind}"
+        ) from None
+    # Members of its enums are strings; sets have no order.
+    raw = {key: sorted(value) if isinstance(value, set) else value for key, value in raw.items()}
+    _check_keys(raw, "peft_config")
+    names = raw["target_modules"] or PEFT_TARGET_MODULES
+    keys = {name: raw[name] for name in ("r", "lora_alpha", "lora_dropout", "use_rslora") if name in raw}
+    return LoraConfig(**keys, target_modules=[names] if isinstance(names, str) else list(names))
+
+
+def _check_keys(raw, where):
+    """Raise UserError for what is not LoRA's, or not supported, in the keys of a configuration of PEFT."""
     if raw.get("peft_type") != "LORA":
-        raise UserError(f"{path}: peft_type {raw.get('peft_type')!r} is not supported (supported: 'LORA')")
+        raise UserError(f"{where}: peft_type {raw.get('peft_type')!r} is not supported (supported: 'LORA')")
     if not SCORE_NAMES.issuperset(_modules_to_save(raw)):
-        raise UserError(f"{path}: modules_to_save {json.dumps(raw['modules_to_save'])} is not supported")
+        raise UserError(f"{where}: modules_to_save {json.dumps(raw['modules_to_save'])} is not supported")
     for key, value in raw.items():
         if key not in (*READ, *WITHOUT_EFFECT) and value and value not in OFF.get(key, ()):
-            raise UserError(f"{path}: {key} {json.dumps(value)} is not supported")
-    return raw, raw.get("base_model_name_or_path")
+            raise UserError(f"{where}: {key} {json.dumps(value, default=str)} is not supported")
 
 
 def _modules_to_save(raw):

@@ -61,10 +61,20 @@ def load_rewards(config, functions=(), open_model=None):
             if open_model is None:
                 raise ConfigError(f"rewards.funcs: {function.path} is a folder, and models are no rewards here")
             functions[k] = open_model(function.path)
-    specs = [_resolved.get(function) or importable_name(function) for function in functions]
+    specs = [_spec_of(function) or importable_name(function) for function in functions]
     names = [getattr(function, "__name__", spec) for spec, function in zip(config.funcs, functions, strict=True)]
     names = [spec if names.count(name) > 1 else name for spec, name in zip(config.funcs, names, strict=True)]
+    # Two lambdas of a function, or two partials, have one name.
+    names = [name if name not in names[:k] else f"{name}_{names[: k + 1].count(name)}" for k, name in enumerate(names)]
     return Rewards(functions, config.weights, config.timeout, config.reward_errors, names, specs)
+
+
+def _spec_of(function):
+    """The name by which `resolve` found a function, or None."""
+    try:
+        return _resolved.get(function)
+    except TypeError:  # an object without a hash, or without weak references
+        return None
 
 
 def resolve(spec):

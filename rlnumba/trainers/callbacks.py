@@ -96,7 +96,7 @@ class Callbacks:
         self.metric = name if name.startswith("eval_") else f"eval_{name}"
         better = train.greater_is_better
         self.greater_is_better = not name.endswith("loss") if better is None else better
-        self.not_better = 0
+        self.not_better, self.epoch_before = 0, 0.0
         for key in ("load_best_model_at_end", "early_stopping_patience"):
             if getattr(train, key) and run.data.eval is None:
                 raise ConfigError(f"train.{key} needs data.eval: without it nothing is evaluated")
@@ -125,21 +125,36 @@ class Callbacks:
                 name = type(callback).__name__
                 raise UserError(f"callback {name}.{event} raised {type(error).__name__}: {text}") from error
 
-    def begin(self, step, max_steps, model):
-        """Before the first of the steps that are left; `step` are done."""
-        self.state.global_step, self.state.max_steps = step, max_steps
+    def begin(self, step, max_steps, epoch, model):
+        """Before the first of the steps that are left; `step` are done, and `epoch` epochs."""
+        self.state.global_step, self.state.max_steps, self.state.epoch = step, max_steps, epoch
         self.call("on_train_begin", model)
 
     def step_end(self, step, epoch, model):
         """After optimizer step `step` (1-based)."""
         self.control.should_save = self.control.should_evaluate = False
+        self.epoch_before = self.state.epoch
         self.state.global_step, self.state.epoch = step, epoch
         self.call("on_step_end", model)
 
     def evaluation_due(self, step, last):
         """Whether the model of step `step` is evaluated: bool."""
-        every = self.args.eval_steps
-        return last or self.control.should_evaluate or bool(every and step % every == 0)
+        train, strategy = self.args, self.args.eval_strategy
+        every = train.logging_steps if strategy == "steps" and train.eval_steps is None else train.eval_steps
+        return self.control.should_evaluate or self._is_due(strategy, every, step, last)
+
+    def save_due(self, step, last):
+        """Whether a checkpoint of step `step` is saved: bool."""
+        return self.control.should_save or self._is_due(self.args.save_strategy, self.args.save_steps, step, last)
+
+    def _is_due(self, strategy, every, step, last):
+        """Whether step `step` ends what "no", "steps" (every `every` of them, None: only the last) or "epoch" says."""
+        if strategy == "epoch":
+            # Sums of the same parts may differ in their last bits.
+            ends = math.floor(self.state.epoch + 1e-9) > math.floor(self.epoch_before + 1e-9)
+        else:
+            ends = every is not None and step % every == 0
+        return strategy != "no" and (last or ends)
 
     def evaluated(self, metrics, model):
         """After an evaluation: the best model is saved, and training stops when it has not become better for long."""

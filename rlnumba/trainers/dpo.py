@@ -34,7 +34,7 @@ from rlnumba.trainers.run_folder import begin_run, log
 
 
 def run_dpo(run, resume=False, communicator=None):
-    """Train a DPORun; writes its output_dir.
+    """Train a DPORun, and return its TrainerState; writes its output_dir.
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step. communicator: as
     run_sft's.
@@ -52,7 +52,7 @@ def run_dpo(run, resume=False, communicator=None):
             for pair, logps in zip(pairs, found[name], strict=True):
                 pair.ref_logps = logps
         policy.reference = None
-    train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+    return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
 
 
 @dataclass

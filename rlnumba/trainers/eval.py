@@ -23,6 +23,7 @@ from rlnumba.trainers import evaluation, reward
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.plan import ROW_TRAINERS
 from rlnumba.trainers.prompt_run import eval_params, load_prompts
+from rlnumba.trainers.ranks import check_picklable, resolve_if_named
 from rlnumba.trainers.reward_model import load_rewards
 from rlnumba.trainers.run_folder import silence, start_compiling
 from rlnumba.trainers.shared_rollout import RewardsOnRanks
@@ -32,11 +33,12 @@ class RowError(UserError):
     """Rows that a trainer cannot read."""
 
 
-def run_eval(run, model=None, output=None, dtype=None, status=None, kind="grpo"):
+def run_eval(run, model=None, output=None, dtype=None, status=None, kind="grpo", reward_funcs=()):
     """Evaluate a folder of a model or adapter on a run's data.eval: metrics by name.
 
     kind: the trainer's name. model: the folder or hub id, by default the run's. output: None, or a folder, in which
-    metrics.json and, of prompts, completions.jsonl are written. Raises ConfigError without data.eval, and RowError,
+    metrics.json and, of prompts, completions.jsonl are written. reward_funcs: functions or names, in place of those
+    that the run names. Raises ConfigError without data.eval, and RowError,
     before any weights are loaded, for rows that sft, dpo, kto or reward cannot read.
     """
     if run.data.eval is None:
@@ -49,7 +51,10 @@ def run_eval(run, model=None, output=None, dtype=None, status=None, kind="grpo")
     if run.num_ranks > 1:
         start_compiling(kind, run)
     limits = {"timeout_s": run.deploy.dist_timeout_seconds}
-    arguments = "deploy.num_train_gpus", kind, run, model, status
+    if run.num_ranks > 1:
+        for each in reward_funcs:
+            check_picklable(each, run.num_ranks)
+    arguments = "deploy.num_train_gpus", kind, run, model, status, list(reward_funcs)
     found, completions = launch_replicas(evaluate, run.num_ranks, *arguments, **limits)
     if output is not None:
         make_folder(output)
@@ -61,22 +66,31 @@ def run_eval(run, model=None, output=None, dtype=None, status=None, kind="grpo")
     return found
 
 
-def evaluate(communicator, kind, run, model, status):
+def describe_model(kind, run, model=None):
+    """What run_eval has evaluated, for the same arguments: "model DIR" or "adapter DIR on base DIR"."""
+    name = model or run.model
+    folder = find_model(name)
+    if not is_adapter(folder):
+        return f"model {name}"
+    return f"adapter {name} on base {run.model if kind in ROW_TRAINERS else find_base(folder)[0]}"
+
+
+def evaluate(communicator, kind, run, model, status, reward_funcs):
     """(metrics by name, lines of completions.jsonl), on each rank. The arguments are run_eval's."""
     gemm.set_backend(run.gemm)
     if communicator.rank:
         silence()
     if kind in ROW_TRAINERS:
         return evaluate_rows(kind, run, model, communicator), []
-    return evaluate_prompts(run, model, status if communicator.rank == 0 else None, communicator)
+    return evaluate_prompts(run, model, status if communicator.rank == 0 else None, communicator, reward_funcs)
 
 
-def evaluate_prompts(run, model, status, communicator):
+def evaluate_prompts(run, model, status, communicator, reward_funcs):
     """(metrics by name, lines of completions.jsonl) of a GRPORun, RLOORun or PPORun."""
     params = eval_params(run)
     if params.temperature == 0 and params.n > 1:
         raise ConfigError(f"eval.num_generations ({params.n}) completions at temperature 0 are all the same")
-    rewards = load_rewards(run) if communicator.rank == 0 else None
+    rewards = load_rewards(run, [resolve_if_named(each) for each in reward_funcs]) if communicator.rank == 0 else None
     base, _ = find_base(model or run.model)
     llm = LLM(load_model(model or run.model, run.train.dtype), Tokenizer.from_folder(base), run.engine)
     if communicator.world_size > 1:

@@ -31,7 +31,7 @@ from rlnumba.trainers.rejection import normalize_corrections, reject
 
 
 def run_grpo(run, resume=False, reward_funcs=(), communicator=None):
-    """Train a GRPORun; writes its output_dir.
+    """Train a GRPORun, and return its TrainerState; writes its output_dir.
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step. reward_funcs:
     the functions themselves, where run.rewards.funcs only names them. communicator: of the ranks that train together
@@ -39,7 +39,7 @@ def run_grpo(run, resume=False, reward_funcs=(), communicator=None):
     checkpoint of the last complete step.
     """
     algorithm = Algorithm("grpo", load, generate, train_step)
-    train_on_prompts(algorithm, run.weighted(), resume, reward_funcs, communicator)
+    return train_on_prompts(algorithm, run.weighted(), resume, reward_funcs, communicator)
 
 
 def load(run, folder):

@@ -34,7 +34,7 @@ from rlnumba.trainers.run_folder import begin_run, log
 
 
 def run_kto(run, resume=False, communicator=None):
-    """Train a KTORun; writes its output_dir.
+    """Train a KTORun, and return its TrainerState; writes its output_dir.
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step. communicator: as
     run_sft's.
@@ -57,7 +57,7 @@ def run_kto(run, resume=False, communicator=None):
             for completion, logps in zip(completions, found[name], strict=True):
                 completion.ref_logps = logps
         policy.reference = None
-    train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+    return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
 
 
 @dataclass

@@ -44,9 +44,9 @@ from rlnumba.trainers.prompt_run import sampling_params
 
 
 def run_ppo(run, resume=False, reward_funcs=(), communicator=None):
-    """Train a PPORun; writes its output_dir. The arguments are run_grpo's."""
+    """Train a PPORun, and return its TrainerState; writes its output_dir. The arguments are run_grpo's."""
     algorithm = Algorithm("ppo", load, generate, train_step, save_final)
-    train_on_prompts(algorithm, run, resume, reward_funcs, communicator)
+    return train_on_prompts(algorithm, run, resume, reward_funcs, communicator)
 
 
 def load(run, folder):

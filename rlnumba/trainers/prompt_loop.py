@@ -60,12 +60,12 @@ class Algorithm(NamedTuple):
 
 
 def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator=None):
-    """Train a Run of prompts and rewards by an Algorithm; the arguments are grpo.run_grpo's."""
+    """Train a Run of prompts and rewards by an Algorithm: its TrainerState. The arguments are grpo.run_grpo's."""
     # A ConfigError of generation_kwargs comes before anything is loaded.
     sampling_params(run.train, 0, 1)
     run = engine_size_of(run, communicator)
     with nodes_of(run, communicator), WaitingProcesses(processes_of(run, communicator)) as waiting:
-        PromptLoop(algorithm, run, resume, reward_funcs, communicator, waiting).train()
+        return PromptLoop(algorithm, run, resume, reward_funcs, communicator, waiting).train()
 
 
 def nodes_of(run, communicator):
@@ -153,7 +153,7 @@ class PromptLoop:
         return step, kept, self.ahead.state() if self.ahead else []
 
     def train(self):
-        """All steps that are left, and the end of the run."""
+        """All steps that are left, and the end of the run: its TrainerState."""
         folder, ahead = self.folder, self.ahead
         with (
             self.policy.context.use(),
@@ -172,6 +172,7 @@ class PromptLoop:
                     break
             self._finish()
         log(f"{folder.path} has the curves (curves.png), the completions and the model (final)")
+        return folder.callbacks.state
 
     def _begin(self):
         """What comes before the first step."""
@@ -180,7 +181,7 @@ class PromptLoop:
             self.ahead.start()
         if self.eval_data and self.run.train.eval_on_start and step == 0:
             self.writer.log(0, self._evaluate(TrainerState(0, total_steps, 0.0)))
-        self.folder.callbacks.begin(step, total_steps, self.policy.model)
+        self.folder.callbacks.begin(step, total_steps, self.schedule.epochs_done(step), self.policy.model)
         if self.ahead and not self.elsewhere:
             self.ahead.start()
 
@@ -208,9 +209,9 @@ class PromptLoop:
             self.is_first_step = False
             num_tokens = sum(len(part.token_ids) for part in micro_batches)
             self._log(step, metrics, num_tokens, num_generated)
-        control = callbacks.control
-        is_last, saves = self.folder.decided((is_last or control.should_training_stop, control.should_save))
-        if is_last or (step + 1) % self.run.train.save_steps == 0 or saves:
+        is_last = is_last or callbacks.control.should_training_stop
+        is_last, saves = self.folder.decided((is_last, callbacks.save_due(step + 1, is_last)))
+        if saves:
             with clock.phase("save"):
                 self._save()
                 callbacks.call("on_save", self.policy.model)

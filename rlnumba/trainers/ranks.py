@@ -21,7 +21,7 @@ from rlnumba.trainers.run_folder import start_compiling
 
 
 def train_on_ranks(kind, run, resume, reward_funcs=(), callbacks=()):
-    """Train a run on run.num_ranks processes, of which the first writes its folder; kind: "sft", ...
+    """Train a run on run.num_ranks processes, of which the first writes its folder: the TrainerState; kind: "sft", ...
 
     reward_funcs: functions, or names of [rewards], where run.rewards.funcs is not enough to find them; callbacks: as
     `given` takes them. Raises RankError for the first rank that fails, ConfigError where there are no devices for all,
@@ -35,20 +35,20 @@ def train_on_ranks(kind, run, resume, reward_funcs=(), callbacks=()):
     start_compiling(kind, run)
     arguments = kind, run, resume, list(reward_funcs), list(callbacks)
     if num_nodes > 1:
-        launch_on_nodes(_train, count, num_nodes, *arguments, timeout_s=timeout_s)
-    else:
-        launch(_train, count, *arguments, timeout_s=timeout_s, **place)
+        return launch_on_nodes(_train, count, num_nodes, *arguments, timeout_s=timeout_s)[0]
+    return launch(_train, count, *arguments, timeout_s=timeout_s, **place)[0]
 
 
 def _train(communicator, kind, run, resume, reward_funcs, callbacks):
-    """What each rank does."""
+    """What each rank does; the first returns the TrainerState."""
     check_equal(communicator, facts_of(run))
     run = fit_to_device(kind, run, communicator)
     train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
     own = {"reward_funcs": [resolve_if_named(each) for each in reward_funcs]} if reward_funcs else {}
     # Callbacks are called once.
     with given(callbacks if communicator.rank == 0 else ()):
-        train(run, resume, communicator=communicator, **own)
+        state = train(run, resume, communicator=communicator, **own)
+    return state if communicator.rank == 0 else None
 
 
 def resolve_if_named(reward):

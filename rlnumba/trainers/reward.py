@@ -24,7 +24,7 @@ from rlnumba.trainers.run_folder import begin_run, log
 
 
 def run_reward(run, resume=False, communicator=None):
-    """Train a RewardRun; writes its output_dir.
+    """Train a RewardRun, and return its TrainerState; writes its output_dir.
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step. communicator: as
     run_sft's.
@@ -34,7 +34,7 @@ def run_reward(run, resume=False, communicator=None):
     rows = training_rows("reward", load_rows, run, policy.model, tokenizer)
     eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
     set_pad_token(policy.model, tokenizer)
-    train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+    return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
 
 
 def set_pad_token(model, tokenizer):

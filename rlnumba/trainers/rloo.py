@@ -27,8 +27,10 @@ EPSILON = 1e-4
 
 
 def run_rloo(run, resume=False, reward_funcs=(), communicator=None):
-    """Train an RLOORun; writes its output_dir. The arguments are run_grpo's."""
-    train_on_prompts(Algorithm("rloo", load, generate, train_step), run.weighted(), resume, reward_funcs, communicator)
+    """Train an RLOORun, and return its TrainerState; writes its output_dir. The arguments are run_grpo's."""
+    return train_on_prompts(
+        Algorithm("rloo", load, generate, train_step), run.weighted(), resume, reward_funcs, communicator
+    )
 
 
 def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer, ahead=None):

@@ -28,7 +28,9 @@ def training_rows(kind, load_rows, run, model, tokenizer):
 
 
 def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, count_tokens):
-    """Train from where the RunFolder's checkpoint ends to the run's last step; writes the run's folder.
+    """Train from where the RunFolder's checkpoint ends to the run's last step, and return its TrainerState.
+
+    Writes the run's folder.
 
     rows, eval_rows: lists, the latter empty or None without data.eval. train_step(policy, rows, learning_rate):
     LateMetrics of one optimizer step on these rows. evaluate(policy, eval_rows): metrics by name.
@@ -52,7 +54,7 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
         folder.hold_signals()
         if eval_rows and train.eval_on_start and folder.step == 0:
             writer.log(0, {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()})
-        callbacks.begin(folder.step, schedule.total_steps, policy.model)
+        callbacks.begin(folder.step, schedule.total_steps, schedule.epochs_done(folder.step), policy.model)
         clock = Clock()
         for step in range(folder.step, schedule.total_steps):
             with clock.phase("train"):
@@ -83,8 +85,9 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
                 writer.log(step + 1, metrics | memory_metrics())
                 callbacks.logged(metrics, policy.model, writer)
                 folder.saver.check()
-            last, saves = folder.decided((last or control.should_training_stop, control.should_save))
-            if last or (step + 1) % train.save_steps == 0 or saves:
+            last = last or control.should_training_stop
+            last, saves = folder.decided((last, callbacks.save_due(step + 1, last)))
+            if saves:
                 with clock.phase("save"):
                     save()
                     callbacks.call("on_save", policy.model)
@@ -96,3 +99,4 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
         policy.gather_adapter()
         folder.finish(policy.model, tokenizer)
     log(f"{folder.path} has the curves (curves.png) and the model (final)")
+    return callbacks.state

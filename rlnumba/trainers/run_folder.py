@@ -38,6 +38,10 @@ ANY_ACTIVATIONS = {
     "gradient_checkpointing": None, "activation_memory": "auto", "recompute_modules": list(RECOMPUTE_MODULES),
     "recompute_num_layers": 0,
 }  # fmt: skip
+
+# How a message says what goes on with a run, on the command line and in Python.
+RESUMES = "--resume", "in Python train(resume_from_checkpoint=True)"
+
 # The module that lists a run's kernels for runtime/ahead_of_time.py.
 KERNEL_LIST = "rlnumba.trainers.kernel_list"
 
@@ -152,7 +156,8 @@ class RunFolder:
         left = [path for name in RUN_FILES if (path := self.path / name).exists()]
         if any(path.name in ("metrics.jsonl", "checkpoints", "final") for path in left):
             target = self._archive(left)
-            log(f"{self.path} held an earlier run, which is now in {target}; --resume is what goes on with a run")
+            resumes = f"{RESUMES[0]} goes on with one ({RESUMES[1]})"
+            log(f"{self.path} held an earlier run, which is now in {target}; {resumes}")
 
     def _archive_later_steps(self):
         """Otherwise the next --resume would start from one of these, and their lines of metrics would be lost."""
@@ -208,22 +213,27 @@ class RunFolder:
                 interrupted = isinstance(error, KeyboardInterrupt) or signals.received() is not None
                 if not interrupted and not isinstance(error, UserError if self.is_alone else SharedRewardError):
                     raise
+                keeps = self.run.train.save_strategy != "no"
                 with signals.held():
-                    save()
+                    if keeps:
+                        save()
                     self.saver.wait()
                     if not self.is_alone:
                         self.communicator.barrier()
-                if interrupted:
-                    log(f"step {self.step} is in {self.model_folder}; --resume goes on from there")
+                if interrupted and keeps:
+                    log(f"step {self.step} is in {self.model_folder}; {RESUMES[0]} goes on from there ({RESUMES[1]})")
+                elif interrupted:
+                    log('train.save_strategy is "no": no checkpoint is kept')
                 raise
 
     def finish(self, model, tokenizer, heads=None):
         """Write final/, a Hugging Face folder of the model, or of that of the best step with load_best_model_at_end.
 
-        The checkpoint of the last step has been begun. heads: those that are written, by default all.
+        The checkpoint of the last step has been begun, unless the run has none. heads: those that are written, by
+        default all.
         """
         best = self.callbacks.state.best_global_step if self.run.train.load_best_model_at_end else None
-        if best is None and heads not in (None, model.config.heads):
+        if best is None and (heads not in (None, model.config.heads) or self.run.train.save_strategy == "no"):
             self.save_model(model, "final", tokenizer, heads)
             return
         self.saver.wait()

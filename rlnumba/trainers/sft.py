@@ -19,7 +19,7 @@ from rlnumba.trainers.run_folder import begin_run, log
 
 
 def run_sft(run, resume=False, communicator=None):
-    """Train an SFTRun; writes its output_dir.
+    """Train an SFTRun, and return its TrainerState; writes its output_dir.
 
     resume: True to continue from the newest readable checkpoint there, an int from that of this step. communicator: of
     the ranks that train together and call this with the same arguments, or None.
@@ -28,7 +28,7 @@ def run_sft(run, resume=False, communicator=None):
     policy, tokenizer = load_policy(run, folder)
     rows = training_rows("sft", load_rows, run, policy.model, tokenizer)
     eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
-    train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+    return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
 
 
 def num_tokens(row):

@@ -2,25 +2,45 @@
 
     from rlnumba import GRPOConfig, GRPOTrainer
 
-    GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=f, args=GRPOConfig(output_dir="runs/a"), train_dataset=rows).train()
+    args = GRPOConfig(output_dir="runs/a", max_steps=100)
+    trainer = GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=f, args=args, train_dataset=rows)
+    trainer.train()
 
 A trainer makes the Run that the same TOML file makes, and run_sft, run_grpo or another trains it: everything is written
 to output_dir, the model to final/. On several GPUs (`deploy` of its config) that happens in other processes, which
 import the script: its own calls stand below `if __name__ == "__main__":`.
 """
 
+import math
+import re
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from rlnumba import config
-from rlnumba.config import AsyncConfig, CriticConfig, DataConfig, DeployConfig, EngineConfig, RewardsConfig, key
+from rlnumba import checkpoint, config
+from rlnumba.config import (
+    AsyncConfig,
+    CriticConfig,
+    DataConfig,
+    DeployConfig,
+    EngineConfig,
+    EvalConfig,
+    LoraConfig,
+    RewardsConfig,
+    key,
+)
+from rlnumba.config.keys import refuse_unknown
 from rlnumba.config.other_keys import take_trl_keys
-from rlnumba.config.reading import warn_without_effect
-from rlnumba.errors import ConfigError
-from rlnumba.reporting.files import make_folder, replacing, to_line
+from rlnumba.config.reading import ALIASES, warn_without_effect
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.model.lora import lora_of_peft
+from rlnumba.reporting.files import make_folder, read_metrics, replacing, to_line
 from rlnumba.runtime import device
-from rlnumba.trainers.callbacks import given
+from rlnumba.trainers.callbacks import TrainerState, given
 from rlnumba.trainers.dpo import run_dpo
+from rlnumba.trainers.eval import run_eval
 from rlnumba.trainers.fit import fit_to_device
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
@@ -29,7 +49,41 @@ from rlnumba.trainers.ppo import run_ppo
 from rlnumba.trainers.ranks import resolve_if_named, train_on_ranks
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.rloo import run_rloo
+from rlnumba.trainers.run_folder import log
 from rlnumba.trainers.sft import run_sft
+
+MODEL_FOLDER = "the tokenizer is read from the model's folder"
+# Arguments of TRL's trainers that change nothing, and why.
+WITHOUT_EFFECT = {
+    "processing_class": MODEL_FOLDER,
+    "tokenizer": MODEL_FOLDER,
+    "reward_processing_classes": "a reward model's tokenizer is read from its folder",
+}
+# Those that would: how it is said here. None is no request.
+ELSEWHERE = {
+    "ref_model": "the reference is `model` as it is before training",
+    "data_collator": "rows are packed without padding; give them in a form of docs/data.md",
+    "formatting_func": "give train_dataset=[formatting_func(row) for row in rows]",
+    "compute_metrics": "a callback's on_evaluate gets the metrics of an evaluation",
+    "compute_loss_func": "the losses are those of args.loss_type",
+    "optimizers": "args.optim, args.learning_rate and args.lr_scheduler_type choose optimizer and schedule",
+    "optimizer_cls_and_kwargs": "args.optim, args.learning_rate and the other keys of args choose the optimizer",
+    "preprocess_logits_for_metrics": "there are no logits of all tokens (docs/log-prob.md)",
+    "model_init": "give the folder or the hub id of the model as model",
+    "quantization_config": "weights are float32, bfloat16 or float16: args.dtype",
+    "reward_model": "give the reward model's folder as reward_funcs",
+    "value_model": 'give critic={"model": FOLDER}',
+    "rollout_func": "completions are drawn by rlnumba's engine, with the sampling keys of args",
+    "environment_factory": "completions are answers of one turn, scored by reward_funcs",
+    "tools": "give each row a column `tools`",
+    "judge": "give a function as reward_funcs",
+}
+# Keys of other tools' configs that have another name here, or for which a trainer has an argument.
+OTHER_NAMES = {
+    name: f"it is {key}" if section == "train" else f"give the trainer {section}={{{key!r}: ...}}"
+    for (of, name), (section, key) in ALIASES.items()
+    if of == "train"
+}
 
 
 @dataclass(frozen=True)
@@ -96,151 +150,228 @@ def _has_16_bits():
 
 
 for _config in (SFTConfig, DPOConfig, KTOConfig, RewardConfig, GRPOConfig, RLOOConfig, PPOConfig):
-    take_trl_keys(_config, _has_16_bits)
+    take_trl_keys(_config, _has_16_bits, OTHER_NAMES)
 
 
-class RowTrainer:
-    """A trainer whose data are rows.
+class TrainOutput(NamedTuple):
+    """The end of a run, with transformers' names.
 
-    model: a Hugging Face folder or a hub id. args: a config of the trainer's class. train_dataset, eval_dataset: a
-    .jsonl or .parquet file, or rows (dicts of JSON values, any iterable), which `train` writes to output_dir. data:
-    further keys of that section, a dict; engine: likewise, for trainers that generate. peft_config: a LoraConfig, to
-    train an adapter instead of the weights. callbacks: objects with the methods of TrainerCallback. Raises ConfigError
-    for keys that contradict each other.
+    training_loss: mean over the steps of this call, NaN without any. metrics: train_runtime in seconds,
+    train_steps_per_second, train_loss, epoch.
     """
 
-    # Of a subclass: its command, that command's Run, and the class of `args`.
-    command, run_class, config_class = None, None, None
+    global_step: int
+    training_loss: float
+    metrics: dict
 
-    def __init__(
-        self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, peft_config=None,
-        callbacks=(),
-    ):  # fmt: skip
-        args = args or self.config_class()
-        self.datasets, self.callbacks = {"train": train_dataset, "eval": eval_dataset}, callbacks
-        if engine is not None:
-            raise ConfigError(
-                f"engine: {self.command} generates nothing; the section [engine] is of grpo, rloo and ppo"
+
+class Trainer:
+    """A Run in the making, and what has become of it; subclasses have the arguments.
+
+    args: the config, whose keys may be assigned to between calls. callbacks: a list of objects. run: the Run that
+    `train` would train now.
+    """
+
+    # The command, its Run, its function, and the class of `args`.
+    command, run_class, run_function, config_class = None, None, None, None
+
+    def __init__(self, model, args, datasets, sections, peft_config, callbacks, others):
+        name = type(self).__name__
+        _refuse_others(name, others, model)
+        if not isinstance(model, str | Path):
+            raise TypeError(
+                f"{name}: model must be a folder or a hub id, got {_kind(model)}; a model of transformers becomes a "
+                "folder by model.save_pretrained(folder) and tokenizer.save_pretrained(folder)"
             )
-        self.run = self.run_class(**_settings(model, args, self.datasets, data, engine, peft_config))
-        warn_without_effect(self.run)
+        args = self.config_class() if args is None else args
+        if not isinstance(args, self.config_class):
+            raise TypeError(f"{name}: args must be a rlnumba.{self.config_class.__name__}, got {_kind(args)}")
+        self.args, self.callbacks, self.given_funcs = args, _callbacks(callbacks), []
+        self.datasets = {part: _readable(f"{part}_dataset", rows) for part, rows in datasets.items()}
+        self._given_model, self._lora, self._sections = str(model), _lora(peft_config), sections
+        self._state, self._has_begun = None, False
 
-    def train(self, resume_from_checkpoint=False):
-        """Train; writes output_dir. resume_from_checkpoint: True to continue from the newest readable checkpoint there,
-        an int from that of this step."""
-        _write_rows(self.run, self.datasets)
-        if self.run.num_ranks > 1:
-            train_on_ranks(self.command, self.run, resume_from_checkpoint, callbacks=self.callbacks)
-            return
-        run = fit_to_device(self.command, self.run)
-        with advise(self.command, run), given(self.callbacks):
-            RUN[self.command](run, resume_from_checkpoint)
+    @property
+    def run(self):
+        """The Run of the command line that these arguments make. Raises ConfigError for keys that contradict."""
+        args, data = replace(self.args), dict(self._sections["data"] or {})
+        for part, rows in self.datasets.items():
+            if rows is not None and not self._is_named_by_data(part):
+                if part in data:
+                    raise TypeError(f"{type(self).__name__}: {part}_dataset and data={{{part!r}: ...}} are both given")
+                data[part] = str(rows if isinstance(rows, str | Path) else Path(args.output_dir) / f"{part}.jsonl")
+        keys = {"model": self._given_model, "output_dir": args.output_dir, "seed": args.seed, "lora": self._lora}
+        keys |= {"deploy": _section(DeployConfig, args.deploy) or DeployConfig(), "train": args}
+        return self.run_class(**keys, data=DataConfig(**data), **self._own_keys(args))
 
+    def _is_named_by_data(self, part):
+        """Whether `data` names a file, and no rows are given: the default of train_dataset is ()."""
+        rows = self.datasets.get(part)
+        return isinstance(rows, tuple) and not rows and part in (self._sections["data"] or {})
 
-RUN = {"sft": run_sft, "dpo": run_dpo, "kto": run_kto, "reward": run_reward}
-
-
-class SFTTrainer(RowTrainer):
-    """Supervised fine-tuning."""
-
-    command, run_class, config_class = "sft", config.SFTRun, SFTConfig
-
-
-class DPOTrainer(RowTrainer):
-    """Direct Preference Optimization, from pairs of a chosen and a rejected completion."""
-
-    command, run_class, config_class = "dpo", config.DPORun, DPOConfig
-
-
-class KTOTrainer(RowTrainer):
-    """Kahneman-Tversky Optimization, from completions that are labelled desirable or not."""
-
-    command, run_class, config_class = "kto", config.KTORun, KTOConfig
-
-
-class RewardTrainer(RowTrainer):
-    """A reward model, from pairs of a chosen and a rejected completion.
-
-    final/ is a sequence-classification folder, which GRPOTrainer's reward_funcs may name.
-    """
-
-    command, run_class, config_class = "reward", config.RewardRun, RewardConfig
-
-
-class GRPOTrainer:
-    """Group Relative Policy Optimization.
-
-    reward_funcs: a function with TRL's signature, or the name that [rewards] would have for one, also the folder of a
-    reward model, or a list of these.
-    rewards: further keys of that section, a dict. The other arguments are those of RowTrainer, args being a GRPOConfig.
-    """
-
-    command, config_class, run_class, run_function = "grpo", GRPOConfig, config.GRPORun, staticmethod(run_grpo)
-
-    def __init__(
-        self, model, reward_funcs, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, rewards=None,
-        peft_config=None, callbacks=(),
-    ):  # fmt: skip
-        args = args or self.config_class()
-        self.datasets, self.callbacks = {"train": train_dataset, "eval": eval_dataset}, callbacks
-        reward_funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        self.reward_funcs, self.given_funcs = [resolve_if_named(each) for each in reward_funcs], reward_funcs
-        # The names under which config.toml lists them.
-        funcs = [each if isinstance(each, str) else _spec(each) for each in reward_funcs]
-        self.run = self.run_class(
-            **_settings(model, args, self.datasets, data, engine, peft_config),
-            rewards=RewardsConfig(funcs=funcs, weights=args.reward_weights, **(rewards or {})),
-            **self._ahead(args),
-        )
-        warn_without_effect(self.run)
-
-    def _ahead(self, args):
-        """The section [async] of a config that has it, as a keyword of the Run: dict."""
-        return {"asynchronous": _section(AsyncConfig, args.asynchronous)}
-
-    def train(self, resume_from_checkpoint=False):
-        """As RowTrainer.train. Raises RewardError for a reward that fails, after a checkpoint."""
-        _write_rows(self.run, self.datasets)
-        if self.run.num_ranks > 1:
-            train_on_ranks(self.command, self.run, resume_from_checkpoint, self.given_funcs, self.callbacks)
-            return
-        run = fit_to_device(self.command, self.run)
-        with advise(self.command, run), given(self.callbacks):
-            self.run_function(run, resume_from_checkpoint, self.reward_funcs)
-
-
-class RLOOTrainer(GRPOTrainer):
-    """REINFORCE Leave-One-Out; the arguments are GRPOTrainer's, args being an RLOOConfig."""
-
-    command, config_class, run_class, run_function = "rloo", RLOOConfig, config.RLOORun, staticmethod(run_rloo)
-
-
-class PPOTrainer(GRPOTrainer):
-    """Proximal Policy Optimization; critic: keys of that section, a dict. The other arguments are GRPOTrainer's, args
-    being a PPOConfig."""
-
-    command, config_class, run_class, run_function = "ppo", PPOConfig, config.PPORun, staticmethod(run_ppo)
-
-    def __init__(self, *arguments, critic=None, **keywords):
-        super().__init__(*arguments, **keywords)
-        self.run = replace(self.run, critic=CriticConfig(**(critic or {})))
-
-    def _ahead(self, args):
+    def _own_keys(self, args):
+        """The further sections of a Run: dict."""
         return {}
 
+    def train(self, resume_from_checkpoint=False):
+        """Train, and return a TrainOutput; writes output_dir.
 
-def _settings(model, args, datasets, data, engine, peft_config):
-    """The keywords of a Run, but for [rewards]: dict."""
-    paths = {
-        name: str(dataset if isinstance(dataset, str | Path) else Path(args.output_dir) / f"{name}.jsonl")
-        for name, dataset in datasets.items()
-        if dataset is not None
-    }
-    sections = {"data": DataConfig(**paths, **(data or {})), "train": args}
-    if engine is not None:
-        sections["engine"] = EngineConfig(**engine)
-    sections |= {"lora": peft_config, "deploy": _section(DeployConfig, args.deploy) or DeployConfig()}
-    return {"model": str(model), "output_dir": args.output_dir, "seed": args.seed, **sections}
+        resume_from_checkpoint: True to go on from the newest readable checkpoint in output_dir, or one of its folders
+        checkpoints/step-N, or N. Raises RewardError for a reward that fails, after a checkpoint.
+        """
+        run, resume, started = self.run, self._resume_of(resume_from_checkpoint), time.monotonic()
+        self._write_rows(run, self.datasets)
+        self._state, self._has_begun = None, True
+        if run.num_ranks > 1:
+            state = train_on_ranks(self.command, run, resume, self.given_funcs, self.callbacks)
+        else:
+            run = fit_to_device(self.command, run)
+            with advise(self.command, run), given(self.callbacks):
+                state = self.run_function(run, resume, *self._reward_functions())
+        self._state, seconds = state, time.monotonic() - started
+        losses = [row["loss"] for row in state.log_history if "loss" in row]
+        loss = sum(losses) / len(losses) if losses else math.nan
+        metrics = {"train_runtime": seconds, "train_steps_per_second": len(losses) / seconds, "train_loss": loss}
+        return TrainOutput(state.global_step, loss, metrics | {"epoch": state.epoch})
+
+    def _reward_functions(self):
+        """What run_function takes besides: a tuple."""
+        return ()
+
+    def _resume_of(self, given):
+        """What a run's `resume` is for resume_from_checkpoint: bool or int."""
+        if given is None or isinstance(given, bool | int):
+            return given or False
+        folder = Path(self.args.output_dir) / "checkpoints"
+        path = Path(given).resolve()
+        if path in (folder.resolve(), folder.parent.resolve()):
+            return True
+        step = re.fullmatch(r"step-(\d+)", path.name)
+        if step is None or path.parent != folder.resolve():
+            raise ConfigError(
+                f"resume_from_checkpoint: {given} is none of {folder}/step-N; a run goes on in its own output_dir, and "
+                "another one begins with a checkpoint's weights as its model"
+            )
+        return int(step[1])
+
+    @property
+    def state(self):
+        """The TrainerState so far, also after a run that was interrupted: global_step, epoch, log_history, ..."""
+        state = self._state or TrainerState(max(self.args.max_steps, 0))
+        path = Path(self.args.output_dir)
+        history = read_metrics(path) if self._has_begun and (path / "metrics.jsonl").exists() else []
+        if not history:
+            return state
+        last = history[-1]
+        return replace(state, global_step=last["step"], epoch=last.get("epoch", 0.0), log_history=history)
+
+    @property
+    def model(self):
+        """The folder of the trained model, which LLM and other trainers take; before training the model given: str."""
+        return str(self._final) if self._state is not None else self._given_model
+
+    @property
+    def _final(self):
+        return Path(self.args.output_dir) / "final"
+
+    def evaluate(self, eval_dataset=None):
+        """The metrics of the model as it is now on held-out rows, as `rlnumba eval` computes them: dict.
+
+        eval_dataset: a file or rows, instead of those that the trainer was given.
+        """
+        run, datasets = self.run, {"eval": self.datasets["eval"]}
+        if eval_dataset is not None:
+            datasets = {"evaluated": _readable("eval_dataset", eval_dataset)}
+            is_file = isinstance(eval_dataset, str | Path)
+            path = eval_dataset if is_file else Path(run.output_dir) / "evaluated.jsonl"
+            run = replace(run, data=replace(run.data, eval=str(path)))
+        elif run.data.eval is None:
+            raise UserError("evaluate: the trainer has no eval_dataset, and none is given")
+        self._write_rows(run, datasets)
+        trained = None if self._state is None else self.model
+        return run_eval(run, trained, kind=self.command, reward_funcs=self.given_funcs)
+
+    def save_model(self, output_dir=None):
+        """Copy the trained model, a Hugging Face folder, to output_dir; None: nothing, for it is in `model` already."""
+        if self._state is None:
+            raise UserError("save_model: there is no trained model before train() has ended")
+        if output_dir is None:
+            log(f"the model is in {self._final}")
+            return
+        if Path(output_dir).resolve() == Path(self._given_model).resolve():
+            raise UserError(f"save_model: {output_dir} is the model that the run began with")
+        if Path(output_dir).resolve() != self._final.resolve():
+            make_folder(output_dir)
+            checkpoint.copy_model(self._final, Path(output_dir))
+
+    def add_callback(self, callback):
+        """One more object with the methods of TrainerCallback, or its class."""
+        self.callbacks += _callbacks([callback])
+
+    def _write_rows(self, run, datasets):
+        for part, rows in datasets.items():
+            if rows is None or isinstance(rows, str | Path) or self._is_named_by_data(part):
+                continue
+            make_folder(run.output_dir)
+            with replacing(Path(run.output_dir) / f"{part}.jsonl") as file:
+                count = 0
+                for row in rows:
+                    count += 1
+                    if not isinstance(row, Mapping):
+                        raise TypeError(
+                            f"{part}_dataset: rows must be dicts, and the first that is none is {_kind(row)} {row!r}; "
+                            'of a pandas DataFrame they are df.to_dict("records")'
+                        )
+                    file.write(to_line(row))
+            if not count:
+                raise UserError(f"{part}_dataset has no rows")
+
+
+def _kind(value):
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def _refuse_others(name, others, model):
+    """Warn of arguments of TRL's trainers that change nothing. Raises TypeError for all others, but for None."""
+    refuse_unknown(name, others, {*ARGUMENTS, *WITHOUT_EFFECT, *ELSEWHERE})
+    for argument, value in others.items():
+        if value is None:
+            continue
+        if argument in WITHOUT_EFFECT:
+            log(f"warning: {argument} has no effect: {WITHOUT_EFFECT[argument]}")
+        elif not (argument == "ref_model" and value == model):
+            raise TypeError(f"{name} takes no {argument}: {ELSEWHERE[argument]}")
+
+
+def _callbacks(callbacks):
+    """The objects of a trainer's `callbacks`, of which a class is made: list."""
+    if callbacks is not None and not isinstance(callbacks, list | tuple):
+        raise TypeError(f"callbacks must be a list, got {_kind(callbacks)}")
+    return [each() if isinstance(each, type) else each for each in callbacks or ()]
+
+
+def _readable(name, dataset):
+    """A dataset as it is kept: a path, None, or what can be iterated over again. Raises TypeError for other forms."""
+    if dataset is None or isinstance(dataset, str | Path):
+        return dataset
+    if isinstance(dataset, Mapping):
+        first = next(iter(dataset), "train")
+        raise TypeError(
+            f"{name} is a {_kind(dataset)} of {', '.join(map(str, dataset))}: give one dataset, such as "
+            f"{name}=datasets[{first!r}], or rows: a list of dicts"
+        )
+    try:
+        rows = iter(dataset)
+    except TypeError:
+        raise TypeError(f"{name} must be a file or rows, dicts in any iterable; got {_kind(dataset)}") from None
+    return list(rows) if rows is dataset else dataset
+
+
+def _lora(peft_config):
+    """The LoraConfig of a trainer's peft_config: itself, a dict of its keys, PEFT's, or None."""
+    if peft_config is None or isinstance(peft_config, LoraConfig):
+        return peft_config
+    return LoraConfig(**peft_config) if isinstance(peft_config, dict) else lora_of_peft(peft_config)
 
 
 def _section(section_class, value):
@@ -248,12 +379,162 @@ def _section(section_class, value):
     return section_class(**value) if isinstance(value, dict) else value
 
 
-def _write_rows(run, datasets):
-    for name, dataset in datasets.items():
-        if dataset is not None and not isinstance(dataset, str | Path):
-            make_folder(run.output_dir)
-            with replacing(Path(run.output_dir) / f"{name}.jsonl") as file:
-                file.writelines(to_line(row) for row in dataset)
+# What help() says of the arguments that all trainers have.
+ROWS = """model: a Hugging Face folder or a hub id, also of a PEFT adapter.
+    args: {config}; None: its defaults. Its keys may be assigned to until `train`: args.max_steps = 100.
+    train_dataset, eval_dataset: a file of rows, the id of a dataset of the hub, or rows themselves: dicts of JSON
+    values in any iterable, such as a list, a generator or a datasets.Dataset, which `train` writes to output_dir.
+    Their columns are in docs/data.md.
+    data: further keys of that section of a run file, a dict; engine: likewise, for trainers that generate.
+    peft_config: to train an adapter instead of the weights: a LoraConfig, a dict of its keys, or PEFT's LoraConfig.
+    callbacks: objects, or classes, with the methods of TrainerCallback.
+    others: further arguments of TRL's trainers, each with a warning or an error that says what to write here.
+
+    train() returns a TrainOutput; then model is the folder of the trained model, state.log_history the metrics of each
+    step; evaluate() and save_model(folder) take the trained model. Raises ConfigError for keys that contradict."""
+
+REWARDS = """reward_funcs: a function with TRL's signature, any callable, or the name that [rewards] has for one, also
+    the folder of a reward model, or a list of these.
+    rewards: further keys of that section, a dict; eval: those of how held-out prompts are completed.
+    """
+
+ARGUMENTS = (
+    *("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "data", "engine", "rewards", "eval", "critic"),
+    *("peft_config", "callbacks"),
+)
+
+
+class RowTrainer(Trainer):
+    """A trainer whose data are rows."""
+
+    def __init__(
+        self, model, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None, peft_config=None,
+        callbacks=(), **others,
+    ):  # fmt: skip
+        if engine is not None:
+            raise ConfigError(
+                f"engine: {self.command} generates nothing; the section [engine] is of grpo, rloo and ppo"
+            )
+        datasets = {"train": train_dataset, "eval": eval_dataset}
+        super().__init__(model, args, datasets, {"data": data}, peft_config, callbacks, others)
+        warn_without_effect(self.run)
+
+
+class SFTTrainer(RowTrainer):
+    __doc__ = f"""Supervised fine-tuning.
+
+    {ROWS.format(config="an SFTConfig")}
+    """
+
+    command, run_class, run_function, config_class = "sft", config.SFTRun, staticmethod(run_sft), SFTConfig
+
+
+class DPOTrainer(RowTrainer):
+    __doc__ = f"""Direct Preference Optimization, from pairs of a chosen and a rejected completion.
+
+    {ROWS.format(config="a DPOConfig")}
+    """
+
+    command, run_class, run_function, config_class = "dpo", config.DPORun, staticmethod(run_dpo), DPOConfig
+
+
+class KTOTrainer(RowTrainer):
+    __doc__ = f"""Kahneman-Tversky Optimization, from completions that are labelled desirable or not.
+
+    {ROWS.format(config="a KTOConfig")}
+    """
+
+    command, run_class, run_function, config_class = "kto", config.KTORun, staticmethod(run_kto), KTOConfig
+
+
+class RewardTrainer(RowTrainer):
+    __doc__ = f"""A reward model, from pairs of a chosen and a rejected completion.
+
+    final/ is a sequence-classification folder, which GRPOTrainer's reward_funcs may name.
+
+    {ROWS.format(config="a RewardConfig")}
+    """
+
+    command, run_class, run_function, config_class = "reward", config.RewardRun, staticmethod(run_reward), RewardConfig
+
+
+class GRPOTrainer(Trainer):
+    __doc__ = f"""Group Relative Policy Optimization.
+
+    {REWARDS}{ROWS.format(config="a GRPOConfig")}
+    """
+
+    command, run_class, run_function, config_class = "grpo", config.GRPORun, staticmethod(run_grpo), GRPOConfig
+
+    def __init__(
+        self, model, reward_funcs=None, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None,
+        rewards=None, peft_config=None, callbacks=(), eval=None, **others,
+    ):  # fmt: skip
+        datasets, sections = {"train": train_dataset, "eval": eval_dataset}, {"data": data, "engine": engine or {}}
+        sections |= {"rewards": rewards or {}, "eval": eval or {}}
+        super().__init__(model, args, datasets, sections, peft_config, callbacks, others)
+        self.given_funcs = _reward_funcs(type(self).__name__, reward_funcs)
+        self.reward_funcs = [resolve_if_named(each) for each in self.given_funcs]
+        warn_without_effect(self.run)
+
+    def _own_keys(self, args):
+        # The names under which config.toml lists them.
+        funcs = [each if isinstance(each, str) else _spec(each) for each in self.given_funcs]
+        rewards = RewardsConfig(funcs=funcs, weights=args.reward_weights, **self._sections["rewards"])
+        own = {"rewards": rewards, "eval": EvalConfig(**self._sections["eval"])}
+        return own | {"engine": EngineConfig(**self._sections["engine"])} | self._ahead(args)
+
+    def _ahead(self, args):
+        """The section [async] of a config that has it, as a keyword of the Run: dict."""
+        return {"asynchronous": _section(AsyncConfig, args.asynchronous)}
+
+    def _reward_functions(self):
+        return (self.reward_funcs,)
+
+
+class RLOOTrainer(GRPOTrainer):
+    __doc__ = f"""REINFORCE Leave-One-Out.
+
+    {REWARDS}{ROWS.format(config="an RLOOConfig")}
+    """
+
+    command, run_class, run_function, config_class = "rloo", config.RLOORun, staticmethod(run_rloo), RLOOConfig
+
+
+class PPOTrainer(GRPOTrainer):
+    __doc__ = f"""Proximal Policy Optimization.
+
+    {REWARDS}critic: keys of that section, a dict.
+    {ROWS.format(config="a PPOConfig")}
+    """
+
+    command, run_class, run_function, config_class = "ppo", config.PPORun, staticmethod(run_ppo), PPOConfig
+
+    def __init__(
+        self, model, reward_funcs=None, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None,
+        rewards=None, peft_config=None, callbacks=(), eval=None, critic=None, **others,
+    ):  # fmt: skip
+        self._critic = critic or {}
+        given = model, reward_funcs, args, train_dataset, eval_dataset, data, engine, rewards, peft_config, callbacks
+        super().__init__(*given, eval, **others)
+
+    def _ahead(self, args):
+        return {"critic": CriticConfig(**self._critic)}
+
+
+def _reward_funcs(name, given):
+    """What a trainer's reward_funcs names or gives: list. Raises TypeError for what is neither a name nor callable."""
+    funcs = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    for each in funcs:
+        if not isinstance(each, str | Path) and not callable(each):
+            raise TypeError(
+                f"{name}: reward_funcs must be functions, names or folders of reward models, got {_kind(each)}"
+            )
+        if _kind(each).startswith(("transformers.", "peft.")):
+            raise TypeError(
+                f"{name}: reward_funcs: a model of transformers is given as its folder: model.save_pretrained(folder)"
+            )
+    return [str(each) if isinstance(each, Path) else each for each in funcs]
 
 
 def _spec(function):

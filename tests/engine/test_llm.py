@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -861,3 +862,79 @@ def test_steps_with_a_lent_cache_allocate_nothing(prompts):
         found.append((pool.total_bytes(), llm.engine.runner.cache.k.data.ptr, device.memory_info()[0]))
     assert len({pool_bytes for pool_bytes, _, _ in found[2:]}) == 1
     assert len({address for _, address, _ in found}) == 1
+
+
+FOLDER = Path(__file__).parent.parent / "golden" / "tiny-qwen3"
+
+
+def test_forms_of_vllm_and_nano_vllm():
+    """What their READMEs show: a text alone, dicts, one SamplingParams or one each, the attributes of an output."""
+    llm = LLM(model=str(FOLDER), tokenizer=str(FOLDER), enforce_eager=True, tensor_parallel_size=1, dtype="auto")
+    assert llm.engine.config == EngineConfig(enforce_eager=True)
+    params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=4, seed=3)
+    text = "what is 3+4? "
+    (alone,) = llm.generate(text, params)
+    ids = alone.prompt_token_ids
+    assert alone.prompt == text and ids == llm.tokenizer.encode(text)
+    completion = alone.outputs[0]
+    assert completion.cumulative_logprob == pytest.approx(sum(completion.logprobs))
+    assert alone["text"] == completion.text and alone["token_ids"] == completion.token_ids
+    forms = [
+        [text],
+        {"prompt": text},
+        [{"prompt": text}],
+        ids,
+        [ids],
+        np.array(ids),
+        {"prompt_token_ids": ids},
+        (text,),
+    ]
+    for form in (*forms, [{"prompt": text, "prompt_token_ids": ids}], (each for each in [text])):
+        (output,) = llm.generate(form, sampling_params=params, use_tqdm=False)
+        assert output.completions == alone.completions and output.prompt in (text, None)
+    two = llm.generate([text, {"prompt": "a"}], [params, dataclasses.replace(params, max_tokens=2)])
+    assert two[0].outputs == alone.outputs and two[1].outputs[0].num_tokens <= 2
+    assert llm.generate([]) == []
+
+
+def test_wrong_forms_are_named():
+    llm = LLM(FOLDER)
+    for call, message in (
+        (
+            lambda: llm.generate({"text": "a"}),
+            "prompt 0 must be a text, token ids, .* got a dict of text; messages are",
+        ),
+        (lambda: llm.generate(["a", {}]), "prompt 1 must be a text, .* got a dict of nothing"),
+        (lambda: llm.generate({"prompt": "a", "multi_modal_data": {}}), "got a dict of prompt, multi_modal_data"),
+        (lambda: llm.generate("a", {"temperature": 0}), "params must be SamplingParams, or a list of them, got dict"),
+        (lambda: llm.generate("a", SamplingParams(), sampling_params=SamplingParams()), "both are given"),
+        (lambda: llm.generate("a", lora_request=1), "generate has no lora_request: give adapters"),
+        (lambda: llm.generate("a", use_tqmd=False), "generate has no use_tqmd; did you mean use_tqdm?"),
+        (lambda: llm.generate("a", SamplingParams())[0]["logprobs"], r"an output has \['text'\] and \['token_ids'\]"),
+        (lambda: LLM(FOLDER, tensor_parallel_size=2), "LLM takes no tensor_parallel_size: .*rlnumba generate --tp"),
+        (lambda: LLM(FOLDER, max_model_length=8), "LLM has no max_model_length; did you mean max_model_len?"),
+        (lambda: LLM(FOLDER, config=EngineConfig(), max_model_len=8), "config and max_model_len are both given"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    assert not llm.engine.has_unfinished
+
+
+def test_chat(tmp_path):
+    for path in FOLDER.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    tokenizer = json.loads((FOLDER / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if not plain %}= {% endif %}"
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"chat_template": template}))
+    llm, params = LLM(tmp_path), SamplingParams(max_tokens=3, temperature=0)
+    messages = [{"role": "user", "content": "what is 3+4? "}]
+    (one,) = llm.chat(messages, params)
+    assert one.completions == llm.generate("what is 3+4? = ", params)[0].completions
+    assert [each.completions for each in llm.chat([messages] * 2, sampling_params=params)] == [one.completions] * 2
+    (plain,) = llm.chat(messages, params, chat_template_kwargs={"plain": True})
+    assert plain.prompt_token_ids == llm.tokenizer.encode("what is 3+4? ")
+    with pytest.raises(UserError, match="chat: messages 1"):
+        llm.chat([messages, [{"content": "a"}]], params)
+    with pytest.raises(ConfigError, match="chat: messages need a tokenizer"):
+        LLM(make_model()).chat(messages)

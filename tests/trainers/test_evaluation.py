@@ -127,7 +127,13 @@ def test_the_command_gives_every_trainers_metrics(tmp_path, kind, capsys):
         expected = {name: value for name, value in row.items() if name.startswith("eval_")}
         written = json.loads((tmp_path / "out" / "metrics.json").read_text())
         assert written == expected and len(expected) > 2
-        assert f"evaluated as {kind} does" in capsys.readouterr().err
+        name = f"model {made.model}" if not options else f"model {options[1]}"
+        if options and made.lora:
+            name = f"adapter {options[1]} on base {made.model}"
+        shown = capsys.readouterr().err
+        assert f"evaluated {name} as {kind} does in " in shown
+        # Rewards of these few tokens are below 1.
+        assert ("no value reached eval.pass_threshold 1" in shown) == (kind in ("rloo", "ppo"))
     assert (tmp_path / "out" / "completions.jsonl").exists() == (kind in ("rloo", "ppo"))
 
 

@@ -377,7 +377,9 @@ def test_the_command(tmp_path, capfd):
     # A file of pairs is read by sft, too, whose data it is not.
     file.write_text(f'model = "{MODEL}"\noutput_dir = "run"\n[data]\ntrain = "{PAIR_ROWS}"\n[train]\nmax_steps = 2')
     assert cli.run(["plan", "--config", str(file)]) == 0
-    assert capfd.readouterr().out.startswith(f"dpo of {MODEL} on the cpu device (--trainer for kto or reward)")
+    assert capfd.readouterr().out.startswith(
+        f"dpo of {MODEL} on the cpu device; read as a file of dpo, which --trainer kto or --trainer reward changes"
+    )
     assert cli.run(["plan", "--config", str(file), "--trainer", "reward"]) == 0
     assert capfd.readouterr().out.startswith(f"reward of {MODEL} on the cpu device\n")
     file.write_text(to_toml(grpo_run(tmp_path / "grpo")))

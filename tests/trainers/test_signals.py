@@ -129,7 +129,8 @@ def test_a_signal_leaves_a_checkpoint_of_the_last_complete_step(whole, tmp_path,
     (folder,) = checkpoint.existing(run.output_dir)
     step, _ = checkpoint.load(folder)
     assert errors.splitlines()[-2:] == [
-        f"rlnumba: step {step} is in {folder}; --resume goes on from there",
+        f"rlnumba: step {step} is in {folder}; --resume goes on from there "
+        "(in Python train(resume_from_checkpoint=True))",
         f"rlnumba: {message}",
     ]
     # A signal while weights are written takes effect when the step is complete; on a slow machine it may come late.

@@ -171,6 +171,7 @@ def ballast_for(planner, share):
     """Take so much of the GPU that a run may choose: (bytes, what they are freed by)."""
     full, minimal = (planner.plan(with_train(planner.run, activation_memory=mode)) for mode in ("full", "minimal"))
     least, most = minimal.needed * (1 + 1.5 * HEADROOM), full.needed * MORE_THAN_ALL
+    least, most = least + memory.MARGIN_BYTES, most + memory.MARGIN_BYTES
     nbytes = int(available_bytes(*device.memory_info()) - least - share * max(most - least, 0))
     if nbytes <= 0:
         return 0

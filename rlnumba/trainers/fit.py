@@ -3,7 +3,7 @@
     run = fit_to_device("grpo", run)          train.activation_memory is no "auto" any more, or DeviceError
 
 Of the modes the one that recomputes least and fits is taken. The gradients have the same bits in each, so that a run
-may be resumed on another GPU with another mode. A plan is of 5 % of accuracy, which is left free besides.
+may be resumed on another GPU with another mode. Besides a plan 5 % of it are left free, as far as it may be wrong.
 """
 
 from dataclasses import replace
@@ -83,8 +83,10 @@ def with_train(run, **keys):
 
 
 def has_headroom(plan, available):
-    """Whether a Plan fits, with what it may be wrong by: bool."""
-    return plan.needed + HEADROOM * (plan.needed - plan.extra.get("CUDA context", 0)) <= available
+    """Whether a Plan fits, training with what it may be wrong by and what is left to the driver: bool."""
+    training = plan.phases["training"]
+    spare = HEADROOM * (training - plan.extra.get("CUDA context", 0)) + memory.MARGIN_BYTES
+    return max(plan.needed, training + spare) <= available
 
 
 def activation_modes(train):

@@ -12,6 +12,7 @@ import pytest
 from rlnumba.engine.cache import KVCache
 from rlnumba.runtime import device, mapped_memory, memory
 from rlnumba.runtime.arena import Arena
+from rlnumba.runtime.growing_array import GrowingArray
 from rlnumba.runtime.mapped_memory import PIECE_BYTES, MappedMemory
 
 MIB = 1 << 20
@@ -137,9 +138,24 @@ def unowned(address, nbytes, owner, gpu):
     return SimpleNamespace(address=address, owner=owner)
 
 
-def array(shape, dtype, memptr):
-    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    return SimpleNamespace(address=memptr.address, nbytes=nbytes, shape=shape, keeps=memptr)
+class DeviceArray:
+    """filled: bytes that `fill` has written, as (address, count)."""
+
+    filled = ()
+
+    def __init__(self, shape, dtype, memptr):
+        self.shape, self.dtype, self.memptr, self.address = shape, np.dtype(dtype), memptr, memptr.address
+        self.nbytes = math.prod(shape) * self.dtype.itemsize
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __getitem__(self, part):
+        start, stop, _ = part.indices(len(self))
+        return DeviceArray((stop - start,), self.dtype, self.memptr + start * self.dtype.itemsize)
+
+    def fill(self, value):
+        DeviceArray.filled += ((self.address, self.nbytes),)
 
 
 @pytest.fixture
@@ -154,7 +170,7 @@ def gpu(monkeypatch):
         set_allocator=lambda allocator: None,
     )
     pool = SimpleNamespace(free_all_blocks=small.free_all_blocks, free_bytes=lambda: small.cached, total_bytes=None)
-    cupy = SimpleNamespace(cuda=cuda, ndarray=array, get_default_memory_pool=lambda: pool)
+    cupy = SimpleNamespace(cuda=cuda, ndarray=DeviceArray, get_default_memory_pool=lambda: pool)
     monkeypatch.setattr(mapped_memory, "_driver", lambda: small)
     monkeypatch.setattr(memory, "_allocator", None)
     monkeypatch.setattr(device, "name", lambda: "cuda")
@@ -298,3 +314,91 @@ def test_more_than_the_addresses(gpu):
     with pytest.raises(memory.OutOfMemory, match="few needed"):
         few.take(11 * MIB)
     assert few.mapped_bytes == 10 * MIB
+
+
+def test_a_growing_array_stays_where_it_is(gpu, monkeypatch):
+    monkeypatch.setattr(DeviceArray, "filled", ())
+    growing = GrowingArray("attention", np.float32)
+    assert growing.nbytes == 0
+    small = growing.first(3)
+    assert small.shape == (3,) and gpu.can_access(small) and growing.nbytes == GRANULARITY
+    for thousands in range(1, 2001):
+        assert growing.first(1000 * thousands).address == small.address
+    assert gpu.can_access(growing.first(2_000_000)) and 8_000_000 <= growing.nbytes < 8_000_000 + GRANULARITY
+    assert growing.first(5).shape == (5,) and 0 < taken(gpu, "attention") <= growing.nbytes
+    # Each element was made zero once.
+    starts, sizes = zip(*DeviceArray.filled, strict=True)
+    assert list(starts) == [small.address + sum(sizes[:i]) for i in range(len(sizes))]
+    assert sum(sizes) == growing.nbytes
+
+
+def test_elsewhere_a_growing_array_keeps_one_array():
+    growing = GrowingArray("attention", np.float32)
+    most = 0
+    for thousands in range(1, 2001):
+        array = growing.first(1000 * thousands)
+        assert array.shape == (1000 * thousands,) and not array[-1]
+        array[0], most = 1.0, max(most, growing.nbytes)
+    assert most <= 2 * 8_000_000 and growing.first(1)[0] == 1.0
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_reads_a_growing_array_that_has_grown():
+    import cupy
+
+    growing, out = GrowingArray("test", np.int32), cupy.zeros(4, np.int32)
+    before, stream = growing.first(4), cupy.cuda.Stream(non_blocking=True)
+    cupy.add(before, 1, out=before)
+    cupy.add(before, 0, out=out)
+    with stream:
+        stream.begin_capture()
+        cupy.add(before, 1, out=before)
+        cupy.add(before, 0, out=out)
+        graph = stream.end_capture()
+    grown = growing.first(50 << 20)
+    assert grown.data.ptr == before.data.ptr and not int(grown[4:].any())
+    graph.launch()
+    cupy.cuda.Device().synchronize()
+    assert out.get().tolist() == [2, 2, 2, 2] == grown[:4].get().tolist()
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_finds_its_memory_after_another_had_it():
+    """Both have more than half of the GPU's memory."""
+    import cupy
+
+    gc.collect()
+    device.xp().get_default_memory_pool().free_all_blocks()
+    size = int(0.6 * device.memory_info()[0]) // (64 * MIB) * 64 * MIB
+    arena, cache, count = Arena("test activations", lends=True), cache_of(size), 1 << 20
+    source, out = cupy.arange(count, dtype=np.float32), cupy.zeros(count, np.float32)
+
+    def compute():
+        with arena.scope():
+            first, _, last = arena.empty(count, np.float32), arena.empty(size, np.uint8), arena.empty(count, np.float32)
+            cupy.add(source, 1, out=first)
+            cupy.multiply(first, 3, out=last)
+            cupy.subtract(last, first, out=out)
+
+    compute()
+    expected, address = out.get(), arena.address
+    assert expected[5] == 12.0
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with arena.scope(), stream:
+        stream.begin_capture()
+        compute()
+        graph = stream.end_capture()
+    for _ in range(3):
+        cache.take()
+        assert cache.memory.mapped_bytes >= cache.nbytes and arena.nbytes < arena.peak
+        cache.k.fill(7)
+        cache.v.fill(7)
+        cache.lend()
+        out.fill(0)
+        cupy.cuda.Device().synchronize()
+        with arena.scope():
+            assert arena.nbytes >= arena.peak and 0 < cache.memory.mapped_bytes < cache.nbytes
+            graph.launch()
+            cupy.cuda.Device().synchronize()
+        assert (out.get() == expected).all() and arena.address == address
+    assert arena.nbytes + cache.memory.mapped_bytes <= device.memory_info()[1]

@@ -14,7 +14,6 @@ Their arrays are padded to a StepShape (step_shapes.py). The first step of a sha
 what they need; the second is captured, and replayed from then on.
 """
 
-import weakref
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -41,6 +40,7 @@ from rlnumba.kernels.attention.paged import (
     paged_attention_qkv,
     plan_paged_attention,
     reserve_workspace,
+    workspace_sizes,
 )
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.decode_state import DecodeState, advance_decode_state, edit_decode_state
@@ -237,7 +237,6 @@ class Runner:
         # How often steps ran as they are, were captured, and replayed.
         self.counts = {"replayed": 0, "captured": 0, "eager": 0}
         self.max_prefill_tokens = most_prefill_tokens(model.config, max_num_batched_tokens)
-        self.workspace_bytes = 0
 
     @property
     def block_bytes(self):
@@ -301,23 +300,26 @@ class Runner:
         cached_tokens: how many the cache is going to hold, which limits a sequence as max_model_len does.
         """
         self._lead("reserve_workspace", cached_tokens)
+        with self.context.use():
+            return reserve_workspace(*self.heads, self._largest_calls(cached_tokens, self.eager))
+
+    def workspace_bytes(self, cached_tokens, eager):
+        """What reserve_workspace would return on a GPU, but for what fills the driver's pages."""
+        return 4 * sum(workspace_sizes(*self.heads, self._largest_calls(cached_tokens, eager)))
+
+    def _largest_calls(self, cached_tokens, eager):
+        """Bounds of the largest calls of attention, as workspace_sizes takes them."""
         tokens, longest = self.max_num_batched_tokens, min(self.max_model_len, cached_tokens)
-        rows, context = self.max_num_seqs if self.eager else bucket_of(self.max_num_seqs), context_bucket_of(longest)
+        rows, context = self.max_num_seqs if eager else bucket_of(self.max_num_seqs), context_bucket_of(longest)
         calls = [(self.max_num_seqs, tokens, tokens, longest), (rows, rows, 1, context)]
-        if not self.eager:
+        if not eager:
             tokens = self.max_prefill_tokens
             padded = prefill_rows_of(self.max_num_seqs)
             calls.append((padded, tokens, tokens, min(context, MAX_PREFILL_CONTEXT)))
         if self.longest_verified:
             rows = bucket_of(min(self.max_num_seqs, MAX_NUM_SEQS))
             calls.append((rows, self.max_verified, self.longest_verified, context))
-        with self.context.use():
-            nbytes = reserve_workspace(*self.heads, calls)
-        added, self.workspace_bytes = nbytes - self.workspace_bytes, nbytes
-        if added:
-            memory.track("attention", added)
-            weakref.finalize(self, memory.track, "attention", -added)
-        return nbytes
+        return calls
 
     def run(self, step, table):
         """Compute a step; returns the sampled token_ids (D,) int32 and logprobs (D,) float32 on the host.

@@ -62,7 +62,7 @@ SHARED = "weights that the engine reads"
 # Trainers whose micro-batches become CUDA graphs.
 GRAPHED = ("sft", "grpo", "rloo")
 # What an inference process of an asynchronous run has.
-OF_INFERENCE = ("weights", "adapter", "engine activations", "kv", "CUDA context")
+OF_INFERENCE = ("weights", "adapter", "engine activations", "attention", "kv", "CUDA context")
 # Of prompt_run.sample_report.
 REPORTED_PROMPTS = 4
 # What a phase gives to the other one, where they take turns.
@@ -145,8 +145,7 @@ class Planner:
             trained, checkpoint, folds_layers = take_step(self.config, dtype, run, step, communicator)
             shards_layers = weights_of(run, communicator) is not Weights
             has_engine = step.prompts and not shards_layers
-            if has_engine:
-                _generate(self, dtype, run, step.prompts)
+            workspace = _generate(self, dtype, run, step.prompts) if has_engine else 0
         tokens = step.tokens
         regions, notes = dict(peaks), {}
         host = regions.pop("host", 0)
@@ -182,6 +181,9 @@ class Planner:
             shared = (regions["grads"] - 4 * sum(trained)) // len(trained)
             regions["peer"] = arena_bytes(run.num_ranks) + staging_bytes(shared, run.num_ranks)
             notes["peer"] = "what other GPUs write into, and copies of their gradients"
+        if workspace:
+            regions["attention"] = workspace
+            notes["attention"] = "results of parts of long sequences, which are merged"
         least_kv = self._add_kv(regions, notes, run, itemsize, step.prompts, self.config) if has_engine else 0
         if self.on_gpu:
             extra = {"operators": operator_bytes(tokens, self.config), "CUDA context": CONTEXT_BYTES}
@@ -190,7 +192,8 @@ class Planner:
             if self.kind in GRAPHED and graphs.has_graphs(run.train, run.lora) and tokens <= max_tokens:
                 extra["graphs"] = min(extra["operators"], graphs.POOL_BYTES)
                 notes["graphs"] = "the same arrays once more, for micro-batches that are replayed"
-        order = ["weights", "adapter", "reference", "grads", "moments", "activations", "engine activations", "kv"]
+        order = ["weights", "adapter", "reference", "grads", "moments", "activations"]
+        order += ["engine activations", "attention", "kv"]
         names = sorted(regions, key=lambda name: order.index(name) if name in order else len(order))
         regions = {name: regions[name] for name in names if regions[name]}
         # Between micro-batches the engine needs its memory, too; and arrays of the cpu device are not lent.
@@ -209,8 +212,9 @@ class Planner:
         if not has_own_engine:
             sent = weights_bytes(self.config, dtype, WHOLE)
             with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
-                _generate(self, dtype, run, prompts)
+                workspace = _generate(self, dtype, run, prompts)
             found["engine activations"] = peaks["engine activations"]
+            found |= {"attention": workspace} if workspace else {}
         is_pushed = run.weights_transport(sent, self.total_bytes if self.on_gpu else 0) == "peer"
         if shard.count == 1 and not is_pushed and has_own_engine:
             return found
@@ -252,7 +256,8 @@ class Planner:
             # Of processes that share a GPU each has a part of its memory.
             own_bytes = self.total_bytes // self.num_sharing
             share = int(own_bytes * engine.gpu_memory_utilization) - regions["weights"] - regions.get("new weights", 0)
-            room = min(share - regions["engine activations"], own_bytes - others)
+            own = regions["engine activations"] + regions.get("attention", 0)
+            room = min(share - own, own_bytes - others)
             most = engine.max_num_seqs * (blocks_needed(limit, BLOCK_SIZE) + 1)
             blocks = max(min(room // block_bytes, most), 0)
             notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens, engine.gpu_memory_utilization = "
@@ -385,7 +390,7 @@ def _adapter(run, config, dtype, region):
 
 
 def _generate(planner, dtype, run, prompts):
-    """Let the engine's largest step reserve its activations."""
+    """Let the engine's largest step reserve its activations: bytes of attention's workspace on a GPU."""
     config, engine = planner.config, run.engine
     model = Transformer(config, Weights(config, dtype, region=SHARED))
     model.adapter = _adapter(run, config, dtype, SHARED)
@@ -403,7 +408,14 @@ def _generate(planner, dtype, run, prompts):
     limit = longest_sequence(config, engine)
     # With "auto" other devices have no steps with drafts.
     verified = longest_verified(engine) if planner.on_gpu or engine.speculative_method == "ngram" else 0
-    Runner(model, Context(), BLOCK_SIZE, tokens, min(seqs, tokens), limit, True, verified).reserve_activations()
+    runner = Runner(model, Context(), BLOCK_SIZE, tokens, min(seqs, tokens), limit, True, verified)
+    runner.reserve_activations()
+    if not planner.on_gpu:
+        return 0
+    blocks = engine.num_gpu_blocks_override
+    if blocks is None:
+        blocks = int(planner.total_bytes * engine.gpu_memory_utilization) // runner.block_bytes
+    return runner.workspace_bytes(blocks * BLOCK_SIZE, engine.enforce_eager)
 
 
 def _first_step(engine, prompts, sizes, common):

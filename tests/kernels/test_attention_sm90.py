@@ -140,7 +140,7 @@ class Cache:
             common, group_sizes, most, None, lse,
             config._replace(segment=self.segment), prefill._replace(segment=self.segment), blocks, max_leading,
         )  # fmt: skip
-        assert not any(device.to_host(x).any() for x in current().own(Workspace).counters.values())
+        assert not device.to_host(current().own(Workspace).counters.array).any()
         return device.to_host(out), device.to_host(lse)
 
     def compare(self, order, begins, ends, max_context=None, **options):

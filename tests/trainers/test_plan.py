@@ -340,6 +340,20 @@ def test_the_share_of_the_engine(tmp_path):
     assert plan.regions["kv"] == min((share - own) // block, most) * block
 
 
+def test_partial_results_of_the_engine(tmp_path):
+    """Results of parts of the longest sequences that there may be, of kernels for 16 bits; the cache gets the rest."""
+    run = dataclasses.replace(grpo_run(tmp_path / "grpo", dtype="bfloat16"), model=large_run(tmp_path).model)
+    regions = Planner("grpo", run, True, 400 * GIB).plan().regions
+    # Decode: a result for each of 40 segments of 1,024 keys, sequence and head, of 128 columns, a maximum and a sum.
+    decode = 4 * run.engine.max_num_seqs * 40 * 32 * (128 + 2)
+    assert decode <= regions["attention"] < 8 * decode
+    own = sum(regions[name] for name in ("weights", "engine activations", "attention"))
+    block = 16 * 2 * 36 * 8 * 128 * 2
+    assert regions["kv"] == (int(400 * GIB * run.engine.gpu_memory_utilization) - own) // block * block
+    # None of float32, whose kernels keep nothing.
+    assert "attention" not in Planner("grpo", grpo_run(tmp_path / "run"), True, 80 * GIB).plan().regions
+
+
 def test_phases_that_take_turns_need_the_most_of_them(tmp_path):
     def plan_of(run, kind="grpo", on_gpu=True):
         return Planner(kind, run, on_gpu, 2 * GIB).plan()
@@ -454,7 +468,7 @@ def test_a_model_of_8b_on_several_gpus(tmp_path):
     plans = {}
     for stage in (2, 3):
         deploy = DeployConfig(num_train_gpus=4, zero_stage=stage)
-        planner = Planner("sft", dataclasses.replace(run, deploy=deploy), True, 141 * GIB)
+        planner = Planner("sft", dataclasses.replace(run, deploy=deploy), True, 400 * GIB)
         plans[stage] = planner.plan()
         assert ("deploy.zero_stage = 3" in dict(planner.savings(plans[stage]))) == (stage == 2)
         text = "\n".join(describe(planner, plans[stage]))

@@ -22,9 +22,11 @@ from rlnumba.kernels.attention.reference import attention_ref
 from rlnumba.kernels.attention.simt import paged_attention_simt
 from rlnumba.kernels.attention.sm90_decode_consumer import decode_config as sm90_decode_config
 from rlnumba.kernels.attention.softmax import TILE_KEYS
+from rlnumba.kernels.attention.split_kv import Workspace
 from rlnumba.kernels.checks import FLOATS, I32, check, check_chunks
 from rlnumba.kernels.nn.qkv import check_projection, qkv_split_to_cache
 from rlnumba.runtime import device
+from rlnumba.runtime.context import current
 
 
 class PrefixSharing(NamedTuple):
@@ -50,18 +52,26 @@ def sharing(element, heads, kv_heads, head_dim, block_size):
 def reserve_workspace(element, heads, kv_heads, head_dim, block_size, calls):
     """Allocate the current context's workspace for any of `calls`, so that none of them allocates; returns its bytes.
 
-    element: the dtype's name. calls: bounds of each, (sequences B, tokens N, max_seqlen_q, max_context_len). Earlier
-    arrays stay, since captured graphs hold their addresses.
+    The arguments are workspace_sizes'.
+    """
+    sizes = workspace_sizes(element, heads, kv_heads, head_dim, block_size, calls)
+    return current().own(Workspace).reserve(*sizes) if sizes else 0
+
+
+def workspace_sizes(element, heads, kv_heads, head_dim, block_size, calls):
+    """Words of four bytes that the arrays of a Workspace need for any of `calls`, a tuple; () where it needs none.
+
+    element: the dtype's name. calls: bounds of each, (sequences B, tokens N, max_seqlen_q, max_context_len).
     """
     group = heads // kv_heads
     family = attention_family(element, head_dim, group)
     if family == "sm90":
         box = min(block_size, TILE_KEYS)
         calls = [(sequences, longest, context) for sequences, _, longest, context in calls]
-        return sm90_paged.reserve(element, kv_heads, group, head_dim, box, calls)
+        return sm90_paged.workspace_sizes(element, kv_heads, group, head_dim, box, calls)
     if family == "sm80":
-        return sm80_decode.reserve(element, kv_heads, group, head_dim, block_size, calls)
-    return 0
+        return sm80_decode.workspace_sizes(element, kv_heads, group, head_dim, block_size, calls)
+    return ()
 
 
 def plan_paged_attention(

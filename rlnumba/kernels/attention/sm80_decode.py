@@ -317,8 +317,8 @@ def decode_config(head_dim, element, block_size, limit):
     return Sm80DecodeConfig(head_dim, element, 1, block_size)
 
 
-def reserve(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
-    """As paged.reserve_workspace, which calls this."""
+def workspace_sizes(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
+    """As paged.workspace_sizes, which calls this."""
     decode = decode_config(head_dim, element, block_size, device.max_shared_bytes())
     prefill = attention_config(head_dim, element, block_size, device.max_shared_bytes())
     rows, floats, counters = 1, 0, 0
@@ -333,7 +333,7 @@ def reserve(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
             max(floats, rows * (sm80_tiles.padded(head_dim) + 2), slots * slot_floats),
             max(counters, slots),
         )
-    return current().own(Workspace).reserve(floats, counters)
+    return floats, counters, 0
 
 
 def paged_attention_sm80(

@@ -55,8 +55,8 @@ def partial_slots(config, sequences, kv_heads, gqa_ratio, max_seqlen_q, max_cont
     return splits, slots, min(max_seqlen_q, config.rows // gqa_ratio) * gqa_ratio
 
 
-def reserve(element, kv_heads, gqa_ratio, head_dim, box, calls):
-    """As paged.reserve_workspace, which calls this. Declared groups need no more. box: of decode_config."""
+def workspace_sizes(element, kv_heads, gqa_ratio, head_dim, box, calls):
+    """As paged.workspace_sizes, which calls this. Declared groups need no more. box: of decode_config."""
     # A call with fewer sequences and shorter queries may have wider work items.
     widest = MAX_DECODE_ROWS // gqa_ratio
     few = [(min(sequences, FEW_SEQUENCES), min(longest, widest), context) for sequences, longest, context in calls]
@@ -68,7 +68,7 @@ def reserve(element, kv_heads, gqa_ratio, head_dim, box, calls):
         floats = max(floats, slots * rows * (head_dim + 2))
         counters = max(counters, 2 + sequences * kv_heads)
         items = max(items, sequences * splits)
-    return current().own(Workspace).reserve(floats, counters, items, ITEM_COLUMNS)
+    return floats, counters, (1 + items) * ITEM_COLUMNS
 
 
 class DecodePlan(NamedTuple):

@@ -16,8 +16,8 @@ import numpy as np
 from rlnumba.kernels.attention.softmax import MINUS_INFINITY, log_sum_exp, merge_weights
 from rlnumba.kernels.ptx.shared_memory import LINE, Address, stmatrix_x2_trans
 from rlnumba.kernels.ptx.warp import cvt_pack, device_function, udiv, vector_access
-from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
+from rlnumba.runtime.growing_array import GrowingArray
 
 i32, f32 = np.int32, np.float32
 
@@ -154,23 +154,18 @@ def partial_merge(head_dim, element, prefetch):
 
 
 class Workspace:
-    """Partials, counters and lists of work items of one context. Counters are zero before and after a launch.
+    """Partials, counters and lists of work items of one context, as large as the largest that was asked for.
 
-    Arrays grow with what is asked for. Those that were handed out stay, since captured graphs hold their addresses.
+    Counters are zero before and after a launch.
     """
 
     def __init__(self):
-        self.floats, self.counters, self.items = {}, {}, {}
-
-    def _at_least(self, arrays, count, dtype):
-        largest = max(arrays, default=0)
-        if largest < count:
-            arrays[count] = device.xp().zeros(count, dtype)
-            largest = count
-        return arrays[largest]
+        self.floats, self.counters, self.items = (
+            GrowingArray("attention", dtype) for dtype in (np.float32, np.int32, np.int32)
+        )
 
     def float_array(self, count):
-        return self._at_least(self.floats, count, np.float32)[:count]
+        return self.floats.first(count)
 
     def partials(self, slots, rows, head_dim, counters):
         """(acc (slots rows head_dim,), row_max, row_sum (slots rows,), counters)."""
@@ -179,20 +174,19 @@ class Workspace:
         acc = floats[: count * head_dim]
         row_max = floats[count * head_dim : count * (head_dim + 1)]
         row_sum = floats[count * (head_dim + 1) :]
-        return acc, row_max, row_sum, self._at_least(self.counters, counters, np.int32)
+        return acc, row_max, row_sum, self.counters.first(counters)
 
     def segment_totals(self, slots, floats):
         """(totals (slots, floats) with any content, in_use (slots,)) of sm80_attention_kernel."""
         totals = self.float_array(slots * floats).reshape(slots, floats)
-        return totals, self._at_least(self.counters, slots, np.int32)[:slots]
+        return totals, self.counters.first(slots)
 
     def item_list(self, items, columns):
-        words = (1 + items) * columns
-        return self._at_least(self.items, words, np.int32)[:words].reshape(-1, columns)
+        return self.items.first((1 + items) * columns).reshape(-1, columns)
 
-    def reserve(self, floats, counters=1, items=0, columns=1):
-        """Allocate arrays of at least these sizes; returns the bytes of all arrays."""
-        self.float_array(floats)
-        self._at_least(self.counters, counters, np.int32)
-        self.item_list(items, columns)
-        return sum(array.nbytes for arrays in (self.floats, self.counters, self.items) for array in arrays.values())
+    def reserve(self, floats, counters, items):
+        """Allocate arrays of at least so many elements; returns the bytes of all arrays."""
+        arrays = self.floats, self.counters, self.items
+        for array, count in zip(arrays, (floats, counters, items), strict=True):
+            array.first(count)
+        return sum(array.nbytes for array in arrays)

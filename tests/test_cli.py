@@ -121,6 +121,20 @@ def test_a_run_without_a_file(tmp_path, capsys):
     assert 'output_dir = "trainer_output"' in shown and "max_steps = 3" in shown
     assert cli.run(["plan", *map(str, keys), "--train.per_device_train_batch_size", "8"]) == 0
     assert capsys.readouterr().out.startswith(f"grpo of {MODEL} on ")
+    # As `trl sft` has it.
+    trl = [
+        "--model_name_or_path",
+        MODEL,
+        "--dataset_name",
+        prompts,
+        "--dataset_train_split",
+        "all",
+        "--output_dir",
+        "o",
+    ]
+    assert cli.run(["sft", *trl, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert f'train = "{prompts}"' in shown and 'split = "all"' in shown and 'output_dir = "o"' in shown
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8, 0.0])

@@ -30,6 +30,10 @@ from rlnumba.errors import ConfigError
 ALIASES = {
     ("", "model_name_or_path"): ("", "model"),
     ("", "reward_funcs"): ("rewards", "funcs"),
+    ("", "dataset_name"): ("data", "train"),
+    ("", "dataset_config"): ("data", "name"),
+    ("", "dataset_train_split"): ("data", "split"),
+    ("", "dataset_test_split"): ("data", "eval_split"),
     ("train", "output_dir"): ("", "output_dir"),
     ("train", "seed"): ("", "seed"),
     ("train", "reward_weights"): ("rewards", "weights"),

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import rlnumba
-from rlnumba import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, PPOTrainer, SFTConfig, SFTTrainer
+from rlnumba import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, PPOTrainer, SFTConfig, SFTTrainer, rewards
 from rlnumba.config import LoraConfig
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.lora import is_adapter
 from rlnumba.model.transformer import load_model
+from rlnumba.rewards import functions
 from rlnumba.trainers.callbacks import TrainerCallback
 from tests.trainers.runs import MODEL, PREFERENCE_ROWS
 
@@ -306,14 +307,14 @@ def share_of_digits(completions, share, **columns):
 
 def test_rewards_of_any_callable(tmp_path):
     args = GRPOConfig(output_dir=str(tmp_path), **SMALL_GRPO)
-    rewards = [
+    funcs = [
         lambda completions, **columns: [0.25] * len(completions),
         lambda completions, **columns: [0.5] * len(completions),
         functools.partial(share_of_digits, share=0.1),
         functools.partial(share_of_digits, share=0.2),
         Digits(0.3),
     ]
-    trainer = GRPOTrainer(MODEL, rewards, args, PROMPTS, PROMPTS[:1])
+    trainer = GRPOTrainer(MODEL, funcs, args, PROMPTS, PROMPTS[:1])
     trainer.train()
     (row,) = trainer.state.log_history
     means = {name: value for name, value in row.items() if name.startswith("rewards/") and name.endswith("/mean")}
@@ -328,6 +329,11 @@ def test_rewards_of_any_callable(tmp_path):
     assert (b, c) == (pytest.approx(2 * a), pytest.approx(3 * a))
     # The functions themselves are called, too, where the trained model is evaluated.
     assert trainer.evaluate()["eval_reward"] == pytest.approx(row["eval_reward"])
+
+
+def test_rewards_are_where_trl_has_them():
+    assert rewards.accuracy_reward is functions.accuracy_reward
+    assert rewards.get_soft_overlong_punishment is functions.get_soft_overlong_punishment
 
 
 def test_help_and_dir():

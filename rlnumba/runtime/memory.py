@@ -149,8 +149,8 @@ class Allocator:
         return found
 
     def _allocate_lent(self, nbytes):
-        """As much as is missing at most, and then all."""
-        for wanted in (nbytes + MARGIN_BYTES, math.inf):
+        """Take what is missing, and where that is not enough, all that is lent."""
+        for wanted in (nbytes + MARGIN_BYTES - self.free_bytes(), math.inf):
             if not reclaim(wanted):
                 break
             with suppress(MemoryError):

@@ -6,17 +6,17 @@ import tomllib
 
 import pytest
 
-from rlnumba import cli
+from rlnumba import cli, data
 from rlnumba.config import GRPOConfig, load_run, to_toml
 from rlnumba.errors import DeviceError
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.weights import write_json
 from rlnumba.runtime import device, memory
-from rlnumba.trainers import fit, fit_choices, kept_data
+from rlnumba.trainers import fit, fit_choices, kept_data, sft
 from rlnumba.trainers.fit import activation_modes, available_bytes, fit_to_device, has_headroom
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.plan import CONTEXT_BYTES, Plan, Planner
-from rlnumba.trainers.sft import num_tokens
+from rlnumba.trainers.sft import num_tokens, run_sft
 from tests.trainers.runs import MODEL, grpo_run, sft_run
 
 pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="the memory of the GPU is made up")
@@ -316,3 +316,20 @@ def test_the_command(planner_of, tmp_path, capfd):
     out = capfd.readouterr().out
     assert out.startswith(f"sft of {planner_of().run.model} on a GPU with 80.00 GiB\n\n  time ")
     assert tomllib.loads(out.partition("# the first")[2].partition("\n")[2]) == {"train": {"activation_memory": "full"}}
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_a_run_trains_on_what_its_plan_has_read(tmp_path, monkeypatch, kind):
+    run = {"sft": sft_run, "grpo": grpo_run}[kind](tmp_path / "run", max_steps=1)
+    Planner(kind, run, True, 80 * GIB, keeps_data=True).plan()
+
+    def read_again(*arguments):
+        raise AssertionError("the file is read a second time")
+
+    monkeypatch.setattr(sft, "load_sft", read_again)
+    monkeypatch.setattr(data, "load_prompts", read_again)
+    train = {"sft": run_sft, "grpo": run_grpo}[kind]
+    train(run)
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+    with pytest.raises(AssertionError, match="a second time"):
+        train(run)

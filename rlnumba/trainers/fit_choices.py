@@ -62,7 +62,8 @@ class Schedule(NamedTuple):
 def fastest_choices(planner, run, available):
     """The fastest Choice of each variant of `run`, the Planner's as its file has it, that fits so many available bytes.
 
-    A list: those that change no bit first, then by their seconds. Raises DeviceError, naming the least, if none fits.
+    A list: those that change no bit first, then by their seconds, each faster or smaller than all before it. Raises
+    DeviceError, naming the least, if none fits.
     """
     search, found = Search(planner, run, available), []
     for changes, result in variants(planner, run):
@@ -76,7 +77,11 @@ def fastest_choices(planner, run, available):
             f"no keys that rlnumba plan knows fit {amount(available)}: {amount(least.plan.needed)} are needed with "
             f"{text_of(least.changes)}"
         )
-    return sorted(found, key=lambda choice: (ORDER.index(choice.result), choice.seconds))
+    listed = []
+    for choice in sorted(found, key=lambda choice: (ORDER.index(choice.result), choice.seconds)):
+        if all(choice.seconds < each.seconds or choice.plan.needed < each.plan.needed for each in listed):
+            listed.append(choice)
+    return listed
 
 
 class Search:

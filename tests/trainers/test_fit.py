@@ -255,6 +255,9 @@ def test_the_fastest_of_the_keys_that_fit(planner_of, tmp_path):
             assert of_result == ([pytest.approx(seconds[expected], rel=0.02)] if is_listed else [])
         results = [fit_choices.ORDER.index(choice.result) for choice in found]
         assert results == sorted(results)
+        sizes = [(choice.seconds, choice.plan.needed) for choice in found]
+        for later, (time, size) in enumerate(sizes):
+            assert all(time < each[0] or size < each[1] for each in sizes[:later])
         for choice in found:
             (tmp_path / "own.toml").write_text(to_toml(run))
             (tmp_path / "choice.toml").write_text("\n".join(fit_choices.toml_of(choice.changes)))

@@ -21,6 +21,7 @@ class WordTokenizer:
     """Words of at most four characters, numbered as they come; "ab" + "cd" is one token, so pairs can merge."""
 
     eos_token_id = EOS
+    template_variables = frozenset({"messages", "tools", "k"})
 
     def __init__(self, chat=True):
         self.chat_template = "template" if chat else None
@@ -229,6 +230,49 @@ def test_variables_of_a_row_that_are_refused(path, variables, message):
         load_prompts(path, DataConfig(train=str(path)), WordTokenizer(), 1000, 1000)
     with pytest.raises(ConfigError, match="data.chat_template_kwargs cannot set 'add_generation_prompt'"):
         DataConfig(train="", chat_template_kwargs={"add_generation_prompt": False})
+
+
+@pytest.mark.parametrize("form", ["sft", "dpo", "kto", "unpaired", "grpo"])
+@pytest.mark.parametrize(
+    "is_chat, keys, columns, notes",
+    [
+        (True, {"system_prompt": "s", "chat_template_kwargs": {"k": 1}}, {"tools": [{"name": "f"}]}, []),
+        (True, {"chat_template_kwargs": {"kk": 1}}, {}, ["data.chat_template_kwargs.kk has no effect: the chat templ"]),
+        (True, {}, {"chat_template_kwargs": {"x": 1}}, ["chat_template_kwargs.x has no effect: the chat template do"]),
+        (False, {}, {}, []),
+        (False, {"system_prompt": "s"}, {}, ["data.system_prompt has no effect: no chat template is applied to"]),
+        (False, {"system_prompt": "s", "apply_chat_template": True}, {}, []),
+        (False, {"chat_template_kwargs": {"k": 1}}, {"tools": [{"name": "f"}]},
+         ["data.chat_template_kwargs has no effect: no chat", "the column tools has no effect: no chat template"]),
+    ],
+)  # fmt: skip
+def test_what_a_template_does_not_take_is_said(path, form, is_chat, keys, columns, notes):
+    prompt, answer = "q", "a"
+    if is_chat:
+        prompt, answer = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
+    rows = {"sft": {"completion": answer}, "dpo": {"chosen": answer, "rejected": prompt}, "grpo": {}}
+    rows |= {"kto": {"completion": answer, "label": True}, "unpaired": rows["dpo"]}
+    write(path, [{"prompt": prompt} | rows[form] | columns])
+    data, limits = DataConfig(train=str(path), **keys), (WordTokenizer(), 1000, 1000)
+    loaded = {
+        "sft": lambda: load_sft(path, data, SFTConfig(), *limits),
+        "dpo": lambda: load_pairs(path, data, DPOConfig(), *limits),
+        "kto": lambda: load_unpaired(path, data, KTOConfig(), *limits),
+        "unpaired": lambda: load_unpaired(path, data, KTOConfig(), *limits),
+        "grpo": lambda: load_prompts(path, data, *limits),
+    }
+    found = loaded[form]().notes
+    assert len(found) == len(notes)
+    for line, note in zip(found, notes, strict=True):
+        assert line.startswith(f"{path}: {note}")
+
+
+def test_a_text_takes_no_template(path):
+    write(path, [{"text": "a"}])
+    loaded = load_sft(path, DataConfig(train="", apply_chat_template=True), SFTConfig(), WordTokenizer(), 1000, 1000)
+    assert loaded.notes == [
+        f"{path}: data.apply_chat_template has no effect: no chat template is applied to its rows, texts"
+    ]
 
 
 def test_a_template_for_questions_needs_questions(path):

@@ -6,7 +6,7 @@ A row is {"prompt", "chosen", "rejected"}, each a string or a list of messages. 
 the two sides is the prompt: of message lists in whole messages, of strings in whole tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from rlnumba.data.files import (
 )
 from rlnumba.data.formats import chat_cell, number_cell
 from rlnumba.data.packing import TokenSequence
-from rlnumba.data.prompts import as_prompt, encode_pair, with_eos
+from rlnumba.data.prompts import as_prompt, encode_pair, template_notes, with_eos
 from rlnumba.errors import UserError
 
 SIDES = ("chosen", "rejected")
@@ -56,10 +56,11 @@ class PreferencePair:
 
 @dataclass
 class PairData:
-    """The pairs of a file, and counts: rows, truncated_rows (one side or both), dropped_rows."""
+    """The pairs of a file, counts: rows, truncated_rows (one side or both), dropped_rows, and template_notes."""
 
     rows: list[PreferencePair]
     counts: dict[str, int]
+    notes: list[str] = field(default_factory=list)
 
 
 def load_pairs(
@@ -92,7 +93,18 @@ def load_pairs(
         pairs.append(pair)
     if not pairs:
         raise UserError(f"{path}: all {len(rows)} pairs are too long for train.max_length {limit}")
-    return PairData(pairs, {"rows": len(rows), "truncated_rows": truncated, "dropped_rows": dropped})
+    notes = template_notes(path, data, rows, is_templated(rows, data), tokenizer)
+    return PairData(pairs, {"rows": len(rows), "truncated_rows": truncated, "dropped_rows": dropped}, notes)
+
+
+def is_templated(rows, data):
+    """Whether the chat template is applied to any row: to one with a list of messages, or with data.apply_chat_template
+    to a prompt. rows: of read_dataset."""
+    columns = data.prompt_column or "prompt", data.completion_column or "completion", *SIDES
+    values = [[row.get(name) for name in columns] for row, _ in rows]
+    return any(isinstance(value, list) for each in values for value in each) or (
+        bool(data.apply_chat_template) and any(each[0] is not None for each in values)
+    )
 
 
 def pair_cells(data):

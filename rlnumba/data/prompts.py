@@ -5,10 +5,11 @@ A tokenizer is passed in: an object with encode, apply_chat_template, assistant_
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlnumba.data.files import (
     TEMPLATE_CELLS,
+    TEMPLATE_COLUMNS,
     check_ids,
     check_prompt,
     column_value,
@@ -61,6 +62,30 @@ def encode_prompt(tokenizer, prompt, **template):
     if isinstance(prompt, list):
         return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **template)
     return tokenizer.encode(prompt)
+
+
+def template_notes(path, data, rows, is_templated, tokenizer):
+    """Lines about what a file and [data] ask of the chat template in vain: list of str.
+
+    data: DataConfig; rows: of read_dataset; is_templated: whether the template is applied to any of them.
+    """
+    columns = [name for name in TEMPLATE_COLUMNS if any(row.get(name) for row, _ in rows)]
+    if not is_templated:
+        names = ("system_prompt", "chat_template_kwargs", "apply_chat_template")
+        asked = [f"data.{name}" for name in names if getattr(data, name)] + [f"the column {name}" for name in columns]
+        return [f"{path}: {each} has no effect: no chat template is applied to its rows, texts" for each in asked]
+    if not columns and not data.chat_template_kwargs:
+        return []
+    given = {name: f"data.chat_template_kwargs.{name}" for name in data.chat_template_kwargs}
+    for row, where in rows:
+        found = template_variables(row, where)
+        given |= {name: "the column tools" if name == "tools" else f"chat_template_kwargs.{name}" for name in found}
+    read = tokenizer.template_variables
+    return [
+        f"{path}: {each} has no effect: the chat template does not read it"
+        for name, each in given.items()
+        if name not in read
+    ]
 
 
 def as_messages(value, role):
@@ -126,10 +151,11 @@ class Prompt:
 
 @dataclass
 class PromptData:
-    """The prompts of a file, and the number of those dropped as too long."""
+    """The prompts of a file, the number of those dropped as too long, and template_notes."""
 
     prompts: list[Prompt]
     dropped_prompts: int = 0
+    notes: list[str] = field(default_factory=list)
 
     def columns(self, indices):
         """{name: values} of the chosen prompts, None where a row has no such column. indices: iterable of int."""
@@ -195,4 +221,5 @@ def load_prompts(path, data, tokenizer, model_limit, vocab_size, for_eval=None):
             dropped += 1
     if not kept:
         raise UserError(f"{path}: all {dropped} prompts are longer than data.max_prompt_length {longest}")
-    return PromptData(kept, dropped)
+    is_templated = any(isinstance(each.prompt, list) for each in kept)
+    return PromptData(kept, dropped, template_notes(path, data, rows, is_templated, tokenizer))

@@ -5,7 +5,7 @@
 Rows that are truncated or dropped are counted.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,7 +23,15 @@ from rlnumba.data.files import (
 )
 from rlnumba.data.formats import chat_cell, json_cell, text_cell
 from rlnumba.data.packing import TokenSequence, pack_sequences
-from rlnumba.data.prompts import as_messages, as_prompt, encode_pair, is_gsm8k, question_prompt, with_eos
+from rlnumba.data.prompts import (
+    as_messages,
+    as_prompt,
+    encode_pair,
+    is_gsm8k,
+    question_prompt,
+    template_notes,
+    with_eos,
+)
 from rlnumba.errors import ConfigError, UserError
 
 
@@ -83,11 +91,12 @@ def _parse_conversation(row, where):
 class SFTData:
     """The training rows of a file: lists of sequences (one, or a pack), and counts.
 
-    counts: rows, truncated_rows, dropped_rows (no token to train on), tokens.
+    counts: rows, truncated_rows, dropped_rows (no token to train on), tokens. notes: of template_notes.
     """
 
     rows: list[list[TokenSequence]]
     counts: dict[str, int]
+    notes: list[str] = field(default_factory=list)
 
 
 def load_sft(path, data, train, tokenizer, model_limit, vocab_size, eos_token_ids=(), for_eval=None):
@@ -104,9 +113,10 @@ def load_sft(path, data, train, tokenizer, model_limit, vocab_size, eos_token_id
     cells |= dict.fromkeys((*columns, data.completion_column or "completion"), chat_cell)
     rows = read_dataset(path, data, for_eval, cells)
     parse = row_parser(rows[0], data, tokenizer)
-    sequences = []
+    sequences, is_templated = [], False
     for row, where in rows:
         prompt, completion, variables = parse(row, where)
+        is_templated |= isinstance(completion, list) or isinstance(prompt and as_prompt(prompt, data), list)
         template = data.chat_template_kwargs | variables
         try:
             sequence = tokenize_sft(prompt, completion, template, data, train, tokenizer, eos_token_ids)
@@ -133,7 +143,7 @@ def load_sft(path, data, train, tokenizer, model_limit, vocab_size, eos_token_id
     dropped = sum(not sequence.num_trained for sequence in sequences)
     tokens = sum(len(sequence) for pack in kept for sequence in pack)
     counts = {"rows": len(rows), "truncated_rows": truncated, "dropped_rows": dropped, "tokens": tokens}
-    return SFTData(kept, counts)
+    return SFTData(kept, counts, template_notes(path, data, rows, is_templated, tokenizer))
 
 
 def tokenize_sft(prompt, completion, template, data, train, tokenizer, eos_token_ids):

@@ -4,7 +4,7 @@ A row is {"prompt", "completion", "label": true or false}, prompt and completion
 Pairs (data/pairs.py) are taken apart: their chosen completions are desirable, the rejected ones are not.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlnumba.data.files import (
     check_ids,
@@ -20,13 +20,14 @@ from rlnumba.data.pairs import (
     check_length,
     completion_value,
     has_prompt_column,
+    is_templated,
     pair_cells,
     prompt_fills,
     sides_of,
     tokenize_pair,
     tokenize_side,
 )
-from rlnumba.data.prompts import as_prompt
+from rlnumba.data.prompts import as_prompt, template_notes
 from rlnumba.errors import UserError
 
 # Pairs taken apart at a time, all chosen completions before the rejected ones, which is TRL's order.
@@ -47,10 +48,12 @@ class LabelledCompletion:
 
 @dataclass
 class LabelledData:
-    """The completions of a file, and counts: rows (after pairs were taken apart), truncated_rows, dropped_rows."""
+    """The completions of a file, counts: rows (after pairs were taken apart), truncated_rows, dropped_rows, and
+    template_notes."""
 
     rows: list[LabelledCompletion]
     counts: dict[str, int]
+    notes: list[str] = field(default_factory=list)
 
 
 def load_unpaired(path, data, train, tokenizer, model_limit, vocab_size, eos_token_ids=(), for_eval=None):
@@ -84,7 +87,7 @@ def load_unpaired(path, data, train, tokenizer, model_limit, vocab_size, eos_tok
         raise UserError(f"{path}: the prompts of all {len(completions)} rows fill train.max_length {limit}")
     dropped = len(completions) - len(kept)
     counts = {"rows": len(completions), "truncated_rows": truncated_rows, "dropped_rows": dropped}
-    return LabelledData(kept, counts)
+    return LabelledData(kept, counts, template_notes(path, data, rows, is_templated(rows, data), tokenizer))
 
 
 def parse_row(row, where, data, tokenizer, eos_token_ids=()):

@@ -84,12 +84,14 @@ def lengths_of(pairs):
 def load_rows(path, run, model, tokenizer, for_eval=False):
     """The Pairs of a file; logs what was cut or dropped."""
     train, config = run.train, model.config
-    limit = config.max_position_embeddings
+    limit = config.num_positions
     limits = limit, config.vocab_size, config.eos_token_ids
     data = load_pairs(path, run.data, train, tokenizer, *limits, for_eval=for_eval)
     cut, dropped = data.counts["truncated_rows"], data.counts["dropped_rows"]
     if cut or dropped:
         log(f"{path}: {cut} pairs were cut to max_length, {dropped} whose prompt alone fills it are left out")
+    for note in data.notes:
+        log(note)
     limit = min(train.max_length or limit, limit)
     return [
         Pair(*(truncated(pair.prompt_ids, ids, limit, train.truncation_mode) for ids in pair.completions))

@@ -87,18 +87,20 @@ def num_tokens(completion):
 
 def sequence_limit(policy):
     """The tokens of the longest sequence: int."""
-    most = policy.model.config.max_position_embeddings
+    most = policy.model.config.num_positions
     return min(policy.train.max_length or most, most)
 
 
 def load_rows(path, run, model, tokenizer, for_eval=False):
     """The Completions of a file; logs what was cut or dropped."""
     train, config = run.train, model.config
-    limit = config.max_position_embeddings
+    limit = config.num_positions
     data = load_unpaired(path, run.data, train, tokenizer, limit, config.vocab_size, config.eos_token_ids, for_eval)
     cut, dropped = data.counts["truncated_rows"], data.counts["dropped_rows"]
     if cut or dropped:
         log(f"{path}: {cut} rows lost their end to max_length, {dropped} whose prompt alone fills it are left out")
+    for note in data.notes:
+        log(note)
     limit = min(train.max_length or limit, limit)
     return [
         Completion(row.prompt_ids, row.completion_ids, row.label, truncated(row.prompt_ids, row.completion_ids, limit))

@@ -24,6 +24,8 @@ def load_prompts(path, run, llm, for_eval=False):
         prompts = data.load_prompts(path, run.data, llm.tokenizer, llm.max_model_len, vocab_size, for_eval)
     if prompts.dropped_prompts:
         log(f"{path}: {prompts.dropped_prompts} prompts are longer than data.max_prompt_length and are left out")
+    for note in prompts.notes:
+        log(note)
     return prompts
 
 

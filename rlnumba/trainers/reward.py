@@ -51,10 +51,12 @@ def num_tokens(pair):
 
 def load_rows(path, run, model, tokenizer, for_eval=False):
     """The PreferencePairs of a file; logs how many are left out. Raises UserError."""
-    limits = model.config.max_position_embeddings, model.config.vocab_size, model.config.eos_token_ids
+    limits = model.config.num_positions, model.config.vocab_size, model.config.eos_token_ids
     found = load_pairs(path, run.data, run.train, tokenizer, *limits, too_long="drop", for_eval=for_eval)
     if dropped := found.counts["dropped_rows"]:
         log(f"{path}: {dropped} of {found.counts['rows']} pairs are longer than max_length and left out")
+    for note in found.notes:
+        log(note)
     return found.rows
 
 

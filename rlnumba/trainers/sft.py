@@ -38,11 +38,13 @@ def num_tokens(row):
 
 def load_rows(path, run, model, tokenizer, for_eval=False):
     """The rows of a file, lists of TokenSequence, none without a trained token; logs what was cut or dropped."""
-    limit, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
+    limit, vocab_size = model.config.num_positions, model.config.vocab_size
     data = load_sft(path, run.data, run.train, tokenizer, limit, vocab_size, model.config.eos_token_ids, for_eval)
     cut, dropped = data.counts["truncated_rows"], data.counts["dropped_rows"]
     if cut or dropped:
         log(f"{path}: {cut} rows lost their end to max_length, {dropped} have no token to train on and are left out")
+    for note in data.notes:
+        log(note)
     return data.rows
 
 

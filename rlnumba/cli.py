@@ -197,6 +197,12 @@ class _Progress:
         click.echo(f"\r\033[K{text}" if self.live else text, err=True)
 
 
+def _given_options():
+    """The names of the options that the command line has, not those with a default: set."""
+    context = click.get_current_context()
+    return {name for name in context.params if context.get_parameter_source(name) != click.core.ParameterSource.DEFAULT}
+
+
 def _open(model, base):
     """(folder, base folder, ModelConfig, Tokenizer or None) of a folder or hub id: all but the weights, read last.
 
@@ -298,7 +304,7 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
 @click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
 @click.option("--max-num-seqs", type=POSITIVE, default=256, help="Most sequences in a step.")
 @click.option("--max-num-batched-tokens", type=POSITIVE, default=8192, help="Most tokens in a step.")
-@click.option("--max-model-len", type=click.IntRange(min=2), help="Default: the model's max_position_embeddings.")
+@click.option("--max-model-len", type=click.IntRange(min=2), help="Default: the model's longest sequence.")
 @click.option("--gpu-memory-utilization", type=SHARE, default=0.9, help="Share of the GPU's memory for the engine.")
 @click.option("--enforce-eager", is_flag=True, help="Do not capture CUDA graphs.")
 @TENSOR_PARALLEL
@@ -307,8 +313,8 @@ def generate(model, base, prompts, prompt_column, output, dtype, tensor_parallel
     """Complete prompts. Writes the columns of each row and {"prompt_token_ids", "completions": [{"text", "token_ids",
     "logprobs", "finish_reason"}]}, a line for each prompt.
 
-    A token depends only on the seed, the prompt, the completion's index and the position. Sampling parameters in
-    generation_config.json are not read.
+    A token depends only on the seed, the prompt, the completion's index and the position. Sampling parameters that no
+    option gives are those of the model's generation_config.json, which are then printed.
     """
     from rlnumba.config import EngineConfig
     from rlnumba.data import encode_prompt
@@ -323,7 +329,8 @@ def generate(model, base, prompts, prompt_column, output, dtype, tensor_parallel
     _check_one_kind(tensor_parallel_size, num_gpus)
     with replacing(output) as file:
         rows = _read_rows(prompts, "prompt_token_ids", prompt_column)
-        from rlnumba.engine.core import PromptError, longest_sequence
+        from rlnumba.engine.core import PromptError, check_stops, longest_sequence
+        from rlnumba.engine.generation_config import with_generation_config
         from rlnumba.engine.llm import LLM, compile_ahead
         from rlnumba.model.transformer import load_model
 
@@ -331,6 +338,10 @@ def generate(model, base, prompts, prompt_column, output, dtype, tensor_parallel
         share = engine.gpu_memory_utilization
         tensor_parallel_size = _choose_ranks(tensor_parallel_size, config, dtype, share)
         limit = longest_sequence(config, engine)
+        params, lines = with_generation_config(params, base or folder, _given_options())
+        for line in lines:
+            click.echo(line, err=True)
+        check_stops(params, tokenizer, config.vocab_size)
 
         def encode(row, **template):
             return encode_prompt(tokenizer, row[prompt_column], **template)
@@ -423,7 +434,7 @@ def score(model, base, source, prompt_column, output, dtype, temperature, tensor
                 return encode_scored(tokenizer, *pair, config.eos_token_ids, **template)
             return encode_pair(tokenizer, *pair, **template)[0]
 
-        limit = config.max_position_embeddings
+        limit = config.num_positions
         sequences = _token_ids(rows, "token_ids", encode, tokenizer, config.vocab_size, limit)
         model_and_dtype, lengths = (config, dtype or config.dtype), list(map(len, sequences))
         if base is None and tensor_parallel_size == 1:

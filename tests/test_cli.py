@@ -357,6 +357,28 @@ def test_generate_stops_at_ids_and_strings(tmp_path):
     assert len(set(penalised[0]["completions"][0]["token_ids"])) > len(set(free["token_ids"]))
 
 
+def test_generate_samples_as_the_models_card_says(tmp_path, fails, capsys):
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    asked = ("--temperature", 0.5, "--top-k", 3, "--repetition-penalty", 1.5, "--max-tokens", 6, "--seed", 4)
+    expected = generate(tmp_path, ROWS, *asked)
+    card = {"do_sample": True, "temperature": 0.5, "top_k": 3, "repetition_penalty": 1.5, "num_beams": 2}
+    (folder / "generation_config.json").write_text(json.dumps(card | {"max_new_tokens": 40}))
+    capsys.readouterr()
+    assert generate(tmp_path, ROWS, "--max-tokens", 6, "--seed", 4, model=str(folder)) == expected
+    printed = capsys.readouterr().err
+    assert "generation_config.json: repetition_penalty 1.5, temperature 0.5, top_k 3; options of" in printed
+    assert "generation_config.json: num_beams is not computed here" in printed
+    options = ("--temperature", 0.9, "--top-k", 0, "--seed", 4)
+    (folder / "generation_config.json").write_text(json.dumps(card | {"repetition_penalty": 1.0}))
+    assert generate(tmp_path, ROWS, *options, model=str(folder)) == generate(tmp_path, ROWS, *options)
+    # Without do_sample, temperature and filters mean nothing in transformers.
+    (folder / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3}')
+    assert generate(tmp_path, ROWS, "--seed", 4, model=str(folder)) == generate(tmp_path, ROWS, "--seed", 4)
+    (folder / "generation_config.json").write_text('{"do_sample": true, "top_p": 1.5}')
+    arguments = ("--model", folder, "--prompts", write(tmp_path / "in.jsonl", ROWS), "--output", tmp_path / "out.jsonl")
+    fails(2, "generation_config.json: top_p must be in (0, 1], got 1.5", "generate", *arguments)
+
+
 @pytest.mark.parametrize(
     "option, value",
     [

@@ -143,7 +143,7 @@ class EngineConfig(Section):
     gpu_memory_utilization: float = key(
         0.3, "Share of the GPU's memory for weights, activations and KV cache; `generate`: 0.9.", above=0, maximum=1
     )
-    max_model_len: int | None = key(None, "Longest prompt + completion; None: max_position_embeddings.", minimum=2)
+    max_model_len: int | None = key(None, "Longest prompt + completion; None: the model's longest sequence.", minimum=2)
     enforce_eager: bool = key(False, "Never run steps as CUDA graphs, but launch their kernels one by one.")
     async_scheduling: bool = key(True, "Launch decode steps before the results of the one before them are read.")
     speculative_method: str = key(

@@ -224,7 +224,7 @@ def check_agreement(count, folder, base=None, dtype=None, max_tokens=48, tempera
     """
     base_folder, adapter_folder = find_base(folder, base)
     config = read_config(base_folder, adapter_folder)
-    prompts, params = requests(config, config.max_position_embeddings, max_tokens, temperature, seed)
+    prompts, params = requests(config, config.num_positions, max_tokens, temperature, seed)
     lengths = [len(prompt) for prompt in prompts]
     scored = [length + max_tokens for length in lengths for _ in range(params.n)]
     if adapter_folder is None:

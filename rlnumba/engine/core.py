@@ -119,15 +119,37 @@ class StepOutput(NamedTuple):
 
 
 def longest_sequence(model_config, engine_config):
-    """How many tokens a sequence may have: max_model_len, or without it the model's max_position_embeddings.
+    """How many tokens a sequence may have: max_model_len, or without it the model's num_positions.
 
     Raises ConfigError if max_model_len is more than the model has positions.
     """
-    positions = model_config.max_position_embeddings
+    positions = model_config.num_positions
     longest = engine_config.max_model_len or positions
     if longest > positions:
         raise ConfigError(f"max_model_len {longest} is more than the model's {positions} positions")
     return longest
+
+
+def check_stops(params, tokenizer, vocab_size):
+    """Raise ConfigError for what cannot end a completion: an id that is none of the model's, a string in which a
+    special token stands beside others, and strings without a tokenizer."""
+    outside = [i for i in params.stop_token_ids if i >= vocab_size]
+    if outside:
+        raise ConfigError(f"sampling: stop_token_ids {outside[0]} is outside of the model's vocabulary of {vocab_size}")
+    if params.stop and tokenizer is None:
+        raise ConfigError("sampling: stop strings need a tokenizer, and the model folder has none")
+    for text in params.stop:
+        held = [special for special in tokenizer.special_ids if special in text]
+        if held and text not in held:
+            raise ConfigError(
+                f"sampling: stop {text!r} cannot occur, for completions' texts are without the special token "
+                f"{held[0]}; stop at {held[0]!r} alone"
+            )
+
+
+def special_stop_ids(tokenizer, params):
+    """The ids of stop strings that are special tokens, which end a completion by their ids: tuple of int."""
+    return tuple(tokenizer.special_ids[text] for text in params.stop if text in tokenizer.special_ids)
 
 
 def completion_texts(tokenizer, sequences):
@@ -181,6 +203,9 @@ class Engine:
     def __init__(self, model, tokenizer=None, config=None):
         self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
         self.max_model_len = longest_sequence(model.config, self.config)
+        ids = model.config.ending_at(tokenizer and tokenizer.eos_token_id).eos_token_ids
+        # Others are written in some models' files, and cannot be drawn.
+        self.eos_token_ids = tuple(i for i in ids if 0 <= i < model.config.vocab_size)
         self.max_num_batched_tokens = self.config.max_num_batched_tokens
         # A step has room for one token of every running sequence.
         self.max_num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
@@ -249,8 +274,9 @@ class Engine:
         if request_id in self.requests:
             raise ValueError(f"add_request: {request_id!r} is unfinished")
         prompt, limit = self.check_request(request_id, prompt, params)
-        eos = () if params.ignore_eos else tuple(self.model.config.eos_token_ids)
-        philox_key, stop_ids = noise_key(params.seed, prompt), eos + params.stop_token_ids
+        eos = () if params.ignore_eos else self.eos_token_ids
+        stop_ids = tuple(dict.fromkeys(eos + params.stop_token_ids + special_stop_ids(self.tokenizer, params)))
+        philox_key = noise_key(params.seed, prompt)
         sequences = [
             Sequence(request_id, index, prompt, params, philox_key, limit, stop_ids, adapter_id)
             for index in (range(params.n) if indices is None else indices)
@@ -260,8 +286,7 @@ class Engine:
 
     def check_request(self, request_id, prompt, params):
         """(token ids (P,) int32, the most tokens that a completion ends at) of what add_request takes; raises as it."""
-        if params.stop and self.tokenizer is None:
-            raise ConfigError("sampling: stop strings need a tokenizer, and the model folder has none")
+        check_stops(params, self.tokenizer, self.model.config.vocab_size)
         prompt = self._prompt_ids(request_id, prompt)
         # A prompt as long as the limit still gets the token that its last position predicts.
         limit = max(min(len(prompt) + params.max_tokens, self.max_model_len), len(prompt) + 1)

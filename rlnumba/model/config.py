@@ -6,12 +6,12 @@ transformer does not compute raises an error that names it; it is never ignored.
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from rlnumba.errors import UserError
 from rlnumba.kernels.attention.ops import MAX_HEAD_DIM
-from rlnumba.kernels.nn.rope import RopeScaling
+from rlnumba.kernels.nn.rope import ROPE_TYPES, RopeScaling
 from rlnumba.runtime import device
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -69,9 +69,16 @@ class ModelConfig:
         """What attention multiplies q . k by: 1 / sqrt(head_dim)."""
         return self.head_dim**-0.5
 
+    def ending_at(self, token_id):
+        """This config with a token's id, or None, among those that end a sequence: a tokenizer's EOS goes first, as
+        transformers' Trainer writes it. One that is none of the model's is left out, for it cannot be drawn."""
+        known = token_id is None or token_id in self.eos_token_ids or not 0 <= token_id < self.vocab_size
+        return self if known else replace(self, eos_token_ids=(token_id, *self.eos_token_ids))
+
     @classmethod
     def from_folder(cls, folder):
-        """The config of a Hugging Face folder; end-of-sequence ids of generation_config.json come first.
+        """The config of a Hugging Face folder; end-of-sequence ids of generation_config.json, which transformers and
+        vLLM generate with, take the place of config.json's. Those of a tokenizer are in transformer.py's read_config.
 
         Raises UserError, one line naming file and key, for anything missing, mistyped or not supported.
         """
@@ -83,6 +90,12 @@ class ModelConfig:
             if ids is not None:
                 raw["eos_token_id"] = list(_token_ids({"eos_token_id": ids}, generation))
         return cls.from_dict(raw, path)
+
+    @property
+    def num_positions(self):
+        """The longest sequence in tokens: max_position_embeddings, or what rope_scaling stretches it to."""
+        positions = self.max_position_embeddings
+        return positions if self.rope_scaling is None else self.rope_scaling.num_positions(positions)
 
     @classmethod
     def from_dict(cls, raw, source="config.json"):
@@ -296,17 +309,30 @@ def _rope(raw, source):
     partial = _get({**raw, **rope}, "partial_rotary_factor", float, source, 1.0)
     if partial != 1.0:
         raise UserError(f"{source}: partial_rotary_factor {partial} is not supported")
+    kind = _get(rope, "rope_type", str, where, _get(rope, "type", str, where, "default"))
+    if kind not in ("default", *ROPE_TYPES):
+        raise UserError(f"{where}: rope_type {kind!r} is not supported (supported: default, {', '.join(ROPE_TYPES)})")
     for field, value in rope.items():
         if field not in (*ROPE_FIELDS, *SCALING_FIELDS) and value is not None:
             raise UserError(f"{where}: {field} is not supported")
-    kind = _get(rope, "rope_type", str, where, _get(rope, "type", str, where, "default"))
     if kind == "default":
         return theta, None
-    settings = {
-        field: _count(rope, field, where, None) if "position" in field else _positive(rope, field, where, None)
-        for field in SCALING_FIELDS
-    }
+    settings = {field: _scaling_value(rope, field, where) for field in SCALING_FIELDS}
+    if kind in ("llama3", "yarn"):
+        # As transformers: a key of the whole model goes first; without any, the model was trained with all positions.
+        positions = _count(raw, "max_position_embeddings", source)
+        original = _count(raw, "original_max_position_embeddings", source, settings["original_max_position_embeddings"])
+        settings["original_max_position_embeddings"] = original = original or positions
+        if kind == "yarn" and settings["factor"] is None:
+            settings["factor"] = positions / original
     try:
         return theta, RopeScaling(kind, **{field: value for field, value in settings.items() if value is not None})
     except ValueError as error:
         raise UserError(f"{where}: {str(error).removeprefix('rope_scaling: ')}") from None
+
+
+def _scaling_value(rope, field, where):
+    """The value of a field of RopeScaling, or None."""
+    if field == "truncate":
+        return _get(rope, field, bool, where, None)
+    return _count(rope, field, where, None) if "position" in field else _positive(rope, field, where, None)

@@ -32,11 +32,11 @@ def score_sequences(model, sequences, max_tokens=8192, arena=None):
     Whole sequences are taken together up to max_tokens tokens a forward, which does not change a bit of a score. Raises
     UserError for an empty sequence, one longer than the model, and scores that are not finite.
     """
-    limit, memory, scores = model.config.max_position_embeddings, arena or HeapAllocator(), []
+    limit, memory, scores = model.config.num_positions, arena or HeapAllocator(), []
     lengths = [len(ids) for ids in sequences]
     for length in lengths:
         if not 0 < length <= limit:
-            raise UserError(f"a sequence of {length} tokens cannot be scored: max_position_embeddings is {limit}")
+            raise UserError(f"a sequence of {length} tokens cannot be scored: the model has {limit} positions")
     for part in whole_sequences(lengths, max_tokens):
         batch, rows = pack(sequences[part]), score_rows(sequences[part], model.config.pad_token_id)
         with memory.scope():

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 import jinja2
+import jinja2.meta
 import tokenizers
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -60,11 +61,13 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         settings_path = self.folder / "tokenizer_config.json"
-        settings = read_json(settings_path) if settings_path.exists() else {}
-        self.special_tokens = self._special_tokens(settings)
+        settings = _settings(self.folder)
+        self.special_tokens = _special_tokens(settings)
         self._add_tokens(settings)
         self.templates = self._templates(settings, settings_path)
         is_bpe = isinstance(self.backend.model, tokenizers.models.BPE)
+        # {text: id} of the special tokens, which are in no decoded text.
+        self.special_ids = {t.content: id for id, t in self.backend.get_added_tokens_decoder().items() if t.special}
         self._clean_up = settings.get("clean_up_tokenization_spaces") and not is_bpe
         self._compiled = {}
 
@@ -73,38 +76,33 @@ class Tokenizer:
         """The Tokenizer of a folder, or None without a tokenizer.json there."""
         return cls(folder) if (Path(folder) / "tokenizer.json").exists() else None
 
-    def _special_tokens(self, settings):
-        legacy = self.folder / "special_tokens_map.json"
-        if "added_tokens_decoder" not in settings and legacy.exists():
-            settings = {**settings, **read_json(legacy)}
-        found = {}
-        for key in SPECIAL_TOKENS:
-            value = settings.get(key)
-            if isinstance(value, dict):
-                value = value.get("content")
-            if isinstance(value, str):
-                found[key] = value
-        return found
-
     def _add_tokens(self, settings):
-        """Add the tokens that only tokenizer_config.json has, and mark as special those that are special there."""
-        added = settings.get("added_tokens_decoder") or {}
+        """Add the tokens that only the other files have, and mark as special those that are special there.
+
+        In transformers' order, which decides their ids: those with a number, then the named ones, then the others.
+        """
+        added, path = settings.get("added_tokens_decoder"), self.folder / "tokenizer_config.json"
         try:
-            for _, token in sorted(added.items(), key=lambda item: int(item[0])):
-                if self.backend.token_to_id(token["content"]) is None:
-                    flags = {key: value for key, value in token.items() if key in ADDED_TOKEN_FLAGS}
-                    self.backend.add_tokens([tokenizers.AddedToken(token["content"], **flags)])
+            if added is None:
+                path = self.folder / "added_tokens.json"
+                added = {number: text for text, number in read_json(path).items()} if path.exists() else {}
+            tokens = [token for _, token in sorted(added.items(), key=lambda item: int(item[0]))]
+            self.backend.add_tokens(
+                [_added_token(token) for token in tokens if self.backend.token_to_id(_text_of(token)) is None]
+            )
         except (TypeError, KeyError, ValueError, AttributeError) as error:
-            path = self.folder / "tokenizer_config.json"
-            raise UserError(f"{path}: added_tokens_decoder is damaged ({error})") from None
-        named = list(self.special_tokens.values())
+            what = "added_tokens_decoder is " if path.name == "tokenizer_config.json" else ""
+            raise UserError(f"{path}: {what}damaged ({error})") from None
+        named = [settings.get(key) for key in SPECIAL_TOKENS]
         for key in ("additional_special_tokens", "extra_special_tokens"):
-            if isinstance(settings.get(key), list):
-                named += [token.get("content") if isinstance(token, dict) else token for token in settings[key]]
+            others = settings.get(key) or []
+            named += others.values() if isinstance(others, dict) else others if isinstance(others, list) else []
         special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
-        for text in dict.fromkeys(named):
-            if isinstance(text, str) and text not in special and self.backend.token_to_id(text) is not None:
-                self.backend.add_special_tokens([tokenizers.AddedToken(text, normalized=False, special=True)])
+        for token in named:
+            text = _text_of(token)
+            if isinstance(text, str) and text and text not in special:
+                special.add(text)
+                self.backend.add_special_tokens([_added_token(token, special=True)])
 
     def _templates(self, settings, path):
         """{name: template}: chat_template.jinja and its folder of named ones, else tokenizer_config.json's."""
@@ -141,7 +139,7 @@ class Tokenizer:
 
     @property
     def eos_token_id(self):
-        """The id of eos_token, or None; what ends generation is the model config's eos_token_ids."""
+        """The id of eos_token, or None. It ends what is trained on, and generation, with the config's eos_token_ids."""
         return self._id("eos_token")
 
     @property
@@ -228,6 +226,17 @@ class Tokenizer:
             raise UserError(f"{self.folder}: the tokenizer has no chat template{known}; give the prompt as text")
         return self.templates[name]
 
+    @property
+    def template_variables(self):
+        """The names that the chat templates read, tools and messages among them: set."""
+        read = {"tools"} if "tool_use" in self.templates else set()
+        for source in self.templates.values():
+            try:
+                read |= jinja2.meta.find_undeclared_variables(_environment().parse(source))
+            except jinja2.TemplateError as error:
+                raise UserError(f"{self.folder}: chat template: {' '.join(str(error).split())}") from None
+        return read
+
     def _render(self, messages, add_generation_prompt, tools, variables, track=False):
         """(text, spans of the generation blocks in it, if tracked)."""
         source = self._template(tools)
@@ -249,6 +258,44 @@ class Tokenizer:
             raise UserError(f"{self.folder}: chat template: {' '.join(str(error).split())}") from None
         except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
             raise UserError(f"{self.folder}: chat template: {type(error).__name__}: {error}") from None
+
+
+def _settings(folder):
+    """What a folder's tokenizer_config.json holds, in old folders with special_tokens_map.json: dict."""
+    path, legacy = (Path(folder) / name for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    settings = read_json(path) if path.exists() else {}
+    return {**settings, **read_json(legacy)} if "added_tokens_decoder" not in settings and legacy.exists() else settings
+
+
+def _special_tokens(settings):
+    """{"eos_token": its text, ...} of a tokenizer's settings: dict."""
+    texts = {key: _text_of(settings.get(key)) for key in SPECIAL_TOKENS}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def _text_of(token):
+    """The text of a token that is written as one, or as an object."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _added_token(token, **flags):
+    """The AddedToken of a token that is written as its text, or as an object with it and flags. KeyError without it."""
+    if isinstance(token, dict):
+        own = {key: value for key, value in token.items() if key in ADDED_TOKEN_FLAGS}
+        return tokenizers.AddedToken(token["content"], **own | flags)
+    return tokenizers.AddedToken(token, **flags)
+
+
+def end_token_id(folder):
+    """The EOS id of a folder's tokenizer, or None; the vocabulary is read only where tokenizer_config.json lacks it."""
+    if not (Path(folder) / "tokenizer.json").exists():
+        return None
+    settings = _settings(folder)
+    text, added = _special_tokens(settings).get("eos_token"), settings.get("added_tokens_decoder")
+    if text is None:
+        return None
+    ids = [id for id, token in added.items() if _text_of(token) == text] if isinstance(added, dict) else []
+    return int(ids[0]) if ids and ids[0].isdecimal() else Tokenizer(folder).eos_token_id
 
 
 def _read_template(path):

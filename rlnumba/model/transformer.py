@@ -35,6 +35,7 @@ from rlnumba.model.lora import (
     save_adapter,
 )
 from rlnumba.model.shard import WHOLE
+from rlnumba.model.tokenizer import end_token_id
 from rlnumba.model.weights import NOT_TRAINED, Weights, load_weights, save_weights, write_json
 from rlnumba.runtime import device
 
@@ -78,7 +79,7 @@ class Transformer:
         self.config, self.weights, self.dtype = config, weights, weights.dtype
         self.lm_head, self.adapter = weights.lm_head, adapter
         self.generation_config = generation_config or {}
-        cos, sin = rope_table(config.max_position_embeddings, config.head_dim, config.rope_theta, config.rope_scaling)
+        cos, sin = rope_table(config.num_positions, config.head_dim, config.rope_theta, config.rope_scaling)
         self.rope = device.asarray(cos), device.asarray(sin)
 
     @property
@@ -107,7 +108,7 @@ class Transformer:
         """Hidden states (N, D) after the final norm, in the model's dtype.
 
         input_ids, position_ids: (N,) int32 on the device, ids below vocab_size and positions below
-        max_position_embeddings (not checked here). attention: the attention backend, such as PackedAttention. tape: a
+        num_positions (not checked here). attention: the attention backend, such as PackedAttention. tape: a
         new Tape, if backward is to be called. arena: activations come from it and are valid in the scope around this
         call; without a tape only the result is. adapter_ids: (N,) int32, each row's adapter in the AdapterStack, -1 for
         none; None: all rows have the first.
@@ -279,9 +280,9 @@ def score(model, batch, temperature=1.0, max_tokens=8192, arena=None):
     Whole sequences are taken together up to max_tokens tokens a forward, so that memory does not grow with the
     batch; how they are grouped does not change a bit. Raises UserError for a sequence longer than the model.
     """
-    limit = model.config.max_position_embeddings
+    limit = model.config.num_positions
     if batch.max_seqlen > limit:
-        raise UserError(f"a sequence of {batch.max_seqlen} tokens is longer than max_position_embeddings {limit}")
+        raise UserError(f"a sequence of {batch.max_seqlen} tokens is longer than the model's {limit} positions")
     xp, N = device.xp(), int(batch.input_ids.shape[0])
     result = Score(xp.zeros(N, np.float32), xp.zeros(N, np.float32), xp.full(N, -1, np.int32))
     memory, end = arena or HeapAllocator(), 0
@@ -360,9 +361,11 @@ def find_base(path_or_hub_id, base=None):
 
 
 def read_config(folder, adapter_folder=None):
-    """The ModelConfig of a folder, with the heads that an adapter on it gives the model."""
-    config = ModelConfig.from_folder(folder)
-    return config if adapter_folder is None else replace(config, heads=adapter_heads(adapter_folder, config))
+    """The ModelConfig of a folder, with its tokenizer's EOS, and with the heads and the EOS of an adapter on it."""
+    config = ModelConfig.from_folder(folder).ending_at(end_token_id(folder))
+    if adapter_folder is None:
+        return config
+    return replace(config, heads=adapter_heads(adapter_folder, config)).ending_at(end_token_id(adapter_folder))
 
 
 def load_model(
@@ -378,7 +381,8 @@ def load_model(
     a folder without a language-model head where one is wanted.
     """
     folder, adapter_folder = find_base(path_or_hub_id, base)
-    base_config, config = read_config(folder), read_config(folder, adapter_folder)
+    config = read_config(folder, adapter_folder)
+    base_config = replace(read_config(folder), eos_token_ids=config.eos_token_ids)
     check_shard(shard, config)
     if "lm" in heads and "lm" not in config.heads:
         raise UserError(f"{folder}: {config.architecture} has no language-model head, only one that scores sequences")
@@ -444,6 +448,7 @@ def save_model(model, folder, tokenizer=None, dtype=None, heads=None, write_weig
             tokenizer.save(folder)
         return
     config = replace(model.config, dtype=dtype or model.dtype.name, heads=heads or model.config.heads)
+    config = config.ending_at(tokenizer and tokenizer.eos_token_id)
     write_json(folder / "config.json", config.to_dict())
     ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     kept = {key: value for key, value in ids.items() if value is not None}

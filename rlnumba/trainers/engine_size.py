@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from rlnumba.distributed.placement import num_sharing
 from rlnumba.engine.parallel_size import choose_size, warn_if_slow
-from rlnumba.model.config import LM_HEAD, ModelConfig
-from rlnumba.model.transformer import find_model
+from rlnumba.model.config import LM_HEAD
+from rlnumba.model.transformer import find_model, read_config
 from rlnumba.runtime import device
 
 
@@ -18,7 +18,7 @@ def with_engine_size(run, on_gpu, total_bytes, warns=False):
     deploy = run.deploy
     if deploy.tensor_parallel_size == 1:
         return run
-    config = replace(ModelConfig.from_folder(find_model(run.model, weights=False)), heads=LM_HEAD)
+    config = replace(read_config(find_model(run.model, weights=False)), heads=LM_HEAD)
     dtype = run.train.dtype or (config.dtype if on_gpu else "float32")
     here = deploy.num_train_gpus + (0 if deploy.launcher == "ray" else deploy.num_infer_gpus)
     share = total_bytes * run.engine.gpu_memory_utilization / num_sharing(here)

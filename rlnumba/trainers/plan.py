@@ -41,7 +41,7 @@ from rlnumba.model.config import LM_HEAD, SCORE_HEAD, ModelConfig
 from rlnumba.model.lora import Adapter, Places, lora_of_run
 from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import Transformer, find_model
+from rlnumba.model.transformer import Transformer, find_model, read_config
 from rlnumba.model.weights import Weights
 from rlnumba.optim import CHUNK, STREAMS
 from rlnumba.runtime import device, signals
@@ -132,7 +132,7 @@ class Planner:
         self.kind, self.run, self.on_gpu, self.total_bytes = kind, run, on_gpu, total_bytes
         self.keeps_data = keeps_data
         folder = find_model(run.model, weights=False)
-        self.config, self.tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
+        self.config, self.tokenizer = read_config(folder), Tokenizer.from_folder(folder)
         self.prompts, self._rows = cache(self._prompts), {}
 
     def plan(self, run=None, rank=0):
@@ -530,7 +530,7 @@ def _ppo_step(planner, run):
 
     config = None
     if not shared:
-        config = ModelConfig.from_folder(find_model(run.critic.model or run.model, weights=False))
+        config = read_config(find_model(run.critic.model or run.model, weights=False))
         config = dataclasses.replace(config, heads=SCORE_HEAD)
     heads = LM_HEAD + SCORE_HEAD if shared else LM_HEAD
     return Step(run_step, size * length, heads, train.kl_coef > 0, prompts, config)

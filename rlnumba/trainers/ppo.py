@@ -62,11 +62,11 @@ def load(run, folder):
             f"critic.model {source} has {model.config.vocab_size} token ids and model {run.model} {config.vocab_size}: "
             f"they must have one vocabulary"
         )
-    longest = min(config.max_position_embeddings, run.engine.max_model_len or config.max_position_embeddings)
-    if model.config.max_position_embeddings < longest:
+    longest = min(config.num_positions, run.engine.max_model_len or config.num_positions)
+    if model.config.num_positions < longest:
         raise ConfigError(
-            f"critic.model {source} has max_position_embeddings {model.config.max_position_embeddings}, but sequences "
-            f"may have {longest} tokens; set engine.max_model_len"
+            f"critic.model {source} has {model.config.num_positions} positions, but sequences may have {longest} "
+            f"tokens; set engine.max_model_len"
         )
     critic = Policy(model, train, seed=run.seed, communicator=folder.communicator)
     critic.arena = policy.arena

@@ -231,6 +231,8 @@ def test_stopping(model):
 class TwoCharacterTokens:
     """A tokenizer of tokens of two characters; EOS is special."""
 
+    eos_token_id, special_ids = EOS, {"<end>": EOS}
+
     def decode(self, ids, skip_special_tokens=True):
         return "".join(f"{chr(97 + i // 10)}{i % 10}" for i in ids if not (skip_special_tokens and i == EOS))
 

@@ -70,7 +70,7 @@ def test_wrong_arguments_are_named():
         check_tables("rope", 258, long, long)
     with pytest.raises(ValueError, match="rope_table: head_dim must be even, got 63"):
         rope_table(4, 63, 10000.0)
-    with pytest.raises(ValueError, match="rope_scaling: rope_type must be one of linear, llama3, yarn, got 'dynamic'"):
-        RopeScaling("dynamic", factor=2.0)
+    with pytest.raises(ValueError, match="rope_type must be one of linear, dynamic, llama3, yarn, got 'longrope'"):
+        RopeScaling("longrope", factor=2.0)
     with pytest.raises(ValueError, match="rope_scaling: rope_type 'llama3' needs low_freq_factor"):
         RopeScaling("llama3", factor=2.0, original_max_position_embeddings=64)

@@ -1,9 +1,13 @@
 import json
 import pathlib
 
+import numpy as np
 import pytest
 
-from rlnumba.errors import UserError
+from rlnumba.config import EngineConfig
+from rlnumba.engine.core import longest_sequence
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.model.config import ModelConfig
 
 MODELS = pathlib.Path(__file__).parent.parent / "golden" / "models"
@@ -43,6 +47,45 @@ def test_rotary_settings_are_written_as_they_were():
     assert written["rope_scaling"] == raw["rope_scaling"] and written["rope_theta"] == raw["rope_theta"]
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}
     assert ModelConfig.from_dict({**raw, "rope_scaling": yarn}).to_dict()["rope_scaling"] == yarn
+
+
+ROPE = json.loads((MODELS.parent / "rope.json").read_text())
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_rotary_embeddings_of_model_cards(name):
+    """The frequencies, the amplitude and the longest sequence that a config.json stands for, as transformers has it."""
+    golden = ROPE[name]
+    config = ModelConfig.from_dict(golden["config"])
+    assert config.num_positions == golden["num_positions"]
+    cos, sin = rope_table(config.num_positions, config.head_dim, config.rope_theta, config.rope_scaling)
+    assert len(cos) == golden["num_positions"]
+    np.testing.assert_allclose(cos[0], golden["amplitude"], rtol=2.0**-23)
+    positions, frequencies = np.array(golden["positions"])[:, None], np.array(golden["inv_freq"])
+    # A frequency may differ by a unit in the last place, and an angle is rounded once more.
+    tolerance = golden["amplitude"] * (4 * 2.0**-24 + 2 * 2.0**-23 * positions * frequencies)
+    for table, expected in ((cos, golden["cos"]), (sin, golden["sin"])):
+        assert np.all(np.abs(table[golden["positions"]] - np.array(expected)) <= tolerance)
+    written = json.loads(json.dumps(config.to_dict()))
+    assert ModelConfig.from_dict(written) == config
+    new = {key: value for key, value in written.items() if key not in ("rope_theta", "rope_scaling")}
+    assert ModelConfig.from_dict(new) == config
+
+
+def test_a_key_of_the_whole_model_says_what_it_was_trained_with():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    raw = {**raw_config(), "rope_parameters": yarn, "original_max_position_embeddings": 128}
+    assert ModelConfig.from_dict(raw).rope_scaling.original_max_position_embeddings == 128
+
+
+def test_a_stretched_model_takes_longer_sequences():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 1e4}
+    config = ModelConfig.from_dict({**raw_config(), "max_position_embeddings": 300, "rope_parameters": yarn})
+    assert (
+        longest_sequence(config, EngineConfig()) == longest_sequence(config, EngineConfig(max_model_len=1024)) == 1024
+    )
+    with pytest.raises(ConfigError, match="max_model_len 1025 is more than the model's 1024 positions"):
+        longest_sequence(config, EngineConfig(max_model_len=1025))
 
 
 def test_eos_ids_of_generation_config_come_first(tmp_path):
@@ -95,7 +138,16 @@ def test_a_missing_key_is_named(key, tmp_path):
         ({"num_experts": 8}, "num_experts 8 is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
         ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "layer_types": None}, "window 9"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
+            "rope_type 'longrope' is not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "long_factor": [1.0]}},
+            "rope_type 'su' is not supported (supported: default, ",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate must be bool, got 1"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type 'dynamic' needs factor"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}}, "needs low_freq_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from rlnumba.errors import UserError
-from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.tokenizer import Tokenizer, end_token_id
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 CHATS = json.loads((GOLDEN / "tokenizer" / "chats.json").read_text())
@@ -77,9 +77,34 @@ def test_special_tokens_map_of_old_folders(tmp_path):
     assert old.eos_token_id == 2 and Tokenizer(tmp_path).eos_token_id == 6
 
 
+ADDED = json.loads((GOLDEN / "added_tokens.json").read_text())
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_tokens_that_other_files_add(name, tmp_path):
+    golden = ADDED[name]
+    edited(tmp_path, **golden["settings"])
+    for file, content in golden["files"].items():
+        (tmp_path / file).write_text(json.dumps(content))
+    tokenizer = Tokenizer(tmp_path)
+    assert [tokenizer.encode(text, add_special_tokens=False) for text in golden["texts"]] == golden["ids"]
+    assert [tokenizer.decode(ids) for ids in golden["ids"]] == golden["decoded"]
+    assert tokenizer.eos_token_id == end_token_id(tmp_path) == golden["eos_token_id"]
+    assert tokenizer.pad_token_id == golden["pad_token_id"]
+    (tmp_path / "copy").mkdir()
+    tokenizer.save(tmp_path / "copy")
+    assert Tokenizer(tmp_path / "copy").encode(golden["texts"][0]) == tokenizer.encode(golden["texts"][0])
+
+
 def test_chats_with_named_templates(tokenizer):
     assert tokenizer.templates.keys() == {"default", "tool_use"}
     assert_chats(tokenizer, CHATS["default"])
+
+
+def test_variables_that_templates_read(tokenizer, tmp_path):
+    assert tokenizer.template_variables == {"messages", "tools", "add_generation_prompt", "thinking"}
+    template = "{% for m in messages %}{% generation %}{{ m.content ~ mood }}{% endgeneration %}{% endfor %}"
+    assert edited(tmp_path, chat_template=template).template_variables == {"messages", "mood"}
 
 
 @pytest.mark.parametrize("name", ["llama", "marked", "raw"])

@@ -27,18 +27,21 @@ MAX_HEADS = 4
 
 _NEEDED = {
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+ROPE_TYPES = tuple(_NEEDED)
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """How a model stretches its rotary embedding: `rope_scaling` of config.json, its names and meaning.
 
-    rope_type: "linear" (Chen et al. 2023), "llama3" (Llama 3.1) or "yarn" (Peng et al. 2023). "dynamic"
-    depends on the length of the running sequence, so that cached keys would not match new queries; it
-    and all others raise ValueError, as does a field that the type needs and that is None.
+    rope_type: "linear" (Chen et al. 2023), "llama3" (Llama 3.1), "yarn" (Peng et al. 2023) or "dynamic", which changes
+    nothing up to the model's max_position_embeddings: beyond, it depends on the length of the running sequence, so that
+    cached keys would not match new queries. All others raise ValueError, such as "longrope", which depends on that
+    length, too, and so does a field that the type needs and that is None.
     """
 
     rope_type: str
@@ -49,6 +52,9 @@ class RopeScaling:
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
 
     def __post_init__(self):
         if self.rope_type not in _NEEDED:
@@ -56,6 +62,18 @@ class RopeScaling:
         for field in _NEEDED[self.rope_type]:
             if getattr(self, field) is None:
                 raise ValueError(f"rope_scaling: rope_type {self.rope_type!r} needs {field}")
+
+    def num_positions(self, max_position_embeddings):
+        """The longest sequence of a model with this key in its config.json, in tokens: int.
+
+        As model cards and vLLM have it: "linear" and "yarn" stretch what the model was trained with, which for "yarn"
+        is original_max_position_embeddings, whether or not max_position_embeddings was raised, too.
+        """
+        if self.rope_type == "linear":
+            return int(max_position_embeddings * max(self.factor, 1.0))
+        if self.rope_type == "yarn":
+            return max(max_position_embeddings, int(self.original_max_position_embeddings * self.factor))
+        return max_position_embeddings
 
 
 class HeadShape(NamedTuple):
@@ -207,16 +225,28 @@ def _yarn_frequencies(periods, head_dim, theta, scaling):
         wavelength = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_with_rotations(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_with_rotations(scaling.beta_slow)), head_dim - 1)
+    first, last = pair_with_rotations(scaling.beta_fast), pair_with_rotations(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     steps = np.arange(head_dim // 2, dtype=np.float32) - np.float32(first)
     kept = 1 - np.clip(steps / np.float32(last - first or 0.001), 0, 1)
     one, factor = np.float32(1.0), np.float32(scaling.factor)
     frequencies = one / (factor * periods) * (1 - kept) + one / periods * kept
-    amplitude = scaling.attention_factor
-    if amplitude is None:
-        amplitude = 0.1 * math.log(max(scaling.factor, 1)) + 1.0
-    return frequencies, np.float32(amplitude)
+    return frequencies, np.float32(_yarn_amplitude(scaling))
+
+
+def _yarn_amplitude(scaling):
+    """What the tables are multiplied by."""
+
+    def attention_scale(mscale):
+        return 0.1 * mscale * math.log(max(scaling.factor, 1)) + 1.0
+
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return attention_scale(scaling.mscale) / attention_scale(scaling.mscale_all_dim)
+    return attention_scale(1.0)
 
 
 def rope_ref(x, cos, sin, position_ids, inverse=False):

@@ -79,7 +79,8 @@ def apply_output_penalties(logits, presence, frequency, history, starts):
 
 
 def ban_tokens(logits, banned):
-    """Set logits (B, V) float32 of the ids in banned (B, S) int32, padded with -1, to -inf. Raises ValueError."""
+    """Set logits (B, V) float32 of the ids in banned (B, S) int32, padded with -1, to -inf; ids beyond V are of no
+    token, as -1. Raises ValueError for other arrays."""
     rows, columns = check("ban_tokens", "logits", logits, (None, None), F32)
     _, count = check("ban_tokens", "banned", banned, (rows, None), I32)
     if device.name() == "cpu":
@@ -103,6 +104,6 @@ def apply_output_penalties_ref(logits, presence, frequency, history, starts):
 def ban_tokens_ref(logits, banned):
     """The copy of logits in which those of banned ids are -inf."""
     out = logits.copy()
-    rows, columns = np.nonzero(banned >= 0)
+    rows, columns = np.nonzero((banned >= 0) & (banned < logits.shape[1]))
     out[rows, banned[rows, columns]] = -np.inf
     return out

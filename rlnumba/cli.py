@@ -257,13 +257,15 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
     the chat template that the row has. UserErrors name the line."""
     from rlnumba.data import check_ids, template_variables
 
-    sequences = []
+    sequences, in_vain = [], []
     for row, where in rows:
         ids = row.get(column)
         if ids is None:
             if tokenizer is None:
                 raise UserError(f"{where}: text needs a tokenizer, and the model has no tokenizer.json; give {column}")
             template = template_variables(row, where)
+            if template and not any(isinstance(value, list) for name, value in row.items() if name not in template):
+                in_vain.append(f"{where}: {', '.join(template)} has no effect: no chat template is applied to a text")
             try:
                 ids = encode(row, **template)
             except UserError as error:
@@ -274,6 +276,8 @@ def _token_ids(rows, column, encode, tokenizer, vocab_size, limit):
         if len(ids) > limit:
             raise UserError(f"{where}: {len(ids)} tokens are more than the limit of {limit}")
         sequences.append(ids)
+    for line in in_vain[:1]:
+        click.echo(line, err=True)
     return sequences
 
 

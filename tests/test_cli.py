@@ -195,7 +195,7 @@ def test_score_of_text_does_not_append_eos(tmp_path):
     assert ids == {"token_ids": [4], "logprobs": [None]}
 
 
-def test_tools_and_variables_of_a_row_reach_the_template(tmp_path):
+def test_tools_and_variables_of_a_row_reach_the_template(tmp_path, capsys):
     folder = shutil.copytree(MODEL, tmp_path / "model")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{{ tools[0].name }}{{ mood }}: {% for m in messages %}{{ m.content }} {% endfor %}"
@@ -207,6 +207,9 @@ def test_tools_and_variables_of_a_row_reach_the_template(tmp_path):
     assert tokenizer.decode(found["prompt_token_ids"]) == tokenizer.decode(tokenizer.encode("findsad: ask "))
     (found,) = score(tmp_path, [row], model=str(folder))
     assert tokenizer.decode(found["token_ids"]) == tokenizer.decode(tokenizer.encode("findsad: ask answer "))
+    capsys.readouterr()
+    generate(tmp_path, [{"prompt": "ask", "tools": [{"name": "find"}]}], "--max-tokens", 1, model=str(folder))
+    assert "in.jsonl:1: tools has no effect: no chat template is applied to a text" in capsys.readouterr().err
 
 
 def test_score_of_a_sequence_classification_model(tmp_path, fails):

@@ -62,7 +62,7 @@ def contents(module, name):
     if node is None or module in OF_ALL_KEYS + OF_ALL_TRAINERS:
         return read, refers
     if isinstance(node, ast.ClassDef) and module.startswith("rlnumba.config"):
-        # Declares keys; what its methods read counts once somebody calls them (read_by_config).
+        # Declares keys; what its methods read counts where they are called (read_by_config).
         return read, refers
     for each in ast.walk(node):
         if isinstance(each, ast.Attribute):

@@ -26,6 +26,7 @@ from rlnumba.config import (
 from rlnumba.config.dpo import PreferenceConfig
 from rlnumba.config.keys import LIMITS, and_list, keys_of, needs_text, split_optional
 from rlnumba.config.reading import ALIASES
+from rlnumba.config.resuming import RULES, keys_by_rule
 from rlnumba.config.rollout import GroupConfig, SamplingConfig
 from rlnumba.config.writing import toml_value
 
@@ -54,6 +55,19 @@ Keys of TRL, verl, prime-rl and RL.cu that are accepted as the key on the right.
 | written | means |
 | --- | --- |
 {aliases}
+
+## What may change on --resume
+
+A checkpoint keeps what decides the result of its run: every key, a hash of the model, of the tokenizer and of the
+rewards' source files, and a hash of each row. A run that [goes on](running.md#stopping-and-resuming) prints each change
+that is allowed, and refuses the others.
+
+| what a change does | keys |
+| --- | --- |
+{resuming}
+
+The sizes of a step and of a generation are compared for all GPUs together, the model by its configuration and by 64
+blocks of each file of weights.
 
 ## What a run writes
 
@@ -185,7 +199,18 @@ def reference():
         f"| `{'.'.join(filter(None, written))}` | `{'.'.join(filter(None, ours))}` |"
         for written, ours in {**ALIASES, **named}.items()
     ]
-    return "\n".join(parts) + "\n" + FOOTER.format(aliases="\n".join(rows))
+    found = keys_by_rule()
+    resuming = [f"| {RULES[rule]} | {_shown_keys(found[rule])} |" for rule in RULES]
+    return "\n".join(parts) + "\n" + FOOTER.format(aliases="\n".join(rows), resuming="\n".join(resuming))
+
+
+def _shown_keys(names):
+    """Names of keys by section: str."""
+    by_section = {}
+    for name in names:
+        section, _, key = name.rpartition(".")
+        by_section.setdefault(section, []).append(f"`{key}`")
+    return "; ".join((f"[{section}] " if section else "") + ", ".join(keys) for section, keys in by_section.items())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import shutil
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,8 @@ STATE = "trainer_state.json"
 ARRAYS = "trainer_state*.safetensors"
 # Arrays share a file of at most so many bytes; threads that write.
 FILE_BYTES, WRITING_THREADS = 256 << 20, 4
+# The end of the name of a checkpoint that another one of its step replaces.
+REPLACED = ".replaced"
 # In trainer_state.json, an object with this key alone is a reference to the array of that name.
 ARRAY_KEY = "__array__"
 
@@ -132,9 +134,17 @@ def partial_of(output_dir, step):
 
 
 def remove_leftovers(output_dir):
-    """Remove the folders that are not complete."""
+    """Remove the folders that are not complete, and those that another has replaced.
+
+    A process that is killed between the two renames of `new_folder` leaves the checkpoint of before without its name,
+    which it gets back.
+    """
     for leftover in (Path(output_dir) / "checkpoints").glob(".step-*"):
-        shutil.rmtree(leftover)
+        folder = leftover.with_name(leftover.stem.removeprefix("."))
+        if leftover.suffix == REPLACED and not folder.exists():
+            os.rename(leftover, folder)
+        else:
+            shutil.rmtree(leftover)
 
 
 @contextmanager
@@ -147,11 +157,12 @@ def new_folder(output_dir, step, keep_last, keep):
         remove_leftovers(output_dir)
         partial.mkdir()
         yield partial
+        replaced = root / f".step-{step}{REPLACED}"
         if folder.exists():
-            os.rename(folder, root / f".step-{step}.replaced")
+            os.rename(folder, replaced)
         os.rename(partial, folder)
         _flush(root)
-        shutil.rmtree(root / f".step-{step}.replaced", ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
         if keep_last is not None:
             for old in existing(output_dir)[keep_last:]:
                 if old.name != f"step-{keep}":
@@ -159,6 +170,8 @@ def new_folder(output_dir, step, keep_last, keep):
     except (OSError, UserError) as error:
         # Gives its part of a full disk back.
         shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):
+            remove_leftovers(output_dir)
         reason = error if isinstance(error, UserError) else error.strerror
         raise CheckpointError(f"{folder}: the checkpoint cannot be written: {reason}") from error
 
@@ -263,11 +276,14 @@ def _check(path, expected):
 def copy_model(folder, target):
     """Copy the model of a checkpoint, without the trainer's state, to the folder `target`. Raises OSError."""
     target.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
+    # The tokenizer's further chat templates are in a folder of their own.
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         if path.name != STATE and not path.match(ARRAYS):
-            partial = target / f"{path.name}.partial"
+            new = target / path.relative_to(folder)
+            new.parent.mkdir(exist_ok=True)
+            partial = new.with_name(f"{new.name}.partial")
             shutil.copy(path, partial)
-            os.replace(partial, target / path.name)
+            os.replace(partial, new)
 
 
 def load(folder):

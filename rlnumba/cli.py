@@ -218,6 +218,12 @@ def _open(model, base):
     return adapter, folder, config, Tokenizer.from_folder(adapter) or Tokenizer.from_folder(folder)
 
 
+def _folders(*models):
+    """Those of models that are local folders: list of Path."""
+    paths = [Path(model).expanduser() for model in models if model is not None]
+    return [path for path in paths if path.is_dir()]
+
+
 def _read_rows(path, column, prompt_column, completion=False):
     """The Rows of a file, each with token ids in `column`, or with a prompt and, if asked for, a completion or a text.
 
@@ -323,8 +329,9 @@ def generate(model, base, prompts, prompt_column, output, dtype, tensor_parallel
     from rlnumba.config import EngineConfig
     from rlnumba.data import encode_prompt
     from rlnumba.engine.sequence import SamplingParams
-    from rlnumba.reporting.files import replacing, to_line
+    from rlnumba.reporting.files import check_output, replacing, to_line
 
+    check_output(output, {"--prompts": prompts}, _folders(model, base))
     _prepare_compiling(tensor_parallel_size)
     _log_device()
     names = {f.name for f in dataclasses.fields(EngineConfig)} & set(options)
@@ -412,8 +419,9 @@ def score(model, base, source, prompt_column, output, dtype, temperature, tensor
     from rlnumba.config import EngineConfig
     from rlnumba.data import encode_pair, encode_scored
     from rlnumba.engine.sequence import SamplingParams
-    from rlnumba.reporting.files import replacing, to_line
+    from rlnumba.reporting.files import check_output, replacing, to_line
 
+    check_output(output, {"--input": source}, _folders(model, base))
     _prepare_compiling(tensor_parallel_size)
     _log_device()
     SamplingParams(temperature=temperature)  # refuses what `generate` refuses
@@ -570,17 +578,20 @@ def _trainer(kind, purpose, files):
         _log_device()
         from rlnumba.trainers.fit import fit_to_device
         from rlnumba.trainers.plan import advise
+        from rlnumba.trainers.run_folder import owner_of
+        from rlnumba.trainers.run_inputs import located
 
         train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
-        if run.num_ranks == 1:
-            run = fit_to_device(kind, run)
-        with advise(kind, run):
+        with owner_of(run):
             if run.num_ranks == 1:
-                train(run, resume_step or resume)
-            else:
-                from rlnumba.trainers.ranks import train_on_ranks
+                run = fit_to_device(kind, located(run))
+            with advise(kind, run):
+                if run.num_ranks == 1:
+                    train(run, resume_step or resume)
+                else:
+                    from rlnumba.trainers.ranks import train_on_ranks
 
-                train_on_ranks(kind, run, resume_step or resume)
+                    train_on_ranks(kind, run, resume_step or resume)
 
 
 def _print_ranks(kind, run):
@@ -624,6 +635,13 @@ def evaluate(config, trainer, model, output, dtype, overrides):
     Prints a line for each metric.
     """
     runs = runs_of_any_trainer(config, trainer, parse_overrides(overrides))
+    if output is not None:
+        from rlnumba.reporting.files import check_output
+
+        check_output(output, {})
+        inputs = {f"--config {path}": path for path in config} | {"data.eval": runs[0][1].data.eval}
+        for name in ("metrics.json", "completions.jsonl"):
+            check_output(Path(output) / name, inputs)
     _log_device()
     from rlnumba.trainers.eval import RowError, describe_model, run_eval
 
@@ -854,11 +872,13 @@ def runs_of_any_trainer(config, trainer, overrides):
 @click.option("--dtype", type=click.Choice([*device.DTYPES]), help="Of the merged model; default: the base's.")
 def merge(model, adapter, output, dtype):
     """Add an adapter to the weights of its base, in float32, and write the result as a model of its own."""
+    from rlnumba.reporting.files import check_output, make_folder
+
+    check_output(output, {})
     _log_device()
     from rlnumba.model.lora import is_adapter
     from rlnumba.model.lora import merge as merge_weights
     from rlnumba.model.transformer import find_model, load_model, save_model
-    from rlnumba.reporting.files import make_folder
 
     folder, adapter_folder = find_model(model), find_model(adapter)
     if is_adapter(folder):
@@ -881,7 +901,9 @@ def merge(model, adapter, output, dtype):
 def plot(run_dirs, output):
     """Draw the metrics of one or several runs as curves."""
     from rlnumba.reporting import plots
+    from rlnumba.reporting.files import check_output
 
+    check_output(output, {f"RUN_DIR {run_dir}": Path(run_dir) / "metrics.jsonl" for run_dir in run_dirs})
     plots.plot(list(run_dirs), Path(output))
 
 

@@ -33,6 +33,10 @@ class CommunicationError(UserError):
         self.rank = rank
 
 
+class SharedError(UserError):
+    """An error that all ranks of a run raise in the same place, so that they can save a checkpoint together."""
+
+
 class RankError(UserError):
     """What ended one rank of a run, with that rank's exit code. rank: its number.
 

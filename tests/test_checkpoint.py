@@ -76,6 +76,32 @@ def test_saving_a_step_again_replaces_it(model, tmp_path):
     assert os.listdir(tmp_path / "checkpoints") == ["step-3"]
 
 
+@pytest.mark.parametrize("how", [SystemExit, OSError])
+def test_ended_between_the_two_renames_of_a_step_it_keeps_the_one_of_before(model, tmp_path, monkeypatch, how):
+    """SystemExit stands for SIGKILL, after which nothing is put in order before the next start."""
+    checkpoint.save(tmp_path, 3, model, None, {"a": 1})
+    rename, calls = os.rename, []
+
+    def ends_at_the_second(old, new):
+        calls.append(new)
+        if len(calls) == 2:
+            raise how(errno.EIO, "ended")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", ends_at_the_second)
+    with pytest.raises(SystemExit if how is SystemExit else UserError):
+        checkpoint.save(tmp_path, 3, model, None, {"a": 2})
+    assert checkpoint.existing(tmp_path) == ([] if how is SystemExit else [tmp_path / "checkpoints" / "step-3"])
+    checkpoint.remove_leftovers(tmp_path)
+    assert checkpoint.load(checkpoint.latest_readable(tmp_path)) == (3, {"a": 1})
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
+    # What a replaced one is left of is removed where its successor has the name.
+    (tmp_path / "checkpoints" / ".step-3.replaced").mkdir()
+    checkpoint.remove_leftovers(tmp_path)
+    assert checkpoint.load(checkpoint.latest_readable(tmp_path)) == (3, {"a": 1})
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
+
+
 def test_large_arrays_have_files_of_their_own(model, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 100)
     state = {name: np.full(size, i, np.float32) for i, (name, size) in enumerate({"a": 10, "b": 10, "c": 90}.items())}

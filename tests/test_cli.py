@@ -448,6 +448,43 @@ def test_outputs_that_cannot_be_written(tmp_path, fails):
     fails(1, "in.jsonl/x: cannot be written", "sft", "--config", run)
 
 
+def test_an_output_is_never_an_input_or_a_file_of_a_run(tmp_path, fails):
+    """Exit code 2 and one line, before anything is read: each file has the content that it had."""
+    rows, run = write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}]), tmp_path / "run"
+    (tmp_path / "link.jsonl").symlink_to(rows)
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    (run / "completions").mkdir()
+    for name in ("config.toml", "metrics.jsonl", "completions.jsonl", "completions/1.parquet", "curves.png"):
+        (run / name).write_text("mine")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("mine")
+    config = tmp_path / "run.toml"
+    config.write_text(f'model = "m"\noutput_dir = "o"\n[data]\ntrain = "t"\neval = "{tmp_path}/e/completions.jsonl"\n')
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "completions.jsonl").write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    generate, score = ["generate", "--model", model, "--prompts", rows], ["score", "--model", model, "--input", rows]
+    evaluate, merge = ["eval", "--config", config, "--trainer", "sft"], ["merge", "--model", model, "--adapter", model]
+    for command, output, message in (
+        (generate, rows, "rows.jsonl is what --prompts reads"),
+        (generate, tmp_path / "link.jsonl", "link.jsonl is what --prompts reads"),
+        (score, rows, "rows.jsonl is what --input reads"),
+        (score, model / "config.json", "config.json is a file of the model"),
+        (score, run / "completions.jsonl", f"belongs to the run in {run}"),
+        (generate, run / "completions" / "1.parquet", f"belongs to the run in {run}"),
+        (evaluate, run, f"{run} is the folder of a run; choose one in it, as {run / 'eval'}"),
+        (evaluate, tmp_path / "e", "completions.jsonl is what data.eval reads"),
+        (evaluate, run / "checkpoints" / "step-1", f"belongs to the run in {run}"),
+        (merge, run, "is the folder of a run"),
+        (["plot", run], run / "curves.png", f"belongs to the run in {run}"),
+        (["plot", run], run / "metrics.jsonl", "is what RUN_DIR"),
+    ):
+        fails(2, f"--output: {tmp_path}", *command, "--output", output)
+        fails(2, message, *command, "--output", output)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_an_output_that_is_a_link_stays_one(tmp_path):
     source, target, link = (
         write(tmp_path / "in.jsonl", [{"token_ids": [5]}]),

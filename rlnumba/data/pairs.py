@@ -41,7 +41,7 @@ class PreferencePair:
     chosen_ids: list[int]
     rejected_ids: list[int]
     margin: float | None
-    where: str
+    where: str = field(compare=False)
 
     @property
     def completions(self):

@@ -5,10 +5,8 @@ the settings, filters and globals of transformers' `apply_chat_template`, so equ
 Source: transformers 5, utils/chat_template_utils.py and tokenization_utils_base.py.
 """
 
-import contextlib
 import json
 import re
-import shutil
 from datetime import datetime
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rlnumba.errors import UserError
 from rlnumba.model.config import read_json
 
-# What a tokenizer consists of on disk; `save` copies those that exist.
+# What a tokenizer consists of on disk; `save` writes those that there were.
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
@@ -70,6 +68,8 @@ class Tokenizer:
         self.special_ids = {t.content: id for id, t in self.backend.get_added_tokens_decoder().items() if t.special}
         self._clean_up = settings.get("clean_up_tokenization_spaces") and not is_bpe
         self._compiled = {}
+        # What `save` writes: the folder may have changed or gone by then.
+        self._files = self._read_files()
 
     @classmethod
     def from_folder(cls, folder):
@@ -121,14 +121,23 @@ class Tokenizer:
         except (TypeError, KeyError):
             raise UserError(f"{path}: chat_template must be a string or a list of {{name, template}}") from None
 
-    def save(self, folder):
-        """Copy the files that make up this tokenizer to a folder; those that are there already stay."""
+    def _read_files(self):
+        """{path in the folder: content} of the files that make up this tokenizer."""
         present = [self.folder / name for name in FILES if (self.folder / name).exists()]
-        for file in present + sorted((self.folder / TEMPLATE_FOLDER).glob("*.jinja")):
-            target = Path(folder) / file.relative_to(self.folder)
+        files = present + sorted((self.folder / TEMPLATE_FOLDER).glob("*.jinja"))
+        try:
+            return {file.relative_to(self.folder): file.read_bytes() for file in files}
+        except OSError as error:
+            raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
+
+    def save(self, folder):
+        """Write the files that this tokenizer was made of to a folder."""
+        for name, content in self._files.items():
+            target = Path(folder) / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(shutil.SameFileError):
-                shutil.copyfile(file, target)
+            # In the folder that they came from, others may be reading them.
+            if not (target.exists() and target.read_bytes() == content):
+                target.write_bytes(content)
 
     @property
     def chat_template(self):

@@ -11,7 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from rlnumba.config import to_toml
-from rlnumba.errors import UserError
+from rlnumba.errors import ConfigError, UserError
+
+# What a run writes in its folder.
+RUN_FILES = (
+    *("config.toml", "metrics.jsonl", "completions.jsonl", "completions"),
+    *("checkpoints", "final", "curves.png", "tensorboard", "wandb", "wandb_id"),
+)
+
+# What a model's folder has, by the ends of names.
+MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 
 
 def make_folder(path):
@@ -23,6 +32,34 @@ def make_folder(path):
             pass
     except OSError as error:
         raise UserError(f"{path}: cannot be written to: {error.strerror}") from error
+
+
+def check_output(output, inputs, folders=()):
+    """Raise ConfigError, before anything is read, if a command's --output is an input of it or belongs to a run.
+
+    inputs: {option: path, or None where it is not given}. folders: those of models, whose files are inputs. A run has
+    its RUN_FILES, and all that lies in its folders; other files in its folder are anyone's.
+    """
+    output = Path(output)
+    for option, path in inputs.items():
+        if path is not None and Path(path).exists() and output.exists() and os.path.samefile(output, path):
+            raise ConfigError(f"--output: {output} is what {option} reads, and would be overwritten")
+    for folder in folders:
+        if output.is_file() and output.suffix in MODEL_FILES and output.parent.samefile(folder):
+            raise ConfigError(f"--output: {output} is a file of the model, and would be overwritten")
+    real = Path(os.path.realpath(output))
+    for path in (real, *real.parents):
+        if is_run_folder(path):
+            name = real.relative_to(path).parts[:1]
+            if not name:
+                raise ConfigError(f"--output: {output} is the folder of a run; choose one in it, as {output / 'eval'}")
+            if name[0] in RUN_FILES and real.exists():
+                raise ConfigError(f"--output: {output} belongs to the run in {path}, and would be overwritten")
+
+
+def is_run_folder(path):
+    """Whether a folder is a run's output_dir."""
+    return (path / "config.toml").is_file() and ((path / "metrics.jsonl").is_file() or (path / "checkpoints").is_dir())
 
 
 @contextlib.contextmanager

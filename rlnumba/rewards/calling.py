@@ -78,11 +78,11 @@ class ModelReward:
     """A model as a reward, called in the process that has the device and without a timeout.
 
     name: for metrics. score(prompts, completions, columns): the values of B completions, a list of float; a failure
-    that a user can cause is a UserError.
+    that a user can cause is a UserError. folder: the model's.
     """
 
-    def __init__(self, name, score):
-        self.__name__, self.score = name, score
+    def __init__(self, name, score, folder):
+        self.__name__, self.score, self.folder = name, score, folder
 
 
 class Rewards:

@@ -37,7 +37,7 @@ from rlnumba.distributed.weight_shards import is_in_parts, whole_bytes
 from rlnumba.distributed.weight_sync import Again, PartSender, WeightSender
 from rlnumba.engine.groups import GroupEngine, GroupRequest
 from rlnumba.engine.sequence import Completion, SamplingParams
-from rlnumba.errors import UserError
+from rlnumba.errors import SharedError, UserError
 from rlnumba.rewards import RewardError, TrainerState
 from rlnumba.rewards.calling import Pending
 from rlnumba.runtime import ahead_of_time, device
@@ -628,10 +628,18 @@ class Ahead:
         """The next generation, whose trainer_state this is: (indices of its prompts, Generation)."""
         drawn, shared = [], None
         if self.pipeline is not None:
-            drawn = self.pipeline.take(trainer_state.global_step, status)
-            self.metrics = self.pipeline.metrics
-            shared = [each.prompt for each in drawn], [each.completions for each in drawn]
+            try:
+                drawn = self.pipeline.take(trainer_state.global_step, status)
+            except UserError as error:  # engines that have ended
+                if self.is_alone:
+                    raise
+                shared = SharedError(str(error))
+            else:
+                self.metrics = self.pipeline.metrics
+                shared = [each.prompt for each in drawn], [each.completions for each in drawn]
         shared = self._of_first_rank(shared)
+        if isinstance(shared, SharedError):
+            raise shared
         indices, completions = shared
         with clock.phase("reward"):
             scores = self.rewards.collect([each.pending for each in drawn])

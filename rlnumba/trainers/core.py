@@ -93,6 +93,8 @@ class Policy:
         self._learning_rate = None
         # What a loss carries from one step to the next, by name: JSON values, part of the checkpoint.
         self.loss_state = {}
+        # From the first write of an optimizer step on, until the trainer's loop says that the step is complete.
+        self.is_updating = False
         # What generates with the same weights meanwhile, with before_micro_batch() and before_update(), or None.
         self.interleaved = None
 
@@ -375,6 +377,7 @@ class Policy:
     def _begin_update(self):
         """The weights are about to be written."""
         signals.hold()
+        self.is_updating = True
         if self.interleaved is not None:
             self.interleaved.before_update()
 

@@ -10,7 +10,7 @@ Sources: Rafailov et al. 2023 (arXiv 2305.18290); TRL 1.16's DPOTrainer, whose n
 The losses are in kernels/rl/preference_loss.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -40,19 +40,20 @@ def run_dpo(run, resume=False, communicator=None):
     run_sft's.
     """
     train = run.train
-    folder = begin_run("dpo", run, resume, communicator)
-    policy, tokenizer = load_policy(run, folder, reference=True)
-    rows = training_rows("dpo", load_rows, run, policy.model, tokenizer)
-    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
-    if train.precompute_ref_log_probs:
-        datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
-        size = train.precompute_ref_batch_size or train.per_device_train_batch_size
-        found = stored_reference_logps(folder, policy, datasets, pair_batch, size, train.ld_alpha)
-        for name, pairs in datasets.items():
-            for pair, logps in zip(pairs, found[name], strict=True):
-                pair.ref_logps = logps
-        policy.reference = None
-    return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+    with begin_run("dpo", run, resume, communicator) as folder:
+        run = folder.run
+        policy, tokenizer = load_policy(run, folder, reference=True)
+        rows = training_rows("dpo", load_rows, run, policy.model, tokenizer)
+        eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
+        if train.precompute_ref_log_probs:
+            datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
+            size = train.precompute_ref_batch_size or train.per_device_train_batch_size
+            found = stored_reference_logps(folder, policy, datasets, pair_batch, size, train.ld_alpha)
+            for name, pairs in datasets.items():
+                for pair, logps in zip(pairs, found[name], strict=True):
+                    pair.ref_logps = logps
+            policy.reference = None
+        return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Pair:
 
     chosen: TokenSequence
     rejected: TokenSequence
-    ref_logps: np.ndarray | None = None
+    ref_logps: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def sequences(self):

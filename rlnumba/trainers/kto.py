@@ -11,7 +11,7 @@ Sources: Ethayarajh et al. 2024 (arXiv 2402.01306); TRL 1.16's KTOTrainer, whose
 are, but for the KL divergence, which TRL takes of each micro-batch. The losses are in kernels/rl/kto_loss.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -40,24 +40,25 @@ def run_kto(run, resume=False, communicator=None):
     run_sft's.
     """
     train = run.train
-    folder = begin_run("kto", run, resume, communicator)
-    policy, tokenizer = load_policy(run, folder, reference=True)
-    rows = training_rows("kto", load_rows, run, policy.model, tokenizer)
-    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
-    if train.precompute_ref_log_probs:
-        datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
-        if train.loss_type == "kto":
-            size = train.per_device_train_batch_size * train.micro_batches_per_step
-            for first in range(0, len(rows), size):
-                set_kl_sequences(rows[first : first + size], sequence_limit(policy))
-            set_kl_sequences(eval_rows or [], sequence_limit(policy))
-        size = train.precompute_ref_batch_size or train.per_device_train_batch_size
-        found = stored_reference_logps(folder, policy, datasets, all_sequences, size)
-        for name, completions in datasets.items():
-            for completion, logps in zip(completions, found[name], strict=True):
-                completion.ref_logps = logps
-        policy.reference = None
-    return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+    with begin_run("kto", run, resume, communicator) as folder:
+        run = folder.run
+        policy, tokenizer = load_policy(run, folder, reference=True)
+        rows = training_rows("kto", load_rows, run, policy.model, tokenizer)
+        eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
+        if train.precompute_ref_log_probs:
+            datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
+            if train.loss_type == "kto":
+                size = train.per_device_train_batch_size * train.micro_batches_per_step
+                for first in range(0, len(rows), size):
+                    set_kl_sequences(rows[first : first + size], sequence_limit(policy))
+                set_kl_sequences(eval_rows or [], sequence_limit(policy))
+            size = train.precompute_ref_batch_size or train.per_device_train_batch_size
+            found = stored_reference_logps(folder, policy, datasets, all_sequences, size)
+            for name, completions in datasets.items():
+                for completion, logps in zip(completions, found[name], strict=True):
+                    completion.ref_logps = logps
+            policy.reference = None
+        return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
 
 
 @dataclass
@@ -72,8 +73,8 @@ class Completion:
     completion_ids: list[int]
     label: bool
     sequence: TokenSequence
-    kl_sequence: TokenSequence | None = None
-    ref_logps: np.ndarray | None = None
+    kl_sequence: TokenSequence | None = field(default=None, compare=False)
+    ref_logps: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def sequences(self):

@@ -138,6 +138,15 @@ class ActorCritic:
     def move_reference_if_due(self, step):
         """The reference stands still."""
 
+    @property
+    def is_updating(self):
+        """As Policy's, of both."""
+        return self.policy.is_updating
+
+    @is_updating.setter
+    def is_updating(self, value):
+        self.policy.is_updating = value
+
     def state_dict(self):
         """The state for a checkpoint besides the policy's weights, as Policy.state_dict."""
         critic = None

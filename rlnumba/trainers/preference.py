@@ -144,12 +144,15 @@ class TokenMetrics:
 def stored_reference_logps(folder, policy, datasets, batch_logps, size, ld_alpha=None):
     """{name: (rows, n) float32} of the reference's log-probs of datasets, {name: list of rows}, for precompute.
 
-    From the run's file if it goes on, else computed, `size` rows at a time, and written. folder: RunFolder.
+    From the run's file if it goes on and they are of this reference, else computed, `size` rows at a time, and written.
+    folder: RunFolder.
     batch_logps(rows): CompletionBatch of a list of rows, whose (n * len(rows),) log-probs have the rows last. Raises
     UserError if the file cannot be written.
     """
     path = Path(folder.path) / REFERENCE_FILE
-    fingerprint = hashlib.sha256(repr(ld_alpha).encode())
+    # Of the weights the hash that rank 0 has of the run's model.
+    reference = folder.decided(folder.digest["inputs"]["model"] if folder.is_first_rank else None)
+    fingerprint = hashlib.sha256(f"{reference} {policy.reference.dtype.name} {ld_alpha!r}".encode())
     for rows in datasets.values():
         for row in rows:
             for sequence in row.sequences:
@@ -160,7 +163,7 @@ def stored_reference_logps(folder, policy, datasets, batch_logps, size, ld_alpha
         stored = folder.decided(read_reference_file(path) if folder.is_first_rank else {})
         if stored.get("rows") == fingerprint:
             return {name: np.array(stored[name], np.float32) for name in datasets}
-        log(f"{path} does not have the reference's log-probs of these rows: computing them again")
+        log(f"{path} does not have this reference's log-probs of these rows: computing them again")
     found = {}
     for name, rows in datasets.items():
         parts, reported = [], time.monotonic()

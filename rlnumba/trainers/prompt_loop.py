@@ -30,9 +30,10 @@ from rlnumba.trainers.asynchronous import encoded, start_ahead
 from rlnumba.trainers.engine_elsewhere import EngineElsewhere
 from rlnumba.trainers.engine_size import engine_size_of
 from rlnumba.trainers.prompt_run import evaluate, load_prompts, prompt_order, sample_report, sampling_params
-from rlnumba.trainers.prompt_schedule import DataState, MicroBatchSchedule
+from rlnumba.trainers.prompt_schedule import BEGINNING, DataState, MicroBatchSchedule, Start
 from rlnumba.trainers.reward_model import load_rewards
-from rlnumba.trainers.run_folder import Clock, begin_run, log, memory_metrics
+from rlnumba.trainers.run_digest import row_hashes
+from rlnumba.trainers.run_folder import Clock, begin_run, log, memory_metrics, owner_of
 from rlnumba.trainers.shared_rollout import RewardsOnRanks
 
 
@@ -64,8 +65,13 @@ def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator
     # A ConfigError of generation_kwargs comes before anything is loaded.
     sampling_params(run.train, 0, 1)
     run = engine_size_of(run, communicator)
-    with nodes_of(run, communicator), WaitingProcesses(processes_of(run, communicator)) as waiting:
-        return PromptLoop(algorithm, run, resume, reward_funcs, communicator, waiting).train()
+    with (
+        owner_of(run, communicator),
+        nodes_of(run, communicator),
+        WaitingProcesses(processes_of(run, communicator)) as waiting,
+        begin_run(algorithm.name, run, resume, communicator) as folder,
+    ):
+        return PromptLoop(algorithm, folder, reward_funcs, communicator, waiting).train()
 
 
 def nodes_of(run, communicator):
@@ -84,7 +90,7 @@ def processes_of(run, communicator):
 
 
 class PromptLoop:
-    """What a run has loaded, and its steps. The arguments are those of train_on_prompts.
+    """What the run of a RunFolder has loaded, and its steps. The other arguments are those of train_on_prompts.
 
     llm: of this rank; generator: the LLM, or that of all ranks. elsewhere: the EngineElsewhere that both have where
     ranks have the weights in parts, else None. ahead: the Ahead of a run with [async], else None; waiting: the
@@ -92,13 +98,14 @@ class PromptLoop:
     data after the last complete step.
     """
 
-    def __init__(self, algorithm, run, resume, reward_funcs, communicator, waiting):
-        self.algorithm, self.run, self.waiting = algorithm, run, waiting
-        self.folder = folder = begin_run(algorithm.name, run, resume, communicator)
-        self.rewards = load_rewards(run, reward_funcs) if folder.is_first_rank else None
+    def __init__(self, algorithm, folder, reward_funcs, communicator, waiting):
+        self.algorithm, self.folder, self.waiting = algorithm, folder, waiting
+        self.run = run = folder.run
+        self.rewards = load_rewards(run, folder.moved_models(reward_funcs)) if folder.is_first_rank else None
         if self.rewards is not None:
             # While the model is loaded.
             self.rewards.start()
+            folder.compare_rewards(self.rewards)
         self.policy, self.tokenizer = algorithm.load(run, folder)
         model, self.elsewhere = self.policy.model, None
         if is_in_parts(model.weights):
@@ -109,7 +116,13 @@ class PromptLoop:
             self.rewards = RewardsOnRanks(self.rewards, communicator)
         self.prompts = load_prompts(run.data.train, run, self.llm)
         self.eval_data = load_prompts(run.data.eval, run, self.llm, for_eval=True) if run.data.eval else None
-        self.schedule = MicroBatchSchedule(run.train, run.data.train, len(self.prompts.prompts))
+        hashes = [
+            None if data is None else row_hashes([(each.prompt, each.prompt_token_ids, each.columns) for each in data])
+            for data in (self.prompts.prompts, self.eval_data and self.eval_data.prompts)
+        ]
+        # Where the prompts are other ones, those that were there before.
+        self.moved = folder.compare_rows(*hashes)
+        self.schedule = self._new_schedule()
         self.state = DataState(prompt_order(self.prompts, run))
         self.ahead = self._start_ahead(self._restore())
         self.complete = self._completed(folder.step)
@@ -122,9 +135,29 @@ class PromptLoop:
         if folder.state is None:
             return []
         self.policy.load_state_dict(folder.state["policy"])
-        self.state.load_state_dict(folder.state["data"], self.run.train)
+        saved = folder.state["data"]
+        self.state.load_state_dict(saved, self.run.train, self.moved)
+        self._continue_schedule(saved)
         self.llm.update_weights(folder.step)
-        return folder.state["data"].get("groups", [])
+        groups = saved.get("groups", [])
+        if groups and self.moved is not None:
+            log(f"{len(groups)} groups of the prompts before are not trained on")
+            groups = []
+        return groups
+
+    def _new_schedule(self, start=BEGINNING):
+        return MicroBatchSchedule(self.run.train, self.run.data.train, len(self.prompts.prompts), start)
+
+    def _continue_schedule(self, saved):
+        """Let the schedule be that of the checkpoint, or with other sizes or prompts begin at its step."""
+        step = self.folder.step
+        if "sizes" not in saved:  # a checkpoint of before these were kept
+            return
+        self.schedule = self._new_schedule(Start(*saved["start"]))
+        if saved["sizes"] != self.schedule.sizes or self.moved is not None:
+            within = saved["within"] if self.state.rollouts is not None else 0
+            within %= self.schedule.micro_steps_per_generation
+            self.schedule = self._new_schedule(Start(step, saved["epochs"], within))
 
     def _start_ahead(self, groups):
         """The Ahead of a run with [async], with these groups of a checkpoint, and let the algorithm generate by it."""
@@ -149,7 +182,11 @@ class PromptLoop:
 
     def _completed(self, step):
         """What a checkpoint keeps of the data after so many steps."""
-        kept = self.state.state_dict(self.schedule.within_generation(step))
+        schedule = self.schedule
+        kept = self.state.state_dict(schedule.within_generation(step))
+        within = schedule.micro_steps(step)[0].index % schedule.micro_steps_per_generation
+        kept |= {"sizes": schedule.sizes, "start": schedule.start, "within": within}
+        kept["epochs"] = schedule.epochs_done(step)
         return step, kept, self.ahead.state() if self.ahead else []
 
     def train(self):
@@ -158,7 +195,7 @@ class PromptLoop:
         with (
             self.policy.context.use(),
             folder.writer(self.schedule.total_steps) as self.writer,
-            folder.kept_on_interruption(self._save),
+            folder.kept_after_error(self.policy, self._save),
             garbage.unfrozen_at_end(),
             closing(ahead) if ahead else nullcontext(),
         ):
@@ -201,7 +238,8 @@ class PromptLoop:
             metrics |= {"epoch": schedule.epochs_done(step + 1), "num_tokens": self.state.num_tokens}
             if self.prompts.dropped_prompts:
                 metrics["dropped_prompts"] = self.prompts.dropped_prompts
-            callbacks.step_end(step + 1, metrics["epoch"], self.policy.model)
+            with self.folder.sharing():
+                callbacks.step_end(step + 1, metrics["epoch"], self.policy.model)
         self._evaluate_if_due(trainer_state, is_last, metrics)
         with clock.phase("log"):
             if self.is_first_step and device.name() == "cuda":
@@ -243,7 +281,7 @@ class PromptLoop:
         metrics = self.algorithm.train_step(self.policy, micro_batches, learning_rate)
         self._write_completions(step)
         self.policy.move_reference_if_due(step + 1)
-        self.complete = self._completed(step + 1)
+        self.complete, self.policy.is_updating = self._completed(step + 1), False
         (self.ahead or self.llm).update_weights(step + 1)
         # What was launched counts here.
         device.synchronize()
@@ -267,7 +305,8 @@ class PromptLoop:
         metrics |= found
         with self.clock.phase("log"):
             if folder.is_first_rank:
-                folder.callbacks.evaluated(found, self.policy.model)
+                with folder.sharing():
+                    folder.callbacks.evaluated(found, self.policy.model)
 
     def _evaluate(self, trainer_state):
         return evaluate(self.generator, self.rewards, self.eval_data, self.run, trainer_state)
@@ -279,9 +318,10 @@ class PromptLoop:
         metrics["perf/throughput"] = num_tokens / metrics["step_time"]
         if num_generated and not self.ahead:
             metrics["perf/generation_tokens_per_s"] = num_generated / metrics["time/generate"]
-        self.writer.log(step + 1, metrics | memory_metrics())
-        self.folder.callbacks.logged(metrics, self.policy.model, self.writer)
-        self.folder.saver.check()
+        with self.folder.sharing():
+            self.writer.log(step + 1, metrics | memory_metrics())
+            self.folder.callbacks.logged(metrics, self.policy.model, self.writer)
+            self.folder.saver.check()
 
     def _save(self):
         """Save a checkpoint of the last complete step."""

@@ -55,6 +55,16 @@ class PromptOrder:
         # ReplayBuffer where there is one.
         self.memory, self.replay_buffer = {}, None
 
+    def begin_with(self, moved):
+        """Begin a new epoch with other prompts: {index before: index now} of those that are among them."""
+        if self.position:
+            self.epoch, self.position = self.epoch + 1, 0
+        if "solved" in self.memory:
+            self.memory["solved"] = [moved[index] for index in self.memory["solved"] if index in moved]
+        if "mean_rewards" in self.memory:
+            kept = {int(index): value for index, value in self.memory["mean_rewards"].items() if int(index) in moved}
+            self.memory["mean_rewards"] = {str(moved[index]): value for index, value in kept.items()}
+
     def take(self, count):
         """The next `count` (at most num_prompts) prompt indices; what is left of an epoch and too few is dropped."""
         self._return_solved(count)

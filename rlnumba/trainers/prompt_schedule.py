@@ -1,6 +1,7 @@
 """Which completions each optimizer step of a run on prompts is trained on, and what of them a checkpoint keeps."""
 
 import copy
+import math
 from typing import NamedTuple
 
 from rlnumba.errors import ConfigError
@@ -22,22 +23,50 @@ class MicroStep(NamedTuple):
     on_policy: bool
 
 
+class Start(NamedTuple):
+    """Where a schedule begins: at an optimizer step, `epochs` passes over the prompts after the run's beginning, with
+    the micro-step `within` of a generation. Of a run that goes on with other sizes it is the step of the checkpoint."""
+
+    step: int = 0
+    epochs: float = 0.0
+    within: int = 0
+
+
+BEGINNING = Start()
+
+
 class MicroBatchSchedule(Schedule):
     """Which micro-batches make up which optimizer step; an epoch ends without prompts that do not fill a generation."""
 
-    def __init__(self, train, path, num_prompts):
+    def __init__(self, train, path, num_prompts, start=BEGINNING):
         if num_prompts < train.prompts_per_rollout:
             raise ConfigError(
                 f"{path}: {num_prompts} prompts are fewer than the {train.prompts_per_rollout} of one generation "
                 f"({train.prompts_key})"
             )
-        self.train = train
+        self.train, self.start = train, start
         self.micro_steps_per_generation = train.rollout_steps * train.num_iterations
         super().__init__(train, num_prompts // train.prompts_per_rollout * self.micro_steps_per_generation)
+        # Steps of the first epoch, which may begin within a generation.
+        self.first_steps = -(-(self.micro_steps_per_epoch - start.within) // self.accumulation)
+        if train.max_steps <= 0 and start.step:
+            # Rounded, as the sum of two numbers of epochs.
+            left = round((train.num_train_epochs - start.epochs) * self.steps_per_epoch, 6)
+            self.total_steps = start.step + max(math.ceil(left), 0)
+
+    @property
+    def sizes(self):
+        """What the place of a step within its generation depends on: list of int."""
+        size, steps = self.train.per_device_train_batch_size, self.train.rollout_steps
+        return [self.micro_steps_per_epoch, self.accumulation, self.micro_steps_per_generation, size, steps]
 
     def micro_steps(self, step):
         """The MicroSteps of an optimizer step: list."""
-        start = step % self.steps_per_epoch * self.accumulation
+        later = step - self.start.step - self.first_steps
+        if later < 0:
+            start = self.start.within + (step - self.start.step) * self.accumulation
+        else:
+            start = later % self.steps_per_epoch * self.accumulation
         found = []
         for index in range(start, min(start + self.accumulation, self.micro_steps_per_epoch)):
             within = index % self.micro_steps_per_generation
@@ -46,6 +75,10 @@ class MicroBatchSchedule(Schedule):
                 MicroStep(index, first, within == 0, index - within >= start and not self.train.ratio_to_sampler)
             )
         return found
+
+    def epochs_done(self, step):
+        """The epochs that `step` optimizer steps make: float."""
+        return self.start.epochs + super().epochs_done(step - self.start.step)
 
     def within_generation(self, step):
         """Whether optimizer step `step` begins with completions that an earlier one has generated."""
@@ -87,10 +120,16 @@ class DataState:
         memory = {name: copy.copy(value) for name, value in self.order.memory.items()}
         return state | ({"memory": memory} if memory else {})
 
-    def load_state_dict(self, state, train):
-        """Restore a checkpoint's state, but for a generation that does not fit a `train` changed since."""
+    def load_state_dict(self, state, train, moved=None):
+        """Restore a checkpoint's state, but for a generation that does not fit a `train` changed since.
+
+        moved: where other prompts have taken the place of the checkpoint's, {index there: index here} of those that are
+        there in both; a new epoch then begins.
+        """
         self.order.epoch, self.order.position = state["prompts"]
         self.order.memory = copy.deepcopy(state.get("memory", {}))
+        if moved is not None:
+            self.order.begin_with(moved)
         self.num_tokens = state["num_tokens"]
         if self.order.replay_buffer is not None:
             self.order.replay_buffer.load_state(state.get("replay_buffer", []), train.num_generations)
@@ -98,7 +137,10 @@ class DataState:
             return
         rollouts = rollout.Rollouts(**state["rollouts"])
         has_reference = len(rollouts.ref_logprobs) > 0
-        if len(rollouts.advantages) == train.rollout_batch_size and (has_reference or not train.beta):
+        # Its parts are those of the sizes with which it was drawn.
+        *_, size, steps = state.get("sizes", [train.per_device_train_batch_size, train.rollout_steps])
+        is_cut_alike = [size, steps] == [train.per_device_train_batch_size, train.rollout_steps]
+        if len(rollouts.advantages) == train.rollout_batch_size and is_cut_alike and (has_reference or not train.beta):
             self.rollouts, self.metrics = rollouts, state["metrics"]
         else:
             log("the completions in the checkpoint do not fit the changed configuration: drawing others")

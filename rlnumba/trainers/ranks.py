@@ -17,7 +17,8 @@ from rlnumba.rewards import resolve
 from rlnumba.runtime.environment import versions_of_results
 from rlnumba.trainers.callbacks import given
 from rlnumba.trainers.fit import fit_to_device
-from rlnumba.trainers.run_folder import start_compiling
+from rlnumba.trainers.run_folder import owner_of, start_compiling
+from rlnumba.trainers.run_inputs import located
 
 
 def train_on_ranks(kind, run, resume, reward_funcs=(), callbacks=()):
@@ -32,17 +33,18 @@ def train_on_ranks(kind, run, resume, reward_funcs=(), callbacks=()):
     place = placement(count // num_nodes, "deploy.num_train_gpus")
     for each in (*reward_funcs, *callbacks):
         check_picklable(each, count)
-    start_compiling(kind, run)
     arguments = kind, run, resume, list(reward_funcs), list(callbacks)
-    if num_nodes > 1:
-        return launch_on_nodes(_train, count, num_nodes, *arguments, timeout_s=timeout_s)[0]
-    return launch(_train, count, *arguments, timeout_s=timeout_s, **place)[0]
+    with owner_of(run):
+        start_compiling(kind, run)
+        if num_nodes > 1:
+            return launch_on_nodes(_train, count, num_nodes, *arguments, timeout_s=timeout_s)[0]
+        return launch(_train, count, *arguments, timeout_s=timeout_s, **place)[0]
 
 
 def _train(communicator, kind, run, resume, reward_funcs, callbacks):
     """What each rank does; the first returns the TrainerState."""
     check_equal(communicator, facts_of(run))
-    run = fit_to_device(kind, run, communicator)
+    run = fit_to_device(kind, located(run), communicator)
     train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
     own = {"reward_funcs": [resolve_if_named(each) for each in reward_funcs]} if reward_funcs else {}
     # Callbacks are called once.

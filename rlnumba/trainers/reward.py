@@ -29,12 +29,13 @@ def run_reward(run, resume=False, communicator=None):
     resume: True to continue from the newest readable checkpoint there, an int from that of this step. communicator: as
     run_sft's.
     """
-    folder = begin_run("reward", run, resume, communicator)
-    policy, tokenizer = load_policy(run, folder, heads=SCORE_HEAD, head_init=run.train.head_init)
-    rows = training_rows("reward", load_rows, run, policy.model, tokenizer)
-    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
-    set_pad_token(policy.model, tokenizer)
-    return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+    with begin_run("reward", run, resume, communicator) as folder:
+        run = folder.run
+        policy, tokenizer = load_policy(run, folder, heads=SCORE_HEAD, head_init=run.train.head_init)
+        rows = training_rows("reward", load_rows, run, policy.model, tokenizer)
+        eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
+        set_pad_token(policy.model, tokenizer)
+        return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
 
 
 def set_pad_token(model, tokenizer):

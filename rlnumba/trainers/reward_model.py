@@ -25,7 +25,8 @@ def load_rewards(run, functions=()):
     """The Rewards of a run, folders of models among its rewards.funcs; arguments and errors as rewards.load_rewards."""
 
     def open_model(folder):
-        return ModelReward(Path(folder).name, RewardModel(folder, run.data.chat_template_kwargs).score)
+        model = RewardModel(folder, run.data.chat_template_kwargs)
+        return ModelReward(Path(folder).name, model.score, Path(folder))
 
     return rewards.load_rewards(run.rewards, functions, open_model)
 

@@ -1,13 +1,16 @@
 """A run's folder and its resumption, the clock of a step's phases, and lines on the console."""
 
+import hashlib
 import itertools
 import shutil
 import sys
 import time
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from rlnumba import checkpoint
 from rlnumba.config.keys import Section, sections_of
@@ -15,23 +18,19 @@ from rlnumba.config.rollout import PromptRun
 from rlnumba.config.schema import RECOMPUTE_MODULES
 from rlnumba.distributed.launch import stop_requested
 from rlnumba.distributed.saving import SharedSaver
-from rlnumba.errors import UserError
+from rlnumba.errors import SharedError, UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.transformer import save_model
-from rlnumba.reporting.files import as_json, make_folder, write_config
+from rlnumba.reporting.files import RUN_FILES, as_json, make_folder, write_config
+from rlnumba.reporting.folder_lock import owned
 from rlnumba.reporting.metrics import MetricsWriter
 from rlnumba.reporting.trackers import check_installed
+from rlnumba.rewards.loading import ModelFolder
 from rlnumba.runtime import ahead_of_time, device, dispatch, memory, signals
 from rlnumba.runtime.environment import environment
 from rlnumba.trainers.callbacks import Callbacks
-from rlnumba.trainers.shared_rollout import SharedRewardError
-
-# What a run writes in its folder.
-RUN_FILES = (
-    *("config.toml", "metrics.jsonl", "completions.jsonl", "completions"),
-    *("checkpoints", "final", "curves.png", "tensorboard", "wandb", "wandb_id"),
-)
-
+from rlnumba.trainers.run_digest import check_keys, check_rewards, digest_of, new_indices, source_hash
+from rlnumba.trainers.run_inputs import SetAside, paths_of, with_paths
 
 # Keys of [train] of a run that may choose any mode of its activations: its list has the kernels of all.
 ANY_ACTIVATIONS = {
@@ -67,15 +66,33 @@ def start_compiling(trainer, run):
         ahead_of_time.start(KERNEL_LIST, kernel_request(trainer, run))
 
 
-def begin_run(trainer, run, resume, communicator=None):
-    """The RunFolder of a run that begins now; what the cache lacks of its kernels is compiled on all cores.
+def owner_of(run, communicator=None):
+    """A context manager that owns a run's folder. Of several ranks, the process that started them does."""
+    return owned(run.output_dir) if communicator is None or communicator.world_size == 1 else nullcontext()
 
-    communicator: of the ranks that train together, or None.
+
+@contextmanager
+def begin_run(trainer, run, resume, communicator=None):
+    """A block that has the RunFolder of a run, whose `run` is to be used: inputs may have other paths there.
+
+    What the cache lacks of the run's kernels is compiled on all cores. communicator: of the ranks that train together,
+    or None. Raises UserError where another run has the folder.
     """
-    start_compiling(trainer, run)
-    if communicator is None or communicator.rank == 0:
-        return RunFolder(trainer, run, resume, communicator)
-    return ReadFolder(trainer, run, resume, communicator)
+    with owner_of(run, communicator):
+        inside = SetAside(run.output_dir)
+        reads_own_folder = any(inside.within(path) for path in paths_of(run))
+        if not reads_own_folder:
+            start_compiling(trainer, run)
+        kind = RunFolder if communicator is None or communicator.rank == 0 else ReadFolder
+        folder = kind(trainer, run, resume, communicator)
+        if reads_own_folder:
+            # Another process reads the model's configuration for it, where it is by now.
+            start_compiling(trainer, folder.run)
+        try:
+            yield folder
+        except BaseException:
+            folder.undo()
+            raise
 
 
 class RunFolder:
@@ -83,9 +100,9 @@ class RunFolder:
 
     trainer: "sft", "grpo"; resume: True for the newest readable checkpoint (without any, the run starts afresh and
     logs it), or the step of a checkpoint, an int. model_folder: that checkpoint's folder, or None. state: its trainer
-    state, or None. step: optimizer steps done. communicator: of the ranks that train together, this one the first, or
-    None. Raises UserError if the folder cannot be written to, holds checkpoints
-    of which none is readable, not that of the step, or those of another trainer.
+    state, or None. step: optimizer steps done. run: with the paths that its inputs have by now (run_inputs.py).
+    communicator: of the ranks that train together, this one the first, or None. Raises UserError if the folder cannot
+    be written to, holds checkpoints of which none is readable, not that of the step, or those of another trainer.
     """
 
     is_first_rank = True
@@ -93,12 +110,16 @@ class RunFolder:
     def __init__(self, trainer, run, resume, communicator=None):
         self.trainer, self.run, self.path, self.communicator = trainer, run, Path(run.output_dir), communicator
         self.is_alone = communicator is None or communicator.world_size == 1
+        # Of `sharing`.
+        self._problem = None
         check_installed(run.train.report_to)
         make_folder(self.path)
         self.step_chosen = resume is not True and bool(resume)
         # Rank 0 reads all files to check them.
         self.model_folder = self.decided(self._find_checkpoint(resume) if self.is_first_rank else None)
         self.saver = checkpoint.Saver(self.path) if self.is_alone else SharedSaver(self.path, communicator)
+        # What was moved aside before the run's first write, because the run reads it: {old path: new one}.
+        self._moved_early = {}
         self.step, self.state = 0, None
         if self.model_folder is not None:
             self.step, self.state = checkpoint.load(self.model_folder)
@@ -106,6 +127,12 @@ class RunFolder:
                 raise UserError(f"{self.model_folder}: a checkpoint of {self.state['trainer']}, not of {trainer}")
         elif resume:
             log(f"{self.path} holds no checkpoint: starting afresh")
+        self.set_aside = self.decided(self._find_inputs() if self.is_first_rank else None)
+        self.run = run = with_paths(run, self.set_aside)
+        # What checkpoints keep of the run, on rank 0, and what the one that it goes on from has, or None.
+        self.digest, self.saved = digest_of(run) if self.is_first_rank else {}, (self.state or {}).get("run")
+        if self.is_first_rank and self.state is not None:
+            self._compare()
         metric = "eval_reward" if "rewards" in sections_of(type(run)) else "eval_loss"
         self.callbacks = Callbacks(run, self.path, metric, (self.state or {}).get("callbacks"))
 
@@ -116,9 +143,92 @@ class RunFolder:
             return checkpoint.of_step(self.path, resume)
         return checkpoint.latest_readable(self.path) if resume else None
 
+    def _find_inputs(self):
+        """The SetAside of this run's inputs. What an earlier run has left is moved now if some of them are among it."""
+        if self.state is not None:
+            return SetAside(self.path, self.state.get("set_aside", ()))
+        found = SetAside(self.path)
+        inside = [path for each in paths_of(self.run) if (path := found.within(each)) is not None]
+        names = {path.parts[0] for path in inside if (self.path / path).exists()}
+        if names & {path.name for path in self._left_behind()}:
+            self._moved_early = self._archive_earlier_run()
+            found.moved = {old.name: str(new.relative_to(self.path)) for old, new in self._moved_early.items()}
+        for path in dict.fromkeys(str(self.path / each) for each in inside):
+            if (now := found(path)) != path:
+                log(f"{path}, which this run reads, is now {now}")
+        return found
+
+    def _compare(self):
+        """Log what has changed since the checkpoint. Raises ConfigError for what must not change."""
+        if self.saved is None:
+            log(f"{self.model_folder} does not hold what its run read: whether this one is the same is not checked")
+            return
+        for line in check_keys(self.saved, self.digest, self.model_folder, self.step):
+            log(line)
+
+    def compare_rows(self, hashes, eval_hashes=None):
+        """Note the rows of the run, and find out whether they are those of the checkpoint that it goes on from.
+
+        Returns {index of a row there: its index here} of training rows that are other ones, else None. hashes,
+        eval_hashes: of data.train and data.eval, as run_digest.row_hashes. All ranks call this.
+        """
+        eval_hash = None if eval_hashes is None else hashlib.sha256(eval_hashes.tobytes()).hexdigest()
+        self.digest |= {"rows": hashes, "eval_rows": eval_hash}
+        saved = self.saved or {}
+        if eval_hash is not None and saved.get("eval_rows") not in (None, eval_hash):
+            log(f"data.eval has other rows from step {self.step + 1}")
+        before = saved.get("rows")
+        if before is None or np.array_equal(before, hashes):
+            return None
+        found = new_indices(before, hashes)
+        log(
+            f"data.train has other rows, {len(hashes)} instead of {len(before)}, of which {len(found)} were there "
+            f"before: a new epoch begins with step {self.step + 1}"
+        )
+        return found
+
+    def compare_rewards(self, rewards):
+        """Note the source of a run's reward functions, and log which have changed since the checkpoint. On rank 0."""
+        functions = zip(rewards.names, rewards.functions, strict=True)
+        self.digest["rewards"] = {name: found for name, each in functions if (found := source_hash(each)) is not None}
+        for line in check_rewards((self.saved or {}).get("rewards", {}), self.digest["rewards"], self.step):
+            log(line)
+
+    def moved_models(self, reward_funcs):
+        """Reward functions that were given as objects, folders of models where they are by now: list."""
+        return [
+            replace(each, path=Path(self.set_aside(str(each.path)))) if isinstance(each, ModelFolder) else each
+            for each in reward_funcs
+        ]
+
+    def undo(self):
+        """The run has ended with an error: move back what was moved aside, if nothing has been written since."""
+        for old, new in self._moved_early.items():
+            new.rename(old)
+            with suppress(OSError):  # not empty
+                new.parent.rmdir()
+        self._moved_early = {}
+
     def decided(self, value):
-        """What rank 0 has decided, on all ranks, which call this together."""
-        return value if self.is_alone else self.communicator.objects(value)[0]
+        """What rank 0 has decided, on all ranks, which call this together. Raises SharedError for one of `sharing`."""
+        if self.is_alone:
+            return value
+        found, problem = self.communicator.objects((value, self._problem))[0]
+        if problem is not None:
+            raise SharedError(problem)
+        return found
+
+    @contextmanager
+    def sharing(self):
+        """A block that rank 0 alone may fail in: the next `decided` then raises the UserError on all ranks."""
+        try:
+            yield
+        except checkpoint.CheckpointError:
+            raise
+        except UserError as error:
+            if self.is_alone:
+                raise
+            self._problem = str(error)
 
     def hold_signals(self):
         """Before the first step: ranks end after the same one, so that signals wait for release_signals."""
@@ -142,6 +252,8 @@ class RunFolder:
             self._archive_earlier_run()
         elif self.step_chosen:
             self._archive_later_steps()
+        # From here on the folder is this run's.
+        self._moved_early = {}
         write_config(self.run, environment())
         train = self.run.train
         printed = train.log_completions, train.num_completions_to_print
@@ -152,12 +264,20 @@ class RunFolder:
         where = {"report_to": train.report_to, "draws_apart": device.name() == "cuda"}
         return MetricsWriter(self.path, total_steps, self.step, train.logging_steps, *printed, **where, **tracked)
 
-    def _archive_earlier_run(self):
+    def _left_behind(self):
+        """What an earlier run has left that a new one would overwrite: paths, none where it wrote nothing of weight."""
         left = [path for name in RUN_FILES if (path := self.path / name).exists()]
-        if any(path.name in ("metrics.jsonl", "checkpoints", "final") for path in left):
-            target = self._archive(left)
-            resumes = f"{RESUMES[0]} goes on with one ({RESUMES[1]})"
-            log(f"{self.path} held an earlier run, which is now in {target}; {resumes}")
+        return left if any(path.name in ("metrics.jsonl", "checkpoints", "final") for path in left) else []
+
+    def _archive_earlier_run(self):
+        """Move it aside: {old path: new path}."""
+        left = self._left_behind()
+        if not left:
+            return {}
+        target = self._archive(left)
+        resumes = f"{RESUMES[0]} goes on with one ({RESUMES[1]})"
+        log(f"{self.path} held an earlier run, which is now in {target}; {resumes}")
+        return {path: target / path.name for path in left}
 
     def _archive_later_steps(self):
         """Otherwise the next --resume would start from one of these, and their lines of metrics would be lost."""
@@ -190,17 +310,22 @@ class RunFolder:
         train = self.run.train
         tracked = self.callbacks.state_dict()
         state = {"trainer": self.trainer, **state} | ({"callbacks": tracked} if tracked else {})
+        if self.is_first_rank:
+            state["run"] = self.digest
+        if self.set_aside.moved:
+            state["set_aside"] = self.set_aside.moved
         best = self.callbacks.state.best_global_step if train.load_best_model_at_end else None
         state = None if train.save_only_model else state
         self.saver.save(step, model, tokenizer, state, train.save_total_limit, best)
         self.step, self.model_folder = step, self.path / "checkpoints" / f"step-{step}"
 
     @contextmanager
-    def kept_on_interruption(self, save):
-        """If a signal or a UserError ends the block, call save(), which saves the last complete step.
+    def kept_after_error(self, policy, save):
+        """If a signal or any error ends the block, call save(), which saves the last complete step.
 
-        When the block has ended, all checkpoints are on the disk. With several ranks, an error of one ends all at once;
-        what all raise, a reward's, is kept, and none ends before rank 0 has written.
+        Not where the weights are between two steps (policy.is_updating). When the block has ended, all checkpoints are
+        on the disk. With several ranks, an error of one ends all at once; what all raise is kept, and none ends before
+        rank 0 has written.
         """
         with signals.handled():
             try:
@@ -211,20 +336,31 @@ class RunFolder:
             except BaseException as error:
                 # The compiler may turn the exception of a signal into one of its own.
                 interrupted = isinstance(error, KeyboardInterrupt) or signals.received() is not None
-                if not interrupted and not isinstance(error, UserError if self.is_alone else SharedRewardError):
+                if policy.is_updating or not (interrupted or self.is_alone or isinstance(error, SharedError)):
                     raise
-                keeps = self.run.train.save_strategy != "no"
                 with signals.held():
-                    if keeps:
-                        save()
-                    self.saver.wait()
-                    if not self.is_alone:
-                        self.communicator.barrier()
-                if interrupted and keeps:
-                    log(f"step {self.step} is in {self.model_folder}; {RESUMES[0]} goes on from there ({RESUMES[1]})")
-                elif interrupted:
-                    log('train.save_strategy is "no": no checkpoint is kept')
+                    self._save_after(error, interrupted, save)
                 raise
+
+    def _save_after(self, error, interrupted, save):
+        """Save the last complete step after an error, which is not hidden by one of saving, unless a user causes it."""
+        keeps = self.run.train.save_strategy != "no"
+        problems = (
+            () if interrupted or isinstance(error, UserError) else (UserError, OSError, MemoryError, RuntimeError)
+        )
+        try:
+            if keeps:
+                save()
+            self.saver.wait()
+            if not self.is_alone:
+                self.communicator.barrier()
+        except problems as problem:
+            log(f"step {self.step} is not saved after this error: {problem}")
+            return
+        if not keeps and interrupted:
+            log('train.save_strategy is "no": no checkpoint is kept')
+        elif keeps and (interrupted or problems):
+            log(f"step {self.step} is in {self.model_folder}; {RESUMES[0]} goes on from there ({RESUMES[1]})")
 
     def finish(self, model, tokenizer, heads=None):
         """Write final/, a Hugging Face folder of the model, or of that of the best step with load_best_model_at_end.

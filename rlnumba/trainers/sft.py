@@ -24,11 +24,12 @@ def run_sft(run, resume=False, communicator=None):
     resume: True to continue from the newest readable checkpoint there, an int from that of this step. communicator: of
     the ranks that train together and call this with the same arguments, or None.
     """
-    folder = begin_run("sft", run, resume, communicator)
-    policy, tokenizer = load_policy(run, folder)
-    rows = training_rows("sft", load_rows, run, policy.model, tokenizer)
-    eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
-    return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+    with begin_run("sft", run, resume, communicator) as folder:
+        run = folder.run
+        policy, tokenizer = load_policy(run, folder)
+        rows = training_rows("sft", load_rows, run, policy.model, tokenizer)
+        eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
+        return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
 
 
 def num_tokens(row):

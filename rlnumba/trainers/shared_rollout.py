@@ -4,11 +4,12 @@ Completions are drawn by all (distributed/replicas.py), and every rank has all o
 functions, and then all ranks have the values. Every rank makes the same calls, as those of a Communicator.
 """
 
+from rlnumba.errors import SharedError
 from rlnumba.rewards import RewardError
 from rlnumba.rewards.calling import Pending, Scores
 
 
-class SharedRewardError(RewardError):
+class SharedRewardError(RewardError, SharedError):
     """A RewardError that all ranks raise in the same place."""
 
 

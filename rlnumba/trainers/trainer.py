@@ -49,7 +49,8 @@ from rlnumba.trainers.ppo import run_ppo
 from rlnumba.trainers.ranks import resolve_if_named, train_on_ranks
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.rloo import run_rloo
-from rlnumba.trainers.run_folder import log
+from rlnumba.trainers.run_folder import log, owner_of
+from rlnumba.trainers.run_inputs import located
 from rlnumba.trainers.sft import run_sft
 
 MODEL_FOLDER = "the tokenizer is read from the model's folder"
@@ -220,14 +221,15 @@ class Trainer:
         checkpoints/step-N, or N. Raises RewardError for a reward that fails, after a checkpoint.
         """
         run, resume, started = self.run, self._resume_of(resume_from_checkpoint), time.monotonic()
-        self._write_rows(run, self.datasets)
-        self._state, self._has_begun = None, True
-        if run.num_ranks > 1:
-            state = train_on_ranks(self.command, run, resume, self.given_funcs, self.callbacks)
-        else:
-            run = fit_to_device(self.command, run)
-            with advise(self.command, run), given(self.callbacks):
-                state = self.run_function(run, resume, *self._reward_functions())
+        with owner_of(run):
+            self._write_rows(run, self.datasets)
+            self._state, self._has_begun = None, True
+            if run.num_ranks > 1:
+                state = train_on_ranks(self.command, run, resume, self.given_funcs, self.callbacks)
+            else:
+                run = fit_to_device(self.command, located(run))
+                with advise(self.command, run), given(self.callbacks):
+                    state = self.run_function(run, resume, *self._reward_functions())
         self._state, seconds = state, time.monotonic() - started
         losses = [row["loss"] for row in state.log_history if "loss" in row]
         loss = sum(losses) / len(losses) if losses else math.nan

@@ -12,9 +12,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from rlnumba import cli
+from rlnumba import checkpoint, cli
 from rlnumba.config import DeployConfig, LoraConfig, SFTConfig, load_run, to_toml
-from rlnumba.errors import ConfigError
+from rlnumba.errors import ConfigError, RankError
 from rlnumba.trainers.micro_batch import MicroBatch, costliest_first
 from rlnumba.trainers.ranks import train_on_ranks
 from rlnumba.trainers.sft import run_sft
@@ -139,3 +139,18 @@ def test_a_rank_that_fails_ends_the_run_with_one_line(tmp_path, capsys, monkeypa
     assert cli.run(["--device", "cpu", "sft", "--config", str(tmp_path / "run.toml")]) == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if "rank 1" in line]
     assert len(lines) == 1 and "was ended by SIGKILL" in lines[0]
+
+
+def test_an_error_of_rank_0_alone_keeps_the_last_complete_step(tmp_path):
+    """The other rank, which would wait for it, saves its part; with save_steps the step would have been lost."""
+    (tmp_path / "callback.py").write_text(
+        "class Fails:\n"
+        "    def on_step_end(self, args, state, control, **kwargs):\n"
+        "        assert state.global_step < 2, 'after the second step'\n"
+    )
+    run = run_of(tmp_path / "run", 2, save_steps=100, callbacks=[f"{tmp_path}/callback.py:Fails"])
+    with pytest.raises(RankError, match="callback Fails.on_step_end raised AssertionError: after the second step"):
+        train(run)
+    (folder,) = checkpoint.existing(tmp_path / "run")
+    checkpoint.verify(folder)
+    assert folder.name == "step-2"

@@ -16,7 +16,9 @@ from rlnumba.config import to_toml
 from rlnumba.engine.llm import LLM
 from rlnumba.errors import UserError
 from rlnumba.model.transformer import load_model
+from rlnumba.optim import Optimizer
 from rlnumba.runtime import device
+from rlnumba.trainers import sft
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
@@ -290,6 +292,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         RunFolder("sft", sft_run(tmp_path / "file" / "run"), False)
 
 
+def saved_of(path):
+    """The trainer's state in a checkpoint, without what it says of its run."""
+    return {name: value for name, value in checkpoint.load(path)[1].items() if name != "run"}
+
+
 def test_a_step_is_saved_once(tmp_path):
     """Its state is always the same, so that a run that ends where it went on keeps the checkpoint that is there."""
     run, model = sft_run(tmp_path / "run", max_steps=2), load_model(MODEL)
@@ -298,12 +305,12 @@ def test_a_step_is_saved_once(tmp_path):
     folder.save(0, model, None, {"a": 2})
     folder.saver.wait()
     path = tmp_path / "run" / "checkpoints" / "step-0"
-    assert folder.model_folder == path and checkpoint.load(path)[1] == {"trainer": "sft", "a": 1}
+    assert folder.model_folder == path and saved_of(path) == {"trainer": "sft", "a": 1}
     folder.save(1, model, None, {"a": 3})
     assert (folder.step, folder.model_folder.name) == (1, "step-1")
     folder.saver.wait()
     again = RunFolder("sft", run, True)
-    assert (again.step, again.state, again.step_chosen) == (1, {"trainer": "sft", "a": 3}, False)
+    assert (again.step, again.step_chosen, saved_of(again.model_folder)) == (1, False, {"trainer": "sft", "a": 3})
     again.save(1, model, None, {"a": 4})
     assert checkpoint.load(again.model_folder)[1]["a"] == 3
     chosen = RunFolder("sft", run, 1)
@@ -369,3 +376,55 @@ def test_small_optimizer_states_resume_exactly(tmp_path, optim, offload):
     other = sft_run(tmp_path / "run", max_steps=6, save_steps=2)
     with pytest.raises(UserError, match=f"saved with train.optim = '{optim}', and this run has 'adamw_torch'"):
         run_sft(other, resume=True)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("bug"), MemoryError("an operator's own arrays"), OSError("lost")])
+def test_any_error_keeps_the_last_complete_step(tmp_path, monkeypatch, capsys, error):
+    """And the run goes on from there to the same end."""
+    run = sft_run(tmp_path / "run", max_steps=4)
+    run_sft(elsewhere(run, tmp_path / "whole"))
+    train_step, calls = sft.train_step, []
+
+    def fails_in_the_third(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise error
+        return train_step(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "train_step", fails_in_the_third)
+        with pytest.raises(type(error), match=str(error)):
+            run_sft(run)
+    assert f"step 2 is in {tmp_path / 'run' / 'checkpoints' / 'step-2'}; --resume goes on" in capsys.readouterr().err
+    run_sft(run, resume=True)
+    assert hash_of(run) == hash_of(elsewhere(run, tmp_path / "whole"))
+
+
+def test_an_error_between_two_steps_keeps_none(tmp_path, monkeypatch):
+    """The weights may then be those of neither."""
+    run, step = sft_run(tmp_path / "run", max_steps=4, save_steps=1), Optimizer.step
+
+    def fails_in_the_third(optimizer, learning_rate):
+        norm = step(optimizer, learning_rate)
+        if optimizer.steps == 3:
+            raise MemoryError
+        return norm
+
+    monkeypatch.setattr(Optimizer, "step", fails_in_the_third)
+    with pytest.raises(MemoryError):
+        run_sft(run)
+    assert [path.name for path in checkpoint.existing(tmp_path / "run")] == ["step-2", "step-1"]
+
+
+def test_an_error_of_saving_does_not_hide_the_one_before(tmp_path, monkeypatch, capsys):
+    def fails(*arguments):
+        raise ZeroDivisionError("bug")
+
+    def cannot_be_saved(*arguments):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(sft, "train_step", fails)
+    monkeypatch.setattr(RunFolder, "save", cannot_be_saved)
+    with pytest.raises(ZeroDivisionError):
+        run_sft(sft_run(tmp_path / "run"))
+    assert "step 0 is not saved after this error: the device is lost" in capsys.readouterr().err

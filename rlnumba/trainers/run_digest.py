@@ -1,0 +1,230 @@
+"""What decides the result of a run, as its checkpoints keep it, and the comparison with a run that goes on.
+
+    keys      every key of the configuration; the sizes of a step and a generation are those of all ranks together
+    inputs    model, critic, adapter, tokenizer: a hash of each
+    rewards   a hash of the source file of each reward function
+    rows      a hash of each training row, and one of all held-out rows
+    versions  of the packages that bits depend on, and the device
+
+Which keys may change and what that does is in config/resuming.py. The hash of a model is quick also where it has
+hundreds of gigabytes: of each file of weights it reads the size, the header and SAMPLES blocks at equal distances. So
+it finds another model, or one that was trained on, but not a change of single weights between the blocks.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+from pathlib import Path
+
+import numpy as np
+
+from rlnumba.config.keys import Section, keys_of, section_fields, sections_of
+from rlnumba.config.resuming import CONTENT, FREE, NEXT, rule_of
+from rlnumba.errors import ConfigError
+from rlnumba.model.config import ModelConfig, read_json
+from rlnumba.model.lora import is_adapter
+from rlnumba.model.tokenizer import FILES, TEMPLATE_FOLDER
+from rlnumba.model.transformer import find_model
+from rlnumba.rewards.calling import ModelReward
+from rlnumba.runtime import device
+from rlnumba.runtime.environment import versions_of_results
+
+# Blocks of a file of weights that its hash reads, and their bytes; the first has the header.
+SAMPLES, BLOCK_BYTES = 64, 16 << 10
+# Of [rlnumba].gemm these are one.
+NATIVE = ("auto", "native", "numba")
+
+
+def digest_of(run):
+    """{"keys", "inputs", "versions"} of a run: what is known before rows and rewards are read. JSON values.
+
+    Raises UserError for a model or adapter that is not there.
+    """
+    keys, folder = keys_of_run(run), find_model(run.model)
+    sources = {"model": folder, "critic.model": keys.get("critic.model"), "lora.init": keys.get("lora.init")}
+    inputs = {name: model_hash(find_model(source)) for name, source in sources.items() if source is not None}
+    inputs["tokenizer"] = files_hash([folder / name for name in FILES] + sorted((folder / TEMPLATE_FOLDER).glob("*")))
+    if keys["train.dtype"] is None:
+        keys["train.dtype"] = "float32" if device.name() == "cpu" else ModelConfig.from_folder(folder).dtype
+    where = device.describe().partition(",")[0] if device.name() == "cuda" else device.name()
+    return {"keys": keys, "inputs": inputs, "versions": versions_of_results() | {"device": where}}
+
+
+def keys_of_run(run):
+    """{"section.key": value} of a run: JSON values."""
+    run = run.on_ranks()
+    found = {}
+    for section, attribute in {"": None, **section_fields(type(run))}.items():
+        owner = run if attribute is None else getattr(run, attribute)
+        if owner is None:
+            continue
+        for f in dataclasses.fields(owner):
+            value = getattr(owner, f.name)
+            # Trainers in Python have further arguments in their configs.
+            if f.name in keys_of(sections_of(type(run))[section]) and not isinstance(value, Section):
+                found[f"{section}.{f.name}" if section else f.name] = json.loads(json.dumps(value))
+    train = run.train
+    found["train.global_batch_size"] = train.per_device_train_batch_size * train.micro_batches_per_step
+    found.pop("train.gradient_accumulation_steps")
+    if "train.generation_batch_size" in found:
+        found["train.generation_batch_size"] = train.rollout_batch_size
+        found.pop("train.steps_per_generation")
+    found["gemm"] = "native" if run.gemm in NATIVE else run.gemm
+    return found
+
+
+def model_hash(folder):
+    """A hash of a model's or an adapter's folder: of its configuration, and of parts of its weights."""
+    found = hashlib.sha256()
+    names = ("adapter_config.json",) if is_adapter(folder) else ("config.json",)
+    for name in names:
+        found.update(json.dumps(read_json(folder / name), sort_keys=True).encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as file:
+            for block in range(SAMPLES):
+                file.seek(block * max(size - BLOCK_BYTES, 0) // (SAMPLES - 1))
+                found.update(file.read(BLOCK_BYTES))
+    return found.hexdigest()
+
+
+def files_hash(paths):
+    """A hash of the names and contents of those files that exist."""
+    found = hashlib.sha256()
+    for path in paths:
+        if path.is_file():
+            found.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()
+
+
+def source_hash(function):
+    """A hash of the source file of a reward function, of a model's folder, or None where there is no such file.
+
+    What belongs to this package has its version.
+    """
+    if isinstance(function, ModelReward):
+        return model_hash(function.folder)
+    if isinstance(function, functools.partial):
+        function = function.func
+    named = function if inspect.isroutine(function) else type(function)
+    module = inspect.getmodule(named)
+    path = None if module is None else vars(module).get("__file__")
+    if path is None or module.__name__.partition(".")[0] == "rlnumba" or not Path(path).is_file():
+        return None
+    return files_hash([Path(path)])
+
+
+def row_hashes(rows):
+    """(len(rows),) uint64 of rows' contents: dataclasses, lists, arrays and JSON values."""
+    found = np.empty(len(rows), np.uint64)
+    for i, row in enumerate(rows):
+        content = hashlib.blake2b(digest_size=8)
+        _update(content, row)
+        found[i] = int.from_bytes(content.digest(), "little")
+    return found
+
+
+def _update(content, value):
+    """Add a value to a hash, with its kind and length, so that no two values of other structure are alike."""
+    if isinstance(value, np.ndarray):
+        content.update(f"array {value.dtype} {value.shape}".encode() + np.ascontiguousarray(value).tobytes())
+    elif dataclasses.is_dataclass(value):
+        # A field that is not compared is no content, but what is computed of it.
+        for f in dataclasses.fields(value):
+            if f.compare:
+                _update(content, getattr(value, f.name))
+    elif isinstance(value, list | tuple):
+        content.update(f"list {len(value)}".encode())
+        if value and all(type(each) is int for each in value):
+            content.update(repr(value).encode())
+        else:
+            for each in value:
+                _update(content, each)
+    elif isinstance(value, dict):
+        content.update(f"dict {len(value)}".encode())
+        for key, each in value.items():
+            _update(content, key)
+            _update(content, each)
+    else:
+        content.update(f"{type(value).__name__} {value!r};".encode(errors="surrogatepass"))
+
+
+def check_keys(saved, own, where, step):
+    """Compare what a checkpoint has of its run with the run that goes on: lines that say what has changed.
+
+    saved, own: as digest_of. where: the checkpoint's folder; step: its number. Raises ConfigError, one line, for what
+    must not change.
+    """
+    lines, problems = [], []
+    for name, value in own["keys"].items():
+        before = saved["keys"].get(name, value)
+        if before == value or rule_of(name) == CONTENT:
+            continue
+        if rule_of(name) in (FREE, NEXT):
+            lines.append(
+                f"{name} {shown(before)} -> {shown(value)}" + f" from step {step + 1}" * (rule_of(name) == NEXT)
+            )
+        else:
+            problems.append(f"{name} = {before!r}, and this run has {value!r}")
+    for name, value in own["inputs"].items():
+        if saved["inputs"].get(name, value) != value:
+            problems.append(_other_input(name, saved["keys"], own["keys"]))
+    batch = "train.global_batch_size"
+    if _pairs_within_batches(own["keys"]) and saved["keys"].get(batch) != own["keys"][batch]:
+        problems.append(f"{batch} = {saved['keys'].get(batch)}, and this run has {own['keys'][batch]}")
+    if problems:
+        raise ConfigError(f"{where}: saved with {'; with '.join(problems)}: this cannot change on --resume")
+    for section in ("async",):
+        had, has = (any(name.startswith(f"{section}.") for name in each["keys"]) for each in (saved, own))
+        if had != has:
+            lines.append(f"[{section}] is {'new' if has else 'gone'} from step {step + 1}")
+    for name, value in own["versions"].items():
+        before = saved["versions"].get(name, value)
+        if before != value:
+            lines.append(f"{name} {before} -> {value}, with which the last bits may differ")
+    return lines
+
+
+def _pairs_within_batches(keys):
+    """Whether what was computed before the first step depends on which rows share a batch: KTO's KL divergence."""
+    return bool(keys.get("train.precompute_ref_log_probs")) and keys.get("train.loss_type") == "kto"
+
+
+def _other_input(name, saved, own):
+    key = "model" if name == "tokenizer" else name
+    before, now = saved.get(key), own.get(key)
+    what = "the tokenizer of " if name == "tokenizer" else ""
+    if before == now:
+        return f"another content of {what}{key} = {now!r} than it has now"
+    return f"{what}{key} = {before!r}, and this run has {now!r}, which is another one"
+
+
+def check_rewards(saved, own, step):
+    """Lines that say which reward functions have another source than at the checkpoint. saved, own: {name: hash}."""
+    return [
+        f"rewards.funcs: {name} has changed, from step {step + 1}"
+        for name, value in own.items()
+        if name in saved and saved[name] != value
+    ]
+
+
+def new_indices(before, now):
+    """{index of a row before: its index now} of the rows that are there in both. before, now: row_hashes.
+
+    The k-th of several equal rows is the k-th of them again.
+    """
+    places, found = {}, {}
+    for index, value in enumerate(now.tolist()):
+        places.setdefault(value, []).append(index)
+    for index, value in enumerate(before.tolist()):
+        if places.get(value):
+            found[index] = places[value].pop(0)
+    return found
+
+
+def shown(value):
+    """A value of a key as a line shows it: str."""
+    return value if isinstance(value, str) else json.dumps(value)

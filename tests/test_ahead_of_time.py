@@ -392,7 +392,8 @@ from rlnumba.runtime.shapes import launches_only
 from rlnumba.trainers import grpo, kernel_list, plan
 
 options = [("train.dtype", "bfloat16"), ("train.max_completion_length", "48"), ("train.num_generations", "64")]
-options += [("train.per_device_train_batch_size", "512"), ("model", sys.argv[2])]
+# With a reference model, whose log-probs the loss of each micro-batch reads.
+options += [("train.per_device_train_batch_size", "512"), ("model", sys.argv[2]), ("train.beta", "0.1")]
 run = load_run("grpo", sys.argv[1], options)
 listed = set(kernel_list.list_signatures(("grpo", run), GPUS["h200"])[1])
 lacking = {}
@@ -404,6 +405,7 @@ with sampled_rows(1024):
             policy, _ = plan.make_policies(planner.config, "bfloat16", run, step)
             with policy.context.use():
                 rollouts = kernel_list.invented_rollouts(run.train, step.prompts, length)
+                grpo.add_logprobs(policy, rollouts, on_policy=True)
                 grpo.train_step(policy, rollouts.parts(512, True), 0.0)
         if missing := set(found) - listed:
             lacking[length] = sorted(name for _, name, _, _ in missing)

@@ -110,8 +110,17 @@ def launch_token_buckets(kind, run, policy, critic, prompt_lengths):
             launch_ppo(run, policy, critic, rollouts)
         else:
             rollouts.is_stale = run.is_stale
+            add_logprobs(kind, policy, rollouts)
             parts = rollouts.parts(train.per_device_train_batch_size, on_policy=True)
             (grpo if kind == "grpo" else rloo).train_step(policy, parts, 0.0)
+
+
+def add_logprobs(kind, policy, rollouts):
+    """The log-probs that a step of GRPO or RLOO reads beside those of the rollout."""
+    if kind == "grpo":
+        grpo.add_logprobs(policy, rollouts, on_policy=False)
+    else:
+        rloo.add_logprobs(policy, rollouts)
 
 
 def lengths_of_buckets(train, prompt_lengths):
@@ -137,10 +146,9 @@ def launch_prompt_trainer(kind, run, policy, critic, prompt_lengths, divisors):
         for rollouts.is_stale in {False, run.is_stale}:
             if kind == "grpo":
                 launch_advantages(train, run.rewards.funcs)
-                grpo.add_logprobs(policy, rollouts, on_policy=False)
             else:
-                rloo.add_logprobs(policy, rollouts)
                 rloo.leave_one_out(np.zeros(train.num_generations), train)
+            add_logprobs(kind, policy, rollouts)
             for on_policy in (True, False):
                 trainer.train_step(policy, rollouts.parts(train.per_device_train_batch_size, on_policy), 0.0)
 

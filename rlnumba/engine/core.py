@@ -39,7 +39,7 @@ from rlnumba.engine.step_shapes import bucket_of
 from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.philox import noise_key
-from rlnumba.model.transformer import check_finite
+from rlnumba.model.transformer import NOT_FINITE
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.context import Context, current
 
@@ -54,7 +54,7 @@ SPECIAL_TOKENS = 16
 
 
 class PromptError(UserError):
-    """A prompt that cannot be run: the id of its request and the reason."""
+    """A prompt that cannot be run, or whose log-probs are no numbers: the id of its request and the reason."""
 
     def __init__(self, request_id, reason):
         super().__init__(f"prompt {request_id}: {reason}")
@@ -353,7 +353,7 @@ class Engine:
     def step(self):
         """Return the StepOutput of the next step, empty without unfinished requests; wakes if need be.
 
-        Raises UserError where the model gives no number for a log-prob. After an exception, `reset`.
+        Raises PromptError for a prompt where the model gives no number for a log-prob. After an exception, `reset`.
         """
         if self.outputs:
             return self.outputs.popleft()
@@ -450,8 +450,9 @@ class Engine:
             step, kept = scheduler.accept(step, token_ids)
             token_ids, logprobs = token_ids[kept], logprobs[kept]
             thresholds = None if thresholds is None else thresholds[kept]
-        check_finite(logprobs)
-        sequences = scheduler.table.sequences[step.sampled_rows]
+        sequences, is_finite = scheduler.table.sequences[step.sampled_rows], np.isfinite(logprobs)
+        if not is_finite.all():
+            raise PromptError(sequences[is_finite.argmin()].request_id, NOT_FINITE)
         ended = scheduler.update(step, token_ids, logprobs, thresholds)
         finished = self._finish(ended) if ended else []
         return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version)

@@ -84,7 +84,7 @@ class LLM:
         finished: called with (index of the prompt, its RequestOutput) as soon as a prompt has all of its completions.
         adapters: the name of an adapter for all, or for each its name or None, which is the model without one. They are
         computed in one batch; a completion has the bits that it has with its adapter alone.
-        Raises PromptError with the prompt's index and ConfigError before any work is done, and UserError where the
+        Raises PromptError with the prompt's index and ConfigError before any work is done, and PromptError where the
         model gives no number for a log-prob. After any exception the engine has no requests.
         """
         engine = self.engine

@@ -308,10 +308,13 @@ def score(model, batch, temperature=1.0, max_tokens=8192, arena=None):
     return result
 
 
+NOT_FINITE = "the model's log-probs are not finite: its weights hold NaN, or values too large for the dtype"
+
+
 def check_finite(logprobs):
     """Raise UserError if a log-prob in a NumPy array is not finite."""
     if not np.isfinite(logprobs).all():
-        raise UserError("the model's log-probs are not finite: its weights hold NaN, or values too large for the dtype")
+        raise UserError(NOT_FINITE)
 
 
 def find_model(path_or_hub_id, weights=True):

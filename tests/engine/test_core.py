@@ -417,6 +417,17 @@ def test_stop_ids_of_any_number(model, alone):
     assert outputs[2, 0].token_ids == token_ids[:end] and outputs[2, 0].finish_reason == "stop"
 
 
+def test_a_prompt_without_numbers_is_named():
+    model = make_model(**TINY, tie_word_embeddings=False)
+    model.weights.embed_tokens[7] = np.nan
+    engine = make_engine(model)
+    for name, prompt in (("a", [5, 6]), ("b", [5, 7]), ("c", [6, 5])):
+        engine.add_request(name, prompt, SamplingParams(max_tokens=3))
+    with pytest.raises(PromptError, match="prompt b: the model's log-probs are not finite") as error:
+        run(engine)
+    assert error.value.request_id == "b"
+
+
 def test_after_an_exception_the_engine_is_usable(alone):
     model = make_model(**TINY)
     engine, params = make_engine(model), SamplingParams(max_tokens=6)

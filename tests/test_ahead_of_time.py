@@ -61,8 +61,8 @@ def test_a_launch_waits_for_its_kernel_and_for_no_other(cache_folder, capfd):
         assert code.startswith(b"\x7fELF") and entry in code
     assert ahead_of_time.wait_for(broken)
     assert not broken.exists()
-    assert compiler.process.wait(30) == 0
-    compiler.errors.join(30)
+    assert compiler.process.wait(300) == 0
+    compiler.errors.join(300)
     lines = capfd.readouterr().err.splitlines()
     assert len([line for line in lines if line.startswith("compiling kernels: ")]) == 1
     (line,) = [line for line in lines if "compiled when it is launched" in line]
@@ -73,7 +73,7 @@ def test_a_list_is_compiled_at_once_and_again_only_where_a_kernel_is_missing(cac
     first, second, _ = paths_of(small_kernels.list_signatures("request", H200))
     ahead_of_time.start("tests.small_kernels", "request")
     before = ahead_of_time._compiler
-    assert before.process.wait(60) == 0 and first.exists() and second.exists()
+    assert before.process.wait(300) == 0 and first.exists() and second.exists()
     ahead_of_time.start("tests.small_kernels", "request")
     assert ahead_of_time._compiler is before
     ahead_of_time._request = ahead_of_time._compiler = None
@@ -112,7 +112,7 @@ def test_a_process_is_prepared_where_no_list_was_compiled(cache_folder, tmp_path
     prepared = ahead_of_time._compiler
     assert not prepared.has_request
     ahead_of_time.start("tests.small_kernels", "request")
-    assert ahead_of_time._compiler is prepared and prepared.process.wait(60) == 0
+    assert ahead_of_time._compiler is prepared and prepared.process.wait(300) == 0
     ahead_of_time._request = ahead_of_time._compiler = None
     ahead_of_time.prepare("tests.small_kernels")
     assert ahead_of_time._compiler is None
@@ -121,9 +121,9 @@ def test_a_process_is_prepared_where_no_list_was_compiled(cache_folder, tmp_path
 def test_a_list_that_fails_costs_a_line_alone(cache_folder, capfd):
     ahead_of_time.start("tests.small_kernels", "no such request")
     assert not ahead_of_time.wait_for(cache_folder / "of no kernel")
-    assert ahead_of_time._compiler.process.wait(30) == 0
+    assert ahead_of_time._compiler.process.wait(300) == 0
     assert not ahead_of_time.wait_for(cache_folder / "of no kernel")
-    ahead_of_time._compiler.errors.join(30)
+    ahead_of_time._compiler.errors.join(300)
     assert "rlnumba: kernels are compiled one by one: ValueError: 'no such request'" in capfd.readouterr().err
     assert not list(cache_folder.glob("*.list"))
 
@@ -136,20 +136,22 @@ def test_the_process_ends_with_the_one_that_started_it(cache_folder):
     pickle.dump(("request", H200, cache_folder / "a.list"), process.stdin)
     process.stdin.flush()
     process.stdin.close()
-    assert process.wait(30) != 0
+    assert process.wait(300) != 0
     with pytest.raises(ProcessLookupError):
-        for _ in range(100):
+        for _ in range(3000):
             os.killpg(process.pid, 0)
             time.sleep(0.1)
 
 
 ENDING = """
-import os, sys, time
+import os, pathlib, sys
 from rlnumba.runtime import ahead_of_time, cache, compile, compile_pool, device
 
 device.properties = lambda: device.GPUS["h200"]
 ahead_of_time.start("tests.small_kernels", "request")
-print("started", file=sys.stderr, flush=True)
+other = pathlib.Path(f"/proc/{ahead_of_time._compiler.process.pid}/fd")
+own = os.readlink("/proc/self/fd/2")
+print("held" if own in map(os.readlink, other.iterdir()) else "not held", file=sys.stderr, flush=True)
 os._exit(130)
 """
 
@@ -157,9 +159,7 @@ os._exit(130)
 def test_the_process_holds_no_output_of_the_one_that_started_it(cache_folder):
     """As at a second signal: who reads stderr to its end need not wait until the process has noticed."""
     process = subprocess.Popen([sys.executable, "-c", ENDING], stderr=subprocess.PIPE, cwd=ROOT)
-    assert process.stderr.readline() == b"started\n"
-    begin = time.monotonic()
-    assert process.stderr.read() == b"" and time.monotonic() - begin < 0.5
+    assert process.stderr.read() == b"not held\n"
     assert process.wait() == 130
 
 

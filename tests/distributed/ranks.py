@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 
+from rlnumba.distributed.communicator import Fault, Operation
 from rlnumba.errors import ConfigError
 from rlnumba.model.shard import Columns, vocabulary
 
@@ -195,14 +196,27 @@ def one_of_each(communicator, times=3):
                 communicator.get(np.empty(4), (rank - 1) % world_size)
 
 
-def process_and_operations(communicator, path):
-    """Note this process's id in a file, then do one_of_each."""
+def set_fault(communicator, fault):
+    """What RLNUMBA_FAULT does; a rank that is forked has the environment of another process."""
+    os.environ["RLNUMBA_FAULT"] = fault
+    communicator._fault = Fault.from_environment(communicator.world_size)
+
+
+def process_and_operations(communicator, path, timeout_s, fault):
+    """Note this process's id in a file, then do one_of_each with what RLNUMBA_FAULT would say.
+
+    The time limit holds once all ranks are there, which takes as long as the machine is busy.
+    """
+    set_fault(communicator, fault)
     (path / f"{communicator.rank}.pid").write_text(str(os.getpid()))
+    communicator.exchange(Operation("start", 0, ""))
+    communicator.timeout_s = timeout_s
     one_of_each(communicator)
 
 
-def corrupted(communicator):
+def corrupted(communicator, fault):
     """What one gather and one fold give with a fault."""
+    set_fault(communicator, fault)
     world_size, rank = communicator.world_size, communicator.rank
     out, accumulated = np.empty((world_size, 2), np.uint8), np.empty(2, np.float32)
     communicator.gather(np.zeros(2, np.uint8), out)
@@ -260,10 +274,10 @@ def shout(communicator):
 
 
 def wait_for_signal(communicator, path):
-    """Note this process's id, then wait for a signal for a minute."""
+    """Note this process's id, then wait for a signal, longer than the tests do for what follows from it."""
     (path / f"{communicator.rank}.pid").write_text(str(os.getpid()))
     communicator.barrier()
-    time.sleep(60)
+    time.sleep(600)
 
 
 def stop_together(communicator, path):
@@ -281,8 +295,13 @@ def stop_together(communicator, path):
 
 
 def ignore_signals(communicator, path):
-    """Hold signals for a minute."""
+    """Hold signals, and note in a file that the first one has arrived."""
     from rlnumba.runtime import signals
 
     signals.hold()
-    wait_for_signal(communicator, path)
+    (path / f"{communicator.rank}.pid").write_text(str(os.getpid()))
+    communicator.barrier()
+    while signals.received() is None:
+        time.sleep(0.01)
+    (path / f"{communicator.rank}.signal").touch()
+    time.sleep(600)

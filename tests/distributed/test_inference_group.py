@@ -19,7 +19,7 @@ from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import load_model, save_model
 from tests.close import assert_same_bits
 from tests.distributed.test_asynchronous import followers_of
-from tests.distributed.test_inference import LIMITS, Fixture
+from tests.distributed.test_inference import Fixture, end_as_stale
 from tests.engine.test_llm import make_model
 from tests.model.test_lora import random_adapter
 from tests.trainers.runs import grpo_run
@@ -55,12 +55,10 @@ def test_a_follower_that_ends_or_stalls_ends_its_engine(running, how, capfd):
     before, requests = ids_of(running), running.submit(3)
     os.kill(before[1], how)
     if how == signal.SIGSTOP:
-        running.engines.limits = LIMITS._replace(stale_s=2.5)
-    found = running.wait(3)
-    running.engines.limits = LIMITS
-    assert found == running.expected(requests)
+        end_as_stale(running.engines, 0)
+    assert running.wait(3) == running.expected(requests)
     assert not {*before} & {*ids_of(running)} and not any(os.path.exists(f"/proc/{each}/exe") for each in before)
-    reason = "its process ended with exit code 1" if how == signal.SIGKILL else "no sign of life for 2.5 s"
+    reason = "its process ended with exit code 1" if how == signal.SIGKILL else "no sign of life for 300 s"
     assert f"rlnumba: inference process 0: {reason}" in capfd.readouterr().err
 
 
@@ -78,11 +76,11 @@ def test_a_leader_that_does_not_notice_ends_after_its_follower(running):
     _, other = context.Pipe()
     leader = context.Process(target=lead_and_wait, args=(running.engines.setup_of(0), other))
     leader.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (found := followers_of(leader.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(found[0], signal.SIGKILL)
-    leader.join(60)
+    leader.join(120)
     assert leader.exitcode == 1
 
 

@@ -80,12 +80,12 @@ def test_the_watchdog_names_what_does_not_end():
     watchdog.watch("fold 3", ended)
     assert not failed.wait(0.4)
     watchdog.watch("fold 4", Event())
-    assert failed.wait(2) and problems == ["fold 4 did not end within 0.2 s"]
+    assert failed.wait(60) and problems == ["fold 4 did not end within 0.2 s"]
     watchdog.close()
 
 
 def test_the_watchdog_reports_a_problem():
     failed, problems = threading.Event(), []
     watchdog = Watchdog(60, lambda message: (problems.append(message), failed.set()), lambda: "rank 1 is late")
-    assert failed.wait(2) and problems == ["rank 1 is late"]
+    assert failed.wait(60) and problems == ["rank 1 is late"]
     watchdog.close()

@@ -18,6 +18,7 @@ from rlnumba.errors import ConfigError, RankError
 from rlnumba.trainers.micro_batch import MicroBatch, costliest_first
 from rlnumba.trainers.ranks import train_on_ranks
 from rlnumba.trainers.sft import run_sft
+from tests.distributed.test_launch import children_of, ended, wait_until
 from tests.trainers.runs import grpo_run, metrics_of, ppo_run, preference_run, sft_run
 
 # Micro-batches of a step: five, so that no number of ranks divides them.
@@ -62,18 +63,19 @@ def test_an_ended_run_is_resumed_on_one_rank(tmp_path, number):
     (tmp_path / "run.toml").write_text(to_toml(run))
     command = [sys.executable, "-m", "rlnumba", "--device", "cpu", "sft", "--config", str(tmp_path / "run.toml")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while not list((tmp_path / "ended" / "checkpoints").glob("step-*")):
         assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
         time.sleep(0.05)
+    ranks = children_of(process.pid)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode != 0
     if number == signal.SIGTERM:
         assert "--resume goes on from there" in errors and process.returncode == 128 + number
     else:
         # Ranks end when the process that started them has gone.
-        time.sleep(2)
+        wait_until(lambda: all(map(ended, ranks)))
     found = train(run_of(tmp_path / "ended", 1, **options), resume=True)
     assert found[0]["final/model.safetensors"] == expected[0]["final/model.safetensors"]
 

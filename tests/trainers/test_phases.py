@@ -58,6 +58,6 @@ def test_a_slow_disk_costs_the_steps_nothing(tmp_path, monkeypatch):
     run = grpo_run(tmp_path / "run", max_steps=6, save_steps=3)
     run_grpo(run)
     assert saved == [(3, [1, 2, 3]), (6, [1, 2, 3, 4, 5, 6])]
-    # 0.6 s a step: a line of metrics, and the completions.
-    assert statistics.median(row["time/log"] for row in metrics_of(run)) < 0.05
+    # 0.6 s a step: a line of metrics, and the completions. A step that waits for one of them takes 0.3 s.
+    assert statistics.median(row["time/log"] for row in metrics_of(run)) < 0.25
     assert metrics_of(run)[3]["time/save"] > 0.1

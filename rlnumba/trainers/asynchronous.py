@@ -50,15 +50,17 @@ from rlnumba.trainers.run_folder import KERNEL_LIST, kernel_request
 POLL_S = 0.1
 
 
-@dataclass
+@dataclass(frozen=True)
 class Drawn:
-    """A group's content in the buffer.
+    """A group's content in the buffer: one that changes is replaced by another, whole, so that any thread may read it.
 
     prompt: its index. step, index: of the generation that it was admitted for. version: of the weights that may begin
     it. columns: names of what rewards get in its generation. attempts: how often it was given out; replaced: how often
     another prompt has taken its place because its engines failed. draw: the number of its prompt among all that were
     drawn. completions, pending: once it is complete. differs: whether its rewards do, once that was looked at; unused:
     those that had its place before, with equal rewards, each a Drawn.
+
+    The thread of the engines replaces that of a group in flight, the trainer's that of a complete or dropped one.
     """
 
     prompt: int
@@ -70,10 +72,10 @@ class Drawn:
     attempts: int = 1
     replaced: int = 0
     draw: int = 0
-    completions: list[Completion] = field(default_factory=list)
+    completions: tuple[Completion, ...] = ()
     pending: Pending | None = None
     differs: bool | None = None
-    unused: list = field(default_factory=list)
+    unused: tuple = ()
 
     @property
     def oldest_version(self):
@@ -187,8 +189,8 @@ class Pipeline:
         old = [each for each in groups if self.version - each.content.oldest_version > self.options.max_staleness]
         for group in old:
             self.num_rejected += 1
+            group.content = replace(group.content, version=self.version)
             self.buffer.begin_again(group)
-            group.content.version = self.version
             self._again(group, self._request(group))
         return groups if not old else None
 
@@ -217,23 +219,23 @@ class Pipeline:
         try:
             scores = self.rewards.collect([drawn.pending])
         except RewardError:  # raised again for all ranks, by `Ahead.take`
-            drawn.differs = True
+            group.content = replace(drawn, differs=True)
             return
         found = rollout.as_generation([None], [drawn.completions], scores, self.rewards.weights, None)
-        drawn.differs = not rollout.is_uniform(found.groups[0], train.multi_objective_aggregation)
+        differs = not rollout.is_uniform(found.groups[0], train.multi_objective_aggregation)
+        group.content = drawn = replace(drawn, differs=differs)
         num_drawn = len(self.prompt_ids[drawn.step, drawn.index])
-        if not drawn.differs and num_drawn < train.max_gen_batches * train.prompts_per_rollout:
-            drawn.unused.append(replace(drawn, unused=[]))
+        if not differs and num_drawn < train.max_gen_batches * train.prompts_per_rollout:
+            group.content = replace(drawn, unused=(*drawn.unused, replace(drawn, unused=())))
             (prompt,) = self._draw_prompts(1)
             (params,) = self._params_of(drawn.step, drawn.index, [prompt])
             self._begin_with(group, prompt, params)
 
     def _begin_with(self, group, prompt, params):
         """Give out another prompt in the place of a group that is dropped or complete."""
-        drawn = group.content
-        drawn.prompt, drawn.params, drawn.draw = prompt, params, self._number_draw()
-        drawn.attempts, drawn.version = 1, self.version
-        drawn.completions, drawn.pending, drawn.differs = [], None, None
+        begun = {"prompt": prompt, "params": params, "draw": self._number_draw(), "attempts": 1}
+        drawn = replace(group.content, **begun, version=self.version)
+        group.content = replace(drawn, completions=(), pending=None, differs=None)
         self.buffer.begin_again(group)
         self._give_out(group)
 
@@ -243,9 +245,7 @@ class Pipeline:
             self.apart.finished(request)
             return
         group = self._in_flight(request)
-        drawn = group.content
-        drawn.completions, drawn.differs = request.completions, None
-        self._score(drawn)
+        group.content = self._scored(replace(group.content, completions=tuple(request.completions), differs=None))
         self.buffer.put(group)
 
     def expired(self, request):
@@ -269,11 +269,11 @@ class Pipeline:
     def _in_flight(self, request):
         return next(group for group, _ in self.buffer.snapshot() if group.number == request.number)
 
-    def _score(self, drawn):
-        """Begin to compute the rewards of a complete group."""
+    def _scored(self, drawn):
+        """The Drawn of a complete group whose rewards have begun to be computed."""
         columns = dict.fromkeys(drawn.columns, [None] * drawn.params.n)
         of_group = self.prompts, drawn.prompt, drawn.completions, columns, self.trainer_state_of(drawn.step)
-        drawn.pending = rollout.submit_group(self.rewards, *of_group)
+        return replace(drawn, pending=rollout.submit_group(self.rewards, *of_group))
 
     def _request(self, group):
         drawn = group.content
@@ -287,7 +287,7 @@ class Pipeline:
         """Give a group out once more, or drop it."""
         drawn = group.content
         if drawn.attempts < self.options.max_attempts:
-            drawn.attempts += 1
+            group.content = replace(drawn, attempts=drawn.attempts + 1)
             self.engines.submit(request)
         else:
             self.buffer.drop(group)
@@ -295,8 +295,7 @@ class Pipeline:
     def _replace(self, group):
         """Let another prompt take the place of a dropped group."""
         self.num_dropped += 1
-        drawn = group.content
-        drawn.replaced += 1
+        group.content = drawn = replace(group.content, replaced=group.content.replaced + 1)
         seed = rollout.derived_seed(self.run.seed, drawn.step, drawn.index, 2, group.number, drawn.replaced)
         (prompt,) = self._draw_prompts(1)
         self._begin_with(group, prompt, replace(drawn.params, seed=seed, first_index=0))
@@ -333,9 +332,9 @@ class Pipeline:
         }
 
     def state(self):
-        """The groups that are admitted and not trained on: [(number, Drawn, its completions or [])]."""
+        """The groups that are admitted and not trained on: [(number, Drawn, its completions or ())]."""
         return [
-            (group.number, replace(group.content), group.content.completions if is_complete else [])
+            (group.number, group.content, group.content.completions if is_complete else ())
             for group, is_complete in self.buffer.snapshot()
         ]
 
@@ -354,14 +353,14 @@ class Pipeline:
             place = saved["step"], saved["index"], self.version, params, saved["columns"]
             # Checkpoints of before there was dynamic sampling have neither.
             draw, unused = saved.get("draw", saved["number"]), saved.get("unused", [])
-            drawn = Drawn(saved["prompt"], *place, saved["attempts"], saved["replaced"], draw)
-            drawn.unused = [Drawn(prompt, *place, draw=number) for prompt, number in unused]
+            unused = tuple(Drawn(prompt, *place, draw=number) for prompt, number in unused)
+            drawn = Drawn(saved["prompt"], *place, saved["attempts"], saved["replaced"], draw, unused=unused)
             group = Group(saved["number"], drawn)
             self.buffer.reserve(group)
             self.next_number = group.number + 1
             if saved["completions"] is not None and len(saved["completions"]["lengths"]) == n:
-                drawn.completions = decoded_completions(saved["completions"])
-                self._score(drawn)
+                completions = tuple(decoded_completions(saved["completions"]))
+                group.content = self._scored(replace(drawn, completions=completions))
                 self.buffer.put(group)
         self._restore_draws()
 

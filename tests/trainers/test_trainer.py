@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -83,11 +84,16 @@ def test_several_gpus_and_generation_ahead_end_in_the_same_model(tmp_path):
         "two": {"deploy": {"num_train_gpus": 2}},
         "ahead": {"deploy": rlnumba.DeployConfig(num_infer_gpus=1), "asynchronous": {"max_staleness": 0}},
     }
+    evaluated = {}
     for name, keys in options.items():
         args = GRPOConfig(output_dir=str(tmp_path / name), **sizes, **keys)
         rewards = [digits, f"{__file__}:digits"]
-        trainer = GRPOTrainer(MODEL, rewards, args, PROMPTS, callbacks=[Noted()])
-        trainer.train()
+        trainer = GRPOTrainer(MODEL, rewards, args, PROMPTS, PROMPTS[:2], callbacks=[Noted()])
+        found = trainer.train()
+        assert found.global_step == trainer.state.global_step == 2 and math.isfinite(found.training_loss)
+        # Ranks share the held-out prompts, and call the functions that the trainer was given.
+        evaluated[name] = trainer.evaluate()
+        assert evaluated[name] == evaluated["one"]
         assert final(tmp_path / name) == final(tmp_path / "one")
         steps, processes = zip(*map(str.split, (tmp_path / name / "steps").read_text().splitlines()), strict=True)
         assert steps == ("1", "2") and ({*processes} != {str(os.getpid())}) == (name == "two")

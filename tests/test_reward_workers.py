@@ -1,7 +1,11 @@
 """Rewards in worker processes: what one completion does costs no other, and generation does not wait."""
 
 import dataclasses
+import datetime
+import errno
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +18,7 @@ import pytest
 from rlnumba.config import EngineConfig, RewardsConfig
 from rlnumba.engine.llm import LLM
 from rlnumba.rewards import RewardError, Rewards, load_rewards, workers
+from rlnumba.rewards.workers import Answer, pack_answers, unpack_answers
 from rlnumba.runtime import device
 from rlnumba.trainers.grpo import run_grpo
 from tests.trainers.runs import grpo_run, metrics_of
@@ -23,6 +28,10 @@ REWARDS = """
 import asyncio, os, re, signal, time
 
 calls = 0
+
+class Unprintable:
+    def __str__(self):
+        raise ZeroDivisionError("not\\ntoday")
 
 def pid(completions, **columns):
     return [float(os.getpid())] * len(completions)
@@ -46,8 +55,8 @@ def does_it(completions, log_extra, log_metric, **columns):
             time.sleep(0.5)
         elif text == "raise":
             raise ValueError(text)
-        elif text == "unpicklable":
-            log_extra("odd", [lambda: 1] * len(completions))
+        elif text == "unprintable":
+            log_extra("odd", [Unprintable()] * len(completions))
     return length(completions)
 
 async def judge(completions, **columns):
@@ -142,7 +151,7 @@ def test_results_are_in_the_order_of_the_groups(rewards):
         ("exit", "reward does_it: its worker process ended with exit code 7"),
         ("kill", "reward does_it: its worker process was ended by SIGKILL"),
         ("raise", r"reward does_it raised ValueError: raise \(.*mine.py:\d+\)"),
-        ("unpicklable", "what it logs cannot be pickled"),
+        ("unprintable", "reward does_it: what it logs cannot be written: ZeroDivisionError: not today$"),
     ],
 )
 def test_what_one_completion_causes_costs_no_other(rewards, bad, said):
@@ -150,7 +159,7 @@ def test_what_one_completion_causes_costs_no_other(rewards, bad, said):
     groups = [["aa", "aaa"], ["b", bad, "bb"], ["c"]]
     scores = made.collect([submit(made, texts) for texts in groups])
     failed = [False, False, False, True, False, False]
-    if bad == "unpicklable":
+    if bad == "unprintable":
         failed = [False, False, True, True, True, False]  # the call has ended, and its answer is wrong as a whole
     lengths = np.array([2, 3, 1, len(bad), 2, 1], float)
     np.testing.assert_array_equal(scores.values[:, 1], lengths)
@@ -210,6 +219,124 @@ def test_a_worker_that_was_killed_while_idle_is_replaced(rewards):
     assert made.collect([submit(made, ["a"])]).values[0, 0] not in (pid, os.getpid())
 
 
+@pytest.mark.parametrize("what", ["pipe", "process", "thread", "reader"])
+def test_a_worker_that_cannot_be_started_is_an_error_of_its_calls(rewards, monkeypatch, what):
+    """Not a wait without end; when one can be started again, it is."""
+    reason = "Too many open files" if what in ("pipe", "process") else "can't start new thread"
+    error = OSError(errno.EMFILE, reason) if what in ("pipe", "process") else RuntimeError(reason)
+    started = threading.Thread.start
+
+    def fails(*arguments, **keywords):
+        raise error
+
+    def starts(thread):
+        is_reader = getattr(thread._target, "__name__", "") == "_read"
+        return fails() if is_reader == (what == "reader") else started(thread)
+
+    monkeypatch.setattr(workers, "num_workers", lambda: 1)
+    made = rewards("length", "judge", reward_errors="skip")
+    with monkeypatch.context() as patch:
+        if what == "pipe":
+            patch.setattr(workers, "Pipe", fails)
+        elif what == "process":
+            patch.setattr(workers.subprocess, "Popen", fails)
+        else:
+            patch.setattr(threading.Thread, "start", starts)
+        made.start()
+        pending = submit(made, ["a", "b"])
+        answers = [pending.calls[k].result(timeout=60).error for k in range(2)]
+        said = [f"reward {name}: its worker process cannot be started: {reason}" for name in ("length", "judge")]
+        assert answers == said
+        scores = made.collect([pending])
+        assert np.isnan(scores.values).all() and scores.errors == {"length": 2, "judge": 2}
+    if what == "process":
+        assert made.collect([submit(made, ["aa"])]).values.tolist() == [[2, 2]]
+
+
+def test_calls_go_to_the_processes_that_could_be_started(rewards, monkeypatch):
+    made, popen, first = rewards("slow"), subprocess.Popen, threading.Semaphore(1)
+
+    def once(*arguments, **keywords):
+        if not first.acquire(blocking=False):
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return popen(*arguments, **keywords)
+
+    monkeypatch.setattr(workers, "num_workers", lambda: 3)
+    monkeypatch.setattr(workers.subprocess, "Popen", once)
+    assert made.collect([submit(made, ["a"]) for _ in range(4)]).values.tolist() == [[1]] * 4
+    assert made._workers._threads == 1
+
+
+FORGED = """
+import glob, os, pickle, socket
+from multiprocessing.connection import Connection
+
+class Code:
+    def __reduce__(self):
+        return os.mkdir, ({folder!r},)
+
+def forges(completions, **columns):
+    for name in os.listdir("/proc/self/fd"):
+        if os.path.exists(f"/proc/self/fd/{{name}}") and os.readlink(f"/proc/self/fd/{{name}}").startswith("socket:"):
+            Connection(os.dup(int(name))).send_bytes(eval(completions[0]))
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.mark.parametrize(
+    "message", ["pickle.dumps(Code())", "b'[1, [[[1e5, 2.0], null, false, {}, {}]]]'", "b'[' * 10**5"]
+)
+def test_what_a_worker_sends_is_no_more_than_an_answer(rewards, tmp_path, message):
+    """Code that a reward runs may write to its process's connection; the trainer neither runs nor takes it."""
+    (tmp_path / "forged.py").write_text(FORGED.format(folder=str(tmp_path / "made")))
+    made = load_rewards(RewardsConfig(funcs=[f"{tmp_path}/forged.py:forges"], timeout=5.0))
+    with pytest.raises(RewardError, match="^reward forges: its worker process sent something else than an answer$"):
+        made.collect([submit(made, [message])])
+    assert not (tmp_path / "made").exists()
+    made._workers.close()
+
+
+def test_answers_are_sent_as_json():
+    logged = {"odd": [np.float32(0.5), {"a": (1, float("inf"))}, None], "when": [datetime.date(2024, 1, 1)] * 3}
+    answers = [
+        Answer(np.array([0.1, np.nan, -1e-300]), None, False, logged, {"m": [1.0, float("nan")]}),
+        Answer(None, "why", True),
+    ]
+    number, (first, second) = unpack_answers(pack_answers(7, answers), {7: [3, 1]})
+    assert number == 7 and second == Answer(None, "why", True)
+    np.testing.assert_array_equal(first.values, answers[0].values)
+    assert first.extra == {"odd": [0.5, {"a": [1, None]}, None], "when": ["2024-01-01"] * 3}
+    assert first.metrics["m"][0] == 1.0 and np.isnan(first.metrics["m"][1])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [None, None, False, {}, {}],
+        [[1.0], "why", False, {}, {}],
+        [[], None, False, {}, {}],
+        [[1], None, False, {}, {}],
+        [[1.0, 2.0], None, False, {}, {}],
+        [[None], None, False, {}, {}],
+        [1.0, None, False, {}, {}],
+        [[1.0], None, 0, {}, {}],
+        [[1.0], None, False, [], {}],
+        [[1.0], None, False, {"a": [1, 2]}, {}],
+        [[1.0], None, False, {"a": "b"}, {}],
+        [[1.0], None, False, {}, {"a": ["1"]}],
+        [[1.0], None, False, {}, {"a": 1.0}],
+        [[1.0], None, False, {}],
+        None,
+    ],
+)
+def test_answers_of_other_types_are_refused(answer):
+    good = [[1.0], None, False, {}, {}]
+    assert unpack_answers(json.dumps([1, [good]]), {1: [1]})[1][0].values.tolist() == [1.0]
+    for message in ([1, [answer]], [2, [good]], [[], [good]], [1, [good, good]], [1], good, 1):
+        with pytest.raises(ValueError):
+            unpack_answers(json.dumps(message), {1: [1]})
+
+
 def test_functions_that_no_process_can_import_are_called_here(rewards):
     seen = []
 
@@ -237,7 +364,8 @@ def test_a_killed_worker_ends_a_run_with_a_checkpoint(tmp_path):
     process = start("grpo", run)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert errors.splitlines()[-1] == "rlnumba: reward digits: its worker process ended with exit code 9"
+    said = r"rlnumba: \S+.jsonl:\d+: reward digits: its worker process ended with exit code 9"
+    assert re.fullmatch(said, errors.splitlines()[-1])
     assert [row["step"] for row in metrics_of(run)] == [1, 2]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
     process = start("grpo", run, "--resume", "--rewards.reward_errors", "skip")

@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import math
+import numbers
 import re
 import signal
 import sys
 import threading
 import time
+from abc import ABCMeta
 from pathlib import Path
 
 import numpy as np
@@ -250,6 +253,109 @@ async def blocks(completions, **columns):
     time.sleep(60)
 
 
+class NoFloat(numbers.Real, metaclass=type("Unchecked", (ABCMeta,), {"__call__": lambda cls: object.__new__(cls)})):
+    """A number of a user that cannot be converted, nor printed."""
+
+
+NoFloat.__abstractmethods__ = frozenset()
+NoFloat.__repr__ = NoFloat.__float__ = lambda self: 1 / 0
+RANGE = r"must return numbers from -1e\+18 to 1e\+18 or None, got"
+# What a function may return for a completion, and what is said of it: None where it is right.
+VALUES = [
+    ("None", None),
+    ("float('nan')", None),
+    ("True", None),
+    ("np.float16(0.5)", None),
+    ("fractions.Fraction(1, 3)", None),
+    ("-10**18", None),
+    ("10**400", f"{RANGE} 10{{56}}[.]{{3}} for completion 1"),
+    ("-10**5000", f"{RANGE} int that cannot be printed for completion 1"),
+    ("fractions.Fraction(10**400, 3)", rf"{RANGE} Fraction\(10{{47}}[.]{{3}} for completion 1"),
+    ("1e30", rf"{RANGE} 1e\+30 for completion 1"),
+    ("np.float32('-inf')", r"must return finite numbers or None, got np.float32\(-inf\) for completion 1"),
+    ("float('1e999')", "must return finite numbers or None, got inf for completion 1"),
+    ("decimal.Decimal(1)", r"must return finite numbers or None, got Decimal\('1'\) for completion 1"),
+    ("{'score': 1.0}", r"must return finite numbers or None, got {'score': 1.0} for completion 1"),
+    ("1j", "must return finite numbers or None, got 1j for completion 1"),
+    ("'x\\ny' * 99", r"must return finite numbers or None, got 'x\\nyx.*[.]{3} for completion 1"),
+]
+VALUE_FUNCTIONS = """
+import decimal, fractions
+import numpy as np
+
+def plain(completions, **columns):
+    return [0.0, *map(eval, completions[1:])]
+
+async def awaited(completions, **columns):
+    return plain(completions)
+"""
+
+
+@pytest.mark.parametrize("value, said", VALUES, ids=[value for value, _ in VALUES])
+def test_values_that_are_no_numbers_are_named(value, said):
+    """Whether a function is plain, a lambda or `async def`, and with errors that are skipped."""
+    found = {}
+    exec(VALUE_FUNCTIONS, found)
+    plain, awaited = found["plain"], found["awaited"]
+
+    async def here(completions, **columns):
+        return await awaited(completions)
+
+    texts = [["", value, "1.0"]]
+    forms = [lambda completions, **columns: plain(completions), here]
+    expected = eval(value, found)
+    if said is None:
+        values = Rewards(forms).score(PROMPTS, *texts, IDS, {}).values
+        expected = np.nan if expected is None else float(expected)
+        np.testing.assert_array_equal(values, np.array([[0.0, expected, 1.0]] * 2).T)
+        return
+    for form in forms:
+        with pytest.raises(RewardError, match=f"^reward {re.escape(form.__name__)} {said}$") as caught:
+            Rewards([form]).score(PROMPTS, *texts, IDS, {})
+        assert "\n" not in str(caught.value)
+        scores = Rewards([form], errors="skip").score(PROMPTS, *texts, IDS, {})
+        assert np.isnan(scores.values).all() and scores.errors == {form.__name__: 3}
+
+
+def test_worker_processes_name_values_that_are_no_numbers(tmp_path):
+    """At once, and with the row of the prompt."""
+    (tmp_path / "values.py").write_text(VALUE_FUNCTIONS)
+    specs = [f"{tmp_path}/values.py:{name}" for name in ("plain", "awaited")]
+    skipping = load_rewards(RewardsConfig(funcs=specs, timeout=300.0, reward_errors="skip"))
+    pending = [skipping.submit(PROMPTS, ["", value, "1"], IDS, {}) for value, said in VALUES if said]
+    for (_, said), group in zip([each for each in VALUES if each[1]], pending, strict=True):
+        errors = [group.calls[k].result(timeout=60).error for k in range(2)]
+        for name, error in zip(("plain", "awaited"), errors, strict=True):
+            assert re.fullmatch(f"reward {name} {said}", error)
+    scores = skipping.collect(pending)
+    assert np.isnan(scores.values).all() and scores.errors == {name: 3 * len(pending) for name in ("plain", "awaited")}
+    skipping.errors = "raise"
+    with pytest.raises(RewardError, match="^rows.jsonl:7: reward plain must return numbers from"):
+        skipping.collect([skipping.submit(PROMPTS, ["", "10**400", "1"], IDS, {}, where="rows.jsonl:7")])
+
+
+@pytest.mark.parametrize("result", [NoFloat(), {}, None, "abc", (x for x in "abc"), np.zeros((3, 3)), [NoFloat()] * 3])
+def test_results_that_are_no_list_of_numbers_are_one_line(result):
+    with pytest.raises(RewardError, match="^reward <lambda> (must return|raised ZeroDivisionError)") as caught:
+        score(lambda completions: result)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e30])
+def test_a_model_that_gives_no_number(wrong):
+    """A model's NaN is no None: it has a value for every text."""
+
+    def values(prompts, completions, columns):
+        return [wrong if text == TEXTS[1] else 1.0 for text in completions]
+
+    judge = calling.ModelReward("judge", values, "judge")
+    with pytest.raises(RewardError, match="^reward judge must return .*, got (nan|inf|1e.30) for completion 1$"):
+        score(judge)
+    scores = score(judge, length, errors="skip")
+    np.testing.assert_array_equal(scores.values, [[1, 1], [np.nan, 2], [1, 3]])
+    assert scores.errors == {"judge": 1}
+
+
 FAILURES = [
     (raises, r"reward raises raised KeyError: 'answer' \(.*test_rewards.py:\d+\)"),
     (exits, "reward exits raised SystemExit: 0"),
@@ -390,6 +496,28 @@ def test_modules_of_the_working_directory(tmp_path, monkeypatch):
         with pytest.raises(kind) as caught:
             resolve(spec)
         assert str(caught.value) == f"rewards.funcs: {message}" and type(caught.value) is kind
+
+
+@pytest.mark.parametrize(
+    "name", ["rw (1).py", "copy (2)/rw.py", "my.rewards.v2.py", "a b/c, d.py", "x.py.py", "(.py", "[1]/é-ü.py"]
+)
+def test_files_of_any_name(tmp_path, monkeypatch, name):
+    """Relative, absolute and from the home folder, with arguments and without; also in a worker process."""
+    file = tmp_path / "in (here)" / name
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "import dataclasses, pickle\n@dataclasses.dataclass\nclass Kept:\n    n: int\n"
+        "def f(completions, **columns):\n    return [pickle.loads(pickle.dumps(Kept(7))).n] * len(completions)\n"
+        "def made(text):\n    return lambda completions, **columns: [float(len(text))] * len(completions)\n"
+    )
+    monkeypatch.chdir(file.parents[name.count("/")])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (name, str(file), f"~/in (here)/{name}"):
+        assert resolve(f"{path}:f")(TEXTS) == [7] * 3
+        assert resolve(f" {path} : made(text='a.py:b(c)') ")(TEXTS) == [9.0] * 3
+    if name == "rw (1).py":
+        loaded = load_rewards(RewardsConfig(funcs=[f"{name}:f"]))
+        assert loaded.specs == [f"{name}:f"] and loaded.score(PROMPTS, TEXTS, IDS, {}).values.tolist() == [[7]] * 3
 
 
 def test_a_file_is_read_once(tmp_path, monkeypatch):

@@ -3,14 +3,12 @@
 import contextlib
 import errno
 import json
-import math
 import os
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 from rlnumba.config import to_toml
+from rlnumba.data.values import as_json
 from rlnumba.errors import ConfigError, UserError
 
 # What a run writes in its folder.
@@ -102,20 +100,6 @@ def write_config(run, environment):
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
-
-
-def as_json(value):
-    """A value that JSON can represent: NumPy scalars and arrays become numbers and lists, numbers that are not finite
-    None, objects of other types their str."""
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(item) for item in value]
-    return value if isinstance(value, str | int | None) else str(value)
 
 
 def to_line(row):

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
+from rlnumba.data.values import as_json
 from rlnumba.errors import CommunicationError, UserError
 from rlnumba.reporting.background import Background
 from rlnumba.reporting.console import LineConsole, LiveConsole, completions_text
-from rlnumba.reporting.files import append_lines, as_json, cut_back, make_folder, read_metrics
+from rlnumba.reporting.files import append_lines, cut_back, make_folder, read_metrics
 from rlnumba.reporting.plots import plot, plot_apart
 from rlnumba.reporting.trackers import open_trackers
 

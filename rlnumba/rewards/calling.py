@@ -33,7 +33,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.errors import UserError
+from rlnumba.data.files import LARGEST
+from rlnumba.errors import UserError, shown
 from rlnumba.rewards.workers import Answer, Workers
 
 
@@ -65,13 +66,14 @@ class Scores:
 class Pending:
     """A group that was submitted: its keywords, its size, and the workers' calls under way by function index.
 
-    answers: the Answer of each function, None until `collect` had them.
+    answers: the Answer of each function, None until `collect` had them. where: file and line of the prompt, or "".
     """
 
     keywords: dict
     size: int
     calls: dict
     answers: list | None = None
+    where: str = ""
 
 
 class ModelReward:
@@ -112,11 +114,11 @@ class Rewards:
         """submit and collect of one group of B completions: Scores."""
         return self.collect([self.submit(prompts, texts, completion_ids, columns, trainer_state)])
 
-    def submit(self, prompts, texts, completion_ids, columns, trainer_state=None):
+    def submit(self, prompts, texts, completion_ids, columns, trainer_state=None, where=""):
         """Begin to call the functions on a group of B completions: Pending, which `collect` takes.
 
         prompts: B strings or message lists. texts: B strings. completion_ids: B lists of int, or arrays. columns:
-        {name: B values}.
+        {name: B values}. where: file and line of the prompt, for messages.
         """
         keywords = {
             **columns,
@@ -128,7 +130,7 @@ class Rewards:
             "completion_ids": completion_ids,
             "trainer_state": trainer_state,
         }
-        pending = Pending(keywords, len(texts), {})
+        pending = Pending(keywords, len(texts), {}, where=where)
         for k, spec in enumerate(self.specs):
             if spec is not None:
                 pending.calls[k] = self._begin(k, keywords, len(texts))
@@ -199,10 +201,10 @@ class Rewards:
         sizes = [group.size for group in pending]
         scores = Scores(np.full((sum(sizes), len(self.functions)), np.nan))
         metrics, begin = {}, 0
-        for size, found in zip(sizes, answers, strict=True):
+        for size, group, found in zip(sizes, pending, answers, strict=True):
             for k, (name, answer) in enumerate(zip(self.names, found, strict=True)):
                 if answer.error is not None and self.errors == "raise":
-                    raise RewardError(answer.error)
+                    raise RewardError(f"{group.where}: {answer.error}" if group.where else answer.error)
                 if answer.values is None:
                     scores.errors[name] = scores.errors.get(name, 0) + size
                     continue
@@ -250,8 +252,16 @@ class Rewards:
         except UserError as error:
             return [Answer(None, f"reward {self.names[k]}: {error}", failed_call=True) for _ in pending]
         ends = np.cumsum([group.size for group in pending])
-        parts = zip(np.split(np.asarray(values, np.float64), ends[:-1]), pending, strict=True)
-        return [Call(None, self.names[k], {}, group.size).answer(part, self.timeout_s) for part, group in parts]
+        parts = np.split(np.asarray(values, np.float64), ends[:-1])
+        return [self._model_answer(k, part) for part in parts]
+
+    def _model_answer(self, k, values):
+        # NaN is not None, as a function's is: a model has a value for every text.
+        if (wrong := np.flatnonzero(~(np.abs(values) <= LARGEST))).size:
+            wanted = f"numbers from {-LARGEST:g} to {LARGEST:g}"
+            error = f"reward {self.names[k]} must return {wanted}, got {values[wrong[0]]:g} for completion {wrong[0]}"
+            return Answer(None, error, failed_call=True)
+        return Answer(values)
 
     def _await_all(self, calls):
         """The results of calls of coroutine functions that are awaited together, or exceptions: list."""
@@ -312,6 +322,8 @@ class Call:
             return Answer(_as_values(self.name, result, self.size), None, False, self.extra, self.metrics)
         except RewardError as error:
             return Answer(None, str(error), isinstance(result, BaseException))
+        except Exception as error:  # of a user's object that takes the place of a number or a list
+            return Answer(None, str(_as_reward_error(self.name, error, timeout_s)))
 
 
 def importable_name(function):
@@ -445,7 +457,19 @@ def _as_values(name, result, count):
         raise RewardError(f"reward {name} must return a list of {count} values, got {type(result).__name__}")
     if len(result) != count:
         raise RewardError(f"reward {name} must return {count} values, one a completion, got {len(result)}")
-    for i, value in enumerate(result):
-        if value is not None and (not isinstance(value, numbers.Real | np.bool_) or math.isinf(value)):
-            raise RewardError(f"reward {name} must return finite numbers or None, got {value!r} for completion {i}")
-    return np.array([np.nan if value is None else float(value) for value in result])
+    return np.array([np.nan if value is None else _as_value(name, value, i) for i, value in enumerate(result)])
+
+
+def _as_value(name, value, index):
+    """A number that a function returned for completion `index` as float. Raises RewardError."""
+    number, wanted = math.inf, "finite numbers"
+    if isinstance(value, numbers.Real | np.bool_):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer or a fraction beyond float64
+            number = LARGEST * 10
+    if math.isnan(number) or abs(number) <= LARGEST:
+        return number
+    if math.isfinite(number):
+        wanted = f"numbers from {-LARGEST:g} to {LARGEST:g}"
+    raise RewardError(f"reward {name} must return {wanted} or None, got {shown(value)} for completion {index}")

@@ -85,7 +85,9 @@ def resolve(spec):
     folder = Path(spec).expanduser()
     if spec.strip() and spec not in BUILT_IN and folder.is_dir():
         return ModelFolder(folder)
-    match = re.fullmatch(r"\s*([^()]+?)\s*(\(.*\))?\s*", spec, re.DOTALL)
+    # A file's name may have brackets and dots of its own; its function begins after the first .py: of a name.
+    match = re.fullmatch(r"\s*(.+?\.py\s*:\s*\w+)\s*(\(.*\))?\s*", spec, re.DOTALL)
+    match = match or re.fullmatch(r"\s*([^()]+?)\s*(\(.*\))?\s*", spec, re.DOTALL)
     if match is None:
         raise ConfigError(f"rewards.funcs: {spec!r} is not a name, file.py:function or package.module:function")
     path, call = match.groups()
@@ -135,7 +137,7 @@ def _find(path):
 
 def load_object(path, key):
     """What file.py:name or package.module:name is. `key` begins the message of an error: ConfigError or UserError."""
-    source, _, name = path.rpartition(":" if ":" in path else ".")
+    source, _, name = (part.strip() for part in path.rpartition(":" if ":" in path else "."))
     if not source:
         raise ConfigError(f"{key}: {path!r} must be file.py:name or package.module:name")
     module = _module_of_file(source, key) if source.endswith(".py") else _module_of_name(source, key)
@@ -147,10 +149,12 @@ def load_object(path, key):
 
 
 def _module_of_file(source, key):
-    path = Path(source).resolve()
+    path = Path(source).expanduser().resolve()
     if not path.is_file():
         raise UserError(f"{key}: no such file: {source}")
-    module_name = f"rlnumba_reward_{path.stem}_{abs(hash(str(path)))}"
+    # Without what a module's name cannot have: a dot would be one of a package.
+    stem = re.sub(r"\W", "_", path.stem)
+    module_name = f"rlnumba_reward_{stem}_{abs(hash(str(path)))}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)

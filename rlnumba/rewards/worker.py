@@ -5,18 +5,18 @@ It imports what its functions need and nothing of the trainer. It ends when the 
 
 import asyncio
 import faulthandler
+import json
 import os
-import pickle
 import queue
 import threading
 from multiprocessing.connection import Connection
 
 from rlnumba.rewards.calling import Call, call_with_timeout
 from rlnumba.rewards.loading import resolve
+from rlnumba.rewards.workers import pack_answers
 
 # Seconds after which a call that can no longer be interrupted ends the process, if the trainer has ended before it.
 LAST_RESORT_S = 30.0
-UNPICKLABLE = pickle.PicklingError, TypeError, AttributeError, ValueError
 
 
 def find_functions(specs):
@@ -36,30 +36,32 @@ def main(descriptor):
     try:
         specs, names = connection.recv()
         functions, problems = find_functions(specs)
-        connection.send(problems)
+        connection.send_bytes(json.dumps(problems).encode())
     except (EOFError, OSError):
         return  # the trainer has ended meanwhile
     calls, loop, lock = queue.SimpleQueue(), asyncio.new_event_loop(), threading.Lock()
     threading.Thread(target=loop.run_forever, daemon=True).start()
 
-    def reply(number, answers):
+    def reply(number, calls, answers):
+        try:
+            message = pack_answers(number, answers)
+        except Exception:  # of an object that a user's function logged
+            for call, answer in zip(calls, answers, strict=True):
+                try:
+                    pack_answers(number, [answer])
+                except Exception as error:
+                    said = f"reward {call.name}: what it logs cannot be written: {type(error).__name__}: {error}"
+                    answer.extra, answer.values, answer.error = {}, None, " ".join(said.split())
+            message = pack_answers(number, answers)
         with lock:
-            try:
-                connection.send((number, answers))
-            except UNPICKLABLE:
-                for answer in answers:
-                    try:
-                        pickle.dumps(answer)
-                    except UNPICKLABLE as error:
-                        answer.extra, answer.values, answer.error = {}, None, f"what it logs cannot be pickled: {error}"
-                connection.send((number, answers))
+            connection.send_bytes(message)
 
     async def wait(number, call, timeout_s):
         try:
             result = await asyncio.wait_for(call.awaited(), timeout_s * call.size)
         except (Exception, SystemExit) as error:  # a user's code
             result = error
-        reply(number, [call.answer(result, timeout_s)])
+        reply(number, [call], [call.answer(result, timeout_s)])
 
     def read():
         try:
@@ -88,4 +90,4 @@ def main(descriptor):
                 result = call_with_timeout(call, timeout_s * call.size)
                 answers.append(call.answer(result, timeout_s))
             faulthandler.cancel_dump_traceback_later()
-            reply(number, answers)
+            reply(number, [call for call, _ in found], answers)

@@ -3,9 +3,14 @@
 Ordinary functions share a pool of processes, each of which makes one call at a time; all `async def` functions run in
 one process, at once. Calls that take little time are sent several at a time; where one of them ends the process, they
 are made again one by one. A process starts when it is first needed, of ordinary functions one beforehand (`start`), and
-is kept; one that hangs beyond its time is killed, and one that has ended is replaced at the next call.
+is kept; one that hangs beyond its time is killed, and one that has ended is replaced at the next call. If none can be
+started, as with too many open files, the Answers say so.
+
+Answers come back as JSON, which `unpack_answers` checks: a process runs what a model wrote, and a pickle of its could
+run code in the trainer.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -20,12 +25,18 @@ from pathlib import Path
 
 import numpy as np
 
+from rlnumba.data.values import as_json
+
 # Seconds that a worker has beyond a call's limit to interrupt it on its own.
 GRACE_S = 2.0
 MOST_WORKERS = 8
 # Seconds that the calls of a message may take together, as far as is known, if they are more than one: what is lost
 # where another process is idle meanwhile. Not tuned.
 MESSAGE_S = 0.01
+# Most bytes of a message with answers.
+LONGEST_MESSAGE = 1 << 30
+# What keeps a process or a thread from starting: files, processes, memory, threads.
+CANNOT_START = (OSError, RuntimeError, MemoryError)
 MAIN = "import sys; sys.path[:] = {path!r}; from rlnumba.rewards.worker import main; main({descriptor})"
 
 
@@ -45,6 +56,45 @@ class Answer:
     failed_call: bool = False
     extra: dict[str, list] = field(default_factory=dict)
     metrics: dict[str, list] = field(default_factory=dict)
+
+
+def pack_answers(number, answers):
+    """A message with the Answers of a numbered message of calls: bytes. Raises what a logged value's __str__ does."""
+    packed = [
+        (
+            None if each.values is None else each.values.tolist(),
+            each.error,
+            each.failed_call,
+            as_json(each.extra),
+            {str(name): values for name, values in each.metrics.items()},
+        )
+        for each in answers
+    ]
+    return json.dumps((number, packed)).encode()
+
+
+def unpack_answers(message, sizes):
+    """(number, Answers) of a message. sizes: {number: completions of each call}. Raises ValueError for others."""
+    try:
+        number, packed = json.loads(message)
+        answers = [_answer(size, *each) for size, each in zip(sizes[number], packed, strict=True)]
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError from error
+    return number, answers
+
+
+def _answer(size, values, error, failed_call, extra, metrics):
+    """An Answer for `size` completions. Raises ValueError for values of other types and numbers."""
+    of_completions = [*extra.values(), *([] if values is None else [values])]
+    numbers = [*metrics.values(), *([] if values is None else [values])]
+    if (
+        (values is None) != isinstance(error, str)
+        or not isinstance(failed_call, bool)
+        or any(not isinstance(column, list) or len(column) != size for column in of_completions)
+        or any(not isinstance(number, float) for column in numbers for number in column)
+    ):
+        raise ValueError
+    return Answer(None if values is None else np.array(values, np.float64), error, failed_call, extra, metrics)
 
 
 class Workers:
@@ -68,7 +118,10 @@ class Workers:
         """Begin a call of function k on `size` completions: a Future of its Answer."""
         future, call = Future(), (k, is_async, keywords, size, timeout_s)
         if is_async:
-            threading.Thread(target=self._call_async, args=(call, future), daemon=True).start()
+            try:
+                threading.Thread(target=self._call_async, args=(call, future), daemon=True).start()
+            except RuntimeError as error:
+                future.set_result(_not_started(self.names[k], error))
             return future
         with self._lock:
             self._calls.append((call, future))
@@ -87,7 +140,14 @@ class Workers:
         """Add a process to the pool, with a thread of its own. The lock is held."""
         self._threads += 1
         self._idle += 1
-        threading.Thread(target=self._serve, daemon=True).start()
+        try:
+            threading.Thread(target=self._serve, daemon=True).start()
+        except RuntimeError as error:
+            self._threads -= 1
+            self._idle -= 1
+            while not self._threads and self._calls:
+                (k, *_), future = self._calls.popleft()
+                future.set_result(_not_started(self.names[k], error))
 
     def close(self):
         """Kill all processes."""
@@ -101,6 +161,12 @@ class Workers:
         """The thread of one process of the pool."""
         # Before a call is taken: until then another process may have time for it.
         process = self._start()
+        with self._lock:
+            if process.failure is not None and self._threads > 1:
+                # Others have a process, or find out that they have none.
+                self._threads -= 1
+                self._idle -= 1
+                return
         while taken := self._take():
             calls, futures = zip(*taken, strict=True)
             began, answers = time.monotonic(), None
@@ -157,22 +223,41 @@ class Process:
     """One worker process and the calls that it has at the moment."""
 
     def __init__(self, specs, names):
-        self.names = names
-        self.ended, self._killed_for = False, None
-        self._lock, self._futures, self._number = threading.Lock(), {}, 0
+        self.names, self.process, self.connection, self.problems = names, None, None, {}
+        # Why it could not be started, and why it was killed; None where neither is so.
+        self.failure = self._killed_for = None
+        self.ended = False
+        # By number of the message: what waits for its answers, and completions of each of its calls.
+        self._lock, self._futures, self._sizes, self._number = threading.Lock(), {}, {}, 0
+        try:
+            self._begin(specs)
+        except CANNOT_START as error:
+            self.ended, self.failure = True, error
+            if self.connection is not None:
+                self.connection.close()
+            if self.process is not None:
+                self.process.kill()
+                self.process.wait()
+
+    def _begin(self, specs):
         self.connection, other = Pipe()
         # The package itself is found last, wherever the trainer found it.
         path = [*sys.path, str(Path(__file__).parents[2])]
         code = MAIN.format(path=path, descriptor=other.fileno())
-        # In a session of its own: Ctrl-C in a terminal goes to all processes of the trainer's.
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], start_new_session=True
-        )
-        other.close()
-        self.problems = {}
         try:
-            self.connection.send((specs, names))
-            self.problems = self.connection.recv()
+            # In a session of its own: Ctrl-C in a terminal goes to all processes of the trainer's.
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                start_new_session=True,
+            )
+        finally:
+            other.close()
+        try:
+            self.connection.send((specs, self.names))
+            problems = json.loads(self.connection.recv_bytes(LONGEST_MESSAGE))
+            self.problems = {int(k): str(problem) for k, problem in problems.items()}
         except (EOFError, OSError):
             self.ended = True
             self.process.wait()
@@ -183,6 +268,8 @@ class Process:
         """The Answer of one call; also of one that hangs, which ends the process, or that ends it itself."""
         k, _, _, size, timeout_s = call
         name = self.names[k]
+        if self.failure is not None:
+            return _not_started(name, self.failure)
         if k in self.problems:
             return _failed(f"reward {name} cannot be imported by a worker process: {self.problems[k]}")
         try:
@@ -192,12 +279,12 @@ class Process:
         try:
             answers = future.result(timeout_s * size + GRACE_S)
         except TimeoutError:
-            self._killed_for = f"reward {name} did not return within {timeout_s:g} s a completion (rewards.timeout)"
+            self._killed_for = f" did not return within {timeout_s:g} s a completion (rewards.timeout)"
             self.kill()
             answers = future.result()
         if answers is None:
-            reason = f"reward {name}: its worker process {_how_ended(self.process)}"
-            return _failed(self._killed_for or reason, failed_call=True)
+            reason = self._killed_for or f": its worker process {_how_ended(self.process)}"
+            return _failed(f"reward {name}{reason}", failed_call=True)
         return answers[0]
 
     def call_all(self, calls):
@@ -220,13 +307,14 @@ class Process:
         with self._lock:
             self._number += 1
             self._futures[self._number] = future
+            self._sizes[self._number] = [size for _, _, _, size, _ in calls]
             if not self.ended:
                 try:
                     self.connection.send((self._number, list(calls)))
                 except OSError:
                     pass  # it has ended, which _read reports
                 except BaseException:
-                    del self._futures[self._number]
+                    del self._futures[self._number], self._sizes[self._number]
                     raise
         if self.ended:
             self._give_up()
@@ -234,21 +322,25 @@ class Process:
 
     def kill(self):
         """End the process; its calls get an Answer that says why."""
-        self.process.kill()
+        if self.process is not None:
+            self.process.kill()
 
     def _read(self):
         try:
             while True:
-                number, answers = self.connection.recv()
+                number, answers = unpack_answers(self.connection.recv_bytes(LONGEST_MESSAGE), self._sizes)
+                del self._sizes[number]
                 self._futures.pop(number).set_result(answers)
-        # EOFError or OSError when the process has ended; unpickling what a reward function logged may raise anything.
-        except Exception:
-            self.process.kill()
-            self.process.wait()
-            self.connection.close()
-            with self._lock:
-                self.ended = True
-            self._give_up()
+        except (EOFError, OSError):
+            pass  # the process has ended
+        except (ValueError, MemoryError):
+            self._killed_for = ": its worker process sent something else than an answer"
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+        with self._lock:
+            self.ended = True
+        self._give_up()
 
     def _give_up(self):
         with self._lock:
@@ -259,6 +351,10 @@ class Process:
 
 def _failed(message, failed_call=False):
     return Answer(None, message, failed_call)
+
+
+def _not_started(name, error):
+    return _failed(f"reward {name}: its worker process cannot be started: {getattr(error, 'strerror', None) or error}")
 
 
 def _how_ended(process):

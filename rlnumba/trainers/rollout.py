@@ -15,9 +15,9 @@ from itertools import chain
 import numpy as np
 
 from rlnumba.data import Prompt
+from rlnumba.data.values import as_json
 from rlnumba.engine.sequence import Completion
 from rlnumba.kernels.rl.advantage import group_advantages
-from rlnumba.reporting.files import as_json
 from rlnumba.runtime import device
 from rlnumba.trainers.estimators import advantages_of, penalised
 from rlnumba.trainers.micro_batch import MicroBatch
@@ -146,7 +146,7 @@ def submit_group(rewards, prompts, index, completions, columns, trainer_state):
     prompt, n = prompts.prompts[index], len(completions)
     texts, ids = [c.text for c in completions], [c.array("token_ids") for c in completions]
     columns = columns | prompts.columns([index] * n)
-    return rewards.submit([prompt.prompt] * n, texts, ids, columns, trainer_state)
+    return rewards.submit([prompt.prompt] * n, texts, ids, columns, trainer_state, prompt.where)
 
 
 def as_generation(chosen, completions, scores, weights, tokenizer):

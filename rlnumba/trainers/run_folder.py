@@ -16,12 +16,13 @@ from rlnumba import checkpoint
 from rlnumba.config.keys import Section, sections_of
 from rlnumba.config.rollout import PromptRun
 from rlnumba.config.schema import RECOMPUTE_MODULES
+from rlnumba.data.values import as_json
 from rlnumba.distributed.launch import stop_requested
 from rlnumba.distributed.saving import SharedSaver
 from rlnumba.errors import SharedError, UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.transformer import save_model
-from rlnumba.reporting.files import RUN_FILES, as_json, make_folder, write_config
+from rlnumba.reporting.files import RUN_FILES, make_folder, write_config
 from rlnumba.reporting.folder_lock import owned
 from rlnumba.reporting.metrics import MetricsWriter
 from rlnumba.reporting.trackers import check_installed

@@ -514,7 +514,7 @@ def test_files_of_any_name(tmp_path, monkeypatch, name):
     monkeypatch.setenv("HOME", str(tmp_path))
     for path in (name, str(file), f"~/in (here)/{name}"):
         assert resolve(f"{path}:f")(TEXTS) == [7] * 3
-        assert resolve(f" {path} : made(text='a.py:b(c)') ")(TEXTS) == [9.0] * 3
+        assert resolve(f" {path}: made(text='a.py:b(c)') ")(TEXTS) == [9.0] * 3
     if name == "rw (1).py":
         loaded = load_rewards(RewardsConfig(funcs=[f"{name}:f"]))
         assert loaded.specs == [f"{name}:f"] and loaded.score(PROMPTS, TEXTS, IDS, {}).values.tolist() == [[7]] * 3

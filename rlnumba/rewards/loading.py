@@ -86,7 +86,7 @@ def resolve(spec):
     if spec.strip() and spec not in BUILT_IN and folder.is_dir():
         return ModelFolder(folder)
     # A file's name may have brackets and dots of its own; its function begins after the first .py: of a name.
-    match = re.fullmatch(r"\s*(.+?\.py\s*:\s*\w+)\s*(\(.*\))?\s*", spec, re.DOTALL)
+    match = re.fullmatch(r"\s*(.+?\.py:\s*\w+)\s*(\(.*\))?\s*", spec, re.DOTALL)
     match = match or re.fullmatch(r"\s*([^()]+?)\s*(\(.*\))?\s*", spec, re.DOTALL)
     if match is None:
         raise ConfigError(f"rewards.funcs: {spec!r} is not a name, file.py:function or package.module:function")

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from rlnumba.config import DataConfig, SFTConfig
+from rlnumba.config import DataConfig, LoraConfig, SFTConfig
 from rlnumba.data import load_sft
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.model.config import ModelConfig
+from rlnumba.model.lora import adapter_of_run
 from rlnumba.model.tokenizer import Tokenizer, end_token_id
 from rlnumba.model.transformer import load_model, read_config, save_model
 from rlnumba.runtime import device
@@ -82,6 +83,17 @@ def test_generation_ends_where_training_ends_a_text(tmp_path):
         found = output.completions[0]
         assert (found.token_ids, found.finish_reason) == (whole, "stop")
         assert found.text == tokenizer.decode(whole[:-1])
+
+
+def test_the_tokenizer_of_an_adapter_is_the_one_that_counts(tmp_path):
+    model = load_model(MODEL)
+    model.adapter = adapter_of_run(LoraConfig(), model.weights, "float32", str(MODEL), 0)
+    save_model(model, tmp_path / "adapter", Tokenizer(MODEL))
+    settings = json.loads((tmp_path / "adapter" / "tokenizer_config.json").read_text())
+    (tmp_path / "adapter" / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "a"}))
+    ids = (Tokenizer(tmp_path / "adapter").eos_token_id, EOS)
+    assert load_model(tmp_path / "adapter").config.eos_token_ids == ids
+    assert LLM(tmp_path / "adapter").engine.eos_token_ids == ids
 
 
 def test_ids_that_the_model_does_not_have_end_nothing(tmp_path):

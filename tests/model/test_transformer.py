@@ -229,7 +229,7 @@ def test_no_sequences(small):
 
 def test_sequences_longer_than_the_model(small):
     score(small, pack([[5] * 256]))
-    with pytest.raises(UserError, match="257 tokens is longer than max_position_embeddings 256"):
+    with pytest.raises(UserError, match="257 tokens is longer than the model's 256 positions"):
         score(small, pack([[5], [5] * 257]))
 
 

@@ -395,7 +395,7 @@ def test_a_critic_that_cannot_read_the_tokens_is_refused(tmp_path):
     critic_folder(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
-    with pytest.raises(ConfigError, match="has max_position_embeddings 64, but sequences may have 256 tokens"):
+    with pytest.raises(ConfigError, match="has 64 positions, but sequences may have 256 tokens"):
         ppo.run_ppo(ppo_run(tmp_path / "run", critic={"model": str(folder)}))
     other = next(path for path in sorted((GOLDEN / "models").iterdir()) if path.is_dir())
     with pytest.raises(ConfigError, match="they must have one vocabulary"):

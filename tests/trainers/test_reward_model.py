@@ -123,7 +123,7 @@ def test_a_failure_is_a_reward_s(tmp_path, folder):
         loaded = load_rewards(with_rewards(run, folder, reward_errors=errors))
         arguments = ["a"], ["b" * 256], [[3]], {}
         if errors == "raise":
-            message = "reward judge: a sequence of 258 tokens cannot be scored: max_position_embeddings is 256"
+            message = "reward judge: a sequence of 258 tokens cannot be scored: the model has 256 positions"
             with pytest.raises(RewardError, match=message):
                 loaded.score(*arguments)
         else:

@@ -35,6 +35,12 @@ SEED = os.environ.get("RLNUMBA_SIMULATOR_SEED")
 COMPLETION_PROBABILITY = 0.25
 # Blocks that are resident at the same time.
 RESIDENT_BLOCKS = 2
+# The NaN that a GPU's arithmetic returns, whatever its operands are. NumPy's has other bits, and keeps those of an
+# operand. Bits are seen where a float32 becomes an integer or a shorter float, or is stored by its address: the
+# instructions that do so write this one, as do the products of tensor cores.
+NAN = np.int32(0x7FFFFFFF).view(np.float32)
+# The same of both 16-bit types.
+NAN_16_BITS = np.uint16(0x7FFF)
 
 # The thread that runs now, and numba.cuda as the kernel sees it; both None outside of kernels.
 _thread = None
@@ -199,14 +205,22 @@ def thread_indices(block_dim):
 
 @functools.cache
 def poison(shape, dtype):
-    """An array with all bits set, to be copied."""
+    """An array of NAN, or of other types with all bits set, to be copied."""
     dtype = element_type(dtype)
+    if dtype == np.float32:
+        return np.full(shape, NAN)
     return np.full(int(np.prod(shape)) * dtype.itemsize, 0xFF, np.uint8).view(dtype).reshape(shape)
 
 
 def poisoned(shape, dtype):
-    """Uninitialized memory of a NumPy or Numba type: all bits set, which is NaN or -1."""
+    """Uninitialized memory of a NumPy or Numba type: NaN or -1."""
     return poison(shape, dtype).copy()
+
+
+def with_gpu_nans(values):
+    """An array of float32 as a GPU computes them: each NaN is NAN."""
+    is_nan = np.isnan(values)
+    return np.where(is_nan, NAN, values) if is_nan.any() else values
 
 
 class SharedArrays:

@@ -2,9 +2,16 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.adamw import adamw, adamw_kernel, adamw_ref, adamw_scalars, clip
-from rlnumba.kernels.nn.stochastic_rounding import round_on_cpu, rounding_noise, stochastic_bfloat16_ref
+from rlnumba.kernels.nn.stochastic_rounding import (
+    round_on_cpu,
+    rounding_noise,
+    stochastic_bfloat16,
+    stochastic_bfloat16_ref,
+)
 from rlnumba.kernels.philox import philox_ref
 from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch
 from tests.close import ROUNDING, assert_close, assert_same_bits
 
 SIZES = [0, 1, 1023, 1024, 1028]
@@ -176,6 +183,55 @@ def test_gradients_of_16_bits(rng, kind, with_master):
     for weights, m, v in results[2:]:
         assert_same_bits(weights, start)
         assert not device.to_host(m).any() and not device.to_host(v).any()
+
+
+def run_step_of_nans():
+    """Whatever its bits are, a NaN of a weight without a gradient, or of a damaged checkpoint's moment, stays one."""
+    bfloat16 = device.dtype("bfloat16")
+    nans = np.array([0x7FFF, 0xFFFF, 0x7FC0, 0xFFC0], np.uint16).view(bfloat16)
+    for damaged in range(3):
+        arrays = [np.zeros(8, bfloat16) for _ in range(3)]
+        arrays[damaged][:4] = nans
+        weights, m, v = map(device.asarray, arrays)
+        scalars = device.asarray(adamw_scalars(**HYPER, step=1))
+        grads, noise = device.asarray(np.zeros(8, np.float32)), device.asarray(rounding_noise(7, 1))
+        adamw(weights, None, grads, m, v, scalars, 8, noise)
+        weights, m, v = (device.to_host(x).astype(np.float32) for x in (weights, m, v))
+        assert np.isnan((weights, m, v)[damaged][:4]).all() and np.isnan(weights[:4]).all()
+        assert not np.isnan([weights[4:], m[4:], v[4:]]).any()
+
+
+@pytest.mark.sim
+def test_a_nan_is_not_rounded_away():
+    run_step_of_nans()
+
+
+def test_cpu_device_does_not_round_a_nan_away():
+    if device.name() != "cpu":
+        pytest.skip("the loops of the cpu device")
+    run_step_of_nans()
+    values = np.array([0x7FFFFFFF, -1, 0x7F800001, 0x7F800000], np.int64).astype(np.int32).view(np.float32)
+    rounded = np.zeros(4, device.dtype("bfloat16"))
+    round_on_cpu(values, rounded, rounding_noise(3, 1), 0, 0, 0)
+    np.testing.assert_array_equal(rounded.astype(np.float32), np.float32([np.nan, np.nan, np.nan, np.inf]))
+
+
+@cuda.jit
+def round_kernel(x, words, out):
+    i = cuda.grid(1)
+    out[i] = stochastic_bfloat16(x[i] + np.float32(1.0), words[i], 0)
+
+
+@pytest.mark.sim
+def test_rounding_infinities_and_nans():
+    """Infinities stay, the largest numbers may become infinite, and no sum of NaN's bits and noise becomes a number."""
+    if device.name() == "cpu":
+        pytest.skip("a kernel")
+    x = np.array([np.inf, -np.inf, np.nan, -np.nan, np.finfo(np.float32).max, 0, 0, 0], np.float32)
+    out = device.xp().zeros(8, np.float32)
+    launch(round_kernel, 1, 8, device.asarray(x), device.asarray(np.full(8, 0xFFFF, np.uint32)), out)
+    expected = np.array([np.inf, -np.inf, np.nan, np.nan, np.inf, 1, 1, 1], np.float32)
+    np.testing.assert_array_equal(device.to_host(out), expected)
 
 
 @pytest.mark.sim

@@ -114,6 +114,31 @@ def test_simulator(rng, dtype):
         run_steps(rng, size, dtype, steps=2)
 
 
+def run_nan_moments():
+    """They have no code, and take that of 0; their weights become NaN, those of other blocks do not."""
+    size = 2 * BLOCK
+    m, v = zero_codes(size)
+    m_absmax, v_absmax = (device.asarray(np.array([np.nan, 0], np.float32)) for _ in range(2))
+    m[:4] = v[:4] = 255
+    weights, grads = device.xp().ones(size, np.float32), device.xp().zeros(size, np.float32)
+    scalars = device.asarray(adamw_scalars(**HYPER, step=1))
+    adamw_8bit(weights, None, grads, m, v, m_absmax, v_absmax, scalars, size)
+    assert np.isnan(device.to_host(weights)[:4]).all() and np.isfinite(device.to_host(weights)[BLOCK:]).all()
+    for name, codes in (("m", m), ("v", v)):
+        assert (device.to_host(codes) == ZERO_CODES[name]).all(), name
+
+
+@pytest.mark.sim
+def test_simulator_with_nan_moments():
+    run_nan_moments()
+
+
+def test_cpu_device_with_nan_moments():
+    if device.name() != "cpu":
+        pytest.skip("the loops of the cpu device")
+    run_nan_moments()
+
+
 @pytest.mark.sim
 def test_simulator_without_a_master(rng):
     run_steps(rng, BLOCK + 72, "bfloat16", with_master=False, steps=2)

@@ -14,6 +14,9 @@ SIMULATED = [
     (Sm80GemmConfig(64, 64, 1, 2, 32, 2, "bfloat16", a_mn=True, b_mn=True, output="add"), 72, 64, 40),
     (Sm80GemmConfig(64, 64, 1, 2, 32, 2, "bfloat16", a_mn=True, b_mn=True), 72, 64, 40),
     (Sm80GemmConfig(16, 32, 1, 1, 64, 4, "bfloat16", output="float32"), 17, 40, 64),
+    # N ends in the middle of eight columns, bias and C with it; then of the second part of a warp's columns.
+    (Sm80GemmConfig(16, 32, 1, 1, 64, 4, "bfloat16", output="float32", bias=True), 5, 12, 16),
+    (Sm80GemmConfig(32, 128, 1, 2, 32, 3, "float16", output="float32", bias=True), 17, 100, 24),
     # A warp's part of C goes in two lines, and the residual has no place of its own.
     (Sm80GemmConfig(16, 128, 1, 1, 32, 3, "float16", bias=True, residual=True), 9, 128, 40),
     # One row, and fewer rounds than stages.

@@ -212,10 +212,12 @@ def epilogue_function(config):
     def stage_part(acc, p, part, bias, column, n, lane):
         """Write part p of a warp's accumulators, plus the bias, to shared memory at `part`."""
         # This lane's accumulators: rows `line` and line + 8 of each 16, columns 8 b + 2 (lane % 4) and the next.
+        pair = (column >> 1) + (lane & i32(3))
         for block in range(part_blocks):
             low, high = np.float32(0.0), np.float32(0.0)
-            if has_bias and column + block * 8 < n:
-                low, high = unpack_two(bias[((column + block * 8) >> 1) + (lane & i32(3))])
+            # N may end within a block of eight columns.
+            if has_bias and (pair + block * 4) * 2 < n:
+                low, high = unpack_two(bias[pair + block * 4])
             for i in range(down):
                 for half in range(2):
                     e = (i * across + (p * part_blocks + block) // 2) * 8 + block % 2 * 4 + half * 2

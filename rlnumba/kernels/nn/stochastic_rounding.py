@@ -4,6 +4,7 @@
 
 So the bfloat16 further from zero is chosen with a probability of the remainder's share of the spacing, in steps of
 2^-16, and what is a bfloat16 already stays. Small changes that rounding to nearest would lose arrive on average.
+Nothing is added to a NaN: a GPU's, 0x7FFFFFFF, would overflow to -0.
 
 r is a function of where and when the number is rounded, not of a state: Philox's counter is (n / 4, step, stream) for
 element n, whose word is n % 4, of which one half is used; the key stands for the seed. A resumed run rounds alike.
@@ -35,8 +36,10 @@ def random_words(group, stream, noise):
 
 @device_function
 def stochastic_bfloat16(value, word, shift):
-    """A float32 rounded to one that is a bfloat16, by the 16 bits of a uint32 from bit `shift` on."""
+    """A float32 rounded to one that is a bfloat16, by the 16 bits of a uint32 from bit `shift` on; a NaN stays one."""
     noise = np.int32(np.uint32(word >> np.uint32(shift)) & np.uint32(0xFFFF))
+    if value != value:
+        return value
     return int_as_float(np.int32(np.int32(float_as_int(value) + noise) & np.int32(-65536)))
 
 
@@ -48,7 +51,9 @@ def _round_cpu(bits, out, noise, first, stream, shift):
         words = philox_cpu(low, high, noise[2], np.uint32(stream), noise[0], noise[1])
         for i in range(min(GROUP, bits.shape[0] - GROUP * index)):
             random = (np.uint64(words[i]) >> np.uint64(shift)) & np.uint64(0xFFFF)
-            out[GROUP * index + i] = np.uint16((np.uint64(bits[GROUP * index + i]) + random) >> np.uint64(16))
+            rounded = np.uint16((np.uint64(bits[GROUP * index + i]) + random) >> np.uint64(16))
+            is_nan = np.uint32(bits[GROUP * index + i] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            out[GROUP * index + i] = np.uint16(0x7FFF) if is_nan else rounded
 
 
 def round_on_cpu(values, out, noise, first, stream, shift):

@@ -24,7 +24,7 @@ DTYPES = {"r": np.int32, "f": np.float32}
 Address = np.int64 if SIMULATED else np.int32
 
 if SIMULATED:
-    from rlnumba.runtime.simulator import current_thread
+    from rlnumba.runtime.simulator import current_thread, with_gpu_nans
 
     def shared_address(array):
         """The address of a shared array."""
@@ -130,6 +130,7 @@ def store_function(values, space="shared", address="r"):
     @instruction(f"st.{space}{suffix} [$0], {registers};", address + values)
     def store(address, *numbers):
         numbers = np.array(numbers).astype(DTYPES[values[0]])
+        numbers = with_gpu_nans(numbers) if values[0] == "f" else numbers
         if space == "shared":
             write_shared(address, numbers)
         else:

@@ -48,7 +48,7 @@ CHUNK = 16
 SYSTEM_BYTES = 1024
 
 if SIMULATED:
-    from rlnumba.runtime.simulator import current_thread
+    from rlnumba.runtime.simulator import current_thread, with_gpu_nans
 
 
 @device_function
@@ -90,7 +90,7 @@ def mma(element):
         # One rounding, whose bits do not depend on where in the fragment a row or column stands.
         for k in range(16):
             total += np.multiply.outer(a[:, k], b[:, k])
-        total = total.astype(np.float32).reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
+        total = with_gpu_nans(total.astype(np.float32)).reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
         return [tuple(four) for four in total]
 
     @device_function

@@ -36,7 +36,7 @@ PTX_TYPES = {"bfloat16": "bf16", "float16": "f16"}
 TINY = np.finfo(np.float32).tiny
 
 if SIMULATED:
-    from rlnumba.runtime.simulator import WARP, wait_for_earlier_kernels
+    from rlnumba.runtime.simulator import NAN, NAN_16_BITS, WARP, wait_for_earlier_kernels
 
     def device_function(function):
         """A function that kernels call; plain Python here."""
@@ -58,10 +58,12 @@ if SIMULATED:
 
     def _rounded(values, dtype):
         """float32 as elements of an array of a dtype; integers keep their bits."""
-        if dtype == np.uint16 and values.dtype == np.float32:
-            return values.astype(device.DTYPES["bfloat16"]).view(np.uint16)
-        with np.errstate(over="ignore"):
+        if values.dtype != np.float32 or dtype.itemsize == 4:
             return values.astype(dtype)
+        with np.errstate(over="ignore"):
+            rounded = values.astype(device.DTYPES["bfloat16"] if dtype == np.uint16 else dtype).view(np.uint16)
+        rounded[np.isnan(values)] = NAN_16_BITS
+        return rounded.view(dtype)
 
     def _widened(elements, dtype):
         if elements.dtype == np.uint16 and dtype == np.float32:
@@ -252,7 +254,7 @@ else:
 @instruction("mov.b32 $0, $1;", "f", "r", effects=False)
 def float_as_int(value):
     """The 32 bits of a float32 as int32."""
-    return np.float32(value).view(np.int32)
+    return (np.float32(value) if value == value else NAN).view(np.int32)
 
 
 @instruction("mov.b32 $0, $1;", "r", "f", effects=False)
@@ -426,7 +428,10 @@ def cvt_pack(element):
 
     @instruction(f"cvt.rn.{PTX_TYPES[element]}x2.f32 $0, $2, $1;", "ff", "r", effects=False)
     def pack_two(low, high):
-        return np.array([low, high], np.float32).astype(device.DTYPES[element]).view(np.int32)[0]
+        pair = np.array([low, high], np.float32).astype(device.DTYPES[element])
+        if low != low or high != high:
+            pair.view(np.uint16)[np.isnan(pair)] = NAN_16_BITS
+        return pair.view(np.int32)[0]
 
     return pack_two
 

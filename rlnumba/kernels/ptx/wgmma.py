@@ -35,14 +35,14 @@ def _box_bytes(major, rows):
 
 
 if SIMULATED:
-    from rlnumba.runtime.simulator import block_state, current_thread, warpgroup_wide
+    from rlnumba.runtime.simulator import NAN, block_state, current_thread, warpgroup_wide, with_gpu_nans
 
     class Product:
         """What a thread has of a product under way: accumulators that hold NaN until it is waited for."""
 
         def __init__(self, acc, result, reads):
             self.acc, self.result, self.reads = acc, result, reads
-            acc[:] = np.nan
+            acc[:] = NAN
 
         def finish(self, replaced):
             """Give the accumulators their values, unless a later product has replaced these."""
@@ -109,7 +109,7 @@ if SIMULATED:
                 for k in range(step, step + 16):
                     total += np.multiply.outer(a[:, k].astype(np.float64), b[:, k].astype(np.float64))
                 c = total.astype(np.float32)
-        return c
+        return with_gpu_nans(c)
 
     def _fragment(columns):
         """(rows, columns), each (128, columns / 2): of the accumulators that a warpgroup's threads hold."""

@@ -251,7 +251,7 @@ def attention_backward():
     box(left, 9.4, 1.6, 2.5, 1.1, ORANGE, "5  dQ = dS K\nof this key tile", size=8)
     arrow(left, (8.55, 2.15), (9.35, 2.15))
     arrow(left, (10.6, 1.55), (10.6, 0.75))
-    note(left, 10.0, 0.4, f"bulk reduce-add in KV order,\n{kib(4 * tile.dq_part_size)} each")
+    note(left, 10.0, 0.4, f"bulk reduce-add in KV order,\n{kib(4 * tile.dq_row_size * queries)} each")
     note(
         left,
         2.8,

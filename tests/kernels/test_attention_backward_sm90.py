@@ -8,6 +8,7 @@ from rlnumba.kernels.attention.sm90_backward import (
     attention_backward_sm90,
     attention_round_dq_kernel,
     attention_rows_kernel,
+    dq_sums_nbytes,
 )
 from rlnumba.kernels.attention.sm90_backward_mainloop import AttentionBackwardConfig
 from rlnumba.runtime import device
@@ -61,6 +62,9 @@ SIMULATED = [
     ([70], 2, 2, AttentionBackwardConfig(40, "bfloat16", prefetch_scores=False)),
     # The consumers share the keys, half of the columns each.
     ([70], 1, 1, AttentionBackwardConfig(136, "bfloat16")),
+    # Sums of dq whose rows are one and two times 64 bytes a consumer; the second sequence ends with a whole tile.
+    ([3, 64, 1], 1, 1, AttentionBackwardConfig(32, "bfloat16")),
+    ([66], 2, 1, AttentionBackwardConfig(64, "float16")),
 ]
 
 
@@ -95,10 +99,11 @@ def test_kernels_compile(compile_offline, config):
         pytest.skip("compiles without a GPU, from the cpu device")
     x, f, i, m = "int32[:,:,::1]", "float32[::1]", "int32[::1]", "uint8[::1]"
     sizes = ["int64", "int64", "float32"]
-    troubles = compile_offline(attention_rows_kernel(config), [x, x, "float32[:,::1]", i, f, i, i], (9, 0, "a"))
+    rows = [x, x, "float32[:,::1]", i, "int32", f, i, i]
+    troubles = compile_offline(attention_rows_kernel(config), rows, (9, 0, "a"))
     gemms = [m, m, m, m, f, i, *sizes, i, i, f, x, x]
     troubles += compile_offline(attention_backward_kernel(config), gemms, (9, 0, "a"))
-    troubles += compile_offline(attention_round_dq_kernel(config), [f, i, "float32", x], (9, 0, "a"))
+    troubles += compile_offline(attention_round_dq_kernel(config), [f, i, "int32", "float32", x], (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 
 
@@ -144,3 +149,41 @@ def test_gpu_sequences_do_not_meet(rng):
         alone = [x[start:end].copy() for x in (q, k, v, dout, out)] + [lse[:, start:end].copy()]
         for actual, wanted in zip(backward(alone, [int(end - start)], config), whole, strict=True):
             assert_same_bits(actual, wanted[start:end].copy(), f"rows {start} .. {end}")
+
+
+def check_damage(rng, config, lengths, heads, kv_heads, damaged):
+    """NaN and infinity in all that one sequence gives leave every other one the bits that it has without them."""
+    arrays = packed(rng, lengths, heads, kv_heads, config.head_dim, config.element)
+    expected = backward(arrays, lengths, config)
+    first, last = bounds(lengths)[damaged : damaged + 2]
+    for value in (np.nan, np.inf):
+        for which in range(4):
+            changed = [x.copy() for x in arrays]
+            changed[which][first:last] = value
+            # The forward's out and lse of that sequence.
+            changed[4][first:last] = changed[5][:, first:last] = np.nan
+            for name, actual, wanted in zip(
+                ("dq", "dk", "dv"), backward(changed, lengths, config), expected, strict=True
+            ):
+                actual, wanted = (np.delete(device.to_host(x), np.s_[first:last], axis=0) for x in (actual, wanted))
+                assert_same_bits(actual, wanted, f"{name}, {value} in argument {which}")
+
+
+@pytest.mark.sim
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_damage_stays_in_its_sequence(rng):
+    """Ten tokens and ten: the second's are rows of the first's tiles, of keys and of queries."""
+    check_damage(rng, AttentionBackwardConfig(16, "bfloat16"), [10, 10], 1, 1, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gpu_damage_stays_in_its_sequence(rng, head_dim):
+    check_damage(rng, AttentionBackwardConfig(head_dim, "bfloat16"), [10, 77, 64, 130, 300], 4, 2, 3)
+
+
+@pytest.mark.sim
+def test_sums_of_dq_have_no_tile_of_their_own_for_each_sequence():
+    """2,048 sequences of 8 tokens take hardly more than one of 16,384."""
+    whole, many = (dq_sums_nbytes(16_384, sequences, 16, 128) for sequences in (1, 2048))
+    assert whole == 16_385 * 16 * 128 * 4 and many < 1.13 * whole

@@ -38,8 +38,10 @@ Registers of a consumer thread: 128 for dK and dV, 32 for scores, 32 for dP^T an
 Heads of more than 128 columns: a block owns 64 keys, and a consumer half the columns of their dK and dV. Each computes
 the scores of half the queries; P and dS reach the other through shared memory. dq is added in two parts.
 
-Queries beyond the end of a sequence have lse = infinity, hence P = dS = 0, which multiplies the next sequence's rows.
-Keys beyond the end see no query. Rows of dk and dv beyond it are not written.
+Queries beyond the end of a sequence have lse = infinity, hence P = dS = 0. Keys beyond the end see no query. Rows of dk
+and dv beyond it are not written. These zeros multiply rows of the next sequence, whose NaN would come through. So a
+warp zeroes the rows beyond the end of a tile that has such, after TMA and before the consumers: only the last queries'
+tile and the last keys' has.
 
 Three launches: rows (delta, lse and cleared semaphores, padded to whole query tiles), the GEMMs, and dq to its dtype.
 Sources: Dao 2023 (FlashAttention-2), algorithm 2; Shah et al. 2024 (FlashAttention-3), section 3.
@@ -58,13 +60,15 @@ from rlnumba.kernels.attention.sm90_backward_mainloop import (
     WARPGROUP,
     AttentionBackwardConfig,
     consumer_function,
+    dq_layout_functions,
 )
+from rlnumba.kernels.attention.softmax import zero_function
 from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, MBARRIER_BYTES, ring, shared_base
+from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base
 from rlnumba.kernels.ptx.semaphore import semaphore_release, semaphore_wait
 from rlnumba.kernels.ptx.shared_memory import LINE
 from rlnumba.kernels.ptx.tensor_map import tensor_map
-from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, vector_access, warp_sum
+from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, sync_warp, udiv, vector_access, warp_sum
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
@@ -89,19 +93,21 @@ def attention_rows_kernel(config):
     unpack = cvt_unpack(element)
 
     @cuda.jit
-    def attention_rows_kernel(dout, out, lse, cu_seqlens, rows, semaphores, work_counter):
+    def attention_rows_kernel(dout, out, lse, cu_seqlens, query_tiles, rows, semaphores, work_counter):
         """rows[t, h] = (lse, delta) of the rows of query tile t and head h; lse times log2(e), infinity beyond the end.
 
-        dout, out (N, H, E / 2): pairs of elements. A block owns a tile of a head and clears its semaphores; a warp
+        dout, out (N, H, E / 2): pairs of elements. query_tiles: of the longest sequence. A block owns a tile of a head
+        and clears its semaphores; a warp
         owns ROWS_IN_FLIGHT rows at a time, a lane every 32nd pair, summed by a butterfly.
         """
         heads = out.shape[1]
-        sequence, head = cuda.blockIdx.z, cuda.blockIdx.y
+        head, sequence = cuda.blockIdx.y, udiv(cuda.blockIdx.x, query_tiles)
         start, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
-        first = start + i32(cuda.blockIdx.x) * i32(QUERIES)
-        tile = i64(start // QUERIES + sequence + cuda.blockIdx.x) * heads + head
+        query_tile = i32(i32(cuda.blockIdx.x) - sequence * query_tiles)
+        first = start + query_tile * i32(QUERIES)
+        tile = i64(start // QUERIES + sequence + query_tile) * heads + head
         thread = cuda.threadIdx.x
-        if thread == 0 and head == 0 and sequence == 0 and cuda.blockIdx.x == 0:
+        if thread == 0 and head == 0 and cuda.blockIdx.x == 0:
             work_counter[0] = 0
         if first >= end:
             return
@@ -150,24 +156,35 @@ def producer_function(config):
             sm90.tma_load_3d(target + box * boxes_bytes, tensor, box * 64, head, row, full)
 
     @device_function
-    def producer(base, q, k, v, dout, rows, kv_head, gqa_ratio, heads, first_row, query_tiles, tile):
-        """K and V; then q, dout and their rows of the tiles from the last to the first, which is `tile` in `rows`."""
-        sm90.mbarrier_expect_tx(base + shared.k_full, key_bytes)
-        load_boxes(base + shared.k, k, key_box, kv_head, first_row, base + shared.k_full)
-        sm90.mbarrier_expect_tx(base + shared.v_full, key_bytes)
-        load_boxes(base + shared.v, v, key_box, kv_head, first_row, base + shared.v_full)
+    def producer(
+        base, q, k, v, dout, rows, kv_head, gqa_ratio, heads, first_row, query_tiles, tile, trims_keys, trimmed_steps
+    ):
+        """K and V; then q, dout and their rows of the tiles from the last to the first, which is `tile` in `rows`.
+
+        What has rows beyond the end, K and V if trims_keys and the first trimmed_steps steps, completes a `landed`
+        barrier, and trim_function's warp the `full` one.
+        """
+        full = base + (shared.k_landed if trims_keys else shared.k_full)
+        sm90.mbarrier_expect_tx(full, key_bytes)
+        load_boxes(base + shared.k, k, key_box, kv_head, first_row, full)
+        full = base + (shared.v_landed if trims_keys else shared.v_full)
+        sm90.mbarrier_expect_tx(full, key_bytes)
+        load_boxes(base + shared.v, v, key_box, kv_head, first_row, full)
         q_stage, q_parity = FIRST_EMPTY
         dout_stage, dout_parity = FIRST_EMPTY
         head, row = i32(0), first_row + (query_tiles - i32(1)) * i32(QUERIES)
-        for _ in range(query_tiles * gqa_ratio):
+        for step in range(query_tiles * gqa_ratio):
+            q_full, dout_full = i32(shared.q_full), i32(shared.dout_full)
+            if step < trimmed_steps:
+                q_full, dout_full = i32(shared.q_landed), i32(shared.dout_landed)
             q_head, row_index = kv_head * gqa_ratio + head, (tile + head) * (2 * QUERIES)
             sm90.mbarrier_wait(base + shared.q_empty + q_stage * MBARRIER_BYTES, q_parity)
-            full = base + shared.q_full + q_stage * MBARRIER_BYTES
+            full = base + q_full + q_stage * MBARRIER_BYTES
             sm90.mbarrier_expect_tx(full, query_bytes + ROW_BYTES)
             load_boxes(base + shared.q + q_stage * query_bytes, q, QUERY_BOX, q_head, row, full)
             sm90.bulk_copy_load(base + shared.lse + q_stage * ROW_BYTES, rows, row_index, QUERIES, full)
             sm90.mbarrier_wait(base + shared.dout_empty + dout_stage * MBARRIER_BYTES, dout_parity)
-            full = base + shared.dout_full + dout_stage * MBARRIER_BYTES
+            full = base + dout_full + dout_stage * MBARRIER_BYTES
             sm90.mbarrier_expect_tx(full, query_bytes + ROW_BYTES)
             load_boxes(base + shared.dout + dout_stage * query_bytes, dout, QUERY_BOX, q_head, row, full)
             sm90.bulk_copy_load(base + shared.delta + dout_stage * ROW_BYTES, rows, row_index + QUERIES, QUERIES, full)
@@ -183,26 +200,73 @@ def producer_function(config):
 
 
 @functools.cache
-def reduce_dq_function(config):
-    """The device function of the two threads that add dq to its sums in global memory, in KV order."""
-    parts, part_size, shared = config.dq_parts, config.dq_part_size, config.layout
+def trim_function(config):
+    """The device function of the warp that zeroes the rows of tiles that are beyond the sequence's end."""
+    keys, shared, query_bytes = config.keys, config.layout, config.boxes * QUERY_BOX
+    zero_keys, zero_queries = zero_function(config.boxes, keys, 32), zero_function(config.boxes, QUERIES, 32)
+    (_, advance_q), (_, advance_dout) = ring(config.q_stages), ring(config.dout_stages)
 
     @device_function
-    def reduce_dq(base, parity_of_parts, dq_sums, semaphores, gqa_ratio, heads, key_tile, query_tiles, tile):
-        """Add every second part of dq, those with this parity (0, 1), after the blocks of the earlier key tiles."""
+    def complete(full, lane):
+        """After all lanes' zeros; each lane has made its own visible to the tensor cores."""
+        sync_warp()
+        if lane == 0:
+            sm90.mbarrier_arrive(full)
+
+    @device_function
+    def trim(base, valid_keys, valid_queries, trimmed_steps, lane):
+        """valid_keys: rows of K and V in the sequence; valid_queries: of the tile of the first trimmed_steps steps."""
+        if valid_keys < keys:
+            sm90.mbarrier_wait(base + shared.k_landed, 0)
+            zero_keys(base + shared.k, valid_keys, lane)
+            complete(base + shared.k_full, lane)
+            sm90.mbarrier_wait(base + shared.v_landed, 0)
+            zero_keys(base + shared.v, valid_keys, lane)
+            complete(base + shared.v_full, lane)
+        q_stage, q_parity = FIRST_FULL
+        dout_stage, dout_parity = FIRST_FULL
+        for _ in range(trimmed_steps):
+            sm90.mbarrier_wait(base + shared.q_landed + q_stage * MBARRIER_BYTES, q_parity)
+            zero_queries(base + shared.q + q_stage * query_bytes, valid_queries, lane)
+            complete(base + shared.q_full + q_stage * MBARRIER_BYTES, lane)
+            sm90.mbarrier_wait(base + shared.dout_landed + dout_stage * MBARRIER_BYTES, dout_parity)
+            zero_queries(base + shared.dout + dout_stage * query_bytes, valid_queries, lane)
+            complete(base + shared.dout_full + dout_stage * MBARRIER_BYTES, lane)
+            q_stage, q_parity = advance_q(q_stage, q_parity)
+            dout_stage, dout_parity = advance_dout(dout_stage, dout_parity)
+
+    return trim
+
+
+@functools.cache
+def reduce_dq_function(config):
+    """The device function of the two threads that add dq to its sums in global memory, in KV order."""
+    parts, row_size, shared = config.dq_parts, config.dq_row_size, config.layout
+
+    @device_function
+    def reduce_dq(
+        base, parity_of_parts, dq_sums, semaphores, gqa_ratio, heads, first_head, key_tile, query_tiles, tile, row,
+        rows,
+    ):  # fmt: skip
+        """Add every second part of dq, those with this parity (0, 1), after the blocks of the earlier key tiles.
+
+        row: of the sums, at which the last query tile begins; rows: how many it has.
+        """
         # While one thread still waits for its part to be written, the other may wait for its semaphore.
         head, parity = i32(0), i32(0)
         for part in range(query_tiles * gqa_ratio * parts):
             if part & 1 == parity_of_parts:
                 index = (tile + head) * parts + (part & (parts - 1))
+                before = ((first_head + head) * parts + (part & (parts - 1))) * rows
+                offset, size = (i64(row) * (heads * parts) + before) * row_size, rows * i32(row_size)
                 if key_tile > 0:
                     semaphore_wait(semaphores, index, key_tile)
                 sm90.mbarrier_wait(base + shared.dq_full + parity_of_parts * MBARRIER_BYTES, parity)
                 parity ^= i32(1)
                 if key_tile > 0:
-                    sm90.bulk_reduce_add(dq_sums, i64(index) * part_size, part_size, base + shared.dq)
+                    sm90.bulk_reduce_add(dq_sums, offset, size, base + shared.dq)
                 else:
-                    sm90.bulk_copy_store(dq_sums, i64(index) * part_size, part_size, base + shared.dq)
+                    sm90.bulk_copy_store(dq_sums, offset, size, base + shared.dq)
                 sm90.bulk_commit_group()
                 sm90.bulk_wait_group_read()
                 sm90.mbarrier_arrive(base + shared.dq_empty)
@@ -213,8 +277,16 @@ def reduce_dq_function(config):
                 if head == gqa_ratio:
                     head = i32(0)
                     tile -= heads
+                    row -= i32(QUERIES)
+                    rows = i32(QUERIES)
 
     return reduce_dq
+
+
+@device_function
+def even(rows):
+    """Rows that the sums of a tile take: they come in pairs."""
+    return i32(i32(rows + i32(1)) & i32(-2))
 
 
 @functools.cache
@@ -244,14 +316,14 @@ def schedule_function(config):
 @specialize
 def attention_backward_kernel(config):
     """The kernel of an AttentionBackwardConfig that computes dk, dv and the sums of dq."""
-    keys, shared = config.keys, config.layout
+    keys, shared, q_stages, dout_stages = config.keys, config.layout, config.q_stages, config.dout_stages
     (init_q_ring, _), (init_dout_ring, _) = ring(config.q_stages), ring(config.dout_stages)
     setmaxnreg_dec, setmaxnreg_inc = (
         sm90.setmaxnreg(PRODUCER_REGISTERS, False),
         sm90.setmaxnreg(CONSUMER_REGISTERS, True),
     )
     schedule, producer, reduce_dq = schedule_function(config), producer_function(config), reduce_dq_function(config)
-    consumer = consumer_function(config)
+    consumer, trim = consumer_function(config), trim_function(config)
 
     @device_function
     def init_barriers(base):
@@ -261,6 +333,12 @@ def attention_backward_kernel(config):
         sm90.mbarrier_init(base + shared.dq_full, 2 * WARPGROUP)
         sm90.mbarrier_init(base + shared.dq_full + MBARRIER_BYTES, 2 * WARPGROUP)
         sm90.mbarrier_init(base + shared.dq_empty, 1)
+        sm90.mbarrier_init(base + shared.k_landed, 1)
+        sm90.mbarrier_init(base + shared.v_landed, 1)
+        for stage in range(q_stages):
+            sm90.mbarrier_init(base + shared.q_landed + stage * MBARRIER_BYTES, 1)
+        for stage in range(dout_stages):
+            sm90.mbarrier_init(base + shared.dout_landed + stage * MBARRIER_BYTES, 1)
         init_q_ring(base + shared.q_full, base + shared.q_empty, 1, 2 * WARPGROUP)
         init_dout_ring(base + shared.dout_full, base + shared.dout_empty, 1, 2 * WARPGROUP)
         sm90.mbarrier_init_fence()
@@ -270,11 +348,11 @@ def attention_backward_kernel(config):
         q_map, k_map, v_map, dout_map, rows, cu_seqlens, heads, max_seqlen, scale, work_counter, semaphores, dq_sums,
         dk, dv,
     ):  # fmt: skip
-        """dk, dv (N, HK, E / 2, pairs of elements) and the float32 sums of dq, of each (query tile, head, part).
+        """dk, dv (N, HK, E / 2, pairs of elements) and the float32 sums of dq, of each (query tile, head, part, row).
 
-        In a part, float 4 t + c of each 512 is accumulator c of a consumer's thread t. A block owns the keys of a tile
-        and KV head; step s is query tile s // gqa_ratio from the last, head s % gqa_ratio. Of the first warpgroup, warp
-        0 loads tiles, warps 1 and 2 add dq to its sums.
+        A tile has as many rows of sums as tokens, rounded up to two, for each head and part. A block owns the keys of a
+        tile and KV head; step s is query tile s // gqa_ratio from the last, head s % gqa_ratio. Of the first warpgroup,
+        warp 0 loads tiles, warps 1 and 2 add dq to its sums, and warp 3 zeroes the rows beyond the sequence's end.
         """
         thread = i32(cuda.threadIdx.x)
         warpgroup = sm90.warp_uniform(thread >> i32(7))
@@ -298,20 +376,29 @@ def attention_backward_kernel(config):
         # Index of the rows, semaphores and sums of the last query tile and the group's first head.
         last_tile = start // QUERIES + sequence + first_key // QUERIES + query_tiles - 1
         tile = i32(last_tile * heads + kv_head * gqa_ratio)
+        valid_keys, last_query = i32(length - first_key), i32((query_tiles - i32(1)) * i32(QUERIES))
+        valid_queries = i32(valid_keys - last_query)
+        trimmed_steps = gqa_ratio if valid_queries < QUERIES else i32(0)
 
         if warpgroup == 0:
             setmaxnreg_dec()
             if thread == 0:
                 q, dout = sm90.tensor_map_address(q_map), sm90.tensor_map_address(dout_map)
                 k, v = sm90.tensor_map_address(k_map), sm90.tensor_map_address(v_map)
-                producer(base, q, k, v, dout, rows, kv_head, gqa_ratio, i32(heads), first_row, query_tiles, tile)
+                producer(
+                    base, q, k, v, dout, rows, kv_head, gqa_ratio, i32(heads), first_row, query_tiles, tile,
+                    valid_keys < keys, trimmed_steps,
+                )  # fmt: skip
             elif thread == 32 or thread == 64:
                 reduce_dq(
-                    base, thread >> i32(6), dq_sums, semaphores, gqa_ratio, i32(heads), key_tile, query_tiles, tile
-                )
+                    base, thread >> i32(6), dq_sums, semaphores, gqa_ratio, i32(heads), kv_head * gqa_ratio, key_tile,
+                    query_tiles, tile, i32(first_row + sequence + last_query), even(valid_queries),
+                )  # fmt: skip
+            elif thread >= 96:
+                trim(base, valid_keys, valid_queries, trimmed_steps, thread & i32(31))
         else:
             setmaxnreg_inc()
-            steps, valid_keys = i32(query_tiles * gqa_ratio), length - first_key
+            steps = i32(query_tiles * gqa_ratio)
             consumer(base, warpgroup - i32(1), thread, gqa_ratio, steps, scale, kv_head, first_row, valid_keys, dk, dv)
 
     return attention_backward_kernel
@@ -320,45 +407,49 @@ def attention_backward_kernel(config):
 @specialize
 def attention_round_dq_kernel(config):
     """The kernel of an AttentionBackwardConfig that rounds dq."""
-    parts, part_size, dq_columns = config.dq_parts, config.dq_part_size, config.dq_columns
-    row_words = config.head_dim // 2
-    words = dq_columns // 2
-    stride = words + 1
-    pack = cvt_pack(config.element)
-    load_four, _ = vector_access(4, 4)
+    parts, row_size, row_words = config.dq_parts, config.dq_row_size, config.head_dim // 2
+    words_per_lane = -(-row_words // 32)
+    loads = 2 * ROWS_IN_FLIGHT * words_per_lane
+    pack, (_, dq_offset) = cvt_pack(config.element), dq_layout_functions(config)
+    load_two, _ = vector_access(2, 2)
 
     @cuda.jit
-    def attention_round_dq_kernel(dq_sums, cu_seqlens, scale, dq):
-        """dq (N, H, E / 2, pairs of elements) = scale times its sums; a block owns what a consumer computed of a part.
+    def attention_round_dq_kernel(dq_sums, cu_seqlens, query_tiles, scale, dq):
+        """dq (N, H, E / 2, pairs of elements) = scale times its sums; a block owns a tile of a head.
 
-        A thread reads the accumulators of one thread of that consumer; shared memory transposes them to rows.
+        query_tiles: of the longest sequence. A warp owns ROWS_IN_FLIGHT rows at a time, a lane every 32nd pair.
         """
-        staged = cuda.shared.array((QUERIES, stride), np.int32)
-        heads = dq.shape[1]
-        sequence, consumer, thread = cuda.blockIdx.z, cuda.blockIdx.y % 2, cuda.threadIdx.x
-        head, part = cuda.blockIdx.y // 2 % heads, cuda.blockIdx.y // 2 // heads
+        heads, head, sequence = dq.shape[1], cuda.blockIdx.y, udiv(cuda.blockIdx.x, query_tiles)
         start, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
-        first = start + i32(cuda.blockIdx.x) * i32(QUERIES)
+        first = start + i32(i32(cuda.blockIdx.x) - sequence * query_tiles) * i32(QUERIES)
         if first >= end:
             return
-        tile = i64(start // QUERIES + sequence + cuda.blockIdx.x) * heads + head
-        offset = (tile * parts + part) * part_size + consumer * (part_size // 2) + thread * 4
-        row, lane = thread // 32 * 16 + thread % 32 // 4, thread % 4
-        sums = cuda.local.array(words, np.float32)
-        for block in range(dq_columns // 8):
-            load_four(dq_sums, offset + block * 512, sums, block * 4)
-        for block in range(dq_columns // 8):
-            i, word = block * 4, block * 4 + lane
-            staged[row, word] = pack(sums[i] * scale, sums[i + 1] * scale)
-            staged[row + 8, word] = pack(sums[i + 2] * scale, sums[i + 3] * scale)
-        cuda.syncthreads()
-        word = thread % 32
-        out_word = (part * 2 + consumer) * words + word
-        if word < words and out_word < row_words:
-            for r in range(thread // 32, min(end - first, QUERIES), 4):
-                dq[first + r, head, out_word] = staged[r, word]
+        valid_queries = i32(min(end - first, QUERIES))
+        lane, warp = i32(cuda.threadIdx.x) & i32(31), i32(cuda.threadIdx.x) >> i32(5)
+        sum_rows = even(valid_queries)
+        first_sum = (i64(first + sequence) * heads + i64(head) * sum_rows) * (parts * row_size)
+        sums = cuda.local.array(loads, np.float32)
+        for r in range(warp * ROWS_IN_FLIGHT, valid_queries, 4 * ROWS_IN_FLIGHT):
+            for i in range(ROWS_IN_FLIGHT):
+                row = i32(min(i32(r + i), i32(valid_queries - 1)))
+                for w in range(words_per_lane):
+                    part, offset = dq_offset(row, i32(min(i32(lane + w * 32), i32(row_words - 1))))
+                    index = first_sum + i32(part * sum_rows * i32(row_size) + offset)
+                    load_two(dq_sums, index, sums, (i * words_per_lane + w) * 2)
+            for i in range(ROWS_IN_FLIGHT):
+                for w in range(words_per_lane):
+                    word, j = i32(lane + w * 32), (i * words_per_lane + w) * 2
+                    if r + i < valid_queries and word < row_words:
+                        dq[first + r + i, head, word] = pack(sums[j] * scale, sums[j + 1] * scale)
 
     return attention_round_dq_kernel
+
+
+def dq_sums_nbytes(tokens, sequences, heads, head_dim):
+    """Bytes of the float32 sums of dq that attention_backward_sm90 allocates, beside its arguments: int."""
+    config = AttentionBackwardConfig(head_dim, "bfloat16")
+    # A sequence may have a row more than tokens.
+    return 4 * (tokens + sequences) * heads * config.dq_parts * config.dq_row_size
 
 
 def attention_backward_sm90(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv, config=None):
@@ -374,11 +465,11 @@ def attention_backward_sm90(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, sca
     rows = xp.empty(tiles * heads * 2 * QUERIES, np.float32)
     semaphores = xp.empty(tiles * heads * config.dq_parts, np.int32)
     work_counter = xp.empty(1, np.int32)
-    dq_sums = xp.empty(tiles * heads * config.dq_parts * config.dq_part_size, np.float32)
+    dq_sums = xp.empty(dq_sums_nbytes(tokens, sequences, heads, head_dim) // 4, np.float32)
     query_tiles, key_tiles = -(-max_seqlen // QUERIES), -(-max_seqlen // config.keys)
     launch(
-        attention_rows_kernel(config), (query_tiles, heads, sequences), 128,
-        dout.view(np.int32), out.view(np.int32), lse, cu_seqlens, rows, semaphores, work_counter,
+        attention_rows_kernel(config), (query_tiles * sequences, heads), 128,
+        dout.view(np.int32), out.view(np.int32), lse, cu_seqlens, np.int32(query_tiles), rows, semaphores, work_counter,
     )  # fmt: skip
     q_map, dout_map = (tensor_map(x, QUERIES, 1, 64) for x in (q, dout))
     k_map, v_map = (tensor_map(x, config.keys, 1, 64) for x in (k, v))
@@ -388,6 +479,6 @@ def attention_backward_sm90(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, sca
         dq_sums, dk.view(np.int32), dv.view(np.int32), shared=config.layout.nbytes,
     )  # fmt: skip
     launch(
-        attention_round_dq_kernel(config), (query_tiles, 2 * heads * config.dq_parts, sequences), 128,
-        dq_sums, cu_seqlens, float(scale), dq.view(np.int32),
+        attention_round_dq_kernel(config), (query_tiles * sequences, heads), 128,
+        dq_sums, cu_seqlens, np.int32(query_tiles), float(scale), dq.view(np.int32),
     )  # fmt: skip

@@ -11,7 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, shared_layout, swizzled_chunk
-from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, load_pair, stmatrix_x4, store_four
+from rlnumba.kernels.ptx.shared_memory import (
+    BOX_BYTES,
+    LINE,
+    fence_proxy_async,
+    load_pair,
+    stmatrix_x4,
+    store_four,
+    store_pair,
+)
 from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait, named_barrier_sync
 from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2
 from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
@@ -79,9 +87,14 @@ class AttentionBackwardConfig(NamedTuple):
         return 64 if self.boxes > 1 else self.columns // 2
 
     @property
-    def dq_part_size(self):
-        """Elements of a part of dq: the first consumer's, then the second's."""
-        return 2 * QUERIES * self.dq_columns
+    def dq_row_size(self):
+        """Floats of a query in a part of dq: the first consumer's columns, then the second's."""
+        return 2 * self.dq_columns
+
+    @property
+    def interleaves_rows(self):
+        """Whether two rows of dq lie 64 bytes by 64 bytes in turn, so that those of eight lanes fill all banks."""
+        return self.dq_columns % 16 == 0
 
     @property
     def layout(self):
@@ -91,9 +104,10 @@ class AttentionBackwardConfig(NamedTuple):
         q_barriers, dout_barriers = q_stages * MBARRIER_BYTES, dout_stages * MBARRIER_BYTES
         return shared_layout(
             k=kv_bytes, v=kv_bytes, q=q_stages * query_bytes, dout=dout_stages * query_bytes, ds=2 * SCORE_BYTES,
-            dq=4 * self.dq_part_size, lse=q_stages * ROW_BYTES, delta=dout_stages * ROW_BYTES,
+            dq=4 * QUERIES * self.dq_row_size, lse=q_stages * ROW_BYTES, delta=dout_stages * ROW_BYTES,
             k_full=MBARRIER_BYTES, v_full=MBARRIER_BYTES, q_full=q_barriers, q_empty=q_barriers,
             dout_full=dout_barriers, dout_empty=dout_barriers, dq_full=2 * MBARRIER_BYTES, dq_empty=MBARRIER_BYTES,
+            k_landed=MBARRIER_BYTES, v_landed=MBARRIER_BYTES, q_landed=q_barriers, dout_landed=dout_barriers,
         )  # fmt: skip
 
 
@@ -153,16 +167,58 @@ def store_scores_function(columns):
 
 
 @functools.cache
-def store_dq_tile_function(config):
-    """The device function that hands a consumer's dq of a step, or of a part of it, to the warps that add it."""
-    accumulators, dq_empty = config.dq_columns // 2, config.layout.dq_empty
+def dq_layout_functions(config):
+    """(dq_row_offset, dq_offset): where the floats of a tile of dq lie, both in shared memory and in the sums of dq.
+
+    Rows come in pairs, so that a tile of fewer than QUERIES rows is the beginning of a whole one. A consumer's columns
+    come by 16, in the order of a thread's accumulators: 8 b + 2 i and the next, then these of b + 1; the last 8 alone,
+    if there are.
+    """
+    row_size, dq_columns, words, together = config.dq_row_size, config.dq_columns, config.dq_columns // 2, 16
+    paired = dq_columns // 16 * 8
+    if config.interleaves_rows:
+        together = 32
 
     @device_function
-    def store_dq_tile(dq_acc, base, target, parity, full):
+    def dq_row_offset(row, consumer):
+        """The first float of a consumer's columns."""
+        if together == 32:
+            return (row >> i32(1)) * i32(2 * row_size) + (row & i32(1)) * i32(16) + consumer * i32(2 * dq_columns)
+        return row * i32(row_size) + consumer * i32(dq_columns)
+
+    @device_function
+    def dq_offset(row, word):
+        """(part, float) of columns 2 word and 2 word + 1, which are counted over all parts."""
+        unit = word // i32(words)
+        word -= unit * i32(words)
+        block, lane = word >> i32(2), word & i32(3)
+        offset = (block >> i32(1)) * i32(together)
+        if word < paired:
+            offset += lane * i32(4) + (block & i32(1)) * i32(2)
+        else:
+            offset += lane * i32(2)
+        return unit >> i32(1), i32(dq_row_offset(row, unit & i32(1)) + offset)
+
+    return dq_row_offset, dq_offset
+
+
+@functools.cache
+def store_dq_tile_function(config):
+    """The device function that hands a consumer's dq of a step, or of a part of it, to the warps that add it."""
+    pairs, odd, dq_empty = config.dq_columns // 16, config.dq_columns // 8 % 2, config.layout.dq_empty
+    eight_rows, together = 8 * 4 * config.dq_row_size, 128 if config.interleaves_rows else 64
+
+    @device_function
+    def store_dq_tile(dq_acc, base, target, lane, parity, full):
         """Wait until the buffer is empty, store to the thread's address `target`, arrive at the barrier `full`."""
         mbarrier_wait(base + dq_empty, parity)
-        for i in range(accumulators // 4):
-            store_four(target + i * 2048, dq_acc[4 * i], dq_acc[4 * i + 1], dq_acc[4 * i + 2], dq_acc[4 * i + 3])
+        for half in range(2):
+            for p in range(pairs):
+                i, address = 8 * p + 2 * half, target + p * together + half * eight_rows
+                store_four(address, dq_acc[i], dq_acc[i + 1], dq_acc[i + 4], dq_acc[i + 5])
+            if odd:
+                i, address = 8 * pairs + 2 * half, target + pairs * together + half * eight_rows
+                store_pair(address - (lane & i32(3)) * 8, dq_acc[i], dq_acc[i + 1])
         fence_proxy_async()
         mbarrier_arrive(full)
 
@@ -206,7 +262,7 @@ def consumer_function(config):
     # From the columns of K that the first consumer takes for dq to those of the second.
     dq_offset, dq_parts = key_box if config.boxes > 1 else columns, config.dq_parts
     accumulators, score_count, dq_accumulators = columns // 2, queries // 2, config.dq_columns // 2
-    word_count, dq_bytes, shared = score_count // 2, 2 * config.dq_part_size, config.layout
+    word_count, shared = score_count // 2, config.layout
     p_offset, ds_offset = shared.ds, shared.ds + (BOX_BYTES if wide else 0)
     # The last query tiles, which have the positions of the keys.
     diagonal_tiles, (_, advance) = config.keys // QUERIES, ring(config.q_stages)
@@ -220,6 +276,7 @@ def consumer_function(config):
     wait_dq = wgmma_wait_group(dq_accumulators, 1 if prefetch_scores else 0)
     probabilities, score_gradients = softmax_backward_functions(queries, element)
     store_scores, store_dq_tile = store_scores_function(queries), store_dq_tile_function(config)
+    dq_row_offset, _ = dq_layout_functions(config)
     epilogue = epilogue_function(config, columns)
 
     @device_function
@@ -230,7 +287,8 @@ def consumer_function(config):
         first_query = index * i32(queries) if wide else i32(0)
         k_tile = smem_descriptor(base + shared.k + first_key * LINE)
         v_tile = smem_descriptor(base + shared.v + first_key * LINE)
-        dq_target = base + shared.dq + index * dq_bytes + (thread & i32(127)) * 16
+        dq_row = dq_row_offset(warp * i32(16) + (lane >> i32(2)), index)
+        dq_target = base + shared.dq + (dq_row + (lane & i32(3)) * i32(4)) * 4
         key = first_key + warp * i32(16) + (lane >> i32(2))
         pair = (lane & i32(3)) * i32(2) + first_query
         line = warp * i32(16) + (lane & i32(15))
@@ -300,7 +358,7 @@ def consumer_function(config):
                     gemm_scores(scores, k_tile, smem_descriptor(base + shared.q + stage * query_bytes))
                 wait_dq(dq_acc)
                 full = base + shared.dq_full + (part if wide else step & 1) * MBARRIER_BYTES
-                store_dq_tile(dq_acc, base, dq_target, dq_parity, full)
+                store_dq_tile(dq_acc, base, dq_target, lane, dq_parity, full)
                 dq_parity ^= i32(1)
             buffer ^= i32(SCORE_BYTES)
             if prefetch_scores:

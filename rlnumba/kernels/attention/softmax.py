@@ -16,7 +16,7 @@ import math
 
 import numpy as np
 
-from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, Address, fence_proxy_async, store_four
+from rlnumba.kernels.ptx.shared_memory import LINE, Address, fence_proxy_async, store_four
 from rlnumba.kernels.ptx.warp import device_function, exp2, shuffle_xor
 from rlnumba.runtime.device import cuda
 
@@ -109,17 +109,20 @@ def row_sum(sums, half):
 
 
 @functools.cache
-def zero_function(boxes):
-    """The device function that zeroes rows of V from valid_rows on, by 128 threads: 0 times NaN is not 0."""
+def zero_function(boxes, rows=TILE_KEYS, threads=128):
+    """The device function by which `threads` threads zero a tile's rows from valid_rows on: 0 times NaN is not 0.
+
+    boxes: of `rows` lines, one after another.
+    """
 
     @device_function
-    def zero_rows(values, valid_rows, thread):
+    def zero_rows(tile, valid_rows, thread):
         row = i32(valid_rows + (thread >> i32(3)))
-        while row < TILE_KEYS:
+        while row < rows:
             for b in range(boxes):
-                target = Address(values + b * BOX_BYTES + row * LINE + (thread & i32(7)) * 16)
+                target = Address(tile + b * (rows * LINE) + row * LINE + (thread & i32(7)) * 16)
                 store_four(target, f32(0.0), f32(0.0), f32(0.0), f32(0.0))
-            row = i32(row + 128 // 8)
+            row = i32(row + threads // 8)
         fence_proxy_async()
 
     return zero_rows

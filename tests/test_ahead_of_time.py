@@ -1,6 +1,7 @@
 """Kernels compiled in other processes before they are launched: the list, the files, and the end of the processes."""
 
 import gc
+import inspect
 import json
 import os
 import pathlib
@@ -15,7 +16,7 @@ import pytest
 
 from rlnumba.config import load_run
 from rlnumba.kernels.ptx.warp import device_function
-from rlnumba.runtime import ahead_of_time, cache, compile, compile_pool, device
+from rlnumba.runtime import ahead_of_time, cache, compile, compile_pool, device, equal_functions
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.equal_functions import function_key
 from rlnumba.runtime.launch import find_kernel
@@ -265,6 +266,20 @@ def test_equal_functions(monkeypatch):
     assert function_key(device_functions(2)[1]) != function_key(device_functions(2)[1])
     monkeypatch.setitem(globals(), "FACTOR", 4.0)
     assert function_key(device_functions(2)[0]) != keys[0]
+
+
+def test_an_unknown_dispatcher_is_left_as_it_is(monkeypatch):
+    from numba.cuda.dispatcher import CUDADispatcher
+
+    assert equal_functions.is_known(inspect.unwrap(CUDADispatcher.compile_device))
+
+    def compile_device(self, args, return_type=None, *, target=None):
+        return self.results[args]
+
+    monkeypatch.setattr(CUDADispatcher, "compile_device", compile_device)
+    with pytest.warns(RuntimeWarning, match="numba-cuda .* compiles device functions in a way that rlnumba does not"):
+        equal_functions.share_equal_functions.__wrapped__()
+    assert CUDADispatcher.compile_device is compile_device
 
 
 def test_what_is_not_used_leaves_the_cache(tmp_path, monkeypatch):

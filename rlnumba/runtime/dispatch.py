@@ -2,7 +2,7 @@
 
     sm90   wgmma and TMA              compute capability 9.0
     sm80   mma.sync and cp.async      8.0 and later
-    simt   no tensor cores            any GPU, dtype and shape
+    simt   no tensor cores            any dtype and shape; 16 bits: 8.0 and later, since a cvt makes two
 
 Families differ in the last bits of their results, and rollout must compute the bits that training computes. So an
 operator has one family for all its forms ("attention": packed, paged and backward). It follows from the GPU, from TABLE

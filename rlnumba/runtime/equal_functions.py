@@ -8,6 +8,8 @@ equals no other, as each has its memory.
 
 import functools
 import types
+import warnings
+from importlib import metadata
 
 import numpy as np
 
@@ -19,11 +21,20 @@ PLAIN = (bool, int, float, str, bytes, type(None), np.generic)
 def share_equal_functions():
     """From now on Numba compiles one of several equal device functions.
 
-    The machine code is the same: tests/test_ahead_of_time.py compares it.
+    The machine code is the same: tests/test_ahead_of_time.py compares it. Where Numba's dispatchers are not those known
+    here each function is compiled by itself, which takes longer, and a warning says so.
     """
     from numba.cuda.dispatcher import CUDADispatcher
 
     compile_now, first = CUDADispatcher.compile_device, {}
+    if not is_known(compile_now):
+        warnings.warn(
+            f"numba-cuda {metadata.version('numba-cuda')} compiles device functions in a way that rlnumba does not "
+            "know, so that equal ones are compiled several times. A version that it knows: 0.30",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
 
     @functools.wraps(compile_now)
     def compile_device(dispatcher, args, return_type=None):
@@ -34,6 +45,13 @@ def share_equal_functions():
         return compile_now(dispatcher, args, return_type)
 
     CUDADispatcher.compile_device = compile_device
+
+
+def is_known(compile_device):
+    """Whether a CUDADispatcher.compile_device takes (args, return_type) and keeps results by args in `overloads`."""
+    code = compile_device.__code__
+    arguments = code.co_varnames[: code.co_argcount]
+    return arguments == ("self", "args", "return_type") and "overloads" in code.co_names
 
 
 class Same:

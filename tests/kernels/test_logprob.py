@@ -486,7 +486,7 @@ def test_a_bad_id_gives_nan_on_the_gpu():
     assert np.isnan(device.to_host(out)).tolist() == [False, True]
 
 
-def test_wrong_arguments_are_named():
+def test_wrong_arguments_are_named(monkeypatch):
     xp = device.xp()
     hidden, weight = xp.zeros((2, 3), np.float32), xp.zeros((5, 3), np.float32)
     ids, out = xp.zeros(2, np.int32), xp.zeros(2, np.float32)
@@ -494,5 +494,9 @@ def test_wrong_arguments_are_named():
         linear_logp(hidden, weight, ids, 0.0, out, out)
     with pytest.raises(ValueError, match=r"linear_logp: lse must be \(2\) float32, got \(3,\) float32"):
         linear_logp(hidden, weight, ids, 1.0, out, xp.zeros(3, np.float32))
+    top1 = xp.zeros(2, np.int32)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="linear_logp: top1 is exact for up to 4 rows"):
+        patch.setattr(logprob, "MOST_COLUMNS", 4)
+        linear_logp(hidden, weight, ids, 1.0, out, out, top1=top1)
     with pytest.raises(ValueError, match=r"linear_logp: ids must be \(2\) int32, got \(2,\) int64"):
         linear_logp(hidden, weight, xp.zeros(2, np.int64), 1.0, out, out)

@@ -204,7 +204,8 @@ def list_work_items_kernel(rows, segment, grouped):
     ):
         """One block, a thread for each sequence in turn. items (1 + all items, ITEM_COLUMNS): how many, then each.
 
-        Items of groups, which take longer, come first; then in the order of the sequences, and of a sequence's keys.
+        Items of groups, which take longer, come first; then in the order of the sequences, and of a sequence's keys. If
+        contexts are longer than those that the list was made for, items that it cannot hold are left out.
         """
         warp_sums = cuda.shared.array(LISTING_WARPS, np.int32)
         batch = DecodeStep(cu_seqlens, context_lens, shared_prefix_lens, group_sizes, gqa_ratio, max_leading)
@@ -228,7 +229,7 @@ def list_work_items_kernel(rows, segment, grouped):
                     if other < warp:
                         row = i32(row + warp_sums[other])
                 cuda.syncthreads()
-                for i in range(count):
+                for i in range(min(count, i32(items.shape[0] - row))):
                     start, context_len = cu_seqlens[sequence], context_lens[sequence]
                     leading = leading_segments(sequence, batch)
                     split, group_size = i32(i), i32(0)
@@ -250,6 +251,6 @@ def list_work_items_kernel(rows, segment, grouped):
                     items[row + i, GROUP_SIZE] = group_size
                     items[row + i, SPLITS] = count_splits(sequence, batch)
         if thread == 0:
-            items[0, 0] = listed
+            items[0, 0] = min(listed, i32(items.shape[0] - 1))
 
     return list_work_items_kernel

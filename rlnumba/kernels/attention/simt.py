@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.kernels.attention.grid import block_index, blocks_of
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.ptx.warp import device_function, narrow, shuffle_xor, sync_warp, warp_sum, widen
 from rlnumba.runtime import device
@@ -296,12 +297,12 @@ def attention_kernel(config, paged):
         thread = cuda.threadIdx.x & (threads - 1)
         lane = thread % lanes
         thread_row = thread // lanes * rows_per_thread
-        sequence, kv_head = cuda.blockIdx.z, cuda.blockIdx.y
+        kv_head, sequence, tile, tiles = block_index(np.int32(k.shape[1]), cu_seqlens)
         start = cu_seqlens[sequence]
         length = cu_seqlens[sequence + 1] - start
         context_len = context_lens[sequence] if paged else length
         gqa_ratio = q.shape[1] // k.shape[1]
-        first_row = (cuda.gridDim.x - 1 - cuda.blockIdx.x) * rows
+        first_row = (tiles - 1 - tile) * rows
         valid_rows = min(length * gqa_ratio - first_row, rows)
         if valid_rows <= 0:
             return
@@ -365,7 +366,7 @@ def attention_simt(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
     kv_heads, config = k.shape[1], prefill_config(q.shape[2])
     launch(
         attention_kernel(config, False),
-        (-(-max_seqlen * (q.shape[1] // kv_heads) // config.rows), kv_heads, len(cu_seqlens) - 1), config.threads,
+        blocks_of(kv_heads, cu_seqlens, -(-max_seqlen * (q.shape[1] // kv_heads) // config.rows)), config.threads,
         q, k, v, cu_seqlens, np.int32(0), cu_seqlens, cu_seqlens, float(scale), out, lse,
         shared=config.shared_bytes(),
     )  # fmt: skip
@@ -378,7 +379,7 @@ def paged_attention_simt(q, k, v, block_size, block_tables, cu_seqlens, context_
     if rows > config.rows:
         config = prefill_config(head_dim)
     launch(
-        attention_kernel(config, True), (-(-rows // config.rows), kv_heads, len(context_lens)), config.threads,
+        attention_kernel(config, True), blocks_of(kv_heads, cu_seqlens, -(-rows // config.rows)), config.threads,
         q, k, v, block_tables, np.int32(block_size), cu_seqlens, context_lens, float(scale), out,
         unused(2, np.float32), shared=config.shared_bytes(),
     )  # fmt: skip
@@ -440,12 +441,12 @@ def attention_gradient_kernel(config, of_keys):
         thread = cuda.threadIdx.x & (threads - 1)
         lane = thread % lanes
         thread_row = thread // lanes * rows_per_thread
-        kv_head = cuda.blockIdx.y
-        start = cu_seqlens[cuda.blockIdx.z]
-        length = cu_seqlens[cuda.blockIdx.z + 1] - start
+        kv_head, sequence, block, blocks = block_index(np.int32(k.shape[1]), cu_seqlens)
+        start = cu_seqlens[sequence]
+        length = cu_seqlens[sequence + 1] - start
         gqa_ratio = q.shape[1] // k.shape[1]
         # The blocks with the longest passes start first.
-        first_row = (cuda.blockIdx.x if of_keys else cuda.gridDim.x - 1 - cuda.blockIdx.x) * rows
+        first_row = (block if of_keys else blocks - 1 - block) * rows
         valid_rows = min(length * (1 if of_keys else gqa_ratio) - first_row, rows)
         if valid_rows <= 0:
             return
@@ -527,11 +528,10 @@ def attention_gradient_kernel(config, of_keys):
 def attention_backward_simt(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv):
     """As the operator attention_backward, which has checked the arguments."""
     _, heads, head_dim = q.shape
-    kv_heads, sequences = k.shape[1], len(cu_seqlens) - 1
-    config = prefill_config(head_dim, row_tiles=2)
+    kv_heads, config = k.shape[1], prefill_config(head_dim, row_tiles=2)
     shared = config.shared_bytes(row_tiles=2)
     arguments = (dout, q, k, v, lse, attention_delta(dout, out), cu_seqlens, float(scale))
-    grid = (-(-max_seqlen * (heads // kv_heads) // config.rows), kv_heads, sequences)
+    grid = blocks_of(kv_heads, cu_seqlens, -(-max_seqlen * (heads // kv_heads) // config.rows))
     launch(attention_gradient_kernel(config, False), grid, config.threads, *arguments, dq, dq, shared=shared)
-    grid = (-(-max_seqlen // config.rows), kv_heads, sequences)
+    grid = blocks_of(kv_heads, cu_seqlens, -(-max_seqlen // config.rows))
     launch(attention_gradient_kernel(config, True), grid, config.threads, *arguments, dk, dv, shared=shared)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention import sm80_tiles
+from rlnumba.kernels.attention.grid import block_index, blocks_of
 from rlnumba.kernels.attention.simt import attention_delta
 from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
 from rlnumba.kernels.ptx import sm80
@@ -202,14 +203,15 @@ def sm80_gradient_kernel(config):
         position = cuda.local.array(2, np.int32)
         thread = i32(cuda.threadIdx.x) & i32(threads - 1)
         lane, warp = thread & i32(31), thread >> i32(5)
-        kv_head, column_block = i32(cuda.blockIdx.x // column_blocks), i32(cuda.blockIdx.x % column_blocks)
-        sequence = read_sequence(q, k, cu_seqlens, cuda.blockIdx.y, kv_head)
+        index = block_index(i32(i32(k.shape[1]) * i32(column_blocks)), cu_seqlens)
+        kv_head, column_block = index.column // i32(column_blocks), index.column % i32(column_blocks)
+        sequence = read_sequence(q, k, cu_seqlens, index.sequence, kv_head)
         gqa_ratio, start, length, token_bytes, key_bytes, q_offset, k_offset = sequence
         # Heads of a token among the block's rows; bytes from token to token; bytes before the first token's first head.
         if of_keys:
-            block, ratio, row_bytes, offset = i32(cuda.blockIdx.z), i32(1), key_bytes, k_offset
+            block, ratio, row_bytes, offset = index.tile, i32(1), key_bytes, k_offset
         else:
-            block, ratio = i32(cuda.gridDim.z - 1 - cuda.blockIdx.z), gqa_ratio
+            block, ratio = i32(index.tiles - i32(1) - index.tile), gqa_ratio
             row_bytes, offset = token_bytes, q_offset
         first_row = i32(block * i32(rows))
         valid_rows = min(i32(i32(length * ratio) - first_row), i32(rows))
@@ -352,6 +354,6 @@ def attention_backward_sm80(
         (for_dkv or dkv_config(head_dim, element, limit), max_seqlen, (dk, dv)),
         (for_dq or dq_config(head_dim, element, limit), max_seqlen * (heads // kv_heads), (dq, dq)),
     ):
-        grid = (kv_heads * config.column_blocks, len(cu_seqlens) - 1, -(-rows // config.rows))
+        grid = blocks_of(kv_heads * config.column_blocks, cu_seqlens, -(-rows // config.rows))
         kernel = sm80_gradient_kernel(config)
         launch(kernel, grid, config.threads, *arguments, *gradients, shared=config.shared_bytes)

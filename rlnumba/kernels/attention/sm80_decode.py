@@ -36,6 +36,8 @@ i32, f32 = np.int32, np.float32
 DECODE_ROWS = 16
 DECODE_WARPS = 4
 MERGE_THREADS = 128
+# The longest y of a grid.
+MAX_SEQUENCES = 65_535
 # Shared memory that a block takes beyond the tiles: what the kernel declares, and what the system reserves.
 DECODE_BLOCK_BYTES = SYSTEM_BYTES + 6 * 1024
 
@@ -354,6 +356,8 @@ def paged_attention_sm80(
             unused(2, np.float32), config,
         )  # fmt: skip
         return
+    if sequences > MAX_SEQUENCES:
+        raise ValueError(f"paged_attention: at most {MAX_SEQUENCES} sequences can be decoded at once, got {sequences}")
     config = config or decode_config(head_dim, q.dtype.name, block_size, device.max_shared_bytes())
     segments = max(-(-max_context_len // config.segment), 1)
     rows = segments * tokens * heads if segments > 1 else 1

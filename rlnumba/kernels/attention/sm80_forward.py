@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention import softmax
+from rlnumba.kernels.attention.grid import block_index, blocks_of
 from rlnumba.kernels.attention.sm80_tiles import (
     BLOCK_BYTES,
     copy_functions,
@@ -190,7 +191,7 @@ def epilogue_functions(config):
     def epilogue(acc, row_max, sums, lines, out, lse, block_values, heads, first_row, warp_row, lane):
         """lines: the warp's lines of shared memory. lse is written for packed sequences."""
         start, gqa_ratio, valid_rows = block_values[SEQ_START], block_values[GQA_RATIO], block_values[VALID_ROWS]
-        kv_head = i32(cuda.blockIdx.x)
+        kv_head = i32(cuda.blockIdx.x) % (heads // gqa_ratio)
         for row in range(row_count):
             index = i32(warp_row + i32(row * 8) + (lane >> i32(2)))
             if is_packed and (lane & i32(3)) == 0 and index < valid_rows:
@@ -276,8 +277,8 @@ def sm80_attention_kernel(config):
 
         thread = i32(cuda.threadIdx.x) & i32(threads - 1)
         lane, warp = thread & i32(31), thread >> i32(5)
-        kv_head, sequence = i32(cuda.blockIdx.x), i32(cuda.blockIdx.y)
-        first_row = i32(i32(cuda.gridDim.z - 1 - cuda.blockIdx.z) * i32(rows))
+        kv_head, sequence, row_tile, row_tiles = block_index(i32(k.shape[1]), cu_seqlens)
+        first_row = i32(i32(row_tiles - i32(1) - row_tile) * i32(rows))
         gqa_ratio, start, length, token_bytes, key_bytes, q_offset, k_offset = read_sequence(
             q, k, cu_seqlens, sequence, kv_head
         )
@@ -410,7 +411,7 @@ def prefill_sm80(
     totals = current().own(Workspace).segment_totals(*totals_shape(config, max_context_len))
     launch(
         sm80_attention_kernel(config),
-        (kv_heads, cu_seqlens.shape[0] - 1, -(-max_seqlen_q * (heads // kv_heads) // config.rows)),
+        blocks_of(kv_heads, cu_seqlens, -(-max_seqlen_q * (heads // kv_heads) // config.rows)),
         config.threads,
         q, k, v, cu_seqlens, block_tables.reshape(-1), context_lens, block_tables.shape[1],
         float(scale * softmax.LOG2_E), *totals, out, lse, shared=config.shared_bytes,

@@ -60,7 +60,8 @@ from rlnumba.kernels.attention.sm90_backward_mainloop import (
     WARPGROUP,
     AttentionBackwardConfig,
     consumer_function,
-    dq_layout_functions,
+    dq_row_offset_function,
+    dq_sum_rows,
 )
 from rlnumba.kernels.attention.softmax import zero_function
 from rlnumba.kernels.ptx import sm90
@@ -82,6 +83,8 @@ ARCHITECTURES = [(9, 0, "a")]
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
 # Rows whose loads a warp of attention_rows_kernel has in flight at once.
 ROWS_IN_FLIGHT = 4
+# How many rows more than tokens a sequence's sums of dq may take.
+MORE_SUM_ROWS = 9
 
 
 @specialize
@@ -283,12 +286,6 @@ def reduce_dq_function(config):
     return reduce_dq
 
 
-@device_function
-def even(rows):
-    """Rows that the sums of a tile take: they come in pairs."""
-    return i32(i32(rows + i32(1)) & i32(-2))
-
-
 @functools.cache
 def schedule_function(config):
     """The device function of the tile scheduler: which key tile of which KV head and sequence a work index is."""
@@ -350,9 +347,9 @@ def attention_backward_kernel(config):
     ):  # fmt: skip
         """dk, dv (N, HK, E / 2, pairs of elements) and the float32 sums of dq, of each (query tile, head, part, row).
 
-        A tile has as many rows of sums as tokens, rounded up to two, for each head and part. A block owns the keys of a
-        tile and KV head; step s is query tile s // gqa_ratio from the last, head s % gqa_ratio. Of the first warpgroup,
-        warp 0 loads tiles, warps 1 and 2 add dq to its sums, and warp 3 zeroes the rows beyond the sequence's end.
+        A tile has dq_sum_rows for each head and part. A block owns the keys of a tile and KV head; step s is query tile
+        s // gqa_ratio from the last, head s % gqa_ratio. Of the first warpgroup, warp 0 loads tiles, warps 1 and 2 add
+        dq to its sums, and warp 3 zeroes the rows beyond the sequence's end.
         """
         thread = i32(cuda.threadIdx.x)
         warpgroup = sm90.warp_uniform(thread >> i32(7))
@@ -392,14 +389,16 @@ def attention_backward_kernel(config):
             elif thread == 32 or thread == 64:
                 reduce_dq(
                     base, thread >> i32(6), dq_sums, semaphores, gqa_ratio, i32(heads), kv_head * gqa_ratio, key_tile,
-                    query_tiles, tile, i32(first_row + sequence + last_query), even(valid_queries),
+                    query_tiles, tile, i32(first_row + sequence * i32(MORE_SUM_ROWS) + last_query),
+                    dq_sum_rows(valid_queries),
                 )  # fmt: skip
             elif thread >= 96:
                 trim(base, valid_keys, valid_queries, trimmed_steps, thread & i32(31))
         else:
             setmaxnreg_inc()
-            steps = i32(query_tiles * gqa_ratio)
-            consumer(base, warpgroup - i32(1), thread, gqa_ratio, steps, scale, kv_head, first_row, valid_keys, dk, dv)
+            # valid_keys anew, in 64 bits: ptxas then spills nothing.
+            steps, wide_keys = i32(query_tiles * gqa_ratio), length - first_key
+            consumer(base, warpgroup - i32(1), thread, gqa_ratio, steps, scale, kv_head, first_row, wide_keys, dk, dv)
 
     return attention_backward_kernel
 
@@ -408,16 +407,17 @@ def attention_backward_kernel(config):
 def attention_round_dq_kernel(config):
     """The kernel of an AttentionBackwardConfig that rounds dq."""
     parts, row_size, row_words = config.dq_parts, config.dq_row_size, config.head_dim // 2
-    words_per_lane = -(-row_words // 32)
-    loads = 2 * ROWS_IN_FLIGHT * words_per_lane
-    pack, (_, dq_offset) = cvt_pack(config.element), dq_layout_functions(config)
-    load_two, _ = vector_access(2, 2)
+    words, words_per_lane = config.dq_columns // 2, -(-row_words // 32)
+    loads = 4 * ROWS_IN_FLIGHT * words_per_lane
+    pack, dq_row_offset = cvt_pack(config.element), dq_row_offset_function(config)
+    load_four, _ = vector_access(4, 4)
 
     @cuda.jit
     def attention_round_dq_kernel(dq_sums, cu_seqlens, query_tiles, scale, dq):
         """dq (N, H, E / 2, pairs of elements) = scale times its sums; a block owns a tile of a head.
 
-        query_tiles: of the longest sequence. A warp owns ROWS_IN_FLIGHT rows at a time, a lane every 32nd pair.
+        query_tiles: of the longest sequence. A warp owns ROWS_IN_FLIGHT rows g of each 16 at a time, and g + 8, which
+        lie beside them; a lane every 32nd pair of columns.
         """
         heads, head, sequence = dq.shape[1], cuda.blockIdx.y, udiv(cuda.blockIdx.x, query_tiles)
         start, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
@@ -426,21 +426,29 @@ def attention_round_dq_kernel(config):
             return
         valid_queries = i32(min(end - first, QUERIES))
         lane, warp = i32(cuda.threadIdx.x) & i32(31), i32(cuda.threadIdx.x) >> i32(5)
-        sum_rows = even(valid_queries)
-        first_sum = (i64(first + sequence) * heads + i64(head) * sum_rows) * (parts * row_size)
+        sum_rows = dq_sum_rows(valid_queries)
+        first_sum = (i64(first + sequence * MORE_SUM_ROWS) * heads + i64(head) * sum_rows) * (parts * row_size)
         sums = cuda.local.array(loads, np.float32)
-        for r in range(warp * ROWS_IN_FLIGHT, valid_queries, 4 * ROWS_IN_FLIGHT):
+        for pair in range(warp * ROWS_IN_FLIGHT, QUERIES // 2, 4 * ROWS_IN_FLIGHT):
+            # ROWS_IN_FLIGHT divides 8: all rows are of the same 16.
+            row = i32((i32(pair) >> i32(3)) * i32(16) + (i32(pair) & i32(7)))
             for i in range(ROWS_IN_FLIGHT):
-                row = i32(min(i32(r + i), i32(valid_queries - 1)))
+                summed_row = i32(row + i32(i)) if row + i < valid_queries else i32(0)
                 for w in range(words_per_lane):
-                    part, offset = dq_offset(row, i32(min(i32(lane + w * 32), i32(row_words - 1))))
-                    index = first_sum + i32(part * sum_rows * i32(row_size) + offset)
-                    load_two(dq_sums, index, sums, (i * words_per_lane + w) * 2)
+                    word = i32(min(i32(lane + w * 32), i32(row_words - 1)))
+                    unit = word // i32(words)
+                    word -= unit * i32(words)
+                    offset = i32((unit >> i32(1)) * sum_rows * i32(row_size) + dq_row_offset(summed_row, unit & i32(1)))
+                    offset += (word >> i32(2)) * i32(32) + (word & i32(3)) * i32(4)
+                    load_four(dq_sums, first_sum + offset, sums, (i * words_per_lane + w) * 4)
             for i in range(ROWS_IN_FLIGHT):
                 for w in range(words_per_lane):
-                    word, j = i32(lane + w * 32), (i * words_per_lane + w) * 2
-                    if r + i < valid_queries and word < row_words:
-                        dq[first + r + i, head, word] = pack(sums[j] * scale, sums[j + 1] * scale)
+                    word, j = i32(lane + w * 32), (i * words_per_lane + w) * 4
+                    if word < row_words:
+                        for half in range(2):
+                            if row + i + half * 8 < valid_queries:
+                                low, high = sums[j + 2 * half] * scale, sums[j + 2 * half + 1] * scale
+                                dq[first + row + i + half * 8, head, word] = pack(low, high)
 
     return attention_round_dq_kernel
 
@@ -448,8 +456,7 @@ def attention_round_dq_kernel(config):
 def dq_sums_nbytes(tokens, sequences, heads, head_dim):
     """Bytes of the float32 sums of dq that attention_backward_sm90 allocates, beside its arguments: int."""
     config = AttentionBackwardConfig(head_dim, "bfloat16")
-    # A sequence may have a row more than tokens.
-    return 4 * (tokens + sequences) * heads * config.dq_parts * config.dq_row_size
+    return 4 * (tokens + MORE_SUM_ROWS * sequences) * heads * config.dq_parts * config.dq_row_size
 
 
 def attention_backward_sm90(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv, config=None):

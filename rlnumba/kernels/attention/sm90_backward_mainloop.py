@@ -11,15 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, shared_layout, swizzled_chunk
-from rlnumba.kernels.ptx.shared_memory import (
-    BOX_BYTES,
-    LINE,
-    fence_proxy_async,
-    load_pair,
-    stmatrix_x4,
-    store_four,
-    store_pair,
-)
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, load_pair, stmatrix_x4, store_four
 from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait, named_barrier_sync
 from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2
 from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
@@ -92,11 +84,6 @@ class AttentionBackwardConfig(NamedTuple):
         return 2 * self.dq_columns
 
     @property
-    def interleaves_rows(self):
-        """Whether two rows of dq lie 64 bytes by 64 bytes in turn, so that those of eight lanes fill all banks."""
-        return self.dq_columns % 16 == 0
-
-    @property
     def layout(self):
         """Shared memory: k, v [box | key]; q, dout [box | query]; ds [key], or [P | dS], twice; a part of dq."""
         kv_bytes, query_bytes = self.boxes * self.keys * LINE, self.boxes * QUERY_BOX
@@ -167,58 +154,45 @@ def store_scores_function(columns):
 
 
 @functools.cache
-def dq_layout_functions(config):
-    """(dq_row_offset, dq_offset): where the floats of a tile of dq lie, both in shared memory and in the sums of dq.
+def dq_row_offset_function(config):
+    """The device function that finds a row of a tile of dq, both in shared memory and in the sums of dq.
 
-    Rows come in pairs, so that a tile of fewer than QUERIES rows is the beginning of a whole one. A consumer's columns
-    come by 16, in the order of a thread's accumulators: 8 b + 2 i and the next, then these of b + 1; the last 8 alone,
-    if there are.
+    A thread stores four accumulators at a time: two of row g and two of row g + 8 of each 16. Of two such pairs of rows
+    64 bytes come in turn, so that eight lanes fill all banks. So a tile of fewer rows than QUERIES is the beginning of
+    a whole one: dq_sum_rows.
     """
-    row_size, dq_columns, words, together = config.dq_row_size, config.dq_columns, config.dq_columns // 2, 16
-    paired = dq_columns // 16 * 8
-    if config.interleaves_rows:
-        together = 32
+    row_size = config.dq_row_size
 
     @device_function
     def dq_row_offset(row, consumer):
-        """The first float of a consumer's columns."""
-        if together == 32:
-            return (row >> i32(1)) * i32(2 * row_size) + (row & i32(1)) * i32(16) + consumer * i32(2 * dq_columns)
-        return row * i32(row_size) + consumer * i32(dq_columns)
+        """The first float of a consumer's columns; the next eight columns are 32 floats further, two of them 4."""
+        pair = row & i32(7)
+        offset = (row >> i32(4)) * i32(16 * row_size) + (pair >> i32(1)) * i32(4 * row_size)
+        return i32(
+            offset + (pair & i32(1)) * i32(16) + ((row >> i32(3)) & i32(1)) * i32(2) + consumer * i32(2 * row_size)
+        )
 
-    @device_function
-    def dq_offset(row, word):
-        """(part, float) of columns 2 word and 2 word + 1, which are counted over all parts."""
-        unit = word // i32(words)
-        word -= unit * i32(words)
-        block, lane = word >> i32(2), word & i32(3)
-        offset = (block >> i32(1)) * i32(together)
-        if word < paired:
-            offset += lane * i32(4) + (block & i32(1)) * i32(2)
-        else:
-            offset += lane * i32(2)
-        return unit >> i32(1), i32(dq_row_offset(row, unit & i32(1)) + offset)
+    return dq_row_offset
 
-    return dq_row_offset, dq_offset
+
+@device_function
+def dq_sum_rows(rows):
+    """How many rows the sums of a tile of so many take: at most nine more."""
+    pairs = min(rows & i32(15), i32(8))
+    return i32((rows & i32(-16)) + i32(2) * i32(i32(pairs + i32(1)) & i32(-2)))
 
 
 @functools.cache
 def store_dq_tile_function(config):
     """The device function that hands a consumer's dq of a step, or of a part of it, to the warps that add it."""
-    pairs, odd, dq_empty = config.dq_columns // 16, config.dq_columns // 8 % 2, config.layout.dq_empty
-    eight_rows, together = 8 * 4 * config.dq_row_size, 128 if config.interleaves_rows else 64
+    accumulators, dq_empty = config.dq_columns // 2, config.layout.dq_empty
 
     @device_function
-    def store_dq_tile(dq_acc, base, target, lane, parity, full):
+    def store_dq_tile(dq_acc, base, target, parity, full):
         """Wait until the buffer is empty, store to the thread's address `target`, arrive at the barrier `full`."""
         mbarrier_wait(base + dq_empty, parity)
-        for half in range(2):
-            for p in range(pairs):
-                i, address = 8 * p + 2 * half, target + p * together + half * eight_rows
-                store_four(address, dq_acc[i], dq_acc[i + 1], dq_acc[i + 4], dq_acc[i + 5])
-            if odd:
-                i, address = 8 * pairs + 2 * half, target + pairs * together + half * eight_rows
-                store_pair(address - (lane & i32(3)) * 8, dq_acc[i], dq_acc[i + 1])
+        for i in range(accumulators // 4):
+            store_four(target + i * 128, dq_acc[4 * i], dq_acc[4 * i + 1], dq_acc[4 * i + 2], dq_acc[4 * i + 3])
         fence_proxy_async()
         mbarrier_arrive(full)
 
@@ -276,7 +250,7 @@ def consumer_function(config):
     wait_dq = wgmma_wait_group(dq_accumulators, 1 if prefetch_scores else 0)
     probabilities, score_gradients = softmax_backward_functions(queries, element)
     store_scores, store_dq_tile = store_scores_function(queries), store_dq_tile_function(config)
-    dq_row_offset, _ = dq_layout_functions(config)
+    dq_row_offset = dq_row_offset_function(config)
     epilogue = epilogue_function(config, columns)
 
     @device_function
@@ -358,7 +332,7 @@ def consumer_function(config):
                     gemm_scores(scores, k_tile, smem_descriptor(base + shared.q + stage * query_bytes))
                 wait_dq(dq_acc)
                 full = base + shared.dq_full + (part if wide else step & 1) * MBARRIER_BYTES
-                store_dq_tile(dq_acc, base, dq_target, lane, dq_parity, full)
+                store_dq_tile(dq_acc, base, dq_target, dq_parity, full)
                 dq_parity ^= i32(1)
             buffer ^= i32(SCORE_BYTES)
             if prefetch_scores:

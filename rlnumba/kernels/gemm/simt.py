@@ -26,13 +26,14 @@ def gemm_simt_kernel(a, a_row, a_step, b, b_column, b_step, steps, bias, addend,
     addend may be out itself, and is if the product is added to it (adds). A block owns TILE x TILE outputs, a
     thread one. The sum runs in ascending s, TILE steps at a time: the block copies a square of a and one of b
     to shared memory, each along the direction in which it is contiguous, then every thread multiplies its row
-    by its column.
+    by its column. Blocks lie along x alone, which may be longer than y, row by row.
     """
     a_tile = cuda.shared.array((TILE, PADDED), np.float32)
     b_tile = cuda.shared.array((TILE, PADDED), np.float32)
     x, y = cuda.threadIdx.x, cuda.threadIdx.y
     rows, columns = out.shape
-    first_row, first_column = cuda.blockIdx.y * TILE, cuda.blockIdx.x * TILE
+    tiles_across = (columns + TILE - 1) // TILE
+    first_row, first_column = cuda.blockIdx.x // tiles_across * TILE, cuda.blockIdx.x % tiles_across * TILE
     total = np.float32(0.0)
     for first in range(0, steps, TILE):
         # Which thread loads which element: consecutive x take consecutive addresses.
@@ -87,7 +88,7 @@ def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None)
     b_operand = b.reshape(-1), *((1, columns) if b_mn else (steps, 1))
     bias = a_operand[0][:0] if bias is None else bias
     addend = out if add else out[:0] if residual is None else residual
-    grid = -(-columns // TILE), -(-rows // TILE)
+    grid = -(-columns // TILE) * -(-rows // TILE)
     launch(gemm_simt_kernel, grid, (TILE, TILE), *a_operand, *b_operand, steps, bias, addend, int(add), out)
 
 

@@ -26,6 +26,9 @@ from rlnumba.kernels.nn.elementwise import fill, gather_rows, scatter_rows
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.launch import DEBUG
 
+# Kernels keep the column of the largest logit as a float32.
+MOST_COLUMNS = 2**24
+
 
 def linear_logp(
     hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, thresholds=None, every_row=False
@@ -40,7 +43,7 @@ def linear_logp(
     """
     rows, vocabulary = _check_linear("linear_logp", hidden, weight, ids, temperature)
     outputs = logp, lse, entropy, top1
-    _check_outputs("linear_logp", rows, *outputs)
+    _check_outputs("linear_logp", rows, vocabulary, *outputs)
     _check_thresholds("linear_logp", rows, thresholds)
     implementation = _implementation(hidden, weight)
 
@@ -111,7 +114,7 @@ def linear_logp_with_gradient(
     op = "linear_logp_with_gradient"
     rows, vocabulary = _check_linear(op, hidden, weight, ids, temperature)
     outputs = logp, lse, entropy, top1
-    _check_outputs(op, rows, *outputs)
+    _check_outputs(op, rows, vocabulary, *outputs)
     _check_gradients(op, hidden, weight, dlogp, dhidden, dweight)
     _check_thresholds(op, rows, thresholds)
     if _implementation(hidden, weight) is chunked or thresholds is not None:
@@ -213,7 +216,9 @@ def _check_linear(op, hidden, weight, ids, temperature):
     return rows, vocabulary
 
 
-def _check_outputs(op, rows, logp, lse, entropy, top1):
+def _check_outputs(op, rows, vocabulary, logp, lse, entropy, top1):
+    if top1 is not None and vocabulary > MOST_COLUMNS:
+        raise ValueError(f"{op}: top1 is exact for up to {MOST_COLUMNS} rows of weight, got {vocabulary}")
     for name, array, dtypes in (("logp", logp, F32), ("lse", lse, F32), ("entropy", entropy, F32), ("top1", top1, I32)):
         if array is not None:
             check(op, name, array, (rows,), dtypes)

@@ -226,7 +226,8 @@ def rmsnorm_backward_kernel(layout, lines):
                 load(x_row, first + chunk * threads * vector, values, chunk * vector)
             for i in range(values_count):
                 before[i] = np.float32(0.0)
-            if accumulate:
+            # Not of the row that is computed again, whose owner may be storing it.
+            if accumulate and i32(row) == i32(top + line):
                 for chunk in range(chunks):
                     load(dx_row, first + chunk * threads * vector, before, chunk * vector)
             scale = rstd[row]

@@ -88,7 +88,7 @@ def function_key(value):
 
 
 def value_key(value):
-    """As function_key, where functions are those of a module, which has each of them once."""
+    """function_key of a value whose functions are those of a module, which has each of them once."""
     if isinstance(value, tuple):
         return type(value), tuple(function_key(each) for each in value)
     return (type(value), repr(value)) if isinstance(value, PLAIN) else Same(value)

@@ -14,7 +14,7 @@ i32 = np.int32
 
 
 class BlockIndex(NamedTuple):
-    """Of `tiles` tiles of rows of a sequence, the tile; column: of the `columns` of a tile, such as its KV heads."""
+    """The place of a block: which tile of a sequence's `tiles`, and which of a tile's columns, such as its KV heads."""
 
     column: int
     sequence: int

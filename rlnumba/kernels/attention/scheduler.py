@@ -78,7 +78,7 @@ def prefill_scheduler(paged, tile_tokens):
 
     @device_function
     def next_query_tile(work_index, query_tile, items_before, longer, heads, batch, lane):
-        """As first_query_tile, of a work index; -1: no more work. heads: work items of a query tile of a sequence."""
+        """first_query_tile's results for a work index; query tile -1: no more work. heads: items of a query tile."""
         while query_tile >= 0 and work_index >= i32(items_before + longer * heads):
             items_before = i32(items_before + longer * heads)
             query_tile = i32(query_tile - 1)

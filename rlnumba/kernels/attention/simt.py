@@ -184,7 +184,7 @@ def load_functions(config, count):
 
     @device_function
     def row_indices(seq_start, kv_head, gqa_ratio, first_row, valid_rows, tokens, heads):
-        """Of row r: query token r // gqa_ratio, query head r % gqa_ratio; beyond valid_rows, the last valid row."""
+        """Row r is query token r // gqa_ratio, query head r % gqa_ratio; beyond valid_rows, the last valid row."""
         warp = (cuda.threadIdx.x & (threads - 1)) // 32
         for i in range(rows_per_warp):
             index = first_row + min(warp + i * warps, valid_rows - 1)

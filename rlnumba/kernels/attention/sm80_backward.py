@@ -319,7 +319,7 @@ def sm80_gradient_kernel(config):
 
 @functools.cache
 def dkv_config(head_dim, element, limit):
-    """As many rows a tile, of two stages, as fit `limit` bytes beside the keys of eight warps, or of fewer."""
+    """The most rows a tile, of two stages, that fit `limit` bytes beside the keys of eight warps, or else of fewer."""
     for warps in (8, 4, 2):
         for tile_rows in (64, 32):
             config = Sm80GradientConfig(head_dim, element, True, warps, 2, tile_rows)

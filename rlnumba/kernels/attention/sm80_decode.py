@@ -320,7 +320,7 @@ def decode_config(head_dim, element, block_size, limit):
 
 
 def workspace_sizes(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
-    """As paged.workspace_sizes, which calls this."""
+    """The sm80 family\'s part of paged.workspace_sizes, which calls this."""
     decode = decode_config(head_dim, element, block_size, device.max_shared_bytes())
     prefill = attention_config(head_dim, element, block_size, device.max_shared_bytes())
     rows, floats, counters = 1, 0, 0

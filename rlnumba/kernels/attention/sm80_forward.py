@@ -83,7 +83,7 @@ class Sm80AttentionConfig(NamedTuple):
 
     @property
     def slot_floats(self):
-        """Of a block's totals over segments: for each thread its accumulators, and two numbers for each row."""
+        """Floats of a block's totals over segments: a thread's accumulators, and two numbers for each of its rows."""
         return self.threads * (self.accumulators + self.warp_rows // 4)
 
     @property
@@ -402,7 +402,7 @@ def attention_sm80(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None
 def prefill_sm80(
     q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out, lse, config
 ):
-    """As paged_attention_sm80, of kernels/attention/sm80_decode.py, for more rows than decode's kernel takes.
+    """paged_attention_sm80 (kernels/attention/sm80_decode.py) for more rows than decode's kernel takes.
 
     block_size 0: packed sequences, whose lse is written; block_tables and context_lens are empty.
     """

@@ -73,7 +73,7 @@ def log_sum_exp(row_max, row_sum):
 
 @device_function
 def apply_causal_mask(scores, mask_offset):
-    """Of a thread's accumulators of a 64 x 64 wgmma. mask_offset: the position of scores[0]'s row less its key."""
+    """Set a thread's scores of a 64 x 64 wgmma that are masked to -inf. mask_offset: scores[0]'s row less its key."""
     for i in range(TILE_KEYS // 2):
         if i // 4 * 8 + i % 2 - i % 4 // 2 * 8 > mask_offset:
             scores[i] = MINUS_INFINITY

@@ -240,7 +240,11 @@ def consumer_function(config):
 
 @specialize
 def gemm_sm90_kernel(config):
-    """The kernel of a config. N is a multiple of its staged columns, if it has any, else of 8."""
+    """The kernel of a config. N is a multiple of 8, or of 4 for a float32 C.
+
+    TMA leaves out what a tile has beyond C. With SwiGLU a tile's gate columns beyond F are up's first, since [gate; up]
+    is one matrix: their sums are those that up's own tile stores there, the same bits.
+    """
     rows, tile_columns, steps, consumers = config.rows, config.tile_columns, config.steps, config.consumers
     layout, a_bytes, b_bytes, low_rank = config.layout, config.a_bytes, config.b_bytes, config.low_rank
     staged, residual_by_tma = config.staged_columns > 0, config.residual or config.swiglu

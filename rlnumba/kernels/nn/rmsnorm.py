@@ -97,7 +97,7 @@ def square_sum_function(chunks, vector):
 
     @device_function
     def square_sum(values, at):
-        """Of values[at : at + chunks * vector], the columns of a chunk ascending, then the chunks."""
+        """The sum of squares of values[at : at + chunks * vector]: a chunk's columns ascending, then the chunks."""
         chunk_squares = cuda.local.array(chunks, np.float32)
         for chunk in range(chunks):
             chunk_squares[chunk] = np.float32(0.0)

@@ -189,6 +189,6 @@ def ldmatrix_x4(lanes):
 @instruction("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", "r", "rrrr")
 @warp_wide
 def ldmatrix_x4_trans(lanes):
-    """As ldmatrix_x4, of transposed matrices: lane 4 c + r receives lines 2 r and 2 r + 1 of column c."""
+    """Four transposed 8 x 8 matrices, as ldmatrix_x4: lane 4 c + r receives lines 2 r and 2 r + 1 of column c."""
     columns = np.ascontiguousarray(_load_matrices(lanes).transpose(0, 2, 1))
     return [tuple(words) for words in columns.view(np.int32).reshape(4, 32).T]

@@ -139,7 +139,7 @@ def cp_async_16(destination, source, nbytes):
 
 @instruction("cp.async.ca.shared.global [$0], [$1], 4, $2;", "rlr")
 def cp_async_4(destination, source, nbytes):
-    """As cp_async_16, of 4 bytes."""
+    """Start to copy 4 bytes from global to shared memory, or zero them: cp_async_16."""
     _start_copy(destination, source, nbytes, 4)
 
 

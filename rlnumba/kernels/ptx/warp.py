@@ -178,7 +178,7 @@ else:
 
     @functools.cache
     def vector_access(count, access, bounded=False):
-        """As the simulator's, above."""
+        """The GPU's form of the simulator's, above."""
 
         def pieces(context, builder, signature, args):
             """(array's and values' elements, elements a piece, [(offset, exists, pointer)], pointer to values[at])."""

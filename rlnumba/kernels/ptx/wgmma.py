@@ -279,7 +279,7 @@ else:
 
     @functools.cache
     def wgmma_wait_group(accumulators, pending=0, words=0):
-        """As the simulator's, above."""
+        """The GPU's form of the simulator's, above."""
         text = f"wgmma.wait_group.sync.aligned {pending};"
 
         # The registers pass through, so that no use of them moves above the wait.

@@ -454,3 +454,31 @@ def test_activation_memory_takes_precedence():
         SFTConfig(recompute_num_layers=2, gradient_checkpointing=True)
     with pytest.raises(ConfigError, match="train.activation_memory must be one of auto, full, selective, minimal"):
         SFTConfig(activation_memory="some")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "said"),
+    [
+        ("train.learning_rate", "1" + "0" * 400, "(must be a finite number, got inf|must be a number, got)"),
+        ("train.learning_rate", "1e999", "must be a finite number, got inf"),
+        ("train.learning_rate", "nan", "must be a finite number, got nan"),
+        ("train.max_steps", "1" + "0" * 30, "must be an integer of 64 bits, got 10{30}$"),
+        ("train.max_steps", "7" * 5000, "must be an integer, got"),
+        ("rewards.weights", "[nan]", "must be a finite number, got nan"),
+        ("rewards.weights", "[1" + "0" * 400 + "]", "must be a list of numbers or"),
+    ],
+)
+def test_numbers_that_no_option_takes_are_one_line(tmp_path, key, text, said):
+    """On the command line and in a file."""
+    path = tmp_path / "run.toml"
+    base = 'model = "m"\noutput_dir = "o"\n[data]\ntrain = "t"\n'
+    path.write_text(base)
+    section, name = key.split(".")
+    written = tmp_path / "numbers.toml"
+    written.write_text(f"{base}[{section}]\n{name} = {text}\n")
+    for arguments in ((path, [(key, text)]), (written, [])):
+        with pytest.raises(ConfigError) as caught:
+            load_run("grpo", *arguments)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    with pytest.raises(ConfigError, match=said):
+        load_run("grpo", path, [(key, text)])

@@ -10,7 +10,7 @@ import types
 import typing
 from dataclasses import MISSING, field, fields
 
-from rlnumba.errors import ConfigError
+from rlnumba.errors import ConfigError, shown
 
 # Limits of a key: how a message names each, and whether a value meets it.
 LIMITS = {
@@ -40,12 +40,15 @@ def range_problem(metadata, value):
     """The limit that a value violates, as the end of a sentence: str, or None."""
     if isinstance(value, list) and "choices" in metadata:
         return next((problem for each in value if (problem := range_problem(metadata, each))), None)
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, int) and not -(2**63) <= number < 2**63:
+            return f"must be an integer of 64 bits, got {shown(number)}"
+        if isinstance(number, float) and not math.isfinite(number):
+            return f"must be a finite number, got {number}"
     if value == "" and "nonempty" in metadata:
         return "must not be empty"
     if "choices" in metadata and value not in metadata["choices"]:
         return f"must be one of {', '.join(metadata['choices'])}, got {value!r}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"must be a finite number, got {value}"
     limits = [(word, is_met, metadata[name]) for name, (word, is_met) in LIMITS.items() if name in metadata]
     if all(is_met(value, limit) for _, is_met, limit in limits):
         return None

@@ -25,6 +25,7 @@ from rlnumba.config.keys import (
 from rlnumba.config.other_keys import always, translated
 from rlnumba.config.runs import RUNS
 from rlnumba.errors import ConfigError
+from rlnumba.errors import shown as one_line
 
 # (section, key) of other tools -> the key here. Sources: TRL [train], prime-rl, verl, RL.cu.
 ALIASES = {
@@ -168,11 +169,11 @@ class _Values:
             value = [value]
         try:
             value = words[str(value).lower()] if str(value).lower() in words else convert(value, hint)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             # Of a key of strings or lists these are other spellings, and "choices" names what there is.
             named = [f'"{word}"' for word in words] if hint in (int, float) else []
             expected = " or ".join([TYPE_NAMES[hint], *named, *(['"None"'] if optional else [])])
-            raise ConfigError(f"{where}{shown} must be {expected}, got {value!r}") from error
+            raise ConfigError(f"{where}{shown} must be {expected}, got {one_line(value, 200)}") from error
         problem = range_problem(metadata, value)
         if problem:
             raise ConfigError(f"{where}{shown} {problem}")
@@ -224,7 +225,7 @@ def _read_toml(path):
         raise ConfigError(f"{path}: no such config file") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the config file: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also an integer of more digits than Python converts
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
 
 

@@ -7,9 +7,11 @@
 Shapes, lengths, sizes of micro-batches, adapters and optimizers are drawn; the weights are random. Each run is a
 process of its own. Before it begins, as much of the GPU is taken as leaves it something between what its most frugal
 mode needs and a little more than what it needs with all activations kept; to the run that is another process's memory.
-`taken` is the most that the driver had given out while the run took its steps, less what was taken before. Of a GRPO
-run whose KV cache gives its memory back when training needs it, and not before, only the end is checked. The exit code
-is 1 where a run ended with an error or differs from its plan by more than 5 %.
+`taken` is the most that the driver had given out while the run took its steps, less what was taken before. `planned` is
+the plan with the CUDA context that there is. A run whose training and generation take turns has from the larger of
+both on what is free, before one phase gives the other anything: up to all regions together, or to what the driver
+keeps. `planned` is then what of that range is next to `taken`. The exit code is 1 where a run ended with an error or
+differs by more than 5 %.
 """
 
 import argparse
@@ -35,7 +37,7 @@ from rlnumba.errors import UserError
 from rlnumba.runtime import device, memory
 from rlnumba.trainers.fit import HEADROOM, available_bytes, fit_to_device, with_train
 from rlnumba.trainers.grpo import run_grpo
-from rlnumba.trainers.plan import GIB, Planner
+from rlnumba.trainers.plan import CONTEXT_BYTES, GIB, Planner
 from rlnumba.trainers.sft import run_sft
 
 # Of few layers, so that a step takes seconds at most.
@@ -167,6 +169,13 @@ class Peak:
         self.thread.join()
 
 
+def context_bytes():
+    """Bytes of the CUDA context, where the process has the GPU to itself and has nothing there yet."""
+    device.xp().cuda.runtime.free(0)
+    free, total = device.memory_info()
+    return total - free
+
+
 def ballast_for(planner, share):
     """Take so much of the GPU that a run may choose: (bytes, what they are freed by)."""
     full, minimal = (planner.plan(with_train(planner.run, activation_memory=mode)) for mode in ("full", "minimal"))
@@ -179,9 +188,22 @@ def ballast_for(planner, share):
     return nbytes
 
 
+def planned_range(plan, available):
+    """(the least, the most bytes that a run of a Plan takes of so many available ones)."""
+    if not plan.takes_turns:
+        return plan.total, plan.total
+    # The KV cache takes what there is.
+    generation = min(plan.phases["generation"], available - GPU_MARGIN_BYTES)
+    least = max(plan.phases["training"], generation)
+    both = sum((plan.regions | plan.extra).values()) - (plan.phases["generation"] - generation)
+    return least, max(least, min(both, available - memory.MARGIN_BYTES))
+
+
 def measure(chosen, model, folder, device_name):
     """Take the run: {"given", "planned", "taken": bytes, "mode", "error": text or None}."""
     on_gpu = device.select(device_name) == "cuda"
+    # What the plan counts as context and is none.
+    spare = max(CONTEXT_BYTES - context_bytes(), 0) if on_gpu else 0
     run, found = run_of(chosen, model, folder), {"error": None, "mode": "", "taken": 0, "planned": 0}
     train = {"sft": run_sft, "grpo": run_grpo}[chosen.kind]
     total = device.memory_info()[1]
@@ -193,16 +215,13 @@ def measure(chosen, model, folder, device_name):
         if found["mode"] == "selective":
             found["mode"] += f" {'+'.join(run.train.recompute_modules)} {run.train.recompute_num_layers or ''}".rstrip()
         plan = Planner(chosen.kind, run, on_gpu, total).plan()
-        found["planned"] = plan.total
-        if plan.takes_turns:
-            # The KV cache takes what there is.
-            generation = min(plan.phases["generation"], available - GPU_MARGIN_BYTES)
-            found["planned"] = max(plan.phases["training"], generation)
+        least, most = (size - spare for size in planned_range(plan, available))
         with Peak() if on_gpu else contextlib.nullcontext() as peak, memory.separate_report() as regions:
             train(run)
         found["taken"] = peak.bytes - ballast if on_gpu else sum(most for _, most in regions.values())
         if not on_gpu:
             found["taken"] -= regions.get("host", (0, 0))[1]
+        found["planned"] = min(max(found["taken"], least), most)
     except (UserError, MemoryError) as error:
         found["error"] = f"{type(error).__name__}: {error}"
     return found
@@ -217,11 +236,6 @@ def describe(index, chosen, found):
     lengths = f"{chosen.prompt}+{chosen.completion}"
     end = found["error"] or f"{ratio:6.3f}"
     return f"{index:3} {chosen.kind:4} {chosen.shape:11} {lengths:>9} {sizes}  {end}  {found['mode']}; {keys}{adapter}"
-
-
-def is_judged(chosen):
-    """Whether a run's memory is compared with the plan: a KV cache that gives way late takes more than it needs."""
-    return chosen.kind == "sft" or chosen.sleeps is True
 
 
 def main():
@@ -254,10 +268,10 @@ def main():
         found = call(measure, chosen, model, own, arguments.device)
         shutil.rmtree(own)
         print(describe(index, chosen, found), flush=True)
-        results.append((chosen, found))
+        results.append(found)
     shutil.rmtree(folder)
-    errors = sum(found["error"] is not None for _, found in results)
-    ratios = [f["taken"] / f["planned"] for chosen, f in results if is_judged(chosen) and f["error"] is None]
+    errors = sum(found["error"] is not None for found in results)
+    ratios = [f["taken"] / f["planned"] for f in results if f["error"] is None]
     worst = max(ratios, key=lambda ratio: abs(ratio - 1), default=1.0)
     value = f"{errors} ended with an error; taken / planned {worst:.3f} at worst of {len(ratios)}"
     row(f"{len(results)} random runs that choose their activations", value, "0; 0.95 to 1.05")

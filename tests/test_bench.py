@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from rlnumba.trainers.plan import Plan
+
 BENCH = pathlib.Path(__file__).parent.parent / "bench"
 NAMES = sorted(path.stem for path in BENCH.glob("*.py") if "import cupy" not in path.read_text())
 # The timers need CuPy.
@@ -114,6 +116,21 @@ def test_learning_refuses_gpus_that_are_no_numbers(imported):
     assert keys["per_device_train_batch_size"] == 64 and keys["asynchronous"] == {"max_staleness": 2}
     keys = learning.on_gpus("2", 128, 2)
     assert keys["per_device_train_batch_size"] == 64 and "asynchronous" not in keys
+
+
+def test_a_run_that_takes_turns_takes_what_is_free_before_what_is_lent(imported):
+    planned_range, mib = imported("auto_memory").planned_range, 1 << 20
+    regions, extra = {"weights": 1000 * mib, "activations": 3000 * mib, "kv": 9000 * mib}, {"operators": 500 * mib}
+
+    def planned(available, takes_turns=True):
+        plan = Plan(regions, {}, 1, extra, 0, 0, takes_turns)
+        return [size // mib for size in planned_range(plan, available * mib)]
+
+    # All of both; both, with a smaller cache; all but the driver's margin; training alone.
+    assert planned(20_000) == [10_000, 13_500]
+    assert planned(10_000) == [9488, 10_000 - 256]
+    assert planned(4600) == [4500, 4500]
+    assert planned(10_000, takes_turns=False) == [13_500] * 2
 
 
 def test_random_runs_that_choose_their_activations(tmp_path, monkeypatch, capsys, imported):

@@ -68,8 +68,11 @@ class LentPiece:
         self.free[0] += self.nbytes
 
 
-def small_device(free):
-    """(Allocator of a device with the list [bytes] `free`, how often it was asked what is free)."""
+def small_device(free, unused=0):
+    """(Allocator of a device with the list [bytes] `free`, how often it was asked what is free).
+
+    unused: bytes of its pool that nobody uses.
+    """
     asked, pool = [], [0]
 
     def allocate(nbytes):
@@ -83,7 +86,7 @@ def small_device(free):
         asked.append(free[0])
         return free[0]
 
-    return memory.Allocator(allocate, lambda: pool[0], free_bytes), asked
+    return memory.Allocator(allocate, lambda: pool[0], lambda: unused, free_bytes), asked
 
 
 def test_an_allocation_that_fails_takes_what_is_lent():
@@ -91,7 +94,7 @@ def test_an_allocation_that_fails_takes_what_is_lent():
     free = [3 * margin]
     allocate, asked = small_device(free)
     lent = Lent(free, 5 * margin)
-    assert allocate(margin) == margin and free == [2 * margin] and asked == [2 * margin]
+    assert allocate(margin) == margin and free == [2 * margin] and asked == [3 * margin, 2 * margin]
     # What it asks for, and what the driver is left: the rest stays where it is.
     assert allocate(3 * margin) == 3 * margin and free == [margin] and lent.nbytes == 3 * margin
     with pytest.raises(MemoryError):
@@ -103,6 +106,13 @@ def test_an_allocation_that_fails_takes_what_is_lent():
     with pytest.raises(MemoryError):
         allocate(5 * margin)
     assert not memory.reclaim()
+    # Nothing is asked before a small one, or one that the pool of the allocator may have memory for.
+    for nbytes, unused in ((memory.LARGE_BYTES - 1, 0), (2 * margin, 2 * margin)):
+        free[0] = nbytes - 1
+        allocate, asked = small_device(free, unused)
+        lent = Lent(free, 5 * margin)
+        assert allocate(nbytes) == nbytes and asked == [nbytes - 1] and margin <= free[0] < 2 * margin
+        memory.take_back(lent)
 
 
 def test_an_allocation_that_leaves_the_driver_too_little_takes_what_is_lent():
@@ -111,11 +121,16 @@ def test_an_allocation_that_leaves_the_driver_too_little_takes_what_is_lent():
     allocate, asked = small_device(free)
     lent = Lent(free, 4 * margin)
     assert allocate(0) == 0 and asked == []
+    # Before a large one is made.
     assert allocate(margin + 1) == margin + 1
-    assert asked == [margin - 1] and free == [2 * margin - 1] and lent.nbytes == 3 * margin
+    assert asked == [2 * margin, 2 * margin - 1] and free == [2 * margin - 1] and lent.nbytes == 3 * margin
+    # After a small one.
+    free[0], small = margin, memory.LARGE_BYTES - 1
+    assert allocate(small) == small and asked[2:] == [margin - small]
+    assert free == [2 * margin - small] and lent.nbytes == 2 * margin
     # Nothing is asked where nothing is lent.
     memory.take_back(lent)
-    assert allocate(margin) == margin and len(asked) == 1
+    assert allocate(margin) == margin and len(asked) == 3
 
 
 def test_what_was_lent_first_is_taken_first_and_what_is_costly_last():

@@ -19,6 +19,8 @@ from rlnumba.runtime import device
 ALIGNMENT = 256
 # Left to the driver: machine code, CUDA graphs, local memory of kernels.
 MARGIN_BYTES = 256 << 20
+# Before a larger allocation the driver is asked what is free; after a smaller one it still has most of its margin.
+LARGE_BYTES = MARGIN_BYTES // 8
 # cudaMalloc puts smaller allocations together into blocks of this size, and a handle for other processes is of a block.
 BLOCK_BYTES = 2 << 20
 
@@ -91,7 +93,8 @@ def lend(owner, is_costly=False):
     if device.name() == "cuda" and _allocator is None:
         cupy = device.xp()
         pool = cupy.get_default_memory_pool()
-        _allocator = Allocator(cupy.cuda.get_allocator(), pool.total_bytes, lambda: device.memory_info()[0])
+        of_pool = pool.total_bytes, pool.free_bytes
+        _allocator = Allocator(cupy.cuda.get_allocator(), *of_pool, lambda: device.memory_info()[0])
         cupy.cuda.set_allocator(_allocator)
     take_back(owner)
     _lent[owner] = is_costly
@@ -128,15 +131,19 @@ def reclaim(nbytes=math.inf):
 class Allocator:
     """An allocator of CuPy's that reclaims what is lent where memory is short.
 
-    allocate(nbytes): the allocator used otherwise. pool_bytes(): bytes that its pool has of the device's memory;
-    free_bytes(): bytes that the device has left.
+    allocate(nbytes): the allocator used otherwise. pool_bytes(), unused_bytes(): bytes that its pool has of the
+    device's memory, and how many of them nobody uses; free_bytes(): bytes that the device has left.
     """
 
-    def __init__(self, allocate, pool_bytes, free_bytes):
-        self.allocate, self.pool_bytes, self.free_bytes = allocate, pool_bytes, free_bytes
-        self.seen_bytes = 0
+    def __init__(self, allocate, pool_bytes, unused_bytes, free_bytes):
+        self.allocate, self.pool_bytes, self.unused_bytes = allocate, pool_bytes, unused_bytes
+        self.free_bytes, self.seen_bytes = free_bytes, 0
 
     def __call__(self, nbytes):
+        if _lent and nbytes >= LARGE_BYTES and self.unused_bytes() < nbytes:
+            missing = nbytes + MARGIN_BYTES - self.free_bytes()
+            if missing > 0:
+                reclaim(missing)
         try:
             found = self.allocate(nbytes)
         except MemoryError:

@@ -71,7 +71,7 @@ class LentPiece:
 def small_device(free, unused=0):
     """(Allocator of a device with the list [bytes] `free`, how often it was asked what is free).
 
-    unused: bytes of its pool that nobody uses.
+    unused: bytes of its pool that are in no use.
     """
     asked, pool = [], [0]
 

@@ -132,7 +132,7 @@ class Allocator:
     """An allocator of CuPy's that reclaims what is lent where memory is short.
 
     allocate(nbytes): the allocator used otherwise. pool_bytes(), unused_bytes(): bytes that its pool has of the
-    device's memory, and how many of them nobody uses; free_bytes(): bytes that the device has left.
+    device's memory, and how many of them are in no use; free_bytes(): bytes that the device has left.
     """
 
     def __init__(self, allocate, pool_bytes, unused_bytes, free_bytes):

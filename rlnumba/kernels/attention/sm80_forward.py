@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention import softmax
-from rlnumba.kernels.attention.grid import block_index, blocks_of
 from rlnumba.kernels.attention.sm80_tiles import (
     BLOCK_BYTES,
     copy_functions,
@@ -191,7 +190,7 @@ def epilogue_functions(config):
     def epilogue(acc, row_max, sums, lines, out, lse, block_values, heads, first_row, warp_row, lane):
         """lines: the warp's lines of shared memory. lse is written for packed sequences."""
         start, gqa_ratio, valid_rows = block_values[SEQ_START], block_values[GQA_RATIO], block_values[VALID_ROWS]
-        kv_head = i32(cuda.blockIdx.x) % (heads // gqa_ratio)
+        kv_head = i32(cuda.blockIdx.x)
         for row in range(row_count):
             index = i32(warp_row + i32(row * 8) + (lane >> i32(2)))
             if is_packed and (lane & i32(3)) == 0 and index < valid_rows:
@@ -277,8 +276,8 @@ def sm80_attention_kernel(config):
 
         thread = i32(cuda.threadIdx.x) & i32(threads - 1)
         lane, warp = thread & i32(31), thread >> i32(5)
-        kv_head, sequence, row_tile, row_tiles = block_index(i32(k.shape[1]), cu_seqlens)
-        first_row = i32(i32(row_tiles - i32(1) - row_tile) * i32(rows))
+        kv_head, sequence = i32(cuda.blockIdx.x), i32(cuda.blockIdx.y)
+        first_row = i32(i32(cuda.gridDim.z - 1 - cuda.blockIdx.z) * i32(rows))
         gqa_ratio, start, length, token_bytes, key_bytes, q_offset, k_offset = read_sequence(
             q, k, cu_seqlens, sequence, kv_head
         )
@@ -406,12 +405,15 @@ def prefill_sm80(
 
     block_size 0: packed sequences, whose lse is written; block_tables and context_lens are empty.
     """
-    (_, heads, head_dim), kv_heads = q.shape, k.shape[1]
+    (_, heads, head_dim), kv_heads, sequences = q.shape, k.shape[1], cu_seqlens.shape[0] - 1
+    # The longest y of a grid. To lay all blocks along x would take registers that this kernel lacks.
+    if sequences > 65_535:
+        raise ValueError(f"attention: at most 65535 sequences can be computed at once, got {sequences}")
     config = config or attention_config(head_dim, q.dtype.name, block_size, device.max_shared_bytes())
     totals = current().own(Workspace).segment_totals(*totals_shape(config, max_context_len))
     launch(
         sm80_attention_kernel(config),
-        blocks_of(kv_heads, cu_seqlens, -(-max_seqlen_q * (heads // kv_heads) // config.rows)),
+        (kv_heads, sequences, -(-max_seqlen_q * (heads // kv_heads) // config.rows)),
         config.threads,
         q, k, v, cu_seqlens, block_tables.reshape(-1), context_lens, block_tables.shape[1],
         float(scale * softmax.LOG2_E), *totals, out, lse, shared=config.shared_bytes,

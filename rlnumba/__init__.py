@@ -7,6 +7,11 @@ print(outputs[0].completions[0].text)
 
 import importlib
 
+from rlnumba.runtime.folders import set_numba_cache
+
+# Before any module of the package imports Numba, in whatever way this process was started.
+set_numba_cache()
+
 _ALGORITHMS = ("DPO", "GRPO", "KTO", "PPO", "RLOO", "Reward", "SFT")
 _TRAINERS = [f"{name}{kind}" for name in _ALGORITHMS for kind in ("Config", "Trainer")]
 _MODULES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}

@@ -172,8 +172,8 @@ def _log_device():
     """Chooses the device, if none is chosen yet, and logs it."""
     name = device.name()
     click.echo(f"device {device.describe()}", err=True)
-    compiled = Path(__file__).parent.glob("kernels/**/__pycache__/*.nbi")
-    if name == "cpu" and "NUMBA_CACHE_DIR" not in os.environ and next(compiled, None) is None:
+    compiled = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).parent).glob("**/*.nbi")
+    if name == "cpu" and next(compiled, None) is None:
         click.echo("the first run compiles the functions of the cpu device, about half a minute once", err=True)
 
 

@@ -7,8 +7,9 @@
 `python -m rlnumba.runtime.compile_pool module` lists the kernels and compiles those that the cache does not have. It is
 started at once where the kernels of this request were never compiled before, while this process goes on to read its
 data and weights; else at the first launch whose kernel is missing, so with a warm cache never. A launch waits for the
-list, and then for its kernel if that is on it; if not, the kernel is compiled in place. The list need not be right:
-what it lacks is compiled when it is first launched, and what is on it needlessly costs time alone.
+list, and then for its kernel if that is on it; if not, the kernel is compiled in place, as all are where this process
+cannot write into the cache. The list need not be right: what it lacks is compiled when it is first launched, and what
+is on it needlessly costs time alone.
 """
 
 import atexit
@@ -39,7 +40,8 @@ def prepare(module):
     """
     global _compiler
     has_gpu = any(os.path.exists(path) for path in DRIVER_FILES)
-    if _compiler is None and has_gpu and device.may_be_cuda() and not any(cache.folder().glob("*.list")):
+    is_wanted = has_gpu and device.may_be_cuda() and not any(cache.folder().glob("*.list"))
+    if _compiler is None and is_wanted and cache.can_be_filled():
         _compiler = Compiler(module)
 
 
@@ -54,7 +56,8 @@ def start(module, request):
     if _compiler is not None and (_compiler.module != module or _compiler.has_request):
         _compiler = None
     _request = module, request
-    if _compiler is not None or not cache.is_list_compiled(cache.list_path(*_request, device.properties())):
+    is_compiled = _compiler is None and cache.is_list_compiled(cache.list_path(*_request, device.properties()))
+    if not is_compiled and cache.can_be_filled():
         _start_now()
 
 
@@ -91,7 +94,7 @@ def request():
 
 def wait_for(path):
     """Wait until other processes have written this file of the cache: bool, False where they are not going to."""
-    if _request is None:
+    if _request is None or not cache.can_be_filled():
         return False
     _start_now()
     return _compiler.wait_for(path.name)

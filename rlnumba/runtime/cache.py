@@ -1,12 +1,14 @@
 """Machine code on the disk, and the names of its files.
 
-The folder is RLNUMBA_CACHE_DIR, default ~/.cache/rlnumba. A file is named by a hash of the kernel's source file and of
-every module of this package that it imports, directly or through others; of the kernel's name, the values it closes
-over and its argument types; of the architecture and the versions of the compilers. A file that ends in .list is empty:
-the kernels of a list have been compiled. Processes, also of several users, may fill the folder at the same time.
+The folder is RLNUMBA_CACHE_DIR, default ~/.cache/rlnumba (runtime/folders.py). A file is named by a hash of the kernel's
+source file and of every module of this package that it imports, directly or through others; of the kernel's name, the
+values it closes over and its argument types; of the architecture and the versions of the compilers. A file that ends in
+.list is empty: the kernels of a list have been compiled. Processes, also of several users, may fill the folder at the
+same time.
 """
 
 import contextlib
+import errno
 import functools
 import hashlib
 import json
@@ -14,12 +16,17 @@ import marshal
 import os
 import pathlib
 import re
+import sys
 import time
 import uuid
 from importlib.metadata import version
 
+from rlnumba.runtime import folders
+
 # A file's time is that of its last use, to a day; one that was not used for so many days is removed.
 DAY_S, UNUSED_DAYS = 24 * 3600, 60
+# Whether this process has printed that the cache cannot be written.
+_has_said = False
 # The folder of this package, the sources of which are followed.
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 # The imports of this package in a source, one line or in brackets. Parsing all sources would take half a second.
@@ -35,7 +42,29 @@ def cache_path(kernel, type_names, capability):
 
 def folder():
     """The folder of the cache: Path."""
-    return pathlib.Path(os.environ.get("RLNUMBA_CACHE_DIR") or pathlib.Path.home() / ".cache" / "rlnumba")
+    given = os.environ.get("RLNUMBA_CACHE_DIR")
+    return pathlib.Path(given) if given else folders.default_cache()
+
+
+def can_be_filled():
+    """Whether this process may write into the cache: bool. If not, a line on stderr says so, once."""
+    if folders.can_be_written(folder()):
+        return True
+    _say_unwritable(os.strerror(errno.EACCES))
+    return False
+
+
+def _say_unwritable(reason):
+    global _has_said
+    if _has_said:
+        return
+    _has_said = True
+    print(
+        f"rlnumba: warning: {folder()} cannot be written ({reason}), so that kernels are compiled anew at every start; "
+        "RLNUMBA_CACHE_DIR names another folder",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def read(path):
@@ -83,13 +112,18 @@ def note_list_compiled(path):
 
 
 def write(path, content):
-    """Write a cache file under a temporary name and rename it; a cache that cannot be written is no error."""
-    with contextlib.suppress(OSError):
+    """Write a cache file under a temporary name and rename it; where that fails, a line on stderr says so, once."""
+    # Not by tempfile, whose files other users, who may share the cache, cannot read.
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Not by tempfile, whose files other users, who may share the cache, cannot read.
-        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
         temporary.write_bytes(content)
         temporary.replace(path)
+    except OSError as error:
+        # A full disk leaves a part of the file.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        _say_unwritable(error.strerror)
 
 
 def cache_key(kernel, type_names, capability):

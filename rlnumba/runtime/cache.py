@@ -1,10 +1,10 @@
 """Machine code on the disk, and the names of its files.
 
-The folder is RLNUMBA_CACHE_DIR, default ~/.cache/rlnumba (runtime/folders.py). A file is named by a hash of the kernel's
-source file and of every module of this package that it imports, directly or through others; of the kernel's name, the
-values it closes over and its argument types; of the architecture and the versions of the compilers. A file that ends in
-.list is empty: the kernels of a list have been compiled. Processes, also of several users, may fill the folder at the
-same time.
+The folder is RLNUMBA_CACHE_DIR, default ~/.cache/rlnumba (runtime/folders.py). A file is named by a hash of the
+kernel's source file and of every module of this package that it imports, directly or through others; of the kernel's
+name, the values it closes over and its argument types; of the architecture and the versions of the compilers. A file
+that ends in .list is empty: the kernels of a list have been compiled. Processes, also of several users, may fill the
+folder at the same time.
 """
 
 import contextlib

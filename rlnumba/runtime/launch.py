@@ -202,7 +202,8 @@ def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=F
     accesses no memory before griddepcontrol_wait. serialize_next: launch the next kernel of this stream without PDL, so
     that later kernels may read this output before their griddepcontrol_wait. cooperative: all blocks run at the same
     time, which blocks that wait for each other need; without PDL, and a grid that the GPU cannot hold at once is
-    refused. An empty grid launches nothing. Raises DeviceError with the kernel's name, ValueError for other arrays.
+    refused. An empty grid launches nothing. Raises DeviceError with the kernel's name, as on the cpu device, ValueError
+    for other arrays.
     """
     grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
     block = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
@@ -334,9 +335,16 @@ def _copy_gbs():
 
 
 def _launch_without_gpu(kernel, grid, block, arguments, shared, pdl, serialize_next):
-    """Call the observers, and on device `sim` run the kernel in the simulator, at once or at the end of a pdl_scope."""
+    """Call the observers, and on device `sim` run the kernel in the simulator, at once or at the end of a pdl_scope.
+
+    Without a device, where shapes alone are looked at (runtime/shapes.py), nothing more; on device cpu a DeviceError.
+    """
     for observer in observers:
         observer(kernel, tuple(map(type_name, arguments)))
+    if device.name() == "cpu":
+        # Operators compute their references there; a kernel that is launched would leave its arrays as they were.
+        what = f"kernel {kernel.py_func.__name__}: the cpu device runs no kernels"
+        raise DeviceError(f"{what}; set NUMBA_ENABLE_CUDASIM=1 or RLNUMBA_DEVICE=sim before Python starts")
     if device.name() != "sim":
         return
     for argument in arguments:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rlnumba.errors import DeviceError
 from rlnumba.kernels.nn.reduce import group_mean_std_kernel
 from rlnumba.kernels.ptx.warp import griddepcontrol_wait
 from rlnumba.runtime import cache, device, launch
@@ -185,6 +186,12 @@ def test_a_kernel_declares_its_wait(compile_offline):
     (missing,), (too_much,) = troubles(hidden), troubles(wrong)
     assert "waits, but lacks @supports_pdl" in missing and "does not wait, but has" in too_much
     assert not troubles(launch.supports_pdl(hidden))
+
+
+@pytest.mark.skipif(device.name() != "cpu", reason="other devices run kernels")
+def test_the_cpu_device_refuses_kernels():
+    with pytest.raises(DeviceError, match="count_kernel: .*; set NUMBA_ENABLE_CUDASIM=1 or RLNUMBA_DEVICE=sim before"):
+        launch.launch(count_kernel, 1, 1, np.zeros(1, np.int32))
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ from numba.core.caching import NullCache
 from numba.core.compiler_lock import global_compiler_lock
 
 from rlnumba.runtime import device, dispatch
+from tests.gpu_turns import ON_CPU, GpuTurns, fills_gpu
 from tests.offline import compile_offline  # noqa: F401 (a fixture)
 
 RECORD = os.environ.get("RLNUMBA_RECORD_SIGNATURES")
@@ -102,14 +103,44 @@ def kept_out_of_collections():
     gc.freeze()
 
 
+def pytest_configure(config):
+    """Tests of several processes share a GPU, and those that fill its memory have it alone, one after the other."""
+    if "workerinput" in config.__dict__ and device.name() == "cuda":
+        # pytest-xdist gives each process a folder within that of the session.
+        folder = pathlib.Path(config.option.basetemp).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        config.pluginmanager.register(TakeTurns(GpuTurns(folder)))
+
+
+class TakeTurns:
+    """A plugin of pytest that lets tests wait for their GpuTurns."""
+
+    def __init__(self, turns):
+        self.turns = turns
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item, nextitem):
+        if item.originalname in ON_CPU:
+            self.turns.end()
+            return (yield)
+        self.turns.begin(fills_gpu(item))
+        try:
+            return (yield)
+        finally:
+            if not (fills_gpu(item) and nextitem is not None and fills_gpu(nextitem)):
+                self.turns.end()
+
+
 def in_order(items, processes):
     """The tests so that no process waits for the simulator: its parts are begun first, what compiles them is last.
 
-    pytest-xdist gives each process its share of the list (worksteal), and moves tests from the end of one to others.
+    Tests that fill the GPU, for which the others wait, are together. pytest-xdist gives each process its share of the
+    list (worksteal), and moves tests from the end of one to others.
     """
     parts = [item for item in items if item.originalname == "test_kernels_in_the_simulator"]
     last = [item for item in items if item.originalname == "test_every_launched_kernel_compiles_for_gpus"]
     others = [item for item in items if item not in parts and item not in last]
+    others.sort(key=fills_gpu, reverse=True)
     ordered = []
     for process in range(processes):
         ordered += parts[process::processes]

@@ -369,6 +369,7 @@ def test_a_captured_graph_reads_a_growing_array_that_has_grown():
 
 
 @pytest.mark.gpu
+@pytest.mark.fills_gpu
 def test_a_captured_graph_finds_its_memory_after_another_had_it():
     """Both have more than half of the GPU's memory."""
     import cupy

@@ -17,6 +17,7 @@ beginning of the policy's arena, and what operators allocate for themselves come
 alone. All graphs share both: they run one after the other on one stream.
 """
 
+import sys
 from collections import OrderedDict
 from contextlib import suppress
 
@@ -24,6 +25,7 @@ import numpy as np
 
 from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
 from rlnumba.runtime import device, memory, signals
+from rlnumba.runtime.compile_pool import one_line
 from rlnumba.runtime.context import current
 from rlnumba.runtime.launch import DEBUG
 from rlnumba.runtime.staging import Staged
@@ -87,6 +89,8 @@ class MicroBatchGraphs:
         self.captures = captures and train.cuda_graphs and device.name() == "cuda" and not DEBUG
         self.buckets = OrderedDict()
         self.stream = self.pool = None
+        # Whether there is a bucket without a graph for lack of memory, which has been said.
+        self.lacks_memory = False
         # Of micro-batches so far: {"replayed": ..., "captured": ..., "eager": ...}.
         self.counts = {"replayed": 0, "captured": 0, "eager": 0}
 
@@ -184,14 +188,21 @@ class MicroBatchGraphs:
                 release_tensor_maps(maps)
                 if not isinstance(error, MemoryError):
                     raise
-                # What others have lent may be enough when the next one comes.
-                memory.take_back(self)
-                bucket.is_too_large = not memory.reclaim(POOL_BYTES)
+                self._make_room(bucket, error)
             else:
                 bucket.graph, bucket.tensor_maps, bucket.context = self.stream.end_capture(), maps, current()
         memory.track("graphs", self.pool.total_bytes() - before)
         # An engine that wakes may need the memory. Capturing again takes longer than what else there is to lend.
         memory.lend(self, is_costly=True)
+
+    def _make_room(self, bucket, error):
+        """After a capture that lacked memory: what others have lent may be enough when the next one comes."""
+        memory.take_back(self)
+        bucket.is_too_large = not memory.reclaim(POOL_BYTES)
+        if bucket.is_too_large and not self.lacks_memory:
+            self.lacks_memory = True
+            text = f"rlnumba: some micro-batches run slower, without CUDA graphs: {one_line(error)}"
+            print(text, file=sys.stderr, flush=True)
 
     def reclaim(self, nbytes):
         """Forget all graphs and free the memory that they alone have; later micro-batches are captured again."""

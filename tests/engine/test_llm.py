@@ -787,6 +787,7 @@ def test_the_cache_gets_what_attention_leaves(model, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.fills_gpu
 def test_cache_takes_its_share_of_the_gpu_and_sleep_mode_gives_it_back():
     model = make_model("bfloat16", head_dim=64, max_position_embeddings=40960)
     free, total = device.memory_info()
@@ -802,6 +803,7 @@ def test_cache_takes_its_share_of_the_gpu_and_sleep_mode_gives_it_back():
 
 
 @pytest.mark.gpu
+@pytest.mark.fills_gpu
 def test_an_allocation_that_does_not_fit_takes_a_lent_cache(prompts):
     """And graphs, which contain the cache's addresses, give the same text after it is mapped again."""
     model, params = make_model("bfloat16", head_dim=64), SamplingParams(temperature=0.8, max_tokens=60, n=3, seed=2)
@@ -824,6 +826,7 @@ def test_an_allocation_that_does_not_fit_takes_a_lent_cache(prompts):
 
 
 @pytest.mark.gpu
+@pytest.mark.fills_gpu
 def test_a_lent_cache_leaves_memory_to_the_driver(prompts):
     model = make_model("bfloat16", head_dim=64)
     llm = LLM(model, None, EngineConfig(num_gpu_blocks_override=1 << 18))
@@ -837,6 +840,7 @@ def test_a_lent_cache_leaves_memory_to_the_driver(prompts):
 
 
 @pytest.mark.gpu
+@pytest.mark.fills_gpu
 def test_a_second_engine_gets_memory_that_the_first_has_lent(prompts):
     """Where there is not enough for both caches."""
     model, params = make_model("bfloat16", head_dim=64), SamplingParams(max_tokens=4)

@@ -436,6 +436,7 @@ def test_graphs_survive_that_activations_grow_and_are_lent():
 
 
 @pytest.mark.gpu
+@pytest.mark.fills_gpu
 def test_generation_and_training_that_do_not_fit_together_take_turns():
     """Each has more than half of the GPU; graphs of both give the same before and after, and what is short moves."""
     gc.collect()
@@ -468,6 +469,19 @@ def test_generation_and_training_that_do_not_fit_together_take_turns():
     assert llm.engine.runner.counts["replayed"] > 0
     # Nothing of the driver's in steps that are like others.
     assert max(used[2:]) - min(used[2:]) <= PIECE_BYTES
+
+
+def test_graphs_for_which_there_is_no_memory_are_said_to_be_missing(monkeypatch, capsys):
+    """Once, and not while what others have lent may do."""
+    there, lent = [True, False, False], []
+    monkeypatch.setattr(memory, "reclaim", lambda nbytes: lent.append(nbytes) or there.pop(0))
+    of_run, error = graphs.MicroBatchGraphs(SFTConfig(), False, 1), MemoryError("out of\nmemory")
+    buckets = [graphs.Bucket({}, {}) for _ in range(3)]
+    for bucket in buckets:
+        of_run._make_room(bucket, error)
+    assert [bucket.is_too_large for bucket in buckets] == [False, True, True]
+    line = "rlnumba: some micro-batches run slower, without CUDA graphs: MemoryError: out of memory\n"
+    assert capsys.readouterr().err == line and lent == [graphs.POOL_BYTES] * 3
 
 
 def test_options_that_read_the_host_are_not_padded():

@@ -378,26 +378,29 @@ def test_a_killed_worker_ends_a_run_with_a_checkpoint(tmp_path):
     assert str(tmp_path) not in left.replace(sys.executable, "")
 
 
-@pytest.mark.skipif(device.name() != "cpu", reason="times the engine of the cpu device")
-def test_rewards_are_computed_while_generation_goes_on(tmp_path):
-    """The engine has room for one group at a time, and the first ones are scored before the last one ends."""
-    run = grpo_run(tmp_path / "run", max_steps=2, max_completion_length=100, rewards={"timeout": 5.0})
+@pytest.mark.skipif(device.name() != "cpu", reason="processes of its own")
+def test_rewards_are_computed_while_generation_goes_on(tmp_path, monkeypatch):
+    """The engine has room for one group at a time, and goes on after the first once that one is scored."""
+    run = grpo_run(tmp_path / "run", max_steps=2, max_completion_length=20, rewards={"timeout": 60.0})
     run = dataclasses.replace(run, engine=EngineConfig(max_num_seqs=4))
-    seen, ends, generate = tmp_path / "seen", [], LLM.generate
+    seen, ended, generate = tmp_path / "seen", [], LLM.generate
     (tmp_path / "rewards_for_tests.py").write_text(
-        f"import time\ndef digits(completions, **columns):\n    with open({str(seen)!r}, 'a') as file:\n"
-        "        print(time.monotonic(), file=file)\n    return [len(text) for text in completions]\n"
+        f"def digits(completions, **columns):\n    with open({str(seen)!r}, 'a') as file:\n"
+        "        print('called', file=file)\n    return [len(text) for text in completions]\n"
     )
+    seen.touch()
 
-    def timed(*arguments):
-        outputs = generate(*arguments)
-        ends.append(time.monotonic())
-        return outputs
+    def held_up(self, prompts, params, progress=None, finished=None):
+        def and_scored(*group):
+            finished(*group)
+            ended.append(group)
+            until = time.monotonic() + 60.0
+            while len(seen.read_text().splitlines()) < len(ended):
+                assert time.monotonic() < until, "a group is not scored before the generation has ended"
+                time.sleep(0.01)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LLM, "generate", timed)
-        run_grpo(run)
-    times = sorted(float(line) for line in seen.read_text().splitlines())
-    assert len(times) == 2 * 4
-    # When the second generation begins, the worker has started.
-    assert sum(ends[0] < called < ends[1] for called in times[4:]) >= 2
+        return generate(self, prompts, params, progress, finished and and_scored)
+
+    monkeypatch.setattr(LLM, "generate", held_up)
+    run_grpo(run)
+    assert len(ended) == len(seen.read_text().splitlines()) == 2 * 4

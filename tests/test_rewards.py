@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import math
 import numbers
+import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from abc import ABCMeta
@@ -32,8 +34,17 @@ def length(completion_ids, **columns):
     return [len(ids) for ids in completion_ids]
 
 
-async def slow_length(completion_ids, **columns):
-    await asyncio.sleep(0.2)
+async def meet(folder, count):
+    """Return once this was called so many times, in any processes."""
+    descriptor, _ = tempfile.mkstemp(dir=folder)
+    os.close(descriptor)
+    while len(os.listdir(folder)) < count:
+        await asyncio.sleep(0.01)
+
+
+async def tenfold_length(completion_ids, folder=None, **columns):
+    if folder is not None:
+        await meet(folder[0], 3)
     return [10 * len(ids) for ids in completion_ids]
 
 
@@ -80,16 +91,15 @@ def test_completions_of_message_prompts_are_messages():
     assert score(role, prompts=prompts).values[:, 0].tolist() == [1.0, 0.0, 1.0]
 
 
-def test_async_functions_wait_together():
+def test_async_functions_wait_together(tmp_path):
+    """Each of three waits until all have begun, in this process and in another one."""
+
     async def other(completions, **columns):
-        await asyncio.sleep(0.2)
+        await meet(tmp_path, 3)
         return [0.0] * len(completions)
 
-    rewards = Rewards([slow_length, other, slow_length, length])
-    rewards.score(PROMPTS, TEXTS, IDS, {})  # starts the worker processes
-    started = time.monotonic()
-    values = rewards.score(PROMPTS, TEXTS, IDS, {}).values
-    assert time.monotonic() - started < 0.39
+    functions = tenfold_length, other, tenfold_length, length
+    values = score(*functions, columns={"folder": [str(tmp_path)] * 3}, timeout_s=30.0).values
     assert values.tolist() == [[10, 0, 10, 1], [20, 0, 20, 2], [30, 0, 30, 3]]
 
 
@@ -121,7 +131,7 @@ def test_an_async_function_that_cannot_be_called_fails_alone():
     async def needs_answer(completions, answer):
         return [float(a) for a in answer]
 
-    rewards = Rewards([needs_answer, length, slow_length], errors="skip")
+    rewards = Rewards([needs_answer, length, tenfold_length], errors="skip")
     scores = rewards.score(PROMPTS, TEXTS, IDS, {})
     assert scores.errors == {"needs_answer": 3}
     np.testing.assert_array_equal(scores.values, [[np.nan, n, 10 * n] for n in (1, 2, 3)])

@@ -389,6 +389,11 @@ def test_generate_samples_as_the_models_card_says(tmp_path, fails, capsys):
         ("--top-p", "0"), ("--top-p", "1.5"), ("--top-k", "-2"), ("--min-p", "-0.1"), ("--max-tokens", "0"),
         ("--n", "0"), ("--seed", "-1"), ("--dtype", "int8"), ("--max-model-len", "1"), ("--presence-penalty", "3"),
         ("--frequency-penalty", "-2.1"), ("--min-tokens", "-1"), ("--min-tokens", "129"), ("--stop-token-ids", "-3"),
+        ("--temperature", "1e999"), ("--temperature", "1e300"), ("--top-p", "nan"), ("--top-p", "1e-300"),
+        ("--min-p", "nan"), ("--repetition-penalty", "1e300"), ("--repetition-penalty", "1e-300"),
+        ("--presence-penalty", "nan"), ("--max-num-seqs", "1" + "0" * 30), ("--gpu-memory-utilization", "nan"),
+        ("--max-tokens", "1e999"), ("--seed", "1" + "0" * 30), ("--stop-token-ids", "1" + "0" * 30),
+        ("--n", "1" + "0" * 30), ("--seed", "7" * 5000),
     ],
 )  # fmt: skip
 def test_bad_options_are_usage_errors(tmp_path, fails, option, value):
@@ -399,7 +404,7 @@ def test_bad_options_are_usage_errors(tmp_path, fails, option, value):
 
 def test_scores_want_a_usable_temperature(tmp_path, fails):
     source = write(tmp_path / "in.jsonl", [{"token_ids": [5]}])
-    for value in ("-1", "nan", "inf", "1e-30"):
+    for value in ("-1", "nan", "inf", "1e-30", "1e300", "1e999"):
         output = tmp_path / "out.jsonl"
         fails(
             2, "temperature", "score", "--model", MODEL, "--input", source, "--output", output, "--temperature", value

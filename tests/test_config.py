@@ -466,6 +466,12 @@ def test_activation_memory_takes_precedence():
         ("train.max_steps", "7" * 5000, "must be an integer, got"),
         ("rewards.weights", "[nan]", "must be a finite number, got nan"),
         ("rewards.weights", "[1" + "0" * 400 + "]", "must be a list of numbers or"),
+        ("train.learning_rate", "1e300", r"must be a number that float32 holds, got 1e\+300$"),
+        ("train.epsilon", "1e-60", "must be a number that float32 holds, got 1e-60$"),
+        ("rewards.weights", "[-1e300]", r"must be a number that float32 holds, got -1e\+300$"),
+        ("data.chat_template_kwargs", "{deep = [{a = nan}]}", "must have finite numbers, got nan in deep$"),
+        ("train.generation_kwargs", "{min_p = -inf}", "must have finite numbers, got -inf in min_p$"),
+        ("data.gym", "{size = 1e999}", "must have finite numbers, got inf in size$"),
     ],
 )
 def test_numbers_that_no_option_takes_are_one_line(tmp_path, key, text, said):

@@ -20,6 +20,8 @@ LIMITS = {
     "maximum": ("at most", operator.le),
 }
 REQUIRED = MISSING
+# Magnitudes that float32 has, besides 0; smaller ones are rounded to 0.
+SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-149, (2 - 2.0**-23) * 2.0**127
 
 
 def key(default, doc, **limits):
@@ -36,8 +38,24 @@ def key(default, doc, **limits):
     return field(default=default, metadata=metadata)
 
 
+def fits_float32(number):
+    """Whether float32 holds a number, rounded, neither as infinity nor a small one as 0; not NaN."""
+    return number == 0 or SMALLEST_FLOAT32 <= abs(number) <= LARGEST_FLOAT32
+
+
+def _not_finite(value):
+    """The first number that is not finite in a value, in lists and tables of any depth: float, or None."""
+    if isinstance(value, dict | list | tuple):
+        items = value.values() if isinstance(value, dict) else value
+        return next((found for item in items if (found := _not_finite(item)) is not None), None)
+    return value if isinstance(value, float) and not math.isfinite(value) else None
+
+
 def range_problem(metadata, value):
     """The limit that a value violates, as the end of a sentence: str, or None."""
+    if isinstance(value, dict):
+        found = {name: number for name, item in value.items() if (number := _not_finite(item)) is not None}
+        return next((f"must have finite numbers, got {number} in {name}" for name, number in found.items()), None)
     if isinstance(value, list) and "choices" in metadata:
         return next((problem for each in value if (problem := range_problem(metadata, each))), None)
     for number in value if isinstance(value, list) else [value]:
@@ -45,6 +63,8 @@ def range_problem(metadata, value):
             return f"must be an integer of 64 bits, got {shown(number)}"
         if isinstance(number, float) and not math.isfinite(number):
             return f"must be a finite number, got {number}"
+        if isinstance(number, float) and not fits_float32(number):
+            return f"must be a number that float32 holds, got {number}"
     if value == "" and "nonempty" in metadata:
         return "must not be empty"
     if "choices" in metadata and value not in metadata["choices"]:

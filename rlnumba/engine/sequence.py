@@ -4,13 +4,12 @@ The running sequences are rows of a table of NumPy arrays, so that a step is sch
 operations whatever their number.
 """
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlnumba.config.keys import refuse_unknown
-from rlnumba.errors import ConfigError
+from rlnumba.config.keys import fits_float32, refuse_unknown
+from rlnumba.errors import ConfigError, shown
 
 # Logits divided by less might overflow float32. vLLM treats lower temperatures as 0.
 LOWEST_TEMPERATURE = 1e-5
@@ -21,7 +20,7 @@ def _is_int(value):
 
 
 def _is_number(value):
-    return (isinstance(value, float) or _is_int(value)) and math.isfinite(value)
+    return (isinstance(value, float) or _is_int(value)) and fits_float32(value)
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class SamplingParams:
 
     def _require(self, name, valid, expectation):
         if not valid:
-            raise ConfigError(f"sampling: {name} must be {expectation}, got {getattr(self, name)!r}")
+            raise ConfigError(f"sampling: {name} must be {expectation}, got {shown(getattr(self, name))}")
 
 
 class LazyList:

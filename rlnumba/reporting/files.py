@@ -99,16 +99,23 @@ def write_config(run, environment):
 
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+# Writes NaN and Infinity, which Python's json reads.
+NAN_ENCODER = json.JSONEncoder(ensure_ascii=False)
 LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
 
 
-def to_line(row):
+def to_line(row, keeps_nan=False):
     """A dict as one line of JSON, with its newline: str. Other characters that end a line for some readers
-    (str.splitlines, JavaScript) are escaped."""
+    (str.splitlines, JavaScript) are escaped.
+
+    keeps_nan: write numbers that are not finite as NaN and Infinity, instead of null. Raises ValueError for an integer
+    of more digits than Python converts, and ValueError or RecursionError for a value inside of itself.
+    """
+    encoder = NAN_ENCODER if keeps_nan else ENCODER
     try:
-        line = ENCODER.encode(row)
+        line = encoder.encode(row)
     except (TypeError, ValueError):  # what JSON does not have, or NaN: as_json takes ten times as long
-        line = ENCODER.encode(as_json(row))
+        line = encoder.encode(as_json(row, keeps_nan))
     return line.translate(LINE_ENDS) + "\n"
 
 

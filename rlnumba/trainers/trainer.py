@@ -324,7 +324,11 @@ class Trainer:
                             f"{part}_dataset: rows must be dicts, and the first that is none is {_kind(row)} {row!r}; "
                             'of a pandas DataFrame they are df.to_dict("records")'
                         )
-                    file.write(to_line(row))
+                    try:
+                        # NaN as NaN, so that the checks of a file's values refuse it where a column must be a number.
+                        file.write(to_line(row, keeps_nan=True))
+                    except (ValueError, RecursionError) as error:
+                        raise UserError(f"{part}_dataset: row {count} cannot be written as JSON: {error}") from error
             if not count:
                 raise UserError(f"{part}_dataset has no rows")
 

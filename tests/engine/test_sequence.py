@@ -13,6 +13,8 @@ from rlnumba.errors import ConfigError
         ("temperature", -1.0),
         ("temperature", 1e-30),
         ("temperature", float("nan")),
+        ("temperature", 1e300),
+        ("repetition_penalty", 1e-300),
         ("temperature", float("inf")),
         ("temperature", "hot"),
         ("top_p", 0.0),
@@ -39,6 +41,13 @@ def test_a_bad_parameter_is_named_with_its_value(name, value):
         SamplingParams(**{name: value})
     assert name in str(error.value) and repr(value) in str(error.value)
     assert error.value.exit_code == 2
+
+
+def test_integers_that_no_float_holds_are_one_line():
+    for value in (10**400, 10**5000):
+        for name in ("temperature", "presence_penalty", "top_k"):
+            with pytest.raises(ConfigError, match=f"sampling: {name} must be .*, got .{{,70}}$"):
+                SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,26 @@ import collections
 import functools
 import inspect
 import json
+import math
 import pydoc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import rlnumba
-from rlnumba import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, PPOTrainer, SFTConfig, SFTTrainer, rewards
+from rlnumba import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    PPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+    rewards,
+)
 from rlnumba.config import LoraConfig
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.lora import is_adapter
@@ -248,6 +261,28 @@ def test_datasets(tmp_path):
     with pytest.raises(UserError, match="train_dataset has no rows"):
         sft_trainer(tmp_path, []).train()
     assert SFTTrainer(MODEL, data={"train": "b.jsonl"}).run.data.train == "b.jsonl"
+
+
+@pytest.mark.parametrize("value", [float("nan"), -math.inf, np.float32("nan")])
+def test_rows_have_the_numbers_of_files(tmp_path, value):
+    """One that is not finite is no missing value: the line of the file that is written from the rows is named."""
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    args = RewardConfig(output_dir=str(tmp_path), max_steps=1)
+    trainer = RewardTrainer(MODEL, args, [pair, pair | {"margin": value}])
+    with pytest.raises(UserError, match=r"train.jsonl:2: 'margin' must be a number from .*, got (nan|-inf)$"):
+        trainer.train()
+
+
+def test_rows_that_json_cannot_have_are_named(tmp_path):
+    inside_itself = {}
+    inside_itself["prompt"] = inside_itself
+    for value, reason in ((10**5000, "Exceeds the limit"), ("\ud800", "surrogates"), (inside_itself, "recursion|Circ")):
+        trainer = sft_trainer(tmp_path, [*ROWS, {"prompt": "a", "completion": "b", "more": value}], max_steps=1)
+        with pytest.raises(
+            UserError, match=rf"^train_dataset: row {len(ROWS) + 1} cannot be .* JSON: .*({reason})"
+        ) as e:
+            trainer.train()
+        assert "\n" not in str(e.value)
 
 
 class PeftConfig:

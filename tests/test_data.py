@@ -10,6 +10,7 @@ import pytest
 from rlnumba import data
 from rlnumba.config import DataConfig, DPOConfig, KTOConfig, SFTConfig
 from rlnumba.data import TokenSequence, best_fit_decreasing, load_prompts, load_sft, pack_sequences, read_rows
+from rlnumba.data.files import check_messages, number_value
 from rlnumba.data.pairs import load_pairs
 from rlnumba.data.unpaired import load_unpaired
 from rlnumba.errors import ConfigError, UserError
@@ -221,6 +222,8 @@ def test_tools_and_variables_of_a_row_reach_the_template(path, form, as_json):
     [
         ([1], "rows.jsonl:1: 'chat_template_kwargs' must be an object, got a list"),
         ("{", "rows.jsonl:1: 'chat_template_kwargs' is a string that is not JSON"),
+        ('{"k": 1, "k": 2}', "'chat_template_kwargs' is a string that is not JSON: the key 'k' is there twice in an"),
+        ("[" * 100_000, "rows.jsonl:1: 'chat_template_kwargs' is a string that is not JSON: maximum recursion"),
         ({"tokenize": True}, "rows.jsonl:1: 'chat_template_kwargs' cannot set 'tokenize', which is no template's"),
     ],
 )
@@ -265,6 +268,51 @@ def test_what_a_template_does_not_take_is_said(path, form, is_chat, keys, column
     assert len(found) == len(notes)
     for line, note in zip(found, notes, strict=True):
         assert line.startswith(f"{path}: {note}")
+
+
+def test_one_row_is_enough_for_what_a_template_takes(path):
+    """Of some with variables or in a template, and others without."""
+    chat = {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]}
+    text, tools = {"prompt": "q", "completion": "a"}, {"tools": [{"name": "f"}]}
+    assert load(path, [text, text | tools]).notes == [
+        f"{path}: the column tools has no effect: no chat template is applied to its rows, texts"
+    ]
+    assert load(path, [chat | tools, text]).notes == []
+    messages = [*chat["prompt"], *chat["completion"]]
+    assert load(path, [{"messages": messages} | tools]).notes == []
+
+
+def test_cells_of_csv_files_are_what_a_trainer_reads(tmp_path):
+    def write_csv(text):
+        (tmp_path / "rows.csv").write_text(text)
+        return tmp_path / "rows.csv"
+
+    limits = WordTokenizer(), 1000, 1000
+    loaded = load_unpaired(
+        write_csv("prompt,completion,label\nq,a,True\nq,b,0\n"), DataConfig(train=""), KTOConfig(), *limits
+    )
+    assert [each.label for each in loaded.rows] == [True, False]
+    path = write_csv("prompt,chosen,rejected,margin\nq,a,b,2\n")
+    assert [pair.margin for pair in load_pairs(path, DataConfig(train=""), DPOConfig(), *limits).rows] == [2.0]
+    path = write_csv("prompt,level,answer\nq,3,1\nq,0.5,2\n")
+    prompts = load_prompts(path, DataConfig(train="", curriculum_column="level"), *limits).prompts
+    assert [prompt.columns for prompt in prompts] == [{"level": 3.0, "answer": "1"}, {"level": 0.5, "answer": "2"}]
+    path = write_csv("prompt,answer,answer\nq,1,2\n")
+    with pytest.raises(UserError, match="rows.csv:1: the column 'answer' is there twice$"):
+        load_prompts(path, DataConfig(train="", answer_column="answer"), *limits)
+
+
+def test_numbers_of_a_row():
+    for value in (1e18, -1e18, 10**18, 0):
+        assert number_value(value, "rows.jsonl:1: 'margin'") == value
+    for value in (10**18 + 1, -1.1e18, float("nan")):
+        with pytest.raises(UserError, match=r"^rows.jsonl:1: 'margin' must be a number from -1e\+18 to 1e\+18, got "):
+            number_value(value, "rows.jsonl:1: 'margin'")
+
+
+def test_messages_with_bytes_are_named():
+    with pytest.raises(UserError, match="^here: a message must have a role and a content, got "):
+        check_messages([{"role": b"user", "content": "a"}], "here")
 
 
 def test_a_text_takes_no_template(path):

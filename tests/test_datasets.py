@@ -44,10 +44,13 @@ def test_csv(tmp_path):
 
 
 def test_csv_cells_of_any_length(tmp_path):
-    limit = csv.field_size_limit()
     path = write_csv(tmp_path / "rows.csv", ["text"], ["word " * 50_000], [])
-    assert read_rows(path) == [({"text": "word " * 50_000}, f"{path}:2")]
-    assert csv.field_size_limit() == limit
+    limit = csv.field_size_limit(1000)
+    try:
+        assert read_rows(path) == [({"text": "word " * 50_000}, f"{path}:2")]
+        assert csv.field_size_limit() == 1000
+    finally:
+        csv.field_size_limit(limit)
 
 
 @pytest.mark.parametrize("written", [json.dumps, str])
@@ -63,12 +66,12 @@ def test_csv_columns_that_are_lists(tmp_path, written):
 
 def test_csv_flags_and_numbers(tmp_path):
     cells = {"label": flag_cell, "margin": number_cell, "level": number_cell}
-    rows = [["True", "0.5", "1"], ["false", "-1e-05", str(10**400)], ["1", "2", ""], ["0.0", "", "-3"]]
+    rows = [["True", "0.5", "+1"], ["false", "-1e-05", str(10**400)], ["1", "2", ""], ["0.0", "", "-3"]]
     path = write_csv(tmp_path / "rows.csv", ["label", "margin", "level"], *rows)
     found = [list(row.values()) for row, _ in read_rows(path, cells=cells)]
     assert found == [[True, 0.5, 1], [False, -1e-05, 10**400], [True, 2.0, None], [False, None, -3]]
     # A column has one type.
-    assert [type(row[1]) for row in found[:3]] == [float] * 3
+    assert [type(row[1]) for row in found[:3]] == [float] * 3 and type(found[0][2]) is int
     assert [list(row.values()) for row, _ in read_rows(path)] == [[cell or None for cell in row] for row in rows]
 
 
@@ -102,6 +105,10 @@ def test_the_index_that_pandas_writes_is_no_column(tmp_path):
     write_csv(path, ["prompt", ""], ["x", ""], ["y", "z"])
     with pytest.raises(UserError, match="rows.csv:1: column 2 has no name"):
         read_rows(path)
+    for rows in ([], [["x", ""]]):
+        write_csv(path, ["", ""], *rows)
+        with pytest.raises(UserError, match="rows.csv:1: no column has a name$"):
+            read_rows(path)
     parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     parquet.write_table(pyarrow.table({"prompt": ["x"], "__index_level_0__": [7]}), tmp_path / "rows.parquet")
     assert [row for row, _ in read_rows(tmp_path / "rows.parquet")] == [{"prompt": "x"}]
@@ -178,7 +185,9 @@ def test_parquet_values_are_those_of_json(tmp_path):
         "day": (pa.array([day]), "2024-02-29"),
         "day64": (pa.array([day], pa.date64()), "2024-02-29"),
         "time": (pa.array([moment.time()], pa.time32("ms")), "01:02:03.004"),
+        "moments": (pa.array([moment]).dictionary_encode(), "2024-02-29T01:02:03.004000"),
         "took": (pa.array([1500], pa.duration("ms")), 1.5),
+        "took_us": (pa.array([1_500_000], pa.duration("us")), 1.5),
         "price": (pa.array([decimal.Decimal("12.50")]), 12.5),
         "big": (pa.array([decimal.Decimal(10**30)]), 10**30),
         "half": (pa.array([0.5], pa.float16()), 0.5),
@@ -188,6 +197,7 @@ def test_parquet_values_are_those_of_json(tmp_path):
         "unsigned": (pa.array([2**64 - 1], pa.uint64()), 2**64 - 1),
         "bytes": (pa.array([b"\xff"]), b"\xff"),
         "map": (pa.array([[("a", day)]], pa.map_(pa.string(), pa.date32())), {"a": "2024-02-29"}),
+        "large_map": (pa.array([[("a", 1)]], pa.map_(pa.large_string(), pa.int64())), {"a": 1}),
         "pairs": (pa.array([[(1, "b")]], pa.map_(pa.int64(), pa.string())), [[1, "b"]]),
         "talk": (pa.array([talk]), [talk[0] | {"at": "2024-02-29T01:02:03.004000", "cost": 0.1}]),
         "plain": (pa.array([[{"a": [1, None]}]]), [{"a": [1, None]}]),
@@ -291,6 +301,8 @@ def hub(tmp_path, monkeypatch):
          {}, [0, 0], [2]),
         (("train.jsonl", "validation.jsonl"), {"eval_split": "validation"}, [0], [1]),
         (("data/train.json", "data/test.JSONL", "dataset_infos.json"), {}, [0], [1]),
+        # The only folder with rows.
+        (("plain/train.json", "plain/test.jsonl", "dataset_infos.json"), {}, [0], [1]),
     ],
 )  # fmt: skip
 def test_datasets_of_the_hub(hub, names, keys, train, held_back):
@@ -321,6 +333,6 @@ def test_what_the_hub_does_not_have(hub, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="^a/b: no such file, and not to be had from the Hugging Face hub: no network$"):
         read_rows("a/b")
     (tmp_path / "a").mkdir()
-    for missing in ("a/b", "c/d.jsonl", "x"):
+    for missing in ("a/b", "c/d.jsonl", "c/d.CSV", "x"):
         with pytest.raises(UserError, match=f"^{missing}: no such file$"):
             read_rows(missing)

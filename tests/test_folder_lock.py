@@ -32,7 +32,7 @@ with owned(sys.argv[1]):
 def is_free(folder):
     try:
         with owned(folder):
-            return True
+            return (folder / NAME).exists()
     except UserError:
         return False
 
@@ -49,8 +49,8 @@ def test_an_owned_folder_is_refused_with_process_and_host(tmp_path):
 
     with owned(tmp_path / "run"):
         assert (tmp_path / "run" / NAME).read_text() == f"{os.getpid()}@{socket.gethostname()}\n"
-        # The same run may ask again.
-        with owned(tmp_path / "run"):
+        # The same run may ask again, in other words.
+        with owned(tmp_path / "run"), owned(tmp_path / "run" / ".." / "run"):
             pass
         for _ in range(2):
             thread = threading.Thread(target=run)
@@ -60,6 +60,26 @@ def test_an_owned_folder_is_refused_with_process_and_host(tmp_path):
     assert len(refused) == 2 and all(message in each for each in refused)
     assert list((tmp_path / "run").iterdir()) == []
     assert is_free(tmp_path / "run")
+
+
+def test_the_name_of_an_owner_that_was_killed_is_gone(tmp_path):
+    (tmp_path / NAME).write_text(f"{2**40}@{'a' * 200}\n")
+    with owned(tmp_path):
+        assert (tmp_path / NAME).read_text() == f"{os.getpid()}@{socket.gethostname()}\n"
+
+
+def test_a_fork_keeps_files_that_were_opened_after_a_lock_was_given_back(tmp_path):
+    """They may have the number that the lock's file had."""
+    with owned(tmp_path):
+        pass
+    with open(tmp_path / "other", "w") as file:
+        if (child := os.fork()) == 0:
+            try:
+                os.fstat(file.fileno())
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_an_error_gives_the_folder_back(tmp_path):

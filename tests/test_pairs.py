@@ -161,6 +161,7 @@ ROW = {"prompt": "a", "chosen": " b", "rejected": " c"}
         (ROW | {"margin": -float("inf")}, "2: 'margin' must be a number from -1e+18 to 1e+18, got -inf"),
         (ROW | {"margin": 1e300}, "2: 'margin' must be a number from -1e+18 to 1e+18, got 1e+300"),
         (ROW | {"margin": 10**400}, "2: 'margin' must be a number from -1e+18 to 1e+18, got 1" + "0" * 56 + "..."),
+        (ROW | {"rejected": [BLUE]}, "2: 'chosen' and 'rejected' must both be strings or both lists of messages"),
         (ROW | {"chosen": [BLUE]}, "2: 'chosen' and 'rejected' must both be strings or both lists of messages"),
         (ROW | {"margin": True}, "2: 'margin' must be a number, got a bool"),
         (ROW | {"tools": "{"}, "2: 'tools' is a string that is not JSON: Expecting property name"),

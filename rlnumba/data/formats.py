@@ -116,7 +116,11 @@ def csv_rows(path, cells):
     pandas' index, which are first columns without a name, is left out.
     """
     names, table = _csv_table(path)
-    first = next((i for i, name in enumerate(names) if name), len(names))
+    first = next((i for i, name in enumerate(names) if name), None)
+    if first is None:
+        if names:
+            raise UserError(f"{path}:1: no column has a name")
+        return []
     empty = {i for i, name in enumerate(names) if not name and not any(row[i] for row, _ in table)}
     for i, name in enumerate(names):
         if not name and i > first and i not in empty:

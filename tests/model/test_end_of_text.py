@@ -98,6 +98,9 @@ def test_the_tokenizer_of_an_adapter_is_the_one_that_counts(tmp_path):
 
 def test_ids_that_the_model_does_not_have_end_nothing(tmp_path):
     folder = edited(tmp_path / "m", {"eos_token_id": [-1, 4000, 7]}, {"eos_token": None})
+    vocab_size = ModelConfig.from_folder(folder).vocab_size
+    one_more = edited(tmp_path / "one-more", {"eos_token_id": [vocab_size, 7]}, {"eos_token": None})
+    assert LLM(one_more).engine.eos_token_ids == (7,)
     llm = LLM(folder)
     assert llm.engine.eos_token_ids == (7,)
     # Before min_tokens ids that end a completion are banned, those of no token on no device.

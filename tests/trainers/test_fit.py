@@ -158,6 +158,34 @@ def test_free_memory_of_processes():
     assert available_bytes(78 * GIB, 80 * GIB, 2) == 39 * GIB + CONTEXT_BYTES
 
 
+def test_generation_that_needs_more_than_training_decides():
+    sizes = {"weights": GIB, "activations": GIB, "kv": 8 * GIB}
+    plan = Plan(sizes, {}, 1, {}, 0, 0, takes_turns=True, least_kv=8 * GIB)
+    assert plan.phases == {"training": 2 * GIB, "generation": 9 * GIB}
+    assert not has_headroom(plan, 9 * GIB - 1) and has_headroom(plan, 9 * GIB)
+
+
+def test_where_no_mode_has_headroom_the_one_that_needs_least_is_taken(tmp_path):
+    """Of a model of few layers, which keeps more where each is recomputed whole."""
+
+    class Sizes:
+        run = sft_run(tmp_path / "run", activation_memory="auto")
+        of_modes = {"full": 5 * GIB, "selective": 3 * GIB, "minimal": 4 * GIB}
+
+        def plan(self, run):
+            return Plan({"activations": self.of_modes[run.train.activation_memory]}, {}, 1, {}, 0, 0)
+
+    keys, plan, full = fit.choose_activations(Sizes(), 3 * GIB)
+    assert keys["activation_memory"] == "selective" and plan.needed == 3 * GIB and full.needed == 5 * GIB
+    Sizes.of_modes["minimal"] = 2 * GIB
+    assert fit.choose_activations(Sizes(), GIB)[0] == {"activation_memory": "minimal"}
+
+
+def test_what_is_kept_is_for_its_own_key_once():
+    kept_data.keep("rows of a", 1)
+    assert [kept_data.taken(key) for key in ("rows of b", "rows of a", "rows of a")] == [None, 1, None]
+
+
 class OfTwoRanks:
     """A communicator of two ranks whose GPUs have so much free."""
 

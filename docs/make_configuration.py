@@ -24,7 +24,7 @@ from rlnumba.config import (
     TrainConfig,
 )
 from rlnumba.config.dpo import PreferenceConfig
-from rlnumba.config.keys import LIMITS, and_list, keys_of, needs_text, split_optional
+from rlnumba.config.keys import LIMITS, Condition, and_list, keys_of, needs_text, split_optional
 from rlnumba.config.reading import ALIASES
 from rlnumba.config.resuming import RULES, keys_by_rule
 from rlnumba.config.rollout import GroupConfig, SamplingConfig
@@ -162,7 +162,10 @@ def _shown_limits(metadata):
 def _shown_conditions(metadata):
     """Which trainers read a key, and what it has no effect without."""
     owners = f" For {and_list(metadata['of'])}." if "of" in metadata else ""
-    return owners + (f" Needs `{needs_text(metadata['needs'])}`." if "needs" in metadata else "")
+    if "needs" not in metadata:
+        return owners
+    needs = metadata["needs"]
+    return owners + (f" Needs {needs}." if isinstance(needs, Condition) else f" Needs `{needs_text(needs)}`.")
 
 
 def reference():

@@ -20,7 +20,7 @@ from rlnumba.config import (
     load_run,
     to_toml,
 )
-from rlnumba.config.keys import keys_of, sections_of
+from rlnumba.config.keys import Condition, keys_of, sections_of
 from rlnumba.config.runs import RUNS
 from rlnumba.errors import ConfigError
 
@@ -323,6 +323,15 @@ def test_keys_belong_to_trainers_in_python_too():
         ("grpo", {"async.max_attempts": "2"}, "async.max_attempts has no effect: it needs deploy.num_infer_gpus"),
         ("dpo", {"train.discopop_tau": "0.1", "train.loss_type": "sigmoid,discopop"}, None),
         ("dpo", {"train.label_smoothing": "0.1"}, "it needs train.loss_type = robust or exo_pair or aot or aot_unp"),
+        ("sft", {"data.split": "valid"}, "data.split has no effect: it needs a dataset of the hub as data.train\n"),
+        ("sft", {"data.name": "main"}, "has no effect: it needs a dataset of the hub as data.train or data.eval\n"),
+        ("sft", {"data.name": "main", "data.eval": "openai/gsm8k"}, None),
+        ("sft", {"data.split": "valid", "data.train": "t.jsonl, openai/gsm8k"}, None),
+        ("sft", {"data.split": "valid", "data.train": "tests/rows"}, "data.split has no effect"),
+        ("sft", {"data.eval_split": "valid", "data.eval": "e.csv"}, "data.eval_split has no effect"),
+        ("grpo", {"data.gym": "{size = 9}"}, "it needs a dataset of reasoning-gym as data.train or data.eval\n"),
+        ("grpo", {"data.gym": "{size = 9}", "data.train": "gym:leg_counting"}, None),
+        ("grpo", {"data.eval_gym": "{size = 9}", "data.eval": "e.jsonl"}, "data.eval_gym has no effect"),
         ("sft", {"train.run_name": "a", "train.report_to": "wandb"}, None),
         ("sft", {"train.run_name": "a"}, "train.run_name has no effect: it needs train.report_to = wandb or trackio"),
         ("grpo", {"train.vllm_importance_sampling_correction": "false", "train.vllm_importance_sampling_clip_max": "2"},
@@ -343,8 +352,10 @@ def test_conditions_name_keys_that_there_are():
             for name, f in keys.items():
                 if "needs" in f.metadata:
                     needs = f.metadata["needs"]
-                    section, _, needed = (needs if isinstance(needs, str) else needs[0]).partition(".")
-                    assert needed in sections[section], (kind, name)
+                    of_one = (needs if isinstance(needs, str) else needs[0],)
+                    for each in needs.keys if isinstance(needs, Condition) else of_one:
+                        section, _, needed = each.partition(".")
+                        assert needed in sections[section], (kind, name)
                 assert set(f.metadata.get("of", RUNS)) <= set(RUNS)
 
 

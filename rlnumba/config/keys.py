@@ -8,7 +8,9 @@ import math
 import operator
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import MISSING, field, fields
+from typing import NamedTuple
 
 from rlnumba.errors import ConfigError, shown
 
@@ -24,13 +26,24 @@ REQUIRED = MISSING
 SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-149, (2 - 2.0**-23) * 2.0**127
 
 
+class Condition(NamedTuple):
+    """What the value of one of several keys, each "section.name", must be: is_met(value), and `text` says it."""
+
+    keys: tuple
+    text: str
+    is_met: Callable
+
+    def __str__(self):
+        return f"{self.text} as {' or '.join(self.keys)}"
+
+
 def key(default, doc, **limits):
     """A dataclass field with its line of documentation.
 
     limits: those of LIMITS, `choices` (tuple; of a list, of each element), `nonempty` (bool), `words` (dict of other
     spellings, in lower case), `single` (bool: one string stands for a list of it), `of` (tuple: the trainers that read
-    it, by default all that have the section), `needs` (a key "section.name" that must be set, or such a key and the
-    values of which it must have one, without which this key has no effect).
+    it, by default all that have the section), `needs` (a key "section.name" that must be set, such a key and the
+    values of which it must have one, or a Condition, without which this key has no effect).
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, list | dict):
@@ -173,19 +186,31 @@ def without_effect(run):
         needed = f.metadata.get("needs")
         if needed is None:
             continue
-        needed, wanted = (needed, None) if isinstance(needed, str) else needed
-        its_section, _, its_name = needed.partition(".")
-        values = getattr(run, attributes[its_section], None)
-        value = getattr(values, its_name, None)
-        given = value if isinstance(value, list) else [value]
-        if not (any(given) if wanted is None else any(each in wanted for each in given)):
-            found.append(f"{section}.{name} has no effect: it needs {needs_text(f.metadata['needs'])}")
+        keys, is_met = _condition(needed)
+        if not any(map(is_met, (_value_of(run, attributes, each) for each in keys))):
+            found.append(f"{section}.{name} has no effect: it needs {needs_text(needed)}")
     return found
+
+
+def _condition(needs):
+    """(keys, is_met) of a key's `needs`, as of a Condition; of a list one element must meet it."""
+    if isinstance(needs, Condition):
+        return needs.keys, needs.is_met
+    if isinstance(needs, str):
+        return (needs,), lambda value: any(value) if isinstance(value, list) else bool(value)
+    name, wanted = needs
+    return (name,), lambda value: any(each in wanted for each in (value if isinstance(value, list) else [value]))
+
+
+def _value_of(run, attributes, name):
+    """The value of a Run's key "section.name", None where the section is None; attributes: section_fields."""
+    section, _, name = name.partition(".")
+    return getattr(getattr(run, attributes[section], None), name, None)
 
 
 def needs_text(needs):
     """What a key's `needs` says, as a text: "train.packing", "train.loss_type = sapo"."""
-    return needs if isinstance(needs, str) else f"{needs[0]} = {' or '.join(needs[1])}"
+    return str(needs) if isinstance(needs, str | Condition) else f"{needs[0]} = {' or '.join(needs[1])}"
 
 
 def split_optional(hint):

@@ -5,15 +5,20 @@ section of a trainer and its Run are in the module of its name; docs/make_config
 docs/configuration.md from them.
 """
 
+import re
 import typing
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from rlnumba.config.keys import REQUIRED, Section, check_owners, key
+from rlnumba.config.keys import REQUIRED, Condition, Section, check_owners, key
 from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import ConfigError
 
 # Begins the name of a dataset of reasoning-gym in data.train and data.eval.
 GYM = "gym:"
+# The ends of names of files of rows, and what an id of a dataset of the hub looks like.
+ROW_FILES = (".jsonl", ".json", ".parquet", ".csv")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # The trainers whose data are prompts, and those of them that may generate ahead of training.
 ON_PROMPTS, AHEAD = ("grpo", "rloo", "ppo"), ("grpo", "rloo")
 # Arguments of transformers' apply_chat_template that are no variables of a template, and cannot be chosen.
@@ -21,6 +26,28 @@ RESERVED_VARIABLES = (
     *("messages", "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
 )
+
+
+def is_of_hub(path):
+    """Whether a path of rows names a dataset of the hub, and no file: one that has the name goes before."""
+    path = Path(path)
+    is_id = HUB_ID.fullmatch(str(path)) and path.suffix.lower() not in ROW_FILES
+    return bool(is_id) and not path.exists() and not path.parent.exists()
+
+
+def paths_of_rows(value):
+    """The paths in a value of data.train or data.eval: one, or several with commas between them; list of str."""
+    return [value] if Path(value).exists() else [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _any_path(is_one):
+    """What a Condition on data.train or data.eval asks of their value: is_one(path) for one of its paths."""
+    return lambda value: value is not None and any(map(is_one, paths_of_rows(value)))
+
+
+BOTH, EVAL = ("data.train", "data.eval"), ("data.eval",)
+OF_HUB, OF_GYM = "a dataset of the hub", "a dataset of reasoning-gym"
+IS_OF_HUB, IS_OF_GYM = _any_path(is_of_hub), _any_path(lambda path: path.startswith(GYM))
 
 
 @dataclass(frozen=True)
@@ -37,16 +64,19 @@ class DataConfig(Section):
     train_weights: list[float] | None = key(
         None, "For each file of `train`, how often an epoch has its rows: 2.0 twice, 0.5 every other one; None: once."
     )
-    name: str | None = key(None, "Configuration of a dataset of the hub, its folder there; None: the default one.")
-    split: str = key("train", "Its split for `train`.")
-    eval_split: str = key("test", "Its split for `eval`.", needs="data.eval")
+    name: str | None = key(
+        None, "Configuration of a dataset of the hub, its folder there; None: the default one.",
+        needs=Condition(BOTH, OF_HUB, IS_OF_HUB),
+    )  # fmt: skip
+    split: str = key("train", "Its split for `train`.", needs=Condition(("data.train",), OF_HUB, IS_OF_HUB))
+    eval_split: str = key("test", "Its split for `eval`.", needs=Condition(EVAL, OF_HUB, IS_OF_HUB))
     gym: dict[str, typing.Any] = key(
         {}, "Arguments of `gym:NAME`: size (500), seed (0), and its own; a table `[data.gym]`. docs/gym.md.",
-        of=ON_PROMPTS,
+        of=ON_PROMPTS, needs=Condition(BOTH, OF_GYM, IS_OF_GYM),
     )  # fmt: skip
     eval_gym: dict[str, typing.Any] = key(
         {}, "Those of `eval` that differ, `[data.eval_gym]`; its seed: the first that training has not (seed + size).",
-        of=ON_PROMPTS, needs="data.eval",
+        of=ON_PROMPTS, needs=Condition(EVAL, OF_GYM, IS_OF_GYM),
     )  # fmt: skip
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
     completion_column: str | None = key(None, "Column of the completion; None: `completion`.", of=("sft", "kto"))

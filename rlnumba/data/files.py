@@ -5,18 +5,17 @@ Every error names the file and the line.
 
 import fnmatch
 import json
-import re
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from rlnumba.config.schema import RESERVED_VARIABLES
+from rlnumba.config.schema import RESERVED_VARIABLES, ROW_FILES, is_of_hub, paths_of_rows
 from rlnumba.data.formats import DECODER, csv_rows, json_cell, json_rows, kind_of, parquet_rows
 from rlnumba.data.gym import arguments_of, gym_rows, is_gym
 from rlnumba.errors import ConfigError, UserError, shown
 
-READERS = {".jsonl": json_rows, ".json": json_rows, ".parquet": parquet_rows, ".csv": csv_rows}
+READERS = dict(zip(ROW_FILES, (json_rows, json_rows, parquet_rows, csv_rows), strict=True))
 NAMED = ".jsonl, .json, .parquet or .csv"
 # The largest number of a row or a reward: float32 holds the sum of its square and many others.
 LARGEST = 1e18
@@ -38,7 +37,7 @@ def read_dataset(path, data, for_eval=None, cells=None):
     a wrong number of weights.
     """
     for_eval = path != data.train if for_eval is None else for_eval
-    paths = [path] if Path(path).exists() else [part.strip() for part in str(path).split(",") if part.strip()]
+    paths = paths_of_rows(str(path))
     split = data.eval_split if for_eval else data.split
     parts = [
         gym_rows(each, arguments_of(each, data, for_eval), "data.eval_gym" if for_eval else "data.gym")
@@ -91,8 +90,7 @@ def read_rows(path, name=None, split="train", cells=None):
     if path.exists():
         files = [path]
     else:
-        is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and path.suffix.lower() not in READERS
-        if not is_id or path.parent.exists():
+        if not is_of_hub(path):
             raise UserError(f"{path}: no such file")
         files = _hub_files(str(path), name, split)
     rows = [row for file in files for row in READERS.get(file.suffix.lower(), json_rows)(file, cells or {})]

@@ -35,8 +35,9 @@ PAGE = Path(__file__).with_name("configuration.md")
 HEADER = """# Configuration reference
 
 Which keys does the TOML file of a training run have, with which types, defaults and meanings, and which metrics does a
-run write? This page is written by `python docs/make_configuration.py` from the dataclasses in
-`rlnumba/config`; do not edit it.
+run write? A relative path in a run file, as of the model or the data, begins at the working directory, not at the
+file's folder. This page is written by `python docs/make_configuration.py` from the dataclasses in `rlnumba/config`; do
+not edit it.
 
 A run is a TOML file. Every key can be overridden on the command line as `--section.key value` (`--seed 7` for a key
 above all sections); dashes and underscores are the same, `None` unsets a key, lists are TOML arrays or separated by
@@ -133,8 +134,10 @@ tensorboardX is installed. The metrics have TRL's names:
 | `RLNUMBA_DEVICE` | `auto`, `cuda`, `sim` or `cpu`, where `--device` is not given |
 | `RLNUMBA_KERNELS` | which kernel family operators use on a GPU ([GEMM backends](matrix-products.md#gemm-backends)) |
 | `RLNUMBA_DEBUG` | 1 synchronises after every kernel, 2 also prints it ([on a GPU](debugging-a-kernel.md#on-a-gpu)) |
-| `RLNUMBA_CACHE_DIR` | folder of the machine-code cache; default `~/.cache/rlnumba` |
+| `RLNUMBA_CACHE_DIR` | folder of compiled code; default `~/.cache/rlnumba` ([more](deploying.md#compiled-code)) |
 | `RLNUMBA_RANKS_PER_GPU` | most ranks of a run that share a GPU ([several GPUs](sft.md#on-several-gpus)); default 1 |
+
+Those of other packages, and what a container needs, are in [deploying](deploying.md).
 """
 
 

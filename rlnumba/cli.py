@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.runtime import ahead_of_time, cache, device, signals
+from rlnumba.runtime import ahead_of_time, cache, device, folders, signals
 
 POSITIVE = click.IntRange(min=1)
 ABOVE_0 = click.FloatRange(min=0, min_open=True)
@@ -797,9 +797,13 @@ def _print_choices(runs, free, total):
 def compile_kernels(config, trainer, gpu, overrides):
     """Compile the kernels that a run will launch, on all cores, into the cache of machine code.
 
-    A run does this itself, once a kernel is missing. --gpu needs no GPU, as when an image is built; RLNUMBA_CACHE_DIR
-    names the cache's folder (default ~/.cache/rlnumba).
+    A run does this itself, once a kernel is missing. --gpu needs no GPU, as when an image is built, but the extra
+    cuda12 or cuda13 of this package, which has the compiler. Of the model config.json and the tokenizer are read, and
+    of the data the rows; no weights. RLNUMBA_CACHE_DIR names the cache's folder (default ~/.cache/rlnumba).
     """
+    from rlnumba.runtime.compile import check_compiler
+
+    check_compiler()
     runs = runs_of_any_trainer(config, trainer, parse_overrides(overrides))
     properties = device.properties() if gpu is None else device.GPUS[gpu]
     if properties.capability is None:
@@ -814,6 +818,8 @@ def compile_kernels(config, trainer, gpu, overrides):
 
     kind, (run, stages), others = first_readable(runs, listed)
     missing = compile_pool.missing_of(stages, properties.capability)
+    if missing and not folders.can_be_written(cache.folder()):
+        raise UserError(f"compile: {cache.folder()} cannot be written; RLNUMBA_CACHE_DIR names another folder")
     if missing:
         compile_pool.warm_up()
     for done, _ in enumerate(compile_pool.compile_all(missing, properties.capability), start=1):

@@ -5,6 +5,8 @@ Every message is one line that names the file, key or value at fault. The comman
 ValueError or TypeError instead: they are bugs, not input.
 """
 
+import os
+
 
 class UserError(Exception):
     """A missing or damaged file, bad data, a reward that fails: exit code 1."""
@@ -46,6 +48,19 @@ class RankError(UserError):
     def __init__(self, rank, message, exit_code=1):
         super().__init__(f"rank {rank}: {message}")
         self.rank, self.exit_code, self.because_of = rank, exit_code, None
+
+
+def missing(name, kind="file", error=None):
+    """The message of a file or folder that is not there, with the folder that a relative path was looked for in: str.
+
+    error: the exception that came of fetching it from the Hugging Face hub instead.
+    """
+    where = "" if os.path.isabs(os.path.expanduser(name)) else f" in {os.getcwd()}"
+    if error is None:
+        return f"{name}: no such {kind}{where}"
+    # huggingface_hub begins the message of a failed connection in this way; the lines after it repeat it.
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__).removeprefix("Got: ").strip()[:200]
+    return f"{name}: no such {kind}{where}, nor could it be fetched from the Hugging Face hub ({reason})"
 
 
 def shown(value, longest=60):

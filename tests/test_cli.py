@@ -737,6 +737,21 @@ def test_signals_end_in_one_line_and_leave_nothing(tmp_path, tmp_path_factory, n
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+def test_compile_names_the_extra_that_has_the_compiler(fails, monkeypatch):
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+
+    def not_found(library):
+        raise pathfinder.DynamicLibNotFoundError(library)
+
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", not_found)
+    fails(1, "pip install 'rlnumba[cuda12]' or 'rlnumba[cuda13]'", "compile", "--config", "none.toml", "--gpu", "h100")
+
+
+def test_a_relative_path_is_shown_with_the_folder_it_was_looked_for_in(fails, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fails(1, f"./here/model: no such model folder in {tmp_path}", "check", "--model", "./here/model")
+
+
 def test_streams_that_are_closed_or_full(tmp_path):
     source = write(tmp_path / "in.jsonl", [{"token_ids": [5]}])
     score = f"score --model {MODEL} --input {source} --output {tmp_path}/out.jsonl 2>&-"

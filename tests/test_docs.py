@@ -33,6 +33,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+import numba.core.errors
 import numpy as np
 import pytest
 
@@ -41,6 +42,7 @@ from rlnumba.config import load_run
 from rlnumba.config.runs import RUNS
 from rlnumba.kernels.ptx import shared_memory, sm80, sm90, wgmma
 from rlnumba.kernels.ptx.tensor_map import tensor_map
+from rlnumba.runtime import compile as compile_kernel
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
@@ -263,6 +265,26 @@ def commands(fence):
                 words = words[1:]
             if words:
                 yield words
+
+
+@on_cpu
+def test_the_first_operator_compiles_but_for_the_edit_shown(tmp_path, monkeypatch, compile_offline):
+    """With the edit on the page, the message on the page comes."""
+    page = ROOT / "docs" / "first-operator.md"
+    save_files(page, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    gelu = importlib.import_module("gelu")
+    types = ["uint16[::1]"] * 3
+    assert not compile_offline(gelu.gelu_kernel, types[:2], (9, 0))
+    assert not compile_offline(gelu.gelu_backward_kernel, types, (9, 0))
+    (edit,) = (fence.text for fence in fences(page) if fence.language == "diff")
+    path, _ = edited(tmp_path, edit)
+    names = {"__name__": "gelu"}
+    exec(path.read_text(), names)
+    with pytest.raises(numba.core.errors.TypingError) as raised:
+        compile_kernel.lower(names["gelu_backward_kernel"], tuple(types), (9, 0))
+    message = "narrow(float64, array(uint16, 1d, C))"
+    assert message in str(raised.value) and message in page.read_text()
 
 
 @every_page

@@ -1,14 +1,20 @@
 """Where compiled code is kept: an installation, a home and a cache that cannot be written, and folders of others."""
 
+import itertools
+import json
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 
+from rlnumba.cli import cli
 from rlnumba.runtime import cache, device, folders
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -111,6 +117,48 @@ def can_start_as_another_user():
     if shutil.which("setpriv") is None:
         return False
     return subprocess.run([*AS_OTHER_USER, sys.executable, "-c", ""], capture_output=True).returncode == 0
+
+
+def lines_of_dockerfile(word):
+    """What follows an instruction in examples/container/Dockerfile: list of str."""
+    text = (ROOT / "examples" / "container" / "Dockerfile").read_text()
+    return [line.removeprefix(f"{word} ") for line in text.splitlines() if line.startswith(f"{word} ")]
+
+
+@pytest.mark.skipif(not can_start_as_another_user(), reason="only root, with setpriv, starts another user's process")
+def test_the_command_of_the_container_reads_its_run_as_another_user():
+    """With the image's variables, as far as a machine without a GPU can go: its RUN lines are only parsed."""
+    (command,) = map(json.loads, lines_of_dockerfile("CMD"))
+    tmp = pathlib.Path(tempfile.mkdtemp())
+    try:
+        tmp.chmod(0o1777)
+        pairs = [pair.split("=") for line in lines_of_dockerfile("ENV") for pair in line.split()]
+        variables = {name: value.replace("/tmp", str(tmp)) for name, value in pairs}
+        environment = {**os.environ, **variables, "HOME": "/", "TMPDIR": str(tmp), "PYTHONPATH": str(ROOT)}
+        arguments = [*AS_OTHER_USER, sys.executable, "-m", "rlnumba", *command[1:], "--dry-run"]
+        done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert 'output_dir = "/runs/quickstart"' in done.stdout
+    finally:
+        shutil.rmtree(tmp)
+    (compiling,) = (shlex.split(line) for line in lines_of_dockerfile("RUN") if line.startswith("rlnumba "))
+    context = cli.commands[compiling[1]].make_context("compile", compiling[2:])
+    assert context.params["gpu"] == "h100" and all((ROOT / file).exists() for file in context.params["config"])
+
+
+def test_constraints_are_of_all_dependencies_and_allowed():
+    """But for those that follow the machine's CUDA, and two without which tests skip."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.lower().replace("_", "-").split("==") for line in lines if not line.startswith("#"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    wanted = [Requirement(text) for text in (*project["dependencies"], *itertools.chain(*extras))]
+    names = {each.name.lower().replace("_", "-") for each in wanted}
+    left_out = {name for name in names if name.startswith(("cupy", "nvidia"))} | {"reasoning-gym", "tensorboardx"}
+    assert names - left_out <= set(pinned)
+    for each in wanted:
+        version = pinned.get(each.name.lower().replace("_", "-"))
+        assert version is None or each.specifier.contains(version), f"{each}: {version}"
 
 
 @pytest.mark.skipif(not can_start_as_another_user(), reason="only root, with setpriv, starts another user's process")

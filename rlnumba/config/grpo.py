@@ -178,7 +178,8 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
     )
     advantage_estimator: str = key(
         "grpo",
-        "How rewards become advantages; but for `grpo` see rlnumba/trainers/estimators.py. verl: adv_estimator.",
+        "How rewards become advantages; the formulas of all but `grpo` are in rlnumba/trainers/estimators.py. "
+        "verl: adv_estimator.",
         choices=("grpo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rae"),
     )
     length_penalty: float = key(

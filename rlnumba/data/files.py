@@ -13,7 +13,7 @@ import numpy as np
 from rlnumba.config.schema import RESERVED_VARIABLES, ROW_FILES, is_of_hub, paths_of_rows
 from rlnumba.data.formats import DECODER, csv_rows, json_cell, json_rows, kind_of, parquet_rows
 from rlnumba.data.gym import arguments_of, gym_rows, is_gym
-from rlnumba.errors import ConfigError, UserError, shown
+from rlnumba.errors import ConfigError, UserError, missing, shown
 
 READERS = dict(zip(ROW_FILES, (json_rows, json_rows, parquet_rows, csv_rows), strict=True))
 NAMED = ".jsonl, .json, .parquet or .csv"
@@ -91,7 +91,7 @@ def read_rows(path, name=None, split="train", cells=None):
         files = [path]
     else:
         if not is_of_hub(path):
-            raise UserError(f"{path}: no such file")
+            raise UserError(missing(str(path)))
         files = _hub_files(str(path), name, split)
     rows = [row for file in files for row in READERS.get(file.suffix.lower(), json_rows)(file, cells or {})]
     if not rows:
@@ -105,7 +105,7 @@ def _hub_files(repo_id, name, split):
         import huggingface_hub
     except ImportError as error:
         remedy = "to fetch it from the Hugging Face hub, pip install 'rlnumba[hub]'"
-        raise UserError(f"{repo_id}: no such file; {remedy}") from error
+        raise UserError(f"{missing(repo_id)}; {remedy}") from error
     try:
         files = sorted(huggingface_hub.list_repo_files(repo_id, repo_type="dataset"))
         # Of .json files, those of a split: a dataset's description is one, too.
@@ -129,8 +129,7 @@ def _hub_files(repo_id, name, split):
             raise UserError(f"{repo_id}: no split {split!r} (data.name, data.split); the dataset has {found}")
         return [Path(huggingface_hub.hf_hub_download(repo_id, file, repo_type="dataset")) for file in chosen]
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{repo_id}: no such file, and not to be had from the Hugging Face hub: {reason}") from None
+        raise UserError(missing(repo_id, error=error)) from None
 
 
 def column_value(row, column, where):

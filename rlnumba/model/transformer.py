@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.errors import ConfigError, UserError
+from rlnumba.errors import ConfigError, UserError, missing
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob.ops import IGNORED, linear_logp
 from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tokens
@@ -328,18 +328,17 @@ def find_model(path_or_hub_id, weights=True):
     name = str(path_or_hub_id)
     hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) and not Path(name.split("/")[0]).exists()
     if not hub_id:
-        raise UserError(f"{name}: no such model folder")
+        raise UserError(missing(name, "model folder"))
     try:
         import huggingface_hub
     except ImportError:
         remedy = "to fetch it from the Hugging Face hub, pip install 'rlnumba[hub]'"
-        raise UserError(f"{name}: no such folder; {remedy}") from None
+        raise UserError(f"{missing(name, 'folder')}; {remedy}") from None
     patterns = ["*.json", "*.jinja", "*.model", "*.txt", *(["*.safetensors"] if weights else [])]
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{name}: no such folder, and not to be had from the Hugging Face hub: {reason}") from None
+        raise UserError(missing(name, "folder", error)) from None
 
 
 def find_base(path_or_hub_id, base=None):

@@ -44,6 +44,18 @@ def parse_type(name):
     return numba_type if not layout else types.Array(numba_type, layout.count(":") - 1, "C")
 
 
+def check_compiler():
+    """Raise DeviceError where NVIDIA's compiler is not installed, which only the extras of the package install."""
+    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+
+    for library in ("nvvm", "nvrtc"):
+        try:
+            load_nvidia_dynamic_lib(library)
+        except DynamicLibNotFoundError:
+            remedy = "pip install 'rlnumba[cuda12]' or 'rlnumba[cuda13]'"
+            raise DeviceError(f"kernels cannot be compiled: lib{library} is not installed; {remedy}") from None
+
+
 def machine_code(kernel, type_names, capability):
     """A kernel compiled for GPUs of a compute capability such as (9, 0): (entry point's name, cubin), str and bytes."""
     library = lower(kernel, tuple(type_names), capability)

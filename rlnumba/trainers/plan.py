@@ -76,7 +76,8 @@ class Plan:
     """regions: {name: bytes}, the names those of memory.report() but for "reference", which that counts as weights.
 
     notes: {name: what the bytes follow from}. tokens: of the largest micro-batch. extra: {name: bytes} of the GPU that
-    no region counts. host: bytes of pinned host memory. checkpoint: of the host's memory while a checkpoint is written.
+    no region counts. host: bytes of pinned host memory. checkpoint: of the host's memory while a checkpoint is written,
+    and of the disk, of several ranks the part of each. final: of the disk, of the trained model alone, likewise.
     takes_turns: whether training and generation never need their regions at once. least_kv: bytes of the KV cache
     below which the longest sequence does not fit.
     """
@@ -89,6 +90,7 @@ class Plan:
     checkpoint: int
     takes_turns: bool = False
     least_kv: int = 0
+    final: int = 0
 
     @property
     def phases(self):
@@ -142,7 +144,7 @@ class Planner:
         dtype, step = self.dtype_of(run), step_of(self, run)
         # Any GPU: micro-batches are padded there.
         with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
-            trained, checkpoint, folds_layers = take_step(self.config, dtype, run, step, communicator)
+            trained, checkpoint, final, folds_layers = take_step(self.config, dtype, run, step, communicator)
             shards_layers = weights_of(run, communicator) is not Weights
             has_engine = step.prompts and not shards_layers
             workspace = _generate(self, dtype, run, step.prompts) if has_engine else 0
@@ -199,7 +201,7 @@ class Planner:
         # Between micro-batches the engine needs its memory, too; and arrays of the cpu device are not lent.
         is_interleaved = run.asynchronous is not None and not run.deploy.num_infer_gpus
         lends = has_engine and self.on_gpu and not is_interleaved and run.engine.enable_sleep_mode is not False
-        return Plan(regions, notes, tokens, extra, host, checkpoint, bool(lends), least_kv)
+        return Plan(regions, notes, tokens, extra, host, checkpoint, bool(lends), least_kv, final)
 
     def engine_regions(self, plan):
         """{name: bytes} of what each process of an inference engine has: the engine's regions of a Plan of the run, and
@@ -341,8 +343,8 @@ def take_step(config, dtype, run, step, communicator=None):
     """Make the policy of a run, and a critic, and take the Step.
 
     Returns how many parameters of each this rank updates, a list; the bytes of these and of their state, which are
-    copied to the host for a checkpoint; Policy.folds_layers. The arguments are make_policies'. To be called within
-    shapes_only.
+    copied to the host for a checkpoint; the bytes of the policy's alone; Policy.folds_layers. The arguments are
+    make_policies'. To be called within shapes_only.
     """
     policy, critic = make_policies(config, dtype, run, step, communicator)
     policy.step = _end_of_step
@@ -356,7 +358,8 @@ def take_step(config, dtype, run, step, communicator=None):
         pass
     optimizers = [each.optimizer for each in (policy, critic) if each is not None]
     nbytes = sum(array.nbytes for each in optimizers for array in (each.weights.flat, *each.state.values()))
-    return [each.weights.flat.shape[0] for each in optimizers], nbytes, policy.folds_layers
+    trained = [each.weights.flat.shape[0] for each in optimizers]
+    return trained, nbytes, policy.optimizer.weights.flat.nbytes, policy.folds_layers
 
 
 def make_policies(config, dtype, run, step, communicator=None):
@@ -638,6 +641,7 @@ def describe(planner, plan):
     part = f"1/{planner.run.num_ranks} of " if planner.run.num_ranks > 1 else ""
     what = f"a copy of {part}weights, moments and master while they are written"
     lines.append(f"{'host, checkpoint':<20}{amount(plan.checkpoint):>12}   {what}")
+    lines += _describe_disk(planner.run, plan)
     if planner.run.deploy.num_infer_gpus:
         lines += ["", *_describe_inference(planner, plan)]
     savings = planner.savings(plan)
@@ -645,6 +649,18 @@ def describe(planner, plan):
         lines += ["", "what would save memory, each alone:"]
         lines += [f"{amount(saved):>12}   {switch}" for switch, saved in savings]
     return lines
+
+
+def _describe_disk(run, plan):
+    """The lines about what a run writes: list of str."""
+    train, final = run.train, plan.final * run.num_ranks
+    checkpoint = final if train.save_only_model else plan.checkpoint * run.num_ranks
+    kept = "all are kept" if train.save_total_limit is None else f"the newest {train.save_total_limit} are kept"
+    limit = f"{kept} (train.save_total_limit)"
+    return [
+        f"{'disk, checkpoint':<20}{amount(checkpoint):>12}   each; {limit}",
+        f"{'disk, final':<20}{amount(final):>12}   what is trained, without its state",
+    ]
 
 
 def _lacks(phase):

@@ -385,6 +385,13 @@ def test_the_command(tmp_path, capfd):
     assert lines[1].split() == ["weights", "0.10", "MiB", "27,264", "parameters,", "float32"]
     assert lines[3].split()[:1] == ["moments"] and lines[3].endswith("adamw_8bit")
     assert any(line.endswith("train.gradient_checkpointing = true") for line in lines)
+    # 27,264 parameters of 4 bytes; a checkpoint has two moments of a byte each and their scales as well.
+    (final,) = [line.split()[2:4] for line in lines if line.startswith("disk, final")]
+    (checkpoint,) = [line.split()[2:4] for line in lines if line.startswith("disk, checkpoint")]
+    assert final == ["0.10", "MiB"] and checkpoint == ["0.16", "MiB"]
+    options = ["--train.save_only_model", "true", "--train.save_total_limit", "2"]
+    assert cli.run(["plan", "--config", str(file), *options]) == 0
+    assert "disk, checkpoint        0.10 MiB   each; the newest 2 are kept" in capfd.readouterr().out
     assert cli.run(["plan", "--config", str(file), "--gpu-memory", "80"]) == 0
     out = capfd.readouterr().out
     assert "on a GPU" in out and "of 80.00 GiB" in out and "CUDA context" in out and 'train.dtype = "bfloat16"' in out

@@ -50,16 +50,16 @@ class RankError(UserError):
         self.rank, self.exit_code, self.because_of = rank, exit_code, None
 
 
-def missing(name, kind="file", error=None):
+def missing(name, kind="file", reason=None):
     """The message of a file or folder that is not there, with the folder that a relative path was looked for in: str.
 
-    error: the exception that came of fetching it from the Hugging Face hub instead.
+    reason: why it could not be fetched from the Hugging Face hub instead, in the words of huggingface_hub.
     """
     where = "" if os.path.isabs(os.path.expanduser(name)) else f" in {os.getcwd()}"
-    if error is None:
+    if reason is None:
         return f"{name}: no such {kind}{where}"
-    # huggingface_hub begins the message of a failed connection in this way; the lines after it repeat it.
-    reason = next(iter(str(error).strip().splitlines()), type(error).__name__).removeprefix("Got: ").strip()[:200]
+    # The message of a failed connection begins in this way.
+    reason = " ".join(reason.split()).removeprefix("Got: ")[:200]
     return f"{name}: no such {kind}{where}, nor could it be fetched from the Hugging Face hub ({reason})"
 
 

@@ -129,7 +129,7 @@ def _hub_files(repo_id, name, split):
             raise UserError(f"{repo_id}: no split {split!r} (data.name, data.split); the dataset has {found}")
         return [Path(huggingface_hub.hf_hub_download(repo_id, file, repo_type="dataset")) for file in chosen]
     except (OSError, ValueError) as error:
-        raise UserError(missing(repo_id, error=error)) from None
+        raise UserError(missing(repo_id, reason=str(error))) from None
 
 
 def column_value(row, column, where):

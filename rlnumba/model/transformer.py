@@ -338,7 +338,7 @@ def find_model(path_or_hub_id, weights=True):
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
-        raise UserError(missing(name, "folder", error)) from None
+        raise UserError(missing(name, "folder", str(error).strip().splitlines()[0])) from None
 
 
 def find_base(path_or_hub_id, base=None):

@@ -286,7 +286,7 @@ def test_hub_ids(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hub, "snapshot_download", download)
     assert find_model("some-org/model.v1") == MODELS / "llama3" and asked == ["some-org/model.v1"]
-    with pytest.raises(UserError, match="no/body: .*404: not found$"):
+    with pytest.raises(UserError, match=r"no/body: .*\(404: not found\)$"):
         find_model("no/body")
 
 

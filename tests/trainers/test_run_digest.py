@@ -330,6 +330,18 @@ def test_hash_of_a_model(tmp_path):
     config.write_text(json.dumps(values | {"rms_norm_eps": 1e-3}))
     assert model_hash(tmp_path / "a") != same
     assert source_hash(ModelReward("m", None, MODEL)) == same
+    weights.write_bytes(bytes(3 << 20))
+    shorter = model_hash(tmp_path / "a")
+    weights.write_bytes(bytes(4 << 20))
+    assert model_hash(tmp_path / "a") != shorter
+
+
+def test_hash_of_files(tmp_path):
+    """Names count, those of files that are not there do not."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("text")
+    of = run_digest.files_hash
+    assert of([tmp_path / "a"]) == of([tmp_path / "a", tmp_path / "none"]) != of([tmp_path / "b"])
 
 
 def test_hash_of_a_reward():
@@ -358,6 +370,8 @@ def test_hashes_of_rows():
         [[1], [2]],
         [[1, 2]],
         [["1", 2]],
+        {"x": {"a": 1}, "b": 2},
+        {"x": {"a": 1, "b": 2}},
     ]
     found = row_hashes(rows)
     assert found.dtype == np.uint64 and found[0] == found[1] and len(set(found.tolist())) == len(rows) - 1

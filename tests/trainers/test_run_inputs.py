@@ -103,6 +103,10 @@ def test_every_path_of_a_run_is_changed(tmp_path):
     assert found.rewards.funcs == ["new/a/b.py:f", "new/out/final", "new/accuracy", "new/a.py:make(path='x.py:y')"]
     assert found.train.callbacks == ["new/d.py:C", "new/package.module:C"]
     assert with_paths(run, str) == run
+    # A comma in the name of a file that is there divides nothing.
+    (tmp_path / "one, two.jsonl").touch()
+    one = replace(run, data=DataConfig(train=str(tmp_path / "one, two.jsonl")))
+    assert with_paths(one, lambda path: f"{path}.new").data.train == str(tmp_path / "one, two.jsonl.new")
     assert set(paths_of(run)) >= {str(MODEL), "c", "l", "a.jsonl", "b.jsonl", "a/b.py", "d.py"}
 
 
@@ -114,5 +118,6 @@ def test_where_an_input_is(tmp_path):
     # Of several the newest; a file that is there is meant itself, and so is one elsewhere.
     assert moved(str(tmp_path / "final")) == str(tmp_path / "earlier-10" / "final")
     assert moved(str(tmp_path / "data")) == str(tmp_path / "data")
+    assert moved.within(tmp_path) is None and moved.within(tmp_path / "a" / "b").as_posix() == "a/b"
     for other in (str(tmp_path), str(tmp_path.parent / "final"), "Qwen/Qwen3-0.6B", "accuracy"):
         assert moved(other) == other

@@ -153,9 +153,12 @@ def special_stop_ids(tokenizer, params):
 
 
 def completion_texts(tokenizer, sequences):
-    """The texts of finished sequences, without the tokens or the strings that stopped them: "" without a tokenizer."""
+    """(text, stop string or None) of finished sequences: list.
+
+    The text is without the token or the string that stopped the sequence, and "" without a tokenizer.
+    """
     if tokenizer is None:
-        return [""] * len(sequences)
+        return [("", None)] * len(sequences)
     token_ids = [sequence.completion_ids.tolist() for sequence in sequences]
     for sequence, ids in zip(sequences, token_ids, strict=True):
         if sequence.finish_reason == "stop" and ids[-1] in sequence.stop_ids:
@@ -163,8 +166,28 @@ def completion_texts(tokenizer, sequences):
     texts = tokenizer.decode_batch(token_ids)
     for i, (sequence, ids) in enumerate(zip(sequences, token_ids, strict=True)):
         ends = stop_string_positions(tokenizer, sequence.params, ids, texts[i])
-        texts[i] = texts[i][: min((end for end in ends if end >= 0), default=None)]
+        found = [(end, stop) for end, stop in zip(ends, sequence.params.stop, strict=True) if end >= 0]
+        # Of several, the one that begins first, and of these the one that is named first.
+        end, stop = min(found, key=lambda each: each[0], default=(None, None))
+        texts[i] = texts[i][:end], stop
     return texts
+
+
+def stop_reason(tokenizer, sequence, stop, eos_token_ids):
+    """Why a sequence has stopped: the stop string or the id of stop_token_ids; None for EOS, and if it has not.
+
+    stop: the stop string that its text has, or None.
+    """
+    if sequence.finish_reason != "stop":
+        return None
+    params, last = sequence.params, int(sequence.completion_ids[-1])
+    if last not in sequence.stop_ids:
+        return stop
+    if last in eos_token_ids and not params.ignore_eos:
+        return None
+    if last in params.stop_token_ids:
+        return last
+    return next(text for text in params.stop if tokenizer.special_ids.get(text) == last)
 
 
 def stop_string_positions(tokenizer, params, token_ids, text):
@@ -488,13 +511,14 @@ class Engine:
     def _finish(self, sequences):
         """The FinishedCompletions of sequences that the scheduler has finished: list."""
         finished = []
-        for sequence, text in zip(sequences, completion_texts(self.tokenizer, sequences), strict=True):
+        for sequence, (text, stop) in zip(sequences, completion_texts(self.tokenizer, sequences), strict=True):
             self.speculator.finish(sequence)
             self._forget(sequence)
             logprobs = sequence.completion_logprobs if sequence.params.logprobs else []
             thresholds = sequence.completion_thresholds if sequence.params.logit_thresholds else None
             values = logprobs, sequence.finish_reason, text, sequence.policy_versions, thresholds
-            completion = Completion(sequence.completion_ids, *values)
+            reason = stop_reason(self.tokenizer, sequence, stop, self.eos_token_ids)
+            completion = Completion(sequence.completion_ids, *values, sequence.index, reason)
             finished.append(FinishedCompletion(sequence.request_id, sequence.index, completion))
         return finished
 

@@ -77,6 +77,8 @@ class LLM:
     def generate(self, prompts, params=None, progress=None, finished=None, adapters=None, **others):
         """The completions of each prompt, in the order of the prompts: list of RequestOutput.
 
+        As in vLLM, one has request_id, prompt, prompt_token_ids, finished and outputs (also `completions`), and each of
+        these index, text, token_ids, logprobs, cumulative_logprob, finish_reason and stop_reason.
         prompts: lists of token ids or, with a tokenizer, texts, or vLLM's dicts {"prompt": text} and
         {"prompt_token_ids": ids}; one that is in no list is a list of one. params: a SamplingParams for all, or one for
         each; sampling_params is the same.
@@ -107,7 +109,7 @@ class LLM:
         total, num_finished, num_tokens = sum(p.n for p in params), 0, 0
         try:
             outputs = [
-                RequestOutput(engine.add_request(index, prompt, p, adapter_id).tolist(), [None] * p.n, text)
+                RequestOutput(engine.add_request(index, prompt, p, adapter_id).tolist(), [None] * p.n, text, str(index))
                 for index, (text, prompt, p, adapter_id) in enumerate(
                     zip(texts, prompts, params, adapter_ids, strict=True)
                 )
@@ -116,7 +118,7 @@ class LLM:
                 step = engine.step()
                 for request_id, index, completion in step.finished:
                     outputs[request_id].completions[index] = completion
-                    if finished is not None and None not in outputs[request_id].completions:
+                    if finished is not None and outputs[request_id].finished:
                         finished(request_id, outputs[request_id])
                 num_finished += len(step.finished)
                 num_tokens += step.num_tokens

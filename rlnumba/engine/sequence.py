@@ -146,8 +146,10 @@ class Completion:
     """One completion: token_ids, and of each token its log-prob and the policy version that it was sampled from.
 
     logprobs: of the distribution sampled from (after temperature and filters). finish_reason: "stop" or "length". The
-    token that stops a completion is the last of token_ids and not part of text. thresholds: array of the smallest logit
-    that the filters kept for each token, -inf without filters; None unless logit_thresholds asked for it.
+    token that stops a completion is the last of token_ids and not part of text. index: among those of its prompt.
+    stop_reason: the stop string or the id of stop_token_ids that ended it, None for EOS and "length". thresholds: array
+    of the smallest logit that the filters kept for each token, -inf without filters; None unless logit_thresholds asked
+    for it.
     """
 
     token_ids: list[int] = LazyList(np.int32)
@@ -156,6 +158,8 @@ class Completion:
     text: str = ""
     policy_versions: list[int] = LazyList(np.int32, default=())
     thresholds: np.ndarray | None = None
+    index: int = 0
+    stop_reason: int | str | None = None
 
     @property
     def cumulative_logprob(self):
@@ -173,23 +177,30 @@ class Completion:
     def __reduce__(self):
         # Bytes take a tenth of the time that arrays do.
         columns = [self.array(name).tobytes() for name in ("token_ids", "logprobs", "policy_versions")]
-        return _completion_of, (columns, self.finish_reason, self.text, self.thresholds)
+        return _completion_of, (columns, self.finish_reason, self.text, self.thresholds, self.index, self.stop_reason)
 
 
-def _completion_of(columns, finish_reason, text, thresholds):
-    """The Completion that __reduce__ has taken apart."""
+def _completion_of(columns, finish_reason, text, thresholds, index=0, stop_reason=None):
+    """The Completion that __reduce__ has taken apart, also one that was saved without the last two."""
     token_ids, logprobs, versions = map(np.frombuffer, columns, (np.int32, np.float32, np.int32))
-    return Completion(token_ids, logprobs, finish_reason, text, versions, thresholds)
+    return Completion(token_ids, logprobs, finish_reason, text, versions, thresholds, index, stop_reason)
 
 
 @dataclass
 class RequestOutput:
-    """The n completions of one prompt, also under vLLM's name `outputs`; prompt: its text, if it was given as one."""
+    """The n completions of one prompt, also under vLLM's name `outputs`; prompt: its text, if it was given as one.
+
+    request_id: the index of the prompt in the call, as a text. finished: whether it has all completions.
+    """
 
     prompt_token_ids: list[int]
     completions: list[Completion] = field(default_factory=list)
     prompt: str | None = None
-    finished = True
+    request_id: str = ""
+
+    @property
+    def finished(self):
+        return None not in self.completions
 
     @property
     def outputs(self):

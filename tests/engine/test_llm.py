@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 from rlnumba.config import EngineConfig, SFTConfig
 from rlnumba.engine import LLM, PromptError, SamplingParams, core, runner, sampler
 from rlnumba.engine.cache import KVCache
+from rlnumba.engine.sequence import RequestOutput
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.config import ModelConfig
@@ -257,6 +259,40 @@ def test_text_and_stop_strings(model):
     assert generate(model, prompt, params)[0].completions[0].text == ""
     with pytest.raises(ConfigError, match="tokenizer"):
         generate(model, prompt, SamplingParams(stop="x"))
+
+
+def test_outputs_have_the_attributes_of_vllm(model):
+    prompt = [1, 2, 3]
+    params, free = drawing_eos(model, [prompt])
+    eos_end = free.token_ids.index(EOS)
+    text = TwoCharacterTokens().decode(free.token_ids)
+    ended = next(token for token in free.token_ids[2:eos_end] if token not in free.token_ids[:2])
+    stops = (text[8:10], text[5:9], text[5:7])
+    assert text.index(text[5:7]) == 5
+    cases = [  # what is changed of params, which ignore EOS, finish_reason, stop_reason
+        ({}, "length", None),
+        ({"ignore_eos": False}, "stop", None),
+        ({"ignore_eos": False, "stop_token_ids": (EOS,)}, "stop", None),
+        ({"stop_token_ids": (EOS,)}, "stop", EOS),
+        ({"stop_token_ids": (EOS, ended)}, "stop", ended),
+        ({"stop": "<end>"}, "stop", "<end>"),
+        ({"stop": stops}, "stop", text[5:7]),
+    ]
+    every = [dataclasses.replace(params, **changes) for changes, *_ in cases]
+    seen = []
+    llm = LLM(model, TwoCharacterTokens())
+    outputs = llm.generate(
+        [prompt] * len(every), every, finished=lambda index, output: seen.append((index, output.finished))
+    )
+    assert sorted(seen) == [(i, True) for i in range(len(every))]
+    assert [output.request_id for output in outputs] == [str(i) for i in range(len(every))]
+    for output, (_, *reasons) in zip(outputs, cases, strict=True):
+        (found,) = output.outputs
+        assert output.finished and [found.finish_reason, found.stop_reason] == reasons
+        assert pickle.loads(pickle.dumps(found)) == found
+    assert not RequestOutput([1], [None, found]).finished
+    (several,) = llm.generate([prompt], SamplingParams(n=3, max_tokens=2))
+    assert [each.index for each in pickle.loads(pickle.dumps(several.outputs))] == [0, 1, 2]
 
 
 def test_min_tokens_keeps_a_completion_from_stopping(model):

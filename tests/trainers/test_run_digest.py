@@ -351,6 +351,28 @@ def test_hash_of_a_reward():
     assert source_hash(partial) == source_hash(test_hash_of_a_reward)
 
 
+def test_what_is_compared_with_a_checkpoint():
+    def digest(**keys):
+        return {"keys": {"train.global_batch_size": 2, **keys}, "inputs": {}, "versions": {}}
+
+    def said(before, now):
+        return run_digest.check_keys(before, now, "step-3", 3)
+
+    with_async = digest(**{"async.max_staleness": 1})
+    assert said(digest(), with_async) == ["[async] is new from step 4"]
+    assert said(with_async, digest()) == ["[async] is gone from step 4"]
+    assert said(with_async, digest(**{"async.max_staleness": 2})) == ["async.max_staleness 1 -> 2 from step 4"]
+    kto = {"train.loss_type": "kto", "train.precompute_ref_log_probs": True}
+    other_batch = {"train.global_batch_size": 4}
+    assert said(digest(), digest(**other_batch)) == ["train.global_batch_size 2 -> 4 from step 4"]
+    with pytest.raises(ConfigError, match="train.global_batch_size = 2, and this run has 4: this cannot change"):
+        said(digest(**kto), digest(**kto | other_batch))
+    # A function that is new has not changed.
+    assert run_digest.check_rewards({"a": "1", "b": "1"}, {"a": "2", "b": "1", "c": "1"}, 3) == [
+        "rewards.funcs: a has changed, from step 4"
+    ]
+
+
 @dataclass
 class Row:
     ids: list

@@ -59,7 +59,7 @@ class FakeEngines:
 class FakeRewards:
     """Of a group its number."""
 
-    def submit(self, prompts, texts, completion_ids, columns, trainer_state):
+    def submit(self, prompts, texts, completion_ids, columns, trainer_state, where):
         assert set(columns) == {"answer"} and len(columns["answer"]) == len(texts)
         return texts, trainer_state
 
@@ -75,7 +75,7 @@ class DifferingRewards(FakeRewards):
     def __init__(self):
         self.seen = []
 
-    def submit(self, prompts, texts, completion_ids, columns, trainer_state):
+    def submit(self, prompts, texts, completion_ids, columns, trainer_state, where):
         return texts, columns["answer"][0]
 
     def ready(self, pending):

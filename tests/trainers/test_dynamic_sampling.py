@@ -38,7 +38,7 @@ class SlowRewards(Rewards):
     def all_in_workers(self):
         return self.in_workers
 
-    def submit(self, prompts, texts, completion_ids, columns, trainer_state=None):
+    def submit(self, prompts, texts, completion_ids, columns, trainer_state=None, where=""):
         return Pending({"number": columns["number"][0]}, len(texts), {})
 
     def ready(self, pending):

@@ -56,10 +56,20 @@ def test_an_owned_folder_is_refused_with_process_and_host(tmp_path):
             thread = threading.Thread(target=run)
             thread.start()
             thread.join()
+        (tmp_path / "run" / "written").touch()
     message = f"another run has this folder, process {os.getpid()} on {socket.gethostname()}; wait for its end"
     assert len(refused) == 2 and all(message in each for each in refused)
-    assert list((tmp_path / "run").iterdir()) == []
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["written"]
     assert is_free(tmp_path / "run")
+
+
+def test_a_folder_without_files_goes_with_its_lock(tmp_path):
+    with owned(tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists()
+    with owned(tmp_path):
+        pass
+    assert tmp_path.exists()
 
 
 def test_the_name_of_an_owner_that_was_killed_is_gone(tmp_path):

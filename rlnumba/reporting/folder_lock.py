@@ -45,11 +45,13 @@ os.register_at_fork(after_in_child=_close_in_child)
 def owned(folder):
     """A block that owns a folder, which is made if it is not there. Blocks within it may ask for the same folder.
 
+    A folder that was made for it and is still empty at the end goes: what ended had not begun to write.
     Raises UserError if the folder cannot be written to, or naming the process that owns it. On a file system without
     locks nothing is locked, and a line on stderr says so.
     """
-    make_folder(folder)
     folder = Path(folder)
+    was_there = folder.exists()
+    make_folder(folder)
     key = os.path.realpath(folder)
     if key in _owned.get():
         yield
@@ -66,6 +68,9 @@ def owned(folder):
                 os.unlink(folder / NAME)
             _descriptors.discard(descriptor)
             os.close(descriptor)
+        if not was_there:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def _locked(folder):

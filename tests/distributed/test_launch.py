@@ -71,7 +71,6 @@ def test_a_function_that_cannot_be_found_is_a_failure(tmp_path, monkeypatch):
         launch(vanishing.function, 2)
 
 
-@pytest.mark.usefixtures("quick_starts")
 def test_output_has_the_rank(capfd):
     assert launch(ranks.shout, 3) == [0, 1, 2]
     lines = capfd.readouterr().out.splitlines()

@@ -8,7 +8,15 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = [
     path
-    for pattern in ("*.md", "docs/*", "examples/*", "rlnumba/**/*.py", "tests/**/*.py", "bench/**/*.py", "bench/*.md")
+    for pattern in (
+        "*.md",
+        "docs/*",
+        "examples/**/*",
+        "rlnumba/**/*.py",
+        "tests/**/*.py",
+        "bench/**/*.py",
+        "bench/*.md",
+    )
     for path in ROOT.glob(pattern)
     if path.suffix in {".md", ".py", ".toml"} and path.name not in {"test_vocabulary.py", "LICENSE"}
 ]

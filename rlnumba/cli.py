@@ -19,6 +19,7 @@ from pathlib import Path
 
 import click
 
+from rlnumba.config.runs import RUNS
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.runtime import ahead_of_time, cache, device, folders, signals
 
@@ -604,21 +605,9 @@ def _print_ranks(kind, run):
         click.echo(f"# {line}")
 
 
-ON_ROWS = {
-    "sft": "Supervised fine-tuning: train on prompts with their completions, conversations or text.",
-    "dpo": "Direct Preference Optimization: train on pairs of a chosen and a rejected completion.",
-    "kto": "Kahneman-Tversky Optimization: train on completions that are labelled desirable or not.",
-    "reward": "Train a reward model on pairs of a chosen and a rejected completion.",
-}
-ON_PROMPTS = {
-    "grpo": "Reinforcement learning with Group Relative Policy Optimization.",
-    "rloo": "Reinforcement learning with REINFORCE Leave-One-Out.",
-    "ppo": "Reinforcement learning with Proximal Policy Optimization and a critic.",
-}
-for _kind, _purpose in ON_ROWS.items():
-    _trainer(_kind, _purpose, "metrics.jsonl")
-for _kind, _purpose in ON_PROMPTS.items():
-    _trainer(_kind, _purpose, "metrics.jsonl, completions.jsonl")
+for _run_class in RUNS.values():
+    _files = "metrics.jsonl, completions.jsonl" if _run_class.generates else "metrics.jsonl"
+    _trainer(_run_class.trainer, _run_class.purpose, _files)
 
 
 @cli.command("eval", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -655,7 +644,7 @@ def evaluate(config, trainer, model, output, dtype, overrides):
     progress.end(f"evaluated {name} as {kind} does in {time.monotonic() - progress.started:.1f} s{others}")
     for name, value in found.items():
         click.echo(f"{name:<40} {value:.6g}")
-    if not any(value for name, value in found.items() if "avg@" in name or "pass@" in name) and kind in ON_PROMPTS:
+    if not any(value for name, value in found.items() if "avg@" in name or "pass@" in name) and run.generates:
         click.echo(f"no value reached eval.pass_threshold {run.eval.pass_threshold:g}", err=True)
 
 
@@ -856,7 +845,6 @@ def runs_of_any_trainer(config, trainer, overrides):
     Raises the ConfigError of the one that knows most of their keys if none does.
     """
     from rlnumba.config import likeliest_trainer, load_run
-    from rlnumba.config.runs import RUNS
 
     if trainer is not None and trainer not in RUNS:
         raise ConfigError(f"--trainer: must be one of {', '.join(RUNS)}, got {trainer!r}")

@@ -124,5 +124,6 @@ class DPORun(Run):
     """A file of `rlnumba dpo`."""
 
     trainer = "dpo"
+    purpose = "Direct Preference Optimization: train on pairs of a chosen and a rejected completion."
 
     train: DPOConfig = DPOConfig()

@@ -294,6 +294,7 @@ class GRPORun(AheadRun):
     """A file of `rlnumba grpo`."""
 
     trainer = "grpo"
+    purpose = "Reinforcement learning with Group Relative Policy Optimization."
 
     train: GRPOConfig = GRPOConfig()
 

@@ -46,5 +46,6 @@ class KTORun(Run):
     """A file of `rlnumba kto`."""
 
     trainer = "kto"
+    purpose = "Kahneman-Tversky Optimization: train on completions that are labelled desirable or not."
 
     train: KTOConfig = KTOConfig()

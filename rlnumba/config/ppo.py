@@ -123,6 +123,7 @@ class PPORun(PromptRun):
     """A file of `rlnumba ppo`."""
 
     trainer = "ppo"
+    purpose = "Reinforcement learning with Proximal Policy Optimization and a critic."
 
     train: PPOConfig = PPOConfig()
     critic: CriticConfig = CriticConfig()

@@ -54,9 +54,6 @@ ALIASES = {
     ("train", "num_generations_eval"): ("eval", "num_generations"),
     ("train", "optimizer_offload"): ("train", "offload_optimizer"),
 }
-# batch_size is the batch of one step: prime-rl counts completions, other trainers' files count sequences.
-SEQUENCES = ("train", "per_device_train_batch_size")
-BATCH_SIZE = dict.fromkeys(("grpo", "rloo"), ("train", "generation_batch_size"))
 
 TYPE_NAMES = {
     str: "a string",
@@ -131,7 +128,7 @@ class _Values:
 
     def __init__(self, kind, has_16_bits=always):
         self.kind, self.has_16_bits = kind, has_16_bits
-        self.aliases = {**ALIASES, ("train", "batch_size"): BATCH_SIZE.get(kind, SEQUENCES)}
+        self.aliases = {**ALIASES, ("train", "batch_size"): RUNS[kind].batch_size}
         self.sections = sections_of(RUNS[kind])
         self.keys = {name: keys_of(section, kind) for name, section in self.sections.items()}
         self.given = {name: {} for name in self.sections}

@@ -28,5 +28,6 @@ class RewardRun(Run):
     """A file of `rlnumba reward`."""
 
     trainer = "reward"
+    purpose = "Train a reward model on pairs of a chosen and a rejected completion."
 
     train: RewardConfig = RewardConfig()

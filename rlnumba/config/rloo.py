@@ -70,6 +70,7 @@ class RLOORun(AheadRun):
     """A file of `rlnumba rloo`."""
 
     trainer = "rloo"
+    purpose = "Reinforcement learning with REINFORCE Leave-One-Out."
 
     train: RLOOConfig = RLOOConfig()
 

@@ -165,6 +165,8 @@ class GroupConfig(SamplingConfig):
 class PromptRun(Run):
     """A file of a trainer on prompts and rewards."""
 
+    generates = True
+
     rewards: RewardsConfig
     eval: EvalConfig = EvalConfig()
     train: SamplingConfig = SamplingConfig()
@@ -209,6 +211,8 @@ class AheadRun(PromptRun):
 
     # Of what the loss is weighted by async.staleness `is`: a token or a sequence.
     weighted_by = "token"
+    # In prime-rl's files it counts the completions of a step.
+    batch_size = "train", "generation_batch_size"
 
     def weighted(self):
         """This run with the importance weights that async.staleness asks for in [train]."""

@@ -1,4 +1,4 @@
-"""Which Run a trainer's files are read as."""
+"""The Run of each trainer, in the order in which commands, messages and documentation list them."""
 
 from rlnumba.config.dpo import DPORun
 from rlnumba.config.grpo import GRPORun
@@ -8,5 +8,5 @@ from rlnumba.config.reward import RewardRun
 from rlnumba.config.rloo import RLOORun
 from rlnumba.config.sft import SFTRun
 
-RUNS = {"sft": SFTRun, "grpo": GRPORun, "rloo": RLOORun, "ppo": PPORun}
-RUNS |= {"dpo": DPORun, "kto": KTORun, "reward": RewardRun}
+# By the trainer's name.
+RUNS = {each.trainer: each for each in (SFTRun, GRPORun, RLOORun, PPORun, DPORun, KTORun, RewardRun)}

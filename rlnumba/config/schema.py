@@ -573,8 +573,10 @@ class Run:
     lora: LoraConfig | None = None
     deploy: DeployConfig = DeployConfig()
 
-    # The trainer's name, a constant of each class.
-    trainer = None
+    # Constants of each class: the trainer's name, a line of what it does, and whether it trains on completions that it
+    # draws itself. batch_size: the key that a file means by it, as (section, name).
+    trainer, purpose, generates = None, None, False
+    batch_size = "train", "per_device_train_batch_size"
     # A section of those of grpo and rloo.
     asynchronous, is_stale = None, False
 
@@ -616,7 +618,7 @@ class Run:
 
     def _check_zero_3(self):
         """Raise ConfigError for what needs all weights on each GPU."""
-        if hasattr(self, "rewards") and not self.deploy.num_infer_gpus:
+        if self.generates and not self.deploy.num_infer_gpus:
             raise ConfigError(
                 "deploy.zero_stage 3 leaves no GPU all weights to generate with: use 2, or for grpo and rloo "
                 "deploy.num_infer_gpus above 0 and [async]"

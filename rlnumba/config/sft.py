@@ -39,5 +39,6 @@ class SFTRun(Run):
     """A file of `rlnumba sft`."""
 
     trainer = "sft"
+    purpose = "Supervised fine-tuning: train on prompts with their completions, conversations or text."
 
     train: SFTConfig = SFTConfig()

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rlnumba.config.runs import RUNS
 from rlnumba.distributed import ray_cluster
 from rlnumba.distributed.inference import Engines, Limits
 from rlnumba.distributed.inference_worker import Alive, Setup
@@ -433,8 +432,7 @@ class RemoteEngines:
         if is_on_ray:
             self._nodes = RayEngines(deploy, on_gpus, limits)
             start, sender_class = self._nodes.start, ObjectSender
-            (kind,) = (kind for kind, each in RUNS.items() if type(run) is each)
-            kernels = KERNEL_LIST, kernel_request(kind, run)
+            kernels = KERNEL_LIST, kernel_request(run.trainer, run)
         elif on_gpus:
             # Once for all processes, which share the cache.
             ahead_of_time.finish()

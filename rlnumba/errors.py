@@ -42,12 +42,13 @@ class SharedError(UserError):
 class RankError(UserError):
     """What ended one rank of a run, with that rank's exit code. rank: its number.
 
-    because_of: another rank that ended before, if that is the reason.
+    because_of: another rank that ended before, if that is the reason. is_lost: whether its process has ended without
+    a word, and what it had of the run with it.
     """
 
     def __init__(self, rank, message, exit_code=1):
         super().__init__(f"rank {rank}: {message}")
-        self.rank, self.exit_code, self.because_of = rank, exit_code, None
+        self.rank, self.exit_code, self.because_of, self.is_lost = rank, exit_code, None, False
 
 
 def missing(name, kind="file", reason=None):

@@ -8,6 +8,7 @@
     put, get                 an array from one rank to another
     barrier()                returns when all ranks have called it, and all earlier operations are complete
     objects(value)           [value of rank 0, value of rank 1, ...]
+    meet_after_error(value)  as objects, once a rank has failed, from whatever operation each rank is in
 
 Every rank calls the same operations in the same order, from one thread at a time. put waits for its get, or may wait
 for it: two ranks that exchange arrays put and get in opposite orders.
@@ -201,6 +202,15 @@ class Communicator:
         """A rank has written some of its part of a checkpoint: where faults of `save` are caused."""
         self._inject_fault(Operation("save", self._calls["save"], ""), None)
 
+    def meet_after_error(self, value):
+        """The values of all ranks, in their order, once each has called this after an error; None where none can.
+
+        A rank that has failed ends the operations in which others wait for it: they raise a CommunicationError with its
+        number, and meet it here. Operations that were under way are given up, and numbered afresh. value: as of
+        objects. Raises CommunicationError where a rank has ended, or does not come.
+        """
+        return None
+
     def check(self):
         """Raise CommunicationError if an operation has failed for which the host did not wait.
 
@@ -209,6 +219,10 @@ class Communicator:
 
     def close(self):
         """Give back memory and connections. No operation follows."""
+
+    def _begin_afresh(self):
+        """Forget the operations so far, as all other ranks do."""
+        self._sequence, self._pair_sequences = 0, [0] * self.world_size
 
     def _begin_fold(self, *arguments):
         """All of it at once."""

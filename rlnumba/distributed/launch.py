@@ -189,7 +189,7 @@ class Ranks:
         missed = None if failure.is_reported else self._missed(rank)
         where = "" if missed is None else " (rank {}: {})".format(*missed)
         error = RankError(rank, failure.message + where, failure.exit_code)
-        error.because_of = failure.because_of
+        error.because_of, error.is_lost = failure.because_of, not failure.is_reported
         if failure.trace is not None:
             error.add_note(f"on rank {rank}:\n{failure.trace}")
         return error

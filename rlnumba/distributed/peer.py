@@ -24,6 +24,8 @@ Ranks may share a GPU: their processes then run in time slices, and no kernel ne
 same time. One that waits keeps the GPU until the end of its slice, which is why this is for tests.
 """
 
+import time
+
 import numpy as np
 
 from rlnumba.distributed import shared_gradients
@@ -31,7 +33,7 @@ from rlnumba.distributed.communicator import Communicator, Operation, Range, add
 from rlnumba.distributed.pulled_fold import PulledFold
 from rlnumba.distributed.shared_gradients import SharedGradients
 from rlnumba.distributed.small_gathers import SmallGathers, capacity_of
-from rlnumba.distributed.watchdog import Watchdog
+from rlnumba.distributed.watchdog import POLL_S, Watchdog
 from rlnumba.errors import CommunicationError, DeviceError
 from rlnumba.kernels.peer_inbox import FIRST_EPOCH, Inboxes, clear_inbox, inbox_bytes
 from rlnumba.runtime import device
@@ -51,6 +53,8 @@ ALIGNMENT = 256
 # Kinds of counters in an Arena, one of each for each rank.
 COUNTERS = 4
 UINT32 = 1 << 32
+# Seconds in which the work of a GPU ends after an error, unless it waits for what a rank that failed did not begin.
+SETTLE_S = 20.0
 # What ranks are in while they map memory.
 CONNECT = Operation("connect", 0, "")
 
@@ -75,6 +79,21 @@ class PeerCommunicator(Communicator):
         if not PULLS_GRADIENTS:
             return make()
         return self._memory.gradients.share(lambda value: self._control.exchange(CONNECT, value), make)
+
+    def meet_after_error(self, value):
+        try:
+            is_settled = self._memory.settles(SETTLE_S)
+        except RuntimeError:  # the GPU has failed
+            is_settled = False
+        found = self._control.meet_after_error((value, is_settled))
+        if not all(settled for _, settled in found):
+            return None
+        self._begin_afresh()
+        return [each for each, _ in found]
+
+    def _begin_afresh(self):
+        super()._begin_afresh()
+        self._unfinished = None
 
     def check(self):
         problem = self._memory.problem()
@@ -315,6 +334,15 @@ class Arena:
     def synchronize(self):
         """Wait for the current stream."""
         self._cupy.cuda.get_current_stream().synchronize()
+
+    def settles(self, seconds):
+        """Whether the current stream's work, and what is sent, ends within so many seconds."""
+        event, deadline = self.end(), time.monotonic() + seconds
+        while not event.done:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def close(self, control):
         """Unmap the others' memory and free this rank's, after all have done the former."""

@@ -34,16 +34,19 @@ class Lost(NamedTuple):
     exit_code: int
     because_of: int | None
     notes: list
+    is_lost: bool
 
     @classmethod
     def of(cls, error):
         message = str(error).removeprefix(f"rank {error.rank}: ")
-        return cls(error.rank, message, error.exit_code, error.because_of, getattr(error, "__notes__", []))
+        return cls(
+            error.rank, message, error.exit_code, error.because_of, getattr(error, "__notes__", []), error.is_lost
+        )
 
     def error(self):
         """The RankError again."""
         error = RankError(self.rank, self.message, self.exit_code)
-        error.because_of = self.because_of
+        error.because_of, error.is_lost = self.because_of, self.is_lost
         for note in self.notes:
             error.add_note(note)
         return error
@@ -104,9 +107,9 @@ class OtherNode:
         try:
             found = call(self.actor, "run", self.links, *arguments, timeout_s=None)
         except ActorEnded:
-            found = Lost(first, f"the node of ranks {first} to {self.links[-1].rank} has ended", 1, None, [])
+            found = Lost(first, f"the node of ranks {first} to {self.links[-1].rank} has ended", 1, None, [], True)
         except Exception as error:  # raised where the run waits
-            found = Lost(first, f"internal error: {type(error).__name__}: {error}", 1, None, [])
+            found = Lost(first, f"internal error: {type(error).__name__}: {error}", 1, None, [], False)
         if isinstance(found, Lost):
             self.lost = found
         else:

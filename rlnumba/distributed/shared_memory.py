@@ -107,6 +107,10 @@ class SharedMemoryCommunicator(MessageCommunicator):
         super().close()
         self._staging = None
 
+    def _begin_afresh(self):
+        super()._begin_afresh()
+        self._slot = 0
+
     def _gather(self, operation, array, out):
         source, targets = as_bytes(array), as_bytes(out).reshape(self.world_size, -1)
         self._gather_bytes(operation, source, [target for target in targets])

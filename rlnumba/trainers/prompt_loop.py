@@ -195,7 +195,7 @@ class PromptLoop:
         with (
             self.policy.context.use(),
             folder.writer(self.schedule.total_steps) as self.writer,
-            folder.kept_after_error(self.policy, self._save),
+            folder.kept_after_error(self.policy, self._save, lambda: self.complete[0]),
             garbage.unfrozen_at_end(),
             closing(ahead) if ahead else nullcontext(),
         ):

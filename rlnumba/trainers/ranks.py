@@ -6,18 +6,20 @@ On the cpu device a rank is a process, on cuda a process with a GPU of its own (
 import dataclasses
 import importlib
 import pickle
+from contextlib import contextmanager
 
+from rlnumba import checkpoint
 from rlnumba.config.keys import Section
 from rlnumba.distributed.communicator import check_equal
 from rlnumba.distributed.launch import launch
 from rlnumba.distributed.placement import placement
 from rlnumba.distributed.ray_launch import launch_on_nodes
-from rlnumba.errors import ConfigError
+from rlnumba.errors import ConfigError, RankError
 from rlnumba.rewards import resolve
 from rlnumba.runtime.environment import versions_of_results
 from rlnumba.trainers.callbacks import given
 from rlnumba.trainers.fit import fit_to_device
-from rlnumba.trainers.run_folder import owner_of, start_compiling
+from rlnumba.trainers.run_folder import RESUMES, log, owner_of, start_compiling
 from rlnumba.trainers.run_inputs import located
 
 
@@ -34,11 +36,24 @@ def train_on_ranks(kind, run, resume, reward_funcs=(), callbacks=()):
     for each in (*reward_funcs, *callbacks):
         check_picklable(each, count)
     arguments = kind, run, resume, list(reward_funcs), list(callbacks)
-    with owner_of(run):
+    with owner_of(run), last_checkpoint_named(run.output_dir):
         start_compiling(kind, run)
         if num_nodes > 1:
             return launch_on_nodes(_train, count, num_nodes, *arguments, timeout_s=timeout_s)[0]
         return launch(_train, count, *arguments, timeout_s=timeout_s, **place)[0]
+
+
+@contextmanager
+def last_checkpoint_named(output_dir):
+    """If a rank is lost in the block, log from which checkpoint the run goes on: no later step is whole."""
+    try:
+        yield
+    except RankError as error:
+        if error.is_lost:
+            found = checkpoint.existing(output_dir)
+            where = f"{RESUMES[0]} goes on from {found[0]} ({RESUMES[1]})" if found else "no checkpoint is complete yet"
+            log(f"rank {error.rank} has taken its part of the last step with it: {where}")
+        raise
 
 
 def _train(communicator, kind, run, resume, reward_funcs, callbacks):

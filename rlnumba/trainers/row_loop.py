@@ -99,7 +99,11 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
         folder.save(step, policy.model, tokenizer, state)
 
     callbacks, control = folder.callbacks, folder.callbacks.control
-    with policy.context.use(), folder.writer(schedule.total_steps) as writer, folder.kept_after_error(policy, save):
+    with (
+        policy.context.use(),
+        folder.writer(schedule.total_steps) as writer,
+        folder.kept_after_error(policy, save, lambda: complete[0]),
+    ):
         folder.hold_signals()
         if eval_rows and train.eval_on_start and folder.step == 0:
             writer.log(0, {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()})

@@ -19,7 +19,7 @@ from rlnumba.config.schema import RECOMPUTE_MODULES
 from rlnumba.data.values import as_json
 from rlnumba.distributed.launch import stop_requested
 from rlnumba.distributed.saving import SharedSaver
-from rlnumba.errors import SharedError, UserError
+from rlnumba.errors import CommunicationError, SharedError, UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.transformer import save_model
 from rlnumba.reporting.files import RUN_FILES, make_folder, write_config
@@ -321,12 +321,12 @@ class RunFolder:
         self.step, self.model_folder = step, self.path / "checkpoints" / f"step-{step}"
 
     @contextmanager
-    def kept_after_error(self, policy, save):
-        """If a signal or any error ends the block, call save(), which saves the last complete step.
+    def kept_after_error(self, policy, save, last_step):
+        """If a signal or any error ends the block, call save(), which saves the last complete step, last_step().
 
         Not where the weights are between two steps (policy.is_updating). When the block has ended, all checkpoints are
-        on the disk. With several ranks, an error of one ends all at once; what all raise is kept, and none ends before
-        rank 0 has written.
+        on the disk. With several ranks, an error of one ends the blocks of all; the step is saved where it is the last
+        complete one of all, and none ends before rank 0 has written.
         """
         with signals.handled():
             try:
@@ -337,18 +337,30 @@ class RunFolder:
             except BaseException as error:
                 # The compiler may turn the exception of a signal into one of its own.
                 interrupted = isinstance(error, KeyboardInterrupt) or signals.received() is not None
-                if policy.is_updating or not (interrupted or self.is_alone or isinstance(error, SharedError)):
-                    raise
                 with signals.held():
-                    self._save_after(error, interrupted, save)
+                    if self._is_whole(error, None if policy.is_updating else last_step()):
+                        self._save_after(error, interrupted, save)
                 raise
+
+    def _is_whole(self, error, step):
+        """Whether an error leaves a step whole, on all ranks; step: the last complete one here, None during an update."""
+        if self.is_alone:
+            return step is not None
+        try:
+            steps = self.communicator.meet_after_error(step)
+        except CommunicationError:  # a rank has ended, and its part with it
+            return False
+        if steps is None:
+            # Where ranks cannot meet, those have that have stopped in the same place.
+            return step is not None and isinstance(error, (SharedError, KeyboardInterrupt))
+        return step is not None and len(set(steps)) == 1
 
     def _save_after(self, error, interrupted, save):
         """Save the last complete step after an error, which is not hidden by one of saving, unless a user causes it."""
         keeps = self.run.train.save_strategy != "no"
-        problems = (
-            () if interrupted or isinstance(error, UserError) else (UserError, OSError, MemoryError, RuntimeError)
-        )
+        # What ends the run is said by the rank that it comes from.
+        is_known = isinstance(error, UserError) and not isinstance(error, CommunicationError)
+        problems = () if interrupted or is_known else (UserError, OSError, MemoryError, RuntimeError)
         try:
             if keeps:
                 save()

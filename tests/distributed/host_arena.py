@@ -53,6 +53,9 @@ class HostArena:
     def send(self, function, *args):
         self.last = self.sends.submit(function, *args)
 
+    def settles(self, seconds):
+        return self.end().done
+
     def push(self, source, rank, slot):
         def copy():
             self.delay()

@@ -6,7 +6,8 @@ import pytest
 
 from rlnumba import checkpoint
 from rlnumba.distributed import launch
-from rlnumba.errors import RankError
+from rlnumba.errors import DeviceError, RankError
+from rlnumba.trainers import core
 from tests.distributed.ranks import set_fault
 from tests.distributed.test_trainers import run_of, train_all, train_each
 
@@ -86,3 +87,44 @@ def test_a_rank_that_stalls_in_writing_ends_the_run(tmp_path):
     assert line == f"rank 0: {folder / 'step-2'}: the checkpoint cannot be written: {why}"
     assert [path.name for path in folder.iterdir()] == ["step-1"]
     checkpoint.verify(folder / "step-1")
+
+
+class Trouble(Exception):
+    """What a bug raises."""
+
+
+def train_with_error(communicator, step, error, *arguments):
+    """train_each, with an error of the last rank in the backward of a step, the first of which is 0."""
+    backward = core.Policy._backward
+
+    def fail_at_step(policy, *args, **options):
+        if policy.optimizer.steps == step and communicator.rank == communicator.world_size - 1:
+            raise error
+        return backward(policy, *args, **options)
+
+    core.Policy._backward = fail_at_step
+    train_each(communicator, *arguments)
+
+
+@pytest.mark.parametrize(
+    "kind, num_ranks, transport, error, options",
+    [
+        ("sft", 3, "shm", MemoryError("32 GiB"), {}),
+        ("sft", 2, "tcp", Trouble("of the last rank"), {"zero_stage": 3}),
+        ("grpo", 2, "shm", DeviceError("the GPU fails"), {}),
+    ],
+)
+def test_an_error_of_one_rank_leaves_a_checkpoint_of_the_last_step(
+    tmp_path, kind, num_ranks, transport, error, options
+):
+    """From which one rank goes on, and ends with the weights of a run without it."""
+    kept = {"max_steps": 4, "save_steps": 100, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+    ((expected, *_),) = train_all([(kind, run_of(kind, tmp_path / "whole", **kept))], 1)
+    run = run_of(kind, tmp_path / "run", num_ranks, **kept, **options)
+    with pytest.raises(RankError) as raised:
+        launch(train_with_error, num_ranks, 2, error, [(kind, run)], transport=transport, timeout_s=120.0)
+    internal = "" if isinstance(error, DeviceError) else f"internal error: {type(error).__name__}: "
+    assert str(raised.value) == f"rank {num_ranks - 1}: {internal}{error}"
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
+    ((found, *_),) = train_all([(kind, run_of(kind, tmp_path / "run", **kept))], 1, resume=True)
+    assert found["final/model.safetensors"] == expected["final/model.safetensors"]

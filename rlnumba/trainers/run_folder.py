@@ -343,7 +343,7 @@ class RunFolder:
                 raise
 
     def _is_whole(self, error, step):
-        """Whether an error leaves a step whole, on all ranks; step: the last complete one here, None during an update."""
+        """Whether an error leaves a step whole on all ranks. step: the last complete one here, None in an update."""
         if self.is_alone:
             return step is not None
         try:

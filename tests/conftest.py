@@ -22,7 +22,9 @@ import pytest
 from numba.core.caching import NullCache
 from numba.core.compiler_lock import global_compiler_lock
 
+from rlnumba.reporting import metrics, plots
 from rlnumba.runtime import device, dispatch
+from tests import pictures
 from tests.gpu_turns import ON_CPU, GpuTurns, fills_gpu
 from tests.offline import compile_offline  # noqa: F401 (a fixture)
 
@@ -90,6 +92,30 @@ def compiled_once(tmp_path_factory):
     compile_now = compile_once(folder)
     yield
     numba.core.dispatcher.Dispatcher.compile = compile_now
+
+
+@pytest.fixture(scope="session")
+def pictures_folder(tmp_path_factory):
+    """For the pictures that the processes of a test session draw once."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return tmp_path_factory.mktemp("pictures")
+    folder = tmp_path_factory.getbasetemp().parent / "pictures"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def drawn_once(pictures_folder):
+    """Runs of this process copy the curves that an earlier one with the same metrics has drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "plot", pictures.drawn_once(pictures_folder))
+        yield
+
+
+@pytest.fixture
+def every_picture(monkeypatch):
+    """Curves are drawn for every run of the test."""
+    monkeypatch.setattr(metrics, "plot", plots.plot)
 
 
 @pytest.fixture(scope="module", autouse=True)

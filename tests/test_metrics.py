@@ -14,6 +14,8 @@ from rlnumba.reporting.metrics import MetricsWriter
 from rlnumba.reporting.plots import plot, plot_apart, smooth
 from rlnumba.runtime.environment import environment
 
+pytestmark = pytest.mark.usefixtures("every_picture")
+
 
 def completion(step, **more):
     return {"prompt": "p", "completion": f"c{step}", "finish_reason": "stop", "f": 1.0, "reward": 1.0, **more}

@@ -1,5 +1,6 @@
 """Versions, commit and device of this process, for `rlnumba env` and output_dir/config.toml."""
 
+import functools
 import importlib.metadata
 import platform
 import subprocess
@@ -20,6 +21,7 @@ def environment():
     return facts | {package: version for package in PACKAGES if (version := version_of(package))}
 
 
+@functools.cache
 def version_of(package):
     """The version of an installed package; None where it is not installed, as when it is run from its sources."""
     try:
@@ -33,7 +35,9 @@ def versions_of_results():
     return {name: version_of(name) for name in OF_RESULTS}
 
 
+@functools.cache
 def _git_commit():
+    """Of the sources as this process found them first."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

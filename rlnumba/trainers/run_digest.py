@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlnumba.config.keys import Section, keys_of, section_fields, sections_of
+from rlnumba.config.keys import keys_of, section_fields, sections_of
 from rlnumba.config.resuming import CONTENT, FREE, NEXT, rule_of
 from rlnumba.errors import ConfigError
 from rlnumba.model.config import ModelConfig, read_json
@@ -55,16 +55,15 @@ def digest_of(run):
 def keys_of_run(run):
     """{"section.key": value} of a run: JSON values."""
     run = run.on_ranks()
-    found = {}
+    found, sections = {}, sections_of(type(run))
     for section, attribute in {"": None, **section_fields(type(run))}.items():
         owner = run if attribute is None else getattr(run, attribute)
         if owner is None:
             continue
-        for f in dataclasses.fields(owner):
-            value = getattr(owner, f.name)
-            # Trainers in Python have further arguments in their configs.
-            if f.name in keys_of(sections_of(type(run))[section]) and not isinstance(value, Section):
-                found[f"{section}.{f.name}" if section else f.name] = json.loads(json.dumps(value))
+        # Not the fields of the owner: trainers in Python have further arguments in their configs.
+        for name in keys_of(sections[section]):
+            value = getattr(owner, name)
+            found[f"{section}.{name}" if section else name] = json.loads(json.dumps(value))
     train = run.train
     found["train.global_batch_size"] = train.per_device_train_batch_size * train.micro_batches_per_step
     found.pop("train.gradient_accumulation_steps")

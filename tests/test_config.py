@@ -5,8 +5,10 @@ import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import rlnumba
 from rlnumba.config import (
     DataConfig,
     DPOConfig,
@@ -14,6 +16,7 @@ from rlnumba.config import (
     EngineConfig,
     GRPOConfig,
     KTOConfig,
+    LoraConfig,
     RewardsConfig,
     SFTConfig,
     SFTRun,
@@ -374,6 +377,40 @@ def test_values_are_checked_without_a_file_too():
         GRPOConfig(top_p=0.0)
     with pytest.raises(ConfigError, match="rewards.timeout must be above 0"):
         RewardsConfig(funcs=["a"], timeout=0.0)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: rlnumba.RewardConfig("runs/a"), "train.learning_rate must be a number, got 'runs/a'"),
+        (lambda: rlnumba.GRPOConfig(learning_rate="x"), "train.learning_rate must be a number, got 'x'"),
+        (lambda: rlnumba.GRPOConfig(learning_rate=None), "train.learning_rate must be a number, got None"),
+        (lambda: rlnumba.GRPOConfig(max_steps=3.5), "train.max_steps must be an integer, got 3.5"),
+        (lambda: rlnumba.GRPOConfig(max_steps=True), "train.max_steps must be an integer, got True"),
+        (lambda: rlnumba.GRPOConfig(shuffle_dataset="no"), "train.shuffle_dataset must be true or false, got 'no'"),
+        (lambda: rlnumba.GRPOConfig(output_dir=3), "train.output_dir must be a string, got 3"),
+        (lambda: rlnumba.GRPOConfig(generation_kwargs=[1]), "train.generation_kwargs must be a table, got [1]"),
+        (lambda: rlnumba.GRPOConfig(reward_weights=["a"]), "train.reward_weights must be a list of numbers or"),
+        (lambda: rlnumba.GRPOConfig(deploy=3), "train.deploy must be a DeployConfig or dict, got 3"),
+        (lambda: LoraConfig(r="8"), "lora.r must be an integer, got '8'"),
+        (lambda: DataConfig(train=["a", "b"]), "data.train must be a string, got ['a', 'b']"),
+        (lambda: SFTRun(model=None, data=DataConfig(train="a")), "model must be a string, got None"),
+        (lambda: SFTRun(model="m", data=DataConfig(train="a"), seed="x"), "seed must be an integer, got 'x'"),
+    ],
+)
+def test_values_of_another_type_name_their_key(make, message):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_values_that_stand_for_those_of_a_key(tmp_path):
+    keys = {"max_steps": np.int64(3), "beta": 1, "reward_weights": (np.float32(0.5), 2), "scale_rewards": False}
+    found = rlnumba.GRPOConfig(output_dir=tmp_path, **keys)
+    values = [found.max_steps, found.beta, found.reward_weights, found.scale_rewards, found.output_dir]
+    assert values == [3, 1.0, [0.5, 2.0], "none", str(tmp_path)]
+    assert [type(each) for each in values] == [int, float, list, str, str]
+    assert LoraConfig(target_modules="q_proj").target_modules == ["q_proj"]
 
 
 @pytest.mark.parametrize("kind, text", [("grpo", GRPO), ("sft", BASE), ("dpo", BASE), ("kto", BASE)])

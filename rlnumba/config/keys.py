@@ -6,11 +6,14 @@ A value out of range is a ConfigError that names the key.
 import difflib
 import math
 import operator
+import os
 import types
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from typing import NamedTuple
+
+import numpy as np
 
 from rlnumba.errors import ConfigError, shown
 
@@ -20,6 +23,16 @@ LIMITS = {
     "minimum": ("at least", operator.ge),
     "below": ("below", operator.lt),
     "maximum": ("at most", operator.le),
+}
+# What a key of each type must be, as a message says it.
+TYPE_NAMES = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list[str]: "a list of strings",
+    list[float]: "a list of numbers",
+    dict[str, typing.Any]: "a table",
 }
 REQUIRED = MISSING
 # Magnitudes that float32 has, besides 0; smaller ones are rounded to 0.
@@ -88,6 +101,71 @@ def range_problem(metadata, value):
     return f"must be {' and '.join(f'{word} {limit}' for word, _, limit in limits)}, got {value}"
 
 
+def as_type(value, hint):
+    """A value of TOML, JSON or Python as the type of a key. Raises ValueError if it is of another type.
+
+    Scalars of NumPy, tuples and paths stand for Python's numbers, lists and strings.
+    """
+    kind = typing.get_origin(hint) or hint
+    if isinstance(value, np.generic):
+        value = value.item()
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is list and isinstance(value, tuple):
+        value = list(value)
+    if kind is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError
+    return [as_type(item, *typing.get_args(hint)) for item in value] if kind is list else value
+
+
+def typed_value(f, value, convert=as_type):
+    """The value of a key's field as its type, by convert(value, hint) unless it is one of the key's words or None.
+
+    Raises ConfigError with the end of a sentence about the key.
+    """
+    hint, optional = split_optional(f.type)
+    words = f.metadata.get("words", {})
+    if value is None and optional:
+        return None
+    if "single" in f.metadata and convert is as_type and isinstance(value, str):
+        value = [value]
+    word = str(value).lower() if isinstance(value, str | bool) else None
+    if word in words:
+        return words[word]
+    try:
+        return convert(value, hint)
+    except (ValueError, OverflowError) as error:
+        # Of a key of strings or lists these are other spellings, and "choices" names what there is.
+        named = [f'"{word}"' for word in words] if hint in (int, float) else []
+        expected = " or ".join([TYPE_NAMES[hint], *named, *(['"None"'] if optional else [])])
+        raise ConfigError(f"must be {expected}, got {shown(value, 200)}") from error
+
+
+def check_keys(owner, section):
+    """Give each key of a dataclass that is made the type of its field. Raises ConfigError with the name of a key whose
+    value is of another type or out of range."""
+    for f in fields(owner):
+        value, name = getattr(owner, f.name), f"{section}.{f.name}" if section else f.name
+        if "doc" not in f.metadata or value is REQUIRED:
+            continue
+        hint = split_optional(f.type)[0]
+        if hint not in TYPE_NAMES:
+            if not isinstance(value, f.type):
+                named = [each.__name__ for each in typing.get_args(hint) if each is not types.NoneType]
+                raise ConfigError(f"{name} must be a {' or '.join(named)}, got {shown(value)}")
+        else:
+            try:
+                value = typed_value(f, value)
+            except ConfigError as error:
+                raise ConfigError(f"{name} {error}") from error
+            # Of a frozen dataclass.
+            object.__setattr__(owner, f.name, value)
+        if value is not None and (problem := range_problem(f.metadata, value)):
+            raise ConfigError(f"{name} {problem}")
+
+
 def refuse_unknown(owner, names, known, elsewhere=()):
     """Raise TypeError for the first of the keywords of a constructor that is none of `known`, with the nearest of them.
 
@@ -116,11 +194,7 @@ class Section:
         return super().__new__(cls)
 
     def __post_init__(self):
-        for f in fields(self):
-            value = getattr(self, f.name)
-            problem = None if value is None else range_problem(f.metadata, value)
-            if problem:
-                raise ConfigError(f"{self.section}.{f.name} {problem}")
+        check_keys(self, self.section)
 
 
 def _section_class(f):
@@ -214,8 +288,8 @@ def needs_text(needs):
 
 
 def split_optional(hint):
-    """(the type without None, whether None is allowed)."""
+    """(the type without None where it is one, whether None is allowed)."""
     if isinstance(hint, types.UnionType):
-        (inner,) = [a for a in typing.get_args(hint) if a is not type(None)]
-        return inner, True
+        inner = [a for a in typing.get_args(hint) if a is not type(None)]
+        return inner[0] if len(inner) == 1 else hint, len(inner) < len(typing.get_args(hint))
     return hint, False

@@ -14,18 +14,19 @@ from pathlib import Path
 from rlnumba.config.keys import (
     REQUIRED,
     and_list,
+    as_type,
     keys_of,
     optional_sections_of,
     range_problem,
     section_fields,
     sections_of,
     split_optional,
+    typed_value,
     without_effect,
 )
 from rlnumba.config.other_keys import always, translated
 from rlnumba.config.runs import RUNS
 from rlnumba.errors import ConfigError
-from rlnumba.errors import shown as one_line
 
 # (section, key) of other tools -> the key here. Sources: TRL [train], prime-rl, verl, RL.cu.
 ALIASES = {
@@ -55,26 +56,6 @@ ALIASES = {
     ("train", "optimizer_offload"): ("train", "offload_optimizer"),
 }
 
-TYPE_NAMES = {
-    str: "a string",
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    list[str]: "a list of strings",
-    list[float]: "a list of numbers",
-    dict[str, typing.Any]: "a table",
-}
-
-
-def from_toml(value, hint):
-    """A TOML value as the type of a key. Raises ValueError if it is of another type."""
-    kind = typing.get_origin(hint) or hint
-    if kind is float and type(value) is int:
-        return float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError
-    return [from_toml(item, *typing.get_args(hint)) for item in value] if kind is list else value
-
 
 def split_at_commas(text):
     """Splits at the commas outside of brackets: list of str."""
@@ -103,7 +84,7 @@ def from_text(text, hint):
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = json.loads(text)
-    return from_toml(value, hint)
+    return as_type(value, hint)
 
 
 def _nearest(name, valid):
@@ -157,20 +138,13 @@ class _Values:
         seen[section, name] = typed
         self.present.add(section)
         metadata = self.keys[section][name].metadata
-        hint, optional = split_optional(self.keys[section][name].type)
-        if optional and value in ("None", "none", "null"):
+        if split_optional(self.keys[section][name].type)[1] and value in ("None", "none", "null"):
             self.given[section][name] = None
             return
-        words = metadata.get("words", {})
-        if "single" in metadata and convert is from_toml and isinstance(value, str):
-            value = [value]
         try:
-            value = words[str(value).lower()] if str(value).lower() in words else convert(value, hint)
-        except (ValueError, OverflowError) as error:
-            # Of a key of strings or lists these are other spellings, and "choices" names what there is.
-            named = [f'"{word}"' for word in words] if hint in (int, float) else []
-            expected = " or ".join([TYPE_NAMES[hint], *named, *(['"None"'] if optional else [])])
-            raise ConfigError(f"{where}{shown} must be {expected}, got {one_line(value, 200)}") from error
+            value = typed_value(self.keys[section][name], value, convert)
+        except ConfigError as error:
+            raise ConfigError(f"{where}{shown} {error}") from error
         problem = range_problem(metadata, value)
         if problem:
             raise ConfigError(f"{where}{shown} {problem}")
@@ -195,14 +169,14 @@ class _Values:
                     raise ConfigError(f"{path}: [{name}] must be a table, got {value!r}")
                 self.present.add(name)
                 for inner, inner_value in value.items():
-                    self.set(name, inner, inner_value, from_toml, f"{path}: ", seen)
+                    self.set(name, inner, inner_value, as_type, f"{path}: ", seen)
             elif isinstance(value, dict):
                 owners = [kind for kind, run_class in RUNS.items() if name in sections_of(run_class)]
                 near = _nearest(name, [s for s in self.sections if s])
                 advice = f"it belongs to {and_list(owners)}" if owners else f"did you mean [{near}]?"
                 raise ConfigError(f"{path}: unknown section [{name}]; {advice}")
             else:
-                self.set("", name, value, from_toml, f"{path}: ", seen)
+                self.set("", name, value, as_type, f"{path}: ", seen)
 
     def override(self, option, text, seen):
         section, _, name = option.lstrip("-").replace("-", "_").rpartition(".")

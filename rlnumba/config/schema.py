@@ -10,7 +10,7 @@ import typing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlnumba.config.keys import REQUIRED, Condition, Section, check_owners, key
+from rlnumba.config.keys import REQUIRED, Condition, Section, check_keys, check_owners, key
 from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import ConfigError
 
@@ -594,6 +594,7 @@ class Run:
         return replace(self, train=self.train.on_ranks(self.num_ranks))
 
     def __post_init__(self):
+        check_keys(self, "")
         if self.train.eval_strategy in ("steps", "epoch") and self.data.eval is None:
             raise ConfigError(
                 f'train.eval_strategy "{self.train.eval_strategy}" needs data.eval, the rows to evaluate on'

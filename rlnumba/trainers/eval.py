@@ -22,7 +22,7 @@ from rlnumba.rewards import TrainerState
 from rlnumba.trainers import evaluation, reward
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.plan import ROW_TRAINERS
-from rlnumba.trainers.prompt_run import eval_params, load_prompts
+from rlnumba.trainers.prompt_run import check_stops_of, eval_params, load_prompts
 from rlnumba.trainers.ranks import check_picklable, resolve_if_named
 from rlnumba.trainers.reward_model import load_rewards
 from rlnumba.trainers.run_folder import silence, start_compiling
@@ -92,6 +92,7 @@ def evaluate_prompts(run, model, status, communicator, reward_funcs):
         raise ConfigError(f"eval.num_generations ({params.n}) completions at temperature 0 are all the same")
     rewards = load_rewards(run, [resolve_if_named(each) for each in reward_funcs]) if communicator.rank == 0 else None
     base, _ = find_base(model or run.model)
+    check_stops_of(params, base)
     llm = LLM(load_model(model or run.model, run.train.dtype), Tokenizer.from_folder(base), run.engine)
     if communicator.world_size > 1:
         llm, rewards = llm_on_ranks(llm, communicator), RewardsOnRanks(rewards, communicator)

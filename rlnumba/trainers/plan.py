@@ -53,6 +53,7 @@ from rlnumba.trainers.core import Policy, Schedule, epoch_order
 from rlnumba.trainers.engine_size import with_engine_size
 from rlnumba.trainers.loading import weights_of
 from rlnumba.trainers.micro_batch import MicroBatch
+from rlnumba.trainers.prompt_run import check_sampling
 
 GIB = 2**30
 # The CUDA context and the machine code of the kernels.
@@ -124,7 +125,8 @@ class Planner:
     """Plans of one run and of variants of it. on_gpu: whether for a GPU of total_bytes, else for the cpu device.
 
     kind: "sft", "grpo", ... keeps_data: whether what is read is kept for the run itself, which begins next
-    (kept_data.py). Raises UserError for a model, a tokenizer or data that the run could not read.
+    (kept_data.py). Raises UserError for a model, a tokenizer or data that the run could not read, and for parameters of
+    sampling that it could not take.
     """
 
     def __init__(self, kind, run, on_gpu, total_bytes, keeps_data=False):
@@ -133,6 +135,8 @@ class Planner:
         self.num_sharing = num_sharing(run.num_ranks + run.deploy.num_infer_gpus)
         self.kind, self.run, self.on_gpu, self.total_bytes = kind, run, on_gpu, total_bytes
         self.keeps_data = keeps_data
+        if kind not in ROW_TRAINERS:
+            check_sampling(run)
         folder = find_model(run.model, weights=False)
         self.config, self.tokenizer = read_config(folder), Tokenizer.from_folder(folder)
         self.prompts, self._rows = cache(self._prompts), {}

@@ -29,7 +29,14 @@ from rlnumba.trainers import rollout
 from rlnumba.trainers.asynchronous import encoded, start_ahead
 from rlnumba.trainers.engine_elsewhere import EngineElsewhere
 from rlnumba.trainers.engine_size import engine_size_of
-from rlnumba.trainers.prompt_run import evaluate, load_prompts, prompt_order, sample_report, sampling_params
+from rlnumba.trainers.prompt_run import (
+    check_sampling,
+    evaluate,
+    load_prompts,
+    prompt_order,
+    sample_report,
+    sampling_params,
+)
 from rlnumba.trainers.prompt_schedule import BEGINNING, DataState, MicroBatchSchedule, Start
 from rlnumba.trainers.reward_model import load_rewards
 from rlnumba.trainers.run_digest import row_hashes
@@ -62,8 +69,7 @@ class Algorithm(NamedTuple):
 
 def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator=None):
     """Train a Run of prompts and rewards by an Algorithm: its TrainerState. The arguments are grpo.run_grpo's."""
-    # A ConfigError of generation_kwargs comes before anything is loaded.
-    sampling_params(run.train, 0, 1)
+    check_sampling(run)
     run = engine_size_of(run, communicator)
     with (
         owner_of(run, communicator),

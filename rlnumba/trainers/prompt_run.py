@@ -8,8 +8,11 @@ from itertools import takewhile
 
 from rlnumba import data
 from rlnumba.config.rollout import SAMPLING_KEYS
+from rlnumba.engine.core import check_stops
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import find_model, read_config
 from rlnumba.trainers import evaluation, kept_data, rollout
 from rlnumba.trainers.prompt_order import PromptOrder, curriculum_values
 from rlnumba.trainers.replay_buffer import ReplayBuffer
@@ -50,6 +53,18 @@ def sampling_params(train, seed, n):
             "train.sampling_mask_replay replays top_p, top_k and min_p, but no penalties: set one of the two"
         )
     return params
+
+
+def check_sampling(run):
+    """Raise ConfigError for parameters of sampling that are wrong, or cannot act on the run's model."""
+    params = sampling_params(run.train, 0, 1)
+    if params.stop or params.stop_token_ids:
+        check_stops_of(params, find_model(run.model, weights=False))
+
+
+def check_stops_of(params, folder):
+    """check_stops for the model of a folder, whose weights are not read."""
+    check_stops(params, Tokenizer.from_folder(folder), read_config(folder).vocab_size)
 
 
 def evaluate(llm, rewards, prompts, run, trainer_state):

@@ -1,6 +1,7 @@
 """GRPO against TRL's own loss, its invariants, and runs of a few seconds."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,8 @@ from rlnumba.rewards import RewardError, TrainerState
 from rlnumba.runtime import device
 from rlnumba.trainers import core, grpo, prompt_loop, prompt_run, prompt_schedule
 from rlnumba.trainers.core import Policy
+from rlnumba.trainers.eval import run_eval
+from rlnumba.trainers.plan import Planner
 from rlnumba.trainers.prompt_order import PromptOrder
 from rlnumba.trainers.rollout import Generation, Rollouts, Sample, derived_seed
 from rlnumba.trainers.run_folder import Clock
@@ -340,11 +343,23 @@ def test_generation_kwargs_reach_sampling_and_take_precedence():
         ({"min_tokens": 9}, r"sampling: min_tokens must be an integer in \[0, max_tokens\], which is 8, got 9"),
         ({"stop": 5}, "sampling: stop must be a list, got 5"),
         ({"presence_penalty": "x"}, r"sampling: presence_penalty must be in \[-2, 2\], got 'x'"),
+        (
+            {"stop": ["it", "a<eos>"]},
+            "sampling: stop 'a<eos>' cannot occur, .* special token <eos>; stop at '<eos>' alone",
+        ),
+        ({"stop_token_ids": [3, 48]}, "sampling: stop_token_ids 48 is outside of the model's vocabulary of 48"),
     ],
 )
-def test_wrong_generation_kwargs_are_named_before_anything_is_loaded(tmp_path, kwargs, message):
-    with pytest.raises(ConfigError, match=message):
-        grpo.run_grpo(grpo_run(tmp_path / "run", generation_kwargs=kwargs))
+def test_wrong_generation_kwargs_are_named_before_anything_is_loaded(tmp_path, monkeypatch, kwargs, message):
+    monkeypatch.delattr("rlnumba.model.transformer.load_weights")
+
+    def made():
+        run = grpo_run(tmp_path / "run", generation_kwargs=kwargs)
+        return replace(run, data=replace(run.data, eval=run.data.train))
+
+    for start in (grpo.run_grpo, run_eval, lambda run: Planner("grpo", run, False, 1 << 30)):
+        with pytest.raises(ConfigError, match=message):
+            start(made())
     assert not (tmp_path / "run").exists()
 
 

@@ -623,6 +623,12 @@ def test_verl_compute_score(tmp_path):
     assert rewards.score(PROMPTS, TEXTS, IDS, columns).values[:, 0].tolist() == [4.0, 6.0, 1.0]
 
 
+def test_functions_of_one_name_are_numbered():
+    functions = [lambda completions, n=n, **columns: [n] * len(completions) for n in range(5)]
+    rewards = load_rewards(RewardsConfig(funcs=["f", "g", "f", "g", "f"]), functions)
+    assert rewards.names == ["f", "g", "f_2", "g_2", "f_3"]
+
+
 def test_accuracy_reward():
     pytest.importorskip("math_verify")
     texts = [r"so \boxed{\frac{1}{3}}", [{"role": "assistant", "content": r"\boxed{0.5}"}], "no answer", "$x$"]

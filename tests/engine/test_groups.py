@@ -122,6 +122,24 @@ def test_a_group_that_waits_for_its_turn_has_not_begun(model):
     assert groups.take_begun() == []
 
 
+def test_a_group_that_comes_back_is_the_last_to_wait(model):
+    """What was taken back has left the queue, so that it does not begin before those that came meanwhile."""
+    groups = GroupEngine(make_engine(model, max_num_seqs=4))
+    params = SamplingParams(n=2, max_tokens=6, ignore_eos=True)
+    for number in (0, 1, 2):
+        groups.submit(request_of(number, 0, replace(params, n=4 if number == 0 else 2)))
+    groups.step()
+    assert groups.take_begun() == [0]
+    request = groups.interrupt(1)
+    assert [len(sequence.token_ids) for sequence in request.begun] == [len(PROMPT)] * 2
+    groups.submit(request)
+    begun = []
+    while not groups.is_idle:
+        groups.step()
+        begun.append(groups.take_begun())
+    assert [each for each in begun if each] == [[2, 1]]
+
+
 def test_groups_wait_for_the_weights_that_they_ask_for(model):
     groups = GroupEngine(make_engine(model))
     for number, version in enumerate((0, 2, 1)):

@@ -40,7 +40,7 @@ SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-149, (2 - 2.0**-23) * 2.0**127
 
 
 class Condition(NamedTuple):
-    """What the value of one of several keys, each "section.name", must be: is_met(value), and `text` says it."""
+    """A condition on the value of one of several keys, each "section.name": is_met(value), which `text` says."""
 
     keys: tuple
     text: str
@@ -283,7 +283,7 @@ def _value_of(run, attributes, name):
 
 
 def needs_text(needs):
-    """What a key's `needs` says, as a text: "train.packing", "train.loss_type = sapo"."""
+    """The text of a key's `needs`: "train.packing", "train.loss_type = sapo"."""
     return str(needs) if isinstance(needs, str | Condition) else f"{needs[0]} = {' or '.join(needs[1])}"
 
 

@@ -87,7 +87,7 @@ def translated(name, value, known, has_16_bits=always):
 
 
 def _model_init(value, has_16_bits):
-    """What the table model_init_kwargs means here: its dtype, as a pair or None."""
+    """The meaning here of the table model_init_kwargs: its dtype, as a pair or None."""
     options = dict(value or {})
     dtype = str(options.pop("dtype", options.pop("torch_dtype", None))).removeprefix("torch.")
     if options:

@@ -1,4 +1,4 @@
-"""Which keys may be other ones where a run goes on (`--resume`), and what a change then does.
+"""The keys that may change where a run goes on (`--resume`), and what a change then does.
 
 A key that is not listed here must be what it was: a new key, too, until it is known what a change of it means.
 """

@@ -41,7 +41,7 @@ def paths_of_rows(value):
 
 
 def _any_path(is_one):
-    """What a Condition on data.train or data.eval asks of their value: is_one(path) for one of its paths."""
+    """The is_met of a Condition on data.train or data.eval: is_one(path) for one of its paths."""
     return lambda value: value is not None and any(map(is_one, paths_of_rows(value)))
 
 

@@ -108,7 +108,7 @@ def is_templated(rows, data):
 
 
 def pair_cells(data):
-    """How the csv cells of pairs are read: {column: function of formats.py}."""
+    """The functions that read the csv cells of pairs: {column: function of formats.py}."""
     return TEMPLATE_CELLS | dict.fromkeys((data.prompt_column or "prompt", *SIDES), chat_cell)
 
 

@@ -96,11 +96,11 @@ class StepOutput(NamedTuple):
         return self._part(lambda each: each.request_id != request_id)
 
     def only(self, request_id):
-        """What it has of a request."""
+        """The part of it that belongs to a request."""
         return self._part(lambda each: each.request_id == request_id)
 
     def _part(self, is_kept):
-        """What it has of those requests for whose sequences and FinishedCompletions is_kept is true."""
+        """The part of it for whose sequences and FinishedCompletions is_kept is true."""
         kept = [i for i, sequence in enumerate(self.sequences) if is_kept(sequence)]
         finished = [completion for completion in self.finished if is_kept(completion)]
         columns = self.sequences[kept], self.token_ids[kept], self.logprobs[kept]
@@ -119,7 +119,7 @@ class StepOutput(NamedTuple):
 
 
 def longest_sequence(model_config, engine_config):
-    """How many tokens a sequence may have: max_model_len, or without it the model's num_positions.
+    """The most tokens of a sequence: max_model_len, or without it the model's num_positions.
 
     Raises ConfigError if max_model_len is more than the model has positions.
     """

@@ -1,4 +1,4 @@
-"""How a model's card samples: the keys of generation_config.json, as SamplingParams.
+"""Sampling as a model's card recommends it: the keys of generation_config.json, as SamplingParams.
 
 As in transformers, temperature and filters count where `do_sample` is true; the ids that end a completion are in
 ModelConfig.

@@ -130,7 +130,7 @@ class LLM:
         return outputs
 
     def chat(self, messages, params=None, progress=None, finished=None, adapters=None, **others):
-        """As generate, of a list of messages, or of several, each as the model's chat template writes it.
+        """Complete a list of messages, or several, as generate does, each as the model's chat template writes it.
 
         chat_template_kwargs: variables of the template; its own tools are among them.
         """

@@ -304,7 +304,7 @@ class Runner:
             return reserve_workspace(*self.heads, self._largest_calls(cached_tokens, self.eager))
 
     def workspace_bytes(self, cached_tokens, eager):
-        """What reserve_workspace would return on a GPU, but for what fills the driver's pages."""
+        """The bytes that reserve_workspace would return on a GPU, but for what fills the driver's pages."""
         return 4 * sum(workspace_sizes(*self.heads, self._largest_calls(cached_tokens, eager)))
 
     def _largest_calls(self, cached_tokens, eager):

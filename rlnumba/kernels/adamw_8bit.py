@@ -146,7 +146,7 @@ def _tables():
 
 @numba.njit
 def nearest_cpu(limits, value):
-    """How many of the limits, ascending, are below a value: the number of its nearest code, int32; of 0 for NaN."""
+    """The number of limits, ascending, below a value: that of its nearest code, int32; of 0 for NaN."""
     if value != value:
         value = np.float32(0.0)
     found, step = 0, 128
@@ -164,7 +164,7 @@ def nearest_function(intervals, signed):
 
     @device_function
     def nearest(below, start, limits, value):
-        """How many of the limits are below a value, int32; below[start:]: limits_below. NaN has the code of 0."""
+        """The number of limits below a value, int32; below[start:]: limits_below. NaN has the code of 0."""
         bits = float_as_int(value)
         interval = np.int32(max(np.int32(np.int32(bits & np.int32(0x7FFFFFFF)) >> shift), first) - first)
         # The bits of a NaN are beyond all intervals.

@@ -270,7 +270,7 @@ class Tokenizer:
 
 
 def _settings(folder):
-    """What a folder's tokenizer_config.json holds, in old folders with special_tokens_map.json: dict."""
+    """The content of a folder's tokenizer_config.json, in old folders with special_tokens_map.json: dict."""
     path, legacy = (Path(folder) / name for name in ("tokenizer_config.json", "special_tokens_map.json"))
     settings = read_json(path) if path.exists() else {}
     return {**settings, **read_json(legacy)} if "added_tokens_decoder" not in settings and legacy.exists() else settings

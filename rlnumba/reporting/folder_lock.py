@@ -114,6 +114,6 @@ def _is_at(descriptor, path):
 
 
 def _owner(descriptor):
-    """What a lock file says of its owner, as a part of a sentence: str."""
+    """The owner that a lock file names, as a part of a sentence: str."""
     pid, at, host = os.pread(descriptor, 1000, 0).decode(errors="replace").strip().partition("@")
     return f"process {pid} on {host}" if at else "a process that has not written its number yet"

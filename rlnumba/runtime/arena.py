@@ -31,7 +31,7 @@ class Arena:
 
     @property
     def address(self):
-        """Where its memory is on the GPU, which never changes, or None before its first array."""
+        """The address of its memory on the GPU, which never changes, or None before its first array."""
         return self._memory and self._memory.address
 
     @property

@@ -31,7 +31,7 @@ def _driver():
 
 
 def _call(function, *arguments):
-    """What a function of the driver returns beside CUDA_SUCCESS, which is 0; DeviceError for another result."""
+    """The results of a function of the driver after CUDA_SUCCESS, which is 0; DeviceError for another status."""
     error, *results = function(*arguments)
     if int(error):
         raise DeviceError(f"{function.__name__} failed: {error.name}")

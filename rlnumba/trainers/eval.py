@@ -67,7 +67,7 @@ def run_eval(run, model=None, output=None, dtype=None, status=None, kind="grpo",
 
 
 def describe_model(kind, run, model=None):
-    """What run_eval has evaluated, for the same arguments: "model DIR" or "adapter DIR on base DIR"."""
+    """The model that run_eval has evaluated, for the same arguments: "model DIR" or "adapter DIR on base DIR"."""
     name = model or run.model
     folder = find_model(name)
     if not is_adapter(folder):

@@ -135,7 +135,7 @@ def choose_activations(planner, available):
 
 
 def describe_choice(keys, plan, full, available):
-    """What was chosen for the activations and why, one line."""
+    """The choice of activations and its reason, one line."""
     free = f"{amount(plan.needed)} needed, {amount(available)} there"
     if keys["activation_memory"] == "full":
         return f"activations: all are kept: {free}"

@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """How a step is computed: keys of [train], what recomputation costs, how many micro-batches there are for one of
+    """A way to compute a step: keys of [train], what recomputation costs, how many micro-batches there are for one of
     the file, whether the state is in host memory."""
 
     keys: dict
@@ -189,7 +189,7 @@ def schedules_of(train, planner):
 
 
 def result_of_pieces(train, pieces):
-    """What micro-batches of so many parts do to the result: sums are rounded otherwise, and bnpo's are other means."""
+    """The effect of micro-batches of so many parts on the result: sums round otherwise, and bnpo's are other means."""
     if pieces == 1:
         return SAME
     return OTHER if getattr(train, "loss_type", None) == "bnpo" else ROUNDED

@@ -18,12 +18,12 @@ _kept = None
 
 
 def rows_key(kind, run):
-    """What the rows of a trainer's run, kind "sft" or another, follow from: str."""
+    """The key of the rows of a trainer's run, kind "sft" or another: what they follow from, str."""
     return repr((kind, run.model, run.data, replace(run.train, **WITHOUT_EFFECT_ON_ROWS)))
 
 
 def prompts_key(run, limit):
-    """What the prompts of a run follow from: str. limit: tokens of the longest one."""
+    """The key of the prompts of a run: what they follow from, str. limit: tokens of the longest one."""
     return repr((run.model, run.data, limit))
 
 

@@ -668,7 +668,7 @@ def _describe_disk(run, plan):
 
 
 def _lacks(phase):
-    """What a phase of a run whose phases take turns does without: str."""
+    """The regions that a phase of a run whose phases take turns does without: str."""
     (others,) = (names for name, names in OF_PHASES.items() if name != phase)
     return f"all but {' and '.join(others)}"
 

@@ -140,7 +140,7 @@ class ActorCritic:
 
     @property
     def is_updating(self):
-        """As Policy's, of both."""
+        """Whether the weights of either model are being updated."""
         return self.policy.is_updating
 
     @is_updating.setter

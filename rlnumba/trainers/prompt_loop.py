@@ -96,7 +96,7 @@ def processes_of(run, communicator):
 
 
 class PromptLoop:
-    """What the run of a RunFolder has loaded, and its steps. The other arguments are those of train_on_prompts.
+    """The loaded parts of the run of a RunFolder, and its steps. The other arguments are those of train_on_prompts.
 
     llm: of this rank; generator: the LLM, or that of all ranks. elsewhere: the EngineElsewhere that both have where
     ranks have the weights in parts, else None. ahead: the Ahead of a run with [async], else None; waiting: the

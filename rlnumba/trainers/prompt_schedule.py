@@ -24,7 +24,7 @@ class MicroStep(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where a schedule begins: at an optimizer step, `epochs` passes over the prompts after the run's beginning, with
+    """The beginning of a schedule: an optimizer step, `epochs` passes over the prompts after the run's beginning, with
     the micro-step `within` of a generation. Of a run that goes on with other sizes it is the step of the checkpoint."""
 
     step: int = 0
@@ -56,7 +56,7 @@ class MicroBatchSchedule(Schedule):
 
     @property
     def sizes(self):
-        """What the place of a step within its generation depends on: list of int."""
+        """The numbers on which the place of a step within its generation depends: list of int."""
         size, steps = self.train.per_device_train_batch_size, self.train.rollout_steps
         return [self.micro_steps_per_epoch, self.accumulation, self.micro_steps_per_generation, size, steps]
 

@@ -57,7 +57,7 @@ def last_checkpoint_named(output_dir):
 
 
 def _train(communicator, kind, run, resume, reward_funcs, callbacks):
-    """What each rank does; the first returns the TrainerState."""
+    """Train on one rank; the first returns the TrainerState."""
     check_equal(communicator, facts_of(run))
     run = fit_to_device(kind, located(run), communicator)
     train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")

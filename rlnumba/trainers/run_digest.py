@@ -1,4 +1,4 @@
-"""What decides the result of a run, as its checkpoints keep it, and the comparison with a run that goes on.
+"""The digest of a run: what decides its result, which checkpoints keep, and the comparison with a run that goes on.
 
     keys      every key of the configuration; the sizes of a step and a generation are those of all ranks together
     inputs    model, critic, adapter, tokenizer: a hash of each

@@ -211,7 +211,7 @@ class RunFolder:
         self._moved_early = {}
 
     def decided(self, value):
-        """What rank 0 has decided, on all ranks, which call this together. Raises SharedError for one of `sharing`."""
+        """The decision of rank 0, on all ranks, which call this together. Raises SharedError for one of `sharing`."""
         if self.is_alone:
             return value
         found, problem = self.communicator.objects((value, self._problem))[0]
@@ -266,7 +266,7 @@ class RunFolder:
         return MetricsWriter(self.path, total_steps, self.step, train.logging_steps, *printed, **where, **tracked)
 
     def _left_behind(self):
-        """What an earlier run has left that a new one would overwrite: paths, none where it wrote nothing of weight."""
+        """The paths of an earlier run that a new one would overwrite, none where it wrote nothing of weight."""
         left = [path for name in RUN_FILES if (path := self.path / name).exists()]
         return left if any(path.name in ("metrics.jsonl", "checkpoints", "final") for path in left) else []
 

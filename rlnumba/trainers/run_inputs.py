@@ -1,4 +1,4 @@
-"""What a run reads: the files and folders that its keys name, also those that lie in its own output_dir.
+"""The inputs of a run: the files and folders that its keys name, also those that lie in its own output_dir.
 
 A run that starts afresh sets what an earlier run has left in output_dir aside, in earlier-N. An input may be among it,
 as where `model` is output_dir/final of a first stage. It is then read there, output_dir/earlier-N/final, also by a run
@@ -83,7 +83,7 @@ def earlier_folders(output_dir):
 
 
 class SetAside:
-    """Where the inputs of a run are that an earlier run has left in output_dir.
+    """The places of a run's inputs that an earlier run has left in output_dir.
 
     moved: {path in output_dir: where it is now, in output_dir}, of what was moved to earlier-N; as JSON has it.
     """
@@ -97,7 +97,7 @@ class SetAside:
         return found.relative_to(root) if found.is_relative_to(root) and found != root else None
 
     def __call__(self, path):
-        """Where a path is now: str."""
+        """The present place of a path: str."""
         inside = self.within(path)
         if inside is None:
             return path

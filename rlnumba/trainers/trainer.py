@@ -237,11 +237,11 @@ class Trainer:
         return TrainOutput(state.global_step, loss, metrics | {"epoch": state.epoch})
 
     def _reward_functions(self):
-        """What run_function takes besides: a tuple."""
+        """The further arguments of run_function: a tuple."""
         return ()
 
     def _resume_of(self, given):
-        """What a run's `resume` is for resume_from_checkpoint: bool or int."""
+        """A run's `resume` for resume_from_checkpoint: bool or int."""
         if given is None or isinstance(given, bool | int):
             return given or False
         folder = Path(self.args.output_dir) / "checkpoints"
@@ -529,7 +529,7 @@ class PPOTrainer(GRPOTrainer):
 
 
 def _reward_funcs(name, given):
-    """What a trainer's reward_funcs names or gives: list. Raises TypeError for what is neither a name nor callable."""
+    """The functions and names of a trainer's reward_funcs: list. TypeError for what is neither name nor callable."""
     funcs = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     for each in funcs:
         if not isinstance(each, str | Path) and not callable(each):

@@ -1,4 +1,4 @@
-"""Which rows a block of an attention kernel owns, for the kernels whose blocks are not scheduled by themselves.
+"""The rows that a block of an attention kernel owns, for the kernels whose blocks are not scheduled by themselves.
 
 All blocks lie along x: y and z end at 65,535, fewer than the sequences or the tiles of rows that there may be.
 """

@@ -177,7 +177,7 @@ def dq_row_offset_function(config):
 
 @device_function
 def dq_sum_rows(rows):
-    """How many rows the sums of a tile of so many take: at most nine more."""
+    """The rows that the sums of a tile of so many rows take: at most nine more."""
     pairs = min(rows & i32(15), i32(8))
     return i32((rows & i32(-16)) + i32(2) * i32(i32(pairs + i32(1)) & i32(-2)))
 

@@ -56,7 +56,8 @@ def partial_slots(config, sequences, kv_heads, gqa_ratio, max_seqlen_q, max_cont
 
 
 def workspace_sizes(element, kv_heads, gqa_ratio, head_dim, box, calls):
-    """As paged.workspace_sizes, which calls this. Declared groups need no more. box: of decode_config."""
+    """The sm90 family's part of paged.workspace_sizes, which calls this. Declared groups need no more. box: of
+    decode_config."""
     # A call with fewer sequences and shorter queries may have wider work items.
     widest = MAX_DECODE_ROWS // gqa_ratio
     few = [(min(sequences, FEW_SEQUENCES), min(longest, widest), context) for sequences, longest, context in calls]

@@ -237,7 +237,7 @@ def _yarn_frequencies(periods, head_dim, theta, scaling):
 
 
 def _yarn_amplitude(scaling):
-    """What the tables are multiplied by."""
+    """The factor of the tables."""
 
     def attention_scale(mscale):
         return 0.1 * mscale * math.log(max(scaling.factor, 1)) + 1.0

@@ -119,6 +119,7 @@ def check_is_one_folder(path, communicator):
     """
     mine = path / f".seen-by-all-ranks-{secrets.token_hex(8)}" if communicator.rank == 0 else None
     if mine is not None:
+        path.mkdir(parents=True, exist_ok=True)
         mine.touch()
     try:
         name = communicator.objects(mine and mine.name)[0]

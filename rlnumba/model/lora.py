@@ -499,6 +499,14 @@ def save_adapter(adapter, folder, heads=None):
     write_tensors(folder / TENSORS, tensors, {"format": "pt"})
 
 
+def first_adapter(lora):
+    """The folder of the adapter that lora.init names. Raises UserError if it has none."""
+    folder = Path(lora.init)
+    if not (folder / CONFIG).exists():
+        raise UserError(f"lora.init: {folder / CONFIG}: no such file")
+    return folder
+
+
 def lora_of_run(lora, config):
     """The LoraConfig of a run's adapter: the section, or the keys of lora.init's adapter, but for lora_dropout not 0.
 
@@ -506,10 +514,8 @@ def lora_of_run(lora, config):
     """
     if lora.init is None:
         return lora
-    path, default = Path(lora.init) / CONFIG, LoraConfig()
-    if not path.exists():
-        raise UserError(f"lora.init: {path}: no such file")
-    found = LoraConfig(**_lora_keys(read_adapter_config(lora.init)[0], config, path))
+    folder, default = first_adapter(lora), LoraConfig()
+    found = LoraConfig(**_lora_keys(read_adapter_config(folder)[0], config, folder / CONFIG))
     given = replace(lora, target_modules=resolve_targets(config, lora.target_modules, "lora.target_modules"))
     for key in ("r", "lora_alpha", "target_modules", "use_rslora"):
         wanted, has = getattr(given, key), getattr(found, key)

@@ -24,7 +24,7 @@ from rlnumba.config.keys import keys_of, section_fields, sections_of
 from rlnumba.config.resuming import CONTENT, FREE, NEXT, rule_of
 from rlnumba.errors import ConfigError
 from rlnumba.model.config import ModelConfig, read_json
-from rlnumba.model.lora import is_adapter
+from rlnumba.model.lora import first_adapter, is_adapter
 from rlnumba.model.tokenizer import FILES, TEMPLATE_FOLDER
 from rlnumba.model.transformer import find_model
 from rlnumba.rewards.calling import ModelReward
@@ -43,8 +43,12 @@ def digest_of(run):
     Raises UserError for a model or adapter that is not there.
     """
     keys, folder = keys_of_run(run), find_model(run.model)
-    sources = {"model": folder, "critic.model": keys.get("critic.model"), "lora.init": keys.get("lora.init")}
-    inputs = {name: model_hash(find_model(source)) for name, source in sources.items() if source is not None}
+    folders = {"model": folder}
+    if keys.get("critic.model") is not None:
+        folders["critic.model"] = find_model(keys["critic.model"])
+    if keys.get("lora.init") is not None:
+        folders["lora.init"] = first_adapter(run.lora)
+    inputs = {name: model_hash(path) for name, path in folders.items()}
     inputs["tokenizer"] = files_hash([folder / name for name in FILES] + sorted((folder / TEMPLATE_FOLDER).glob("*")))
     if keys["train.dtype"] is None:
         keys["train.dtype"] = "float32" if device.name() == "cpu" else ModelConfig.from_folder(folder).dtype

@@ -13,13 +13,18 @@ from tests.close import assert_close, assert_same_bits
 FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "kernels"
 MOST_LINES = 100
 SM80, SM90 = (8, 0), (9, 0, "a")
-MATRICES, FLAT, INT = ["uint16[:,::1]"] * 3, ["uint16[::1]"] * 3, ["int64"]
+X, WORDS, FLAT, MAP, INT = "uint16[:,::1]", "int32[:,::1]", "uint16[::1]", "uint8[::1]", "int64"
 # (m, n, k): several tiles in one direction, ragged where the step allows it; kernel, its types, architectures.
 GEMMS = {
-    "gemm_1_threads": ((9, 34, 20), "gemm_threads_kernel", MATRICES, [SM80, SM90]),
-    "gemm_2_shared": ((64, 32, 64), "gemm_shared_kernel", MATRICES, [SM80, SM90]),
-    "gemm_3_registers": ((128, 128, 32), "gemm_registers_kernel", MATRICES, [SM80, SM90]),
-    "gemm_4_vectors": ((128, 128, 32), "gemm_vectors_kernel", FLAT + 2 * INT, [SM80, SM90]),
+    "gemm_1_threads": ((9, 34, 20), "gemm_threads_kernel", [X, X, X], [SM80, SM90]),
+    "gemm_2_shared": ((64, 32, 64), "gemm_shared_kernel", [X, X, X], [SM80, SM90]),
+    "gemm_3_registers": ((128, 128, 32), "gemm_registers_kernel", [X, X, X], [SM80, SM90]),
+    "gemm_4_vectors": ((128, 128, 32), "gemm_vectors_kernel", [FLAT, FLAT, FLAT, INT, INT], [SM80, SM90]),
+    "gemm_5_mma": ((128, 128, 64), "gemm_mma_kernel", [X, X, WORDS, INT], [SM80, SM90]),
+    # More rounds than the ring has stages; more tiles than the simulator's one SM computes at a time.
+    "gemm_6_copies": ((128, 128, 160), "gemm_copies_kernel", [X, X, WORDS, INT], [SM80, SM90]),
+    "gemm_7_wgmma": ((128, 256, 320), "gemm_wgmma_kernel", [MAP, MAP, WORDS, INT], [SM90]),
+    "gemm_8_warps": ((256, 256, 320), "gemm_warps_kernel", [MAP, MAP, WORDS, INT], [SM90]),
 }
 
 

@@ -26,9 +26,12 @@ from rlnumba.distributed.weight_push import Mapping
 from rlnumba.distributed.weight_sync import Staging, WeightReceiver
 from rlnumba.errors import CommunicationError, UserError
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.model.config import ModelConfig
 from rlnumba.model.lora import adapter_of_run
 from rlnumba.model.shard import Shard
-from rlnumba.model.transformer import load_model
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import Transformer, check_shard, find_model, load_model
+from rlnumba.model.weights import Weights
 from rlnumba.runtime import ahead_of_time, device, garbage
 
 # Seconds in which a follower that has ended can have reported why, and then be waited for.
@@ -37,6 +40,37 @@ REPORT_S, END_S = 2.0, 0.2
 NOTICE_S = 5.0
 # Seconds in which the last messages of a process that ends are written.
 FINISH_S = 2.0
+
+
+class HeldModel(NamedTuple):
+    """What the trainer has of its model but for the weights that it trains, which it sends; its folder may be gone.
+
+    config, generation_config: the whole Transformer's. base: of a model whose adapter alone is trained, the folder or
+    hub id of its weights, else None; files: what identity_of said of that folder when the run began, or None.
+    """
+
+    config: ModelConfig
+    generation_config: dict
+    tokenizer: Tokenizer | None
+    base: str | None = None
+    files: dict | None = None
+
+    @classmethod
+    def of(cls, model, tokenizer, source, is_one_host=True):
+        """The HeldModel of a Transformer that is trained, and was read from `source`.
+
+        is_one_host: whether the inference processes are of this host, and see the same files.
+        """
+        held = cls(model.config, model.generation_config, tokenizer)
+        if model.adapter is None:
+            return held
+        return held._replace(base=source, files=identity_of(source) if is_one_host else None)
+
+
+def identity_of(source):
+    """{name: what changes with the content} of the files with the weights of a folder or hub id."""
+    found = {path.name: path.stat() for path in sorted(find_model(source).glob("*.safetensors"))}
+    return {name: (each.st_ino, each.st_size, each.st_mtime_ns) for name, each in found.items()}
 
 
 class Failed(NamedTuple):
@@ -139,9 +173,20 @@ def choose_device(setup, rank=0):
 
 def _load_shard(setup, shard, link):
     """A process's part of the model, and of the adapter that is trained."""
-    model = load_model(setup.model, setup.dtype, shard=shard)
+    held = setup.held
+    check_shard(shard, held.config)
+    if setup.lora is None:
+        weights = Weights(held.config, setup.dtype, shard=shard)
+    else:
+        if held.files is not None and identity_of(held.base) != held.files:
+            raise UserError(
+                f"{held.base}: its weights are not those any more with which the run began; with [lora] a process that "
+                "is started reads them"
+            )
+        weights = load_model(held.base, setup.dtype, shard=shard).weights
+    model = Transformer(shard.config_of(held.config), weights, held.generation_config)
     if setup.lora is not None:
-        model.adapter = adapter_of_run(setup.lora, model.weights, model.dtype.name, setup.model, setup.seed)
+        model.adapter = adapter_of_run(setup.lora, weights, model.dtype.name, held.base, setup.seed)
     if link is not None:
         model.ranks = TensorParallel(_connect(link, setup), model.config.vocab_size)
     return model

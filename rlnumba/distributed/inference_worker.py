@@ -15,15 +15,13 @@ from typing import NamedTuple
 
 from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.distributed.communicator import TIMEOUT_S
-from rlnumba.distributed.inference_group import FINISH_S, Failed, Followers, choose_device
+from rlnumba.distributed.inference_group import FINISH_S, Failed, Followers, HeldModel, choose_device
 from rlnumba.distributed.queued_connection import QueuedConnection
 from rlnumba.distributed.weight_push import OwnStaging
 from rlnumba.distributed.weight_sync import Begin, Bucket, Finish, Staging, WeightReceiver, WeightsRefused
 from rlnumba.engine.core import Engine
 from rlnumba.engine.groups import GroupEngine, GroupRequest
 from rlnumba.errors import CommunicationError
-from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_model
 from rlnumba.runtime import garbage
 
 # Seconds between two signs of life, unless a step takes longer.
@@ -33,7 +31,7 @@ HEARTBEAT_S = 0.2
 class Setup(NamedTuple):
     """What an inference process needs to know at its start.
 
-    model: folder or hub id; gpu: the number of its GPU, which num_sharing processes use, None on the cpu device.
+    held: the trainer's HeldModel; gpu: the number of its GPU, which num_sharing processes use, None on the cpu device.
     staging: (bytes of a version, number of versions, descriptor), or None: the process has its own. in_flight,
     keep_cache: whether running completions go on with new weights, and with their keys and values. followers: of
     further processes that have a part of the model each, (gpu, num_sharing); timeout_s: how long these processes wait
@@ -41,7 +39,7 @@ class Setup(NamedTuple):
     the trainer, which compiles for both.
     """
 
-    model: str
+    held: HeldModel
     dtype: str
     lora: LoraConfig | None
     seed: int
@@ -149,13 +147,12 @@ class Server:
         choose_device(setup)
         model = followers.load_model(setup)
         self.ranks = model.ranks
-        tokenizer = Tokenizer.from_folder(find_model(setup.model))
         # Before the KV cache takes what memory is left.
         if setup.staging is None:
             staging = OwnStaging(model.trained, setup.bucket_bytes)
         else:
             staging = Staging(*setup.staging)
-        self.groups = GroupEngine(Engine(model, tokenizer, setup.engine))
+        self.groups = GroupEngine(Engine(model, setup.held.tokenizer, setup.engine))
         self.receiver = WeightReceiver(model.trained, staging, setup.bucket_bytes)
         # No group can begin before the first weights have arrived.
         self.groups.update_weights(self.receiver.version)

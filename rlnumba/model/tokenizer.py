@@ -71,6 +71,10 @@ class Tokenizer:
         # What `save` writes: the folder may have changed or gone by then.
         self._files = self._read_files()
 
+    def __getstate__(self):
+        # Templates are compiled again where they are needed.
+        return vars(self) | {"_compiled": {}}
+
     @classmethod
     def from_folder(cls, folder):
         """The Tokenizer of a folder, or None without a tokenizer.json there."""

@@ -28,6 +28,7 @@ import numpy as np
 
 from rlnumba.distributed import ray_cluster
 from rlnumba.distributed.inference import Engines, Limits
+from rlnumba.distributed.inference_group import HeldModel
 from rlnumba.distributed.inference_worker import Alive, Setup
 from rlnumba.distributed.placement import gpus_of_ranks, most_ranks_per_gpu
 from rlnumba.distributed.ray_engines import ObjectSender, RayEngines
@@ -418,7 +419,7 @@ class RemoteEngines:
 
     wait_s, is_own = POLL_S, False
 
-    def __init__(self, run, policy, pipeline, pusher, waiting):
+    def __init__(self, run, policy, tokenizer, pipeline, pusher, waiting):
         options, deploy, model = run.asynchronous, run.deploy, policy.model
         self.count, size = deploy.num_engines, deploy.tensor_parallel_size
         on_gpus, is_on_ray = device.name() == "cuda", deploy.launcher == "ray"
@@ -445,7 +446,10 @@ class RemoteEngines:
         if not sender.needs_offers:
             staging = sender.staging.nbytes, sender.staging.slots, sender.staging.descriptor
         common = {
-            "model": run.model, "dtype": model.dtype.name, "lora": run.lora, "seed": run.seed, "gemm": run.gemm,
+            "held": HeldModel.of(model, tokenizer, run.model, not is_on_ray), "dtype": model.dtype.name,
+            # Its values are sent, also where it began with those of another folder.
+            "lora": None if model.adapter is None else replace(model.adapter.lora, init=None),
+            "seed": run.seed, "gemm": run.gemm,
             "engine": run.engine, "device": device.name(), "bucket_bytes": sender.bucket_bytes,
             "staging": staging,
             "in_flight": options.in_flight_weight_updates,
@@ -723,7 +727,7 @@ def start_ahead(run, policy, llm, prompts, rewards, state, schedule, step, group
 
     def make_engines(pipeline):
         if run.deploy.num_infer_gpus:
-            return RemoteEngines(run, policy, pipeline, pusher, waiting)
+            return RemoteEngines(run, policy, llm.tokenizer, pipeline, pusher, waiting)
         return InterleavedEngine(run, policy, pipeline, llm.engine)
 
     return Ahead(pipeline, communicator, llm, prompts, rewards, make_engines, pusher)

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from rlnumba.distributed.inference import (
     SpawnedProcess,
     WaitingProcesses,
 )
+from rlnumba.distributed.inference_group import HeldModel
 from rlnumba.distributed.inference_worker import Begun, Interrupt, Setup
 from rlnumba.distributed.queued_connection import QueuedConnection
 from rlnumba.distributed.weight_sync import Begin, WeightSender
@@ -51,13 +53,15 @@ class Fixture:
     def __init__(
         self, count=2, make_sender=lambda trained: WeightSender(trained, 2, BUCKET_BYTES), start=SpawnedProcess, **setup
     ):
-        self.folder = setup.get("model", str(MODEL))
+        self.folder = setup.pop("model", str(MODEL))
         self.model = load_model(self.folder, setup.get("dtype", "float32"))
+        self.tokenizer = Tokenizer.from_folder(self.folder)
         self.sender = make_sender(self.model.trained)
         self.finished, self.expired = queue.SimpleQueue(), queue.SimpleQueue()
         staging = None if self.sender.needs_offers else self.sender.staging
         setup = Setup(
-            model=str(MODEL), dtype="float32", lora=None, seed=0, gemm="auto", engine=EngineConfig(), device="cpu",
+            held=HeldModel.of(self.model, self.tokenizer, self.folder),
+            dtype="float32", lora=None, seed=0, gemm="auto", engine=EngineConfig(), device="cpu",
             gpu=None, num_sharing=1, staging=staging and (staging.nbytes, staging.slots, staging.descriptor),
             bucket_bytes=self.sender.bucket_bytes, in_flight=True, keep_cache=True,
         )._replace(**setup)  # fmt: skip
@@ -101,7 +105,7 @@ class Fixture:
         return found
 
     def expected(self, requests):
-        groups = GroupEngine(Engine(self.model, Tokenizer.from_folder(self.folder)))
+        groups = GroupEngine(Engine(self.model, self.tokenizer))
         groups.update_weights(self.version)
         for request in requests.values():
             groups.submit(request)
@@ -112,8 +116,12 @@ class Fixture:
 
 
 @pytest.fixture(scope="module")
-def running():
-    fixture = Fixture()
+def running(tmp_path_factory):
+    """Of a model whose folder is gone before a process can read it."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    shutil.copytree(MODEL, folder)
+    fixture = Fixture(model=str(folder))
+    shutil.rmtree(folder)
     with fixture.engines:
         yield fixture
     assert all(process.process.poll() is not None for process in fixture.engines.processes)

@@ -2,20 +2,24 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import time
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rlnumba import cli
-from rlnumba.config import AsyncConfig, DeployConfig, to_toml
+from rlnumba.config import AsyncConfig, DeployConfig, LoraConfig, to_toml
 from rlnumba.distributed import inference_group
+from rlnumba.distributed.inference_group import HeldModel
 from rlnumba.distributed.shared_memory import unnamed_file
 from rlnumba.distributed.weight_shards import ranges_of, whole_of
-from rlnumba.errors import ConfigError
-from rlnumba.model.shard import Shard
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.model.lora import Adapter
+from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.transformer import load_model, save_model
 from tests.close import assert_same_bits
 from tests.distributed.test_asynchronous import followers_of
@@ -103,6 +107,36 @@ def test_ranges_of_a_shard(tmp_path, tied, lora, count):
         for first, source, size in ranges_of(shard):
             shard.flat[first : first + size] = model.trained.flat[source : source + size]
         assert_same_bits(shard.flat, expected)
+
+
+@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)])
+def test_the_base_of_an_adapter_is_the_one_that_the_run_began_with(tmp_path, shard):
+    """It is read anew, and not another one; what is trained is sent, also where it began with another adapter."""
+    folder, lora = tmp_path / "model", LoraConfig(r=2)
+    save_model(make_model(**WIDE), folder)
+    model = load_model(folder)
+    model.adapter = Adapter.new(model.config, lora, "float32", str(folder), 0)
+    setup = SimpleNamespace(held=HeldModel.of(model, None, str(folder)), dtype="float32", lora=lora, seed=0)
+    found = inference_group._load_shard(setup, shard, None)
+    expected = load_model(folder, shard=shard)
+    assert_same_bits(found.weights.flat, expected.weights.flat)
+    assert found.config == expected.config and found.adapter.lora == lora
+    weights = folder / "model.safetensors"
+    weights.rename(tmp_path / "kept")
+    with pytest.raises(UserError, match=f"{folder}: its weights are not those any more with which the run began"):
+        inference_group._load_shard(setup, shard, None)
+    weights.write_bytes((tmp_path / "kept").read_bytes())
+    with pytest.raises(UserError, match="are not those any more"):
+        inference_group._load_shard(setup, shard, None)
+    # Another host has files of its own.
+    setup.held = HeldModel.of(model, None, str(folder), is_one_host=False)
+    assert_same_bits(inference_group._load_shard(setup, shard, None).weights.flat, expected.weights.flat)
+    # Without an adapter all is sent.
+    (tmp_path / "kept").unlink()
+    shutil.rmtree(folder)
+    setup.held, setup.lora = HeldModel.of(model.without_adapter(), None, str(folder)), None
+    found = inference_group._load_shard(setup, shard, None)
+    assert not found.weights.flat.any() and found.weights.flat.shape == expected.weights.flat.shape
 
 
 def test_sizes_that_do_not_divide(tmp_path, capsys):

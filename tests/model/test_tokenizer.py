@@ -1,5 +1,6 @@
 import json
 import pathlib
+import pickle
 import shutil
 
 import pytest
@@ -54,6 +55,22 @@ def test_texts(tokenizer):
     assert tokenizer.decode_batch(of_all) == [tokenizer.decode(ids) for ids in of_all]
     assert tokenizer.decode_batch(of_all[:1]) == [tokenizer.decode(of_all[0])] and tokenizer.decode_batch([]) == []
     assert max(len(golden["ids"]) for golden in CHATS["texts"]) > 8  # the file's own truncation is off
+
+
+def test_a_pickled_tokenizer_needs_no_folder(tmp_path):
+    """Also one that has compiled a template."""
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDEN / "tokenizer", folder)
+    own = Tokenizer(folder)
+    assert_chats(own, CHATS["default"])
+    sent = pickle.dumps(own)
+    shutil.rmtree(folder)
+    found = pickle.loads(sent)
+    assert_chats(found, CHATS["default"])
+    for golden in CHATS["texts"]:
+        assert found.encode(golden["text"]) == golden["ids"] and found.decode(golden["ids"]) == golden["decoded"]
+    found.save(tmp_path)
+    assert Tokenizer(tmp_path).special_tokens == own.special_tokens
 
 
 def test_special_tokens(tokenizer, tmp_path):

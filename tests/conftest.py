@@ -24,7 +24,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from rlnumba.reporting import metrics, plots
 from rlnumba.runtime import device, dispatch
-from tests import pictures
+from tests import pictures, processes
 from tests.gpu_turns import ON_CPU, GpuTurns, fills_gpu
 from tests.offline import compile_offline  # noqa: F401 (a fixture)
 
@@ -106,8 +106,9 @@ def pictures_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def drawn_once(pictures_folder):
-    """Runs of this process copy the curves that an earlier one with the same metrics has drawn."""
+    """Runs of tests copy the curves that an earlier one with the same metrics has drawn."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "pictures_folder", pictures_folder)
         patch.setattr(metrics, "plot", pictures.drawn_once(pictures_folder))
         yield
 

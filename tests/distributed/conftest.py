@@ -1,13 +1,10 @@
 """Fixtures of the tests that start ranks."""
 
 import importlib
-import multiprocessing
 
 import pytest
 
-# What ranks of these tests import.
-PRELOADED = [f"rlnumba.trainers.{kind}" for kind in ("sft", "reward", "dpo", "kto", "grpo", "rloo", "ppo")]
-PRELOADED += ["tests.distributed.test_trainers", "tests.distributed.test_saving"]
+from tests import processes
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +20,6 @@ def quick_starts(monkeypatch):
 
     They have the environment of that process, not what a test has changed in its own.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = processes.forking()
     # The module: the package has a function of this name.
     monkeypatch.setattr(importlib.import_module("rlnumba.distributed.launch"), "get_context", lambda kind: context)

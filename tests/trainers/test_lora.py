@@ -131,8 +131,8 @@ def test_every_checkpoint_leads_to_the_same_end(tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.skipif(device.name() != "cpu", reason="times its kills for the cpu device")
 def test_a_killed_run_ends_with_the_same_weights(tmp_path):
-    run = with_lora(sft_run(tmp_path / "killed", max_steps=120, save_steps=7, shuffle_dataset=True), lora_dropout=0.1)
-    check_killed_run("sft", run_sft, run, (30,))
+    run = with_lora(sft_run(tmp_path / "killed", max_steps=40, save_steps=4, shuffle_dataset=True), lora_dropout=0.1)
+    check_killed_run("sft", run_sft, run, (13,))
 
 
 def test_grpo_with_a_reference_that_is_the_adapter_switched_off(tmp_path):

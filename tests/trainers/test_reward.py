@@ -165,8 +165,8 @@ def test_every_checkpoint_leads_to_the_same_end(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(device.name() != "cpu", reason="times its kills for the cpu device")
 def test_a_killed_run_ends_with_the_same_weights(tmp_path):
-    run = reward_run(tmp_path / "killed", max_steps=60, save_steps=5, shuffle_dataset=True, head_init="normal")
-    check_killed_run("reward", run_reward, run, (25,))
+    run = reward_run(tmp_path / "killed", max_steps=40, save_steps=5, shuffle_dataset=True, head_init="normal")
+    check_killed_run("reward", run_reward, run, (13,))
 
 
 @pytest.mark.parametrize("pad_token", ["<pad>", "<eos>"])

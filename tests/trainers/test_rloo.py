@@ -260,8 +260,8 @@ def test_a_generation_is_shuffled_by_its_place(monkeypatch):
 @pytest.mark.skipif(device.name() != "cpu", reason="times its kills for the cpu device")
 def test_killed_runs_end_with_the_same_weights(tmp_path):
     moving = {"sync_ref_model": True, "ref_model_sync_steps": 7}
-    run = rloo_run(tmp_path / "killed", **FOUR_STEPS_A_GENERATION, max_steps=60, save_steps=3, **moving)
-    check_killed_run("rloo", rloo.run_rloo, run, (12, 30))
+    run = rloo_run(tmp_path / "killed", **FOUR_STEPS_A_GENERATION, max_steps=24, save_steps=3, **moving)
+    check_killed_run("rloo", rloo.run_rloo, run, (8,))
 
 
 def test_a_checkpoint_inside_a_generation_leads_to_the_same_end(tmp_path):

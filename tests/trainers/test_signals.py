@@ -15,6 +15,7 @@ from rlnumba.config import to_toml
 from rlnumba.runtime import device, signals
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.sft import run_sft
+from tests import processes
 from tests.trainers.runs import MODEL, grpo_run, metrics_of, sft_run
 from tests.trainers.test_resume import elsewhere, hash_of, rows_without_times
 
@@ -58,10 +59,6 @@ def signalled(self, name):
 
 run_folder.Clock.phase = signalled
 """
-MAIN = """
-from rlnumba import cli
-cli.main()
-"""
 # A disk on which a checkpoint takes ten minutes, which are said on stderr to have begun.
 SLOW_DISK = """
 import sys, time
@@ -80,14 +77,7 @@ checkpoint._write = slowly
 def start(kind, run, *options, code=ANNOUNCING, **environment):
     config = pathlib.Path(f"{run.output_dir}.toml")
     config.write_text(to_toml(run))
-    return subprocess.Popen(
-        [sys.executable, "-c", code + MAIN, kind, "--config", str(config), *options],
-        env=os.environ | {"RLNUMBA_DEVICE": device.name()} | environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell's background jobs, and so the tests in one, ignore SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    return processes.start([kind, "--config", config, *options], code, **environment)
 
 
 def wait_for(process, line, times=1):

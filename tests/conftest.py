@@ -15,6 +15,7 @@ import gc
 import os
 import pathlib
 import pickle
+import sys
 
 import numba.core.dispatcher
 import numpy as np
@@ -32,6 +33,9 @@ RECORD = os.environ.get("RLNUMBA_RECORD_SIGNATURES")
 # "3/8": of the simulator's tests those with the numbers 3, 11, 19, ...
 PART = os.environ.get("RLNUMBA_PART")
 _signatures = {}
+# The tests start hundreds of processes, each of which would otherwise compile the sources that it imports.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_sessionstart():

@@ -145,9 +145,9 @@ def requests_of(config):
         {"n": 3, "logit_thresholds": True, "top_k": 7},
     ]
     prompts, params = [], []
-    for i in range(18):
+    for i in range(12):
         prompts.append(stem[: rng.integers(0, 41)] + rng.integers(0, config.vocab_size, rng.integers(1, 20)).tolist())
-        params.append(SamplingParams(**{"max_tokens": int(rng.integers(20, 60)), "ignore_eos": True, **kinds[i % 6]}))
+        params.append(SamplingParams(**{"max_tokens": int(rng.integers(10, 40)), "ignore_eos": True, **kinds[i % 6]}))
     return prompts, params
 
 

@@ -1,6 +1,8 @@
 """Bytes by region, and arenas."""
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -29,6 +31,24 @@ def test_arrays_of_open_scopes_do_not_overlap_and_bytes_are_counted():
 def test_an_array_needs_a_scope():
     with pytest.raises(ValueError, match="outside of a scope"):
         Arena("test").empty(3, np.float32)
+
+
+def test_garbage_leaves_the_report_that_it_is_in():
+    class Owner:
+        def __init__(self):
+            self.itself = self
+            memory.track("test garbage", 100)
+            weakref.finalize(self, memory.track, "test garbage", -100)
+
+    gc.disable()
+    try:
+        Owner()
+        with memory.separate_report() as regions:
+            Owner()
+        assert memory.allocated("test garbage") == 0
+        assert regions["test garbage"] == [0, 100]
+    finally:
+        gc.enable()
 
 
 def test_threads_count_in_one_region():

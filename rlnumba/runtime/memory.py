@@ -5,6 +5,7 @@ takes as much of it as it lacks. So an engine keeps its KV cache's memory while 
 that of its activations while the engine generates; where there is enough for both, nothing moves.
 """
 
+import gc
 import math
 import threading
 import weakref
@@ -70,10 +71,13 @@ def reset_peaks():
 def separate_report():
     """Inside, `track` counts into a dict of its own, {region: [bytes now, peak]}, which is yielded."""
     global _regions, _together
+    # What is garbage now leaves the report that it is in, and what is made inside the separate one.
+    gc.collect()
     before = _regions, _together
     _regions, _together = {}, [0, 0]
     try:
         yield _regions
+        gc.collect()
     finally:
         _regions, _together = before
 

@@ -17,7 +17,6 @@ without a line here. What operators allocate beside their arguments is not seen 
 """
 
 import functools
-import gc
 import math
 import mmap
 import sys
@@ -111,12 +110,9 @@ def shapes_only(properties=None):
     for module, name, _ in replaced:
         setattr(module, name, _no_operator)
     try:
-        # What is garbage now is to leave the report of the process, what is made inside the separate one.
-        gc.collect()
         with memory.separate_report() as regions:
             yield peaks
             peaks.update({region: peak for region, (_, peak) in regions.items()})
-            gc.collect()
     finally:
         for module, name, value in replaced:
             setattr(module, name, value)

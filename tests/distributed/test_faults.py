@@ -93,17 +93,17 @@ class Trouble(Exception):
     """What a bug raises."""
 
 
-def train_with_error(communicator, step, error, *arguments):
+def train_with_error(communicator, step, error, *arguments, **options):
     """train_each, with an error of the last rank in the backward of a step, the first of which is 0."""
     backward = core.Policy._backward
 
-    def fail_at_step(policy, *args, **options):
+    def fail_at_step(policy, *args, **kwargs):
         if policy.optimizer.steps == step and communicator.rank == communicator.world_size - 1:
             raise error
-        return backward(policy, *args, **options)
+        return backward(policy, *args, **kwargs)
 
     core.Policy._backward = fail_at_step
-    train_each(communicator, *arguments)
+    train_each(communicator, *arguments, **options)
 
 
 @pytest.mark.parametrize(

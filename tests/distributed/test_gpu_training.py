@@ -16,10 +16,12 @@ from rlnumba.distributed import launch, replicas
 from rlnumba.distributed.placement import RANKS_PER_GPU, gpus_of_ranks
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
+from rlnumba.errors import RankError
 from rlnumba.kernels.nn import reduce
 from rlnumba.model.transformer import load_model, save_model
 from rlnumba.trainers.ranks import train_on_ranks
 from tests.distributed import test_trainers, test_training
+from tests.distributed.test_faults import train_with_error
 from tests.distributed.test_trainers import LORA, train_each, written
 from tests.engine.test_llm import make_model
 from tests.trainers.runs import MODEL, SFT_ROWS
@@ -166,4 +168,18 @@ def test_a_killed_run_is_resumed_on_another_number(tmp_path, model, kind, counts
     # Ranks end when the process that started them has gone.
     time.sleep(2)
     found = train(kind, run_of(kind, tmp_path / "ended", model, counts[1], **options), resume=True)
+    assert found[0]["final/model.safetensors"] == expected[0]["final/model.safetensors"]
+
+
+def test_an_error_of_one_rank_leaves_a_checkpoint_of_the_last_step(tmp_path, model):
+    """Without graphs, which call no function that could raise it."""
+    options = {"max_steps": 4, "save_steps": 100, "cuda_graphs": False}
+    expected = train("sft", run_of("sft", tmp_path / "whole", model, **options))
+    runs = [("sft", run_of("sft", tmp_path / "run", model, 2, **options))]
+    place = {"transport": "peer", "gpus": gpus_of_ranks(2, "test")}
+    function = partial(train_with_error, segment=reduce.SEGMENT)
+    with pytest.raises(RankError, match="rank 1: internal error: MemoryError: 32 GiB"):
+        launch(function, 2, 2, MemoryError("32 GiB"), runs, timeout_s=300, **place)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
+    found = train("sft", run_of("sft", tmp_path / "run", model, **options), resume=True)
     assert found[0]["final/model.safetensors"] == expected[0]["final/model.safetensors"]

@@ -21,12 +21,12 @@ from shapes import QWEN3_06B, QWEN3_4B, QWEN3_8B, SHAPES, STORIES_15M, random_mo
 
 from rlnumba.config import SFTConfig
 from rlnumba.data import TokenSequence
-from rlnumba.model.config import LM_HEAD
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.shapes import shapes_only
 from rlnumba.trainers import sft
 from rlnumba.trainers.core import Policy
-from rlnumba.trainers.plan import CONTEXT_BYTES, Step, operator_bytes, take_step
+from rlnumba.trainers.plan import CONTEXT_BYTES, operator_bytes, take_step
+from rlnumba.trainers.planned import Step
 
 GIB = 2**30
 IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
@@ -72,7 +72,7 @@ def sequences_of(part, vocabulary):
 def planned(config, dtype, train, rows):
     """{region: bytes} of the planner, "operators" and "CUDA context" included on a GPU."""
     tokens = sum(map(sft.num_tokens, rows))
-    step = Step(lambda policy, _: sft.train_step(policy, rows, 0.0), tokens, LM_HEAD)
+    step = Step(lambda policy, _: [lambda: sft.train_step(policy, rows, 0.0)], tokens)
     with shapes_only() as peaks:
         take_step(config, dtype, SimpleNamespace(train=train, lora=None), step)
     regions = dict(peaks)

@@ -9,7 +9,6 @@ inside the commands, so that --help and a wrong option are answered at once.
 
 import contextlib
 import dataclasses
-import importlib
 import os
 import signal
 import sys
@@ -577,18 +576,18 @@ def _trainer(kind, purpose, files):
         if run.gemm != "cublas":
             ahead_of_time.prepare("rlnumba.trainers.kernel_list")
         _log_device()
+        from rlnumba.trainers.every import TRAINERS
         from rlnumba.trainers.fit import fit_to_device
         from rlnumba.trainers.plan import advise
         from rlnumba.trainers.run_folder import owner_of
         from rlnumba.trainers.run_inputs import located
 
-        train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
         with owner_of(run):
             if run.num_ranks == 1:
                 run = fit_to_device(kind, located(run))
             with advise(kind, run):
                 if run.num_ranks == 1:
-                    train(run, resume_step or resume)
+                    TRAINERS[kind].train(run, resume_step or resume)
                 else:
                     from rlnumba.trainers.ranks import train_on_ranks
 
@@ -632,7 +631,8 @@ def evaluate(config, trainer, model, output, dtype, overrides):
         for name in ("metrics.json", "completions.jsonl"):
             check_output(Path(output) / name, inputs)
     _log_device()
-    from rlnumba.trainers.eval import RowError, describe_model, run_eval
+    from rlnumba.trainers.eval import describe_model, run_eval
+    from rlnumba.trainers.row_loop import RowError
 
     progress = _Progress()
 

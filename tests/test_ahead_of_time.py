@@ -404,7 +404,7 @@ from rlnumba.config import load_run
 from rlnumba.data.files import sampled_rows
 from rlnumba.runtime.device import GPUS
 from rlnumba.runtime.shapes import launches_only
-from rlnumba.trainers import grpo, kernel_list, plan
+from rlnumba.trainers import grpo, kernel_list, plan, planned
 
 options = [("train.dtype", "bfloat16"), ("train.max_completion_length", "48"), ("train.num_generations", "64")]
 # With a reference model, whose log-probs the loss of each micro-batch reads.
@@ -419,7 +419,7 @@ with sampled_rows(1024):
         with launches_only(GPUS["h200"]) as found:
             policy, _ = plan.make_policies(planner.config, "bfloat16", run, step)
             with policy.context.use():
-                rollouts = kernel_list.invented_rollouts(run.train, step.prompts, length)
+                rollouts = planned.invented_rollouts(run.train, step.prompts, length, 512)
                 grpo.add_logprobs(policy, rollouts, on_policy=True)
                 grpo.train_step(policy, rollouts.parts(512, True), 0.0)
         if missing := set(found) - listed:

@@ -252,6 +252,11 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
         """Whether the importance ratio is to the sampler's log-probs also before the first update: bool."""
         return self.bypass_mode or self.replay_buffer_size > 0
 
+    @property
+    def policy_loss(self):
+        """The PolicyLossConfig of the loss."""
+        return self
+
     def __post_init__(self):
         super().__post_init__()
         if self.bypass_mode and (self.rollout_rs is not None or self.rollout_is_batch_normalize):

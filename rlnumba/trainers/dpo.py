@@ -14,46 +14,30 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlnumba.config import DPORun
 from rlnumba.data.packing import TokenSequence
 from rlnumba.data.pairs import load_pairs, truncated
 from rlnumba.kernels.logprob.ops import linear_logp
 from rlnumba.kernels.nn.elementwise import add, scale
 from rlnumba.kernels.rl.preference_loss import LOSS, PAIR_STATS, preference_loss, preference_metrics
 from rlnumba.runtime import device
-from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.micro_batch import costliest_first
+from rlnumba.trainers.planned import Models
 from rlnumba.trainers.preference import (
     CompletionBatch,
     TokenMetrics,
     evaluation,
+    load_with_reference,
     optimizer_step,
     stored_reference_logps,
 )
-from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows, training_rows
-from rlnumba.trainers.run_folder import begin_run, log
+from rlnumba.trainers.row_loop import TrainerOnRows, micro_batches_of
+from rlnumba.trainers.run_folder import log
 
 
 def run_dpo(run, resume=False, communicator=None):
-    """Train a DPORun, and return its TrainerState; writes its output_dir.
-
-    resume: True to continue from the newest readable checkpoint there, an int from that of this step. communicator: as
-    run_sft's.
-    """
-    train = run.train
-    with begin_run("dpo", run, resume, communicator) as folder:
-        run = folder.run
-        policy, tokenizer = load_policy(run, folder, reference=True)
-        rows = training_rows("dpo", load_rows, run, policy.model, tokenizer)
-        eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
-        if train.precompute_ref_log_probs:
-            datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
-            size = train.precompute_ref_batch_size or train.per_device_train_batch_size
-            found = stored_reference_logps(folder, policy, datasets, pair_batch, size, train.ld_alpha)
-            for name, pairs in datasets.items():
-                for pair, logps in zip(pairs, found[name], strict=True):
-                    pair.ref_logps = logps
-            policy.reference = None
-        return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+    """Train a DPORun, and return its TrainerState; the arguments are TrainerOnRows.train's."""
+    return TRAINER.train(run, resume, communicator=communicator)
 
 
 @dataclass
@@ -98,6 +82,20 @@ def load_rows(path, run, model, tokenizer, for_eval=False):
         Pair(*(truncated(pair.prompt_ids, ids, limit, train.truncation_mode) for ids in pair.completions))
         for pair in data.rows
     ]
+
+
+def prepare(folder, policy, rows, eval_rows):
+    """With precompute_ref_log_probs, give the Pairs the reference's log-probs, after which it is not needed."""
+    train = policy.train
+    if not train.precompute_ref_log_probs:
+        return
+    datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
+    size = train.precompute_ref_batch_size or train.per_device_train_batch_size
+    found = stored_reference_logps(folder, policy, datasets, pair_batch, size, train.ld_alpha)
+    for name, pairs in datasets.items():
+        for pair, logps in zip(pairs, found[name], strict=True):
+            pair.ref_logps = logps
+    policy.reference = None
 
 
 def pair_batch(pairs):
@@ -172,3 +170,8 @@ def log_sum_of_squares(policy, head):
     scale(head.lse, -2.0, ignored)
     add(doubled, ignored, doubled)
     return doubled
+
+
+TRAINER = TrainerOnRows(
+    DPORun, load_rows, num_tokens, train_step, evaluate, load_with_reference, prepare, Models(has_reference=True)
+)

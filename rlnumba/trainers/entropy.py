@@ -14,7 +14,17 @@ Sources: TRL 1.16's GRPOTrainer, whose names and defaults these are; Wang et al.
 tokens); He et al. 2025 (arXiv 2505.22312, Skywork-OR1, adaptive entropy control).
 """
 
+from typing import NamedTuple
+
 import numpy as np
+
+
+class WithoutBonus(NamedTuple):
+    """Keys of a loss that has no entropy bonus, and all tokens."""
+
+    entropy_coef: float = 0.0
+    use_adaptive_entropy: bool = False
+    top_entropy_quantile: float = 1.0
 
 
 def has_bonus(train):

@@ -22,7 +22,7 @@ from rlnumba.config.writing import toml_value
 from rlnumba.errors import ConfigError, DeviceError
 from rlnumba.runtime import device
 from rlnumba.trainers.fit import activation_modes, has_headroom
-from rlnumba.trainers.plan import GIB, ROW_TRAINERS, Plan, amount, halved_batch, shown, with_changes
+from rlnumba.trainers.plan import GIB, Plan, amount, halved_batch, shown, with_changes
 
 # Seconds relative to those with nothing recomputed: 147.7 ms; 148.4, 149.7 and 184.0 of 8 x 2,048 tokens of
 # Qwen3-0.6B's shape on an H200. Of layers that are recomputed as a whole, each adds its part of the last.
@@ -137,7 +137,7 @@ def variants(planner, run):
         found.append((changes, result))
 
     in_backward = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
-    if not train.optimizer_in_backward and run.lora is None and planner.kind != "reward":
+    if not train.optimizer_in_backward and run.lora is None and planner.trainer.trains_lm_head:
         # Gradients are of the model's dtype, and not clipped.
         result = OTHER if train.max_grad_norm else SAME if dtype == "float32" else ROUNDED
         add(result, **in_backward)
@@ -148,9 +148,9 @@ def variants(planner, run):
         add(OTHER, optim="adamw_8bit", master_weights=False, **in_backward)
     if dtype == "float32":
         add(OTHER, dtype="bfloat16")
-    if run.lora is None and planner.kind != "reward":
+    if run.lora is None and planner.trainer.trains_lm_head:
         found.append(({"lora": LoraConfig()}, OTHER))
-    if planner.kind not in ROW_TRAINERS and not run.deploy.num_infer_gpus:
+    if run.generates and not run.deploy.num_infer_gpus:
         if run.asynchronous is not None:
             # Generation and training share the GPU at every moment.
             for divisor in (2, 4):

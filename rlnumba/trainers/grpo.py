@@ -12,10 +12,12 @@ Sources: DeepSeekMath (arXiv 2402.03300); TRL 1.16's GRPOTrainer, whose names, d
 Dynamic sampling: DAPO (arXiv 2503.14476).
 """
 
+from functools import partial
 from itertools import groupby
 
 import numpy as np
 
+from rlnumba.config import GRPORun
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
@@ -25,21 +27,15 @@ from rlnumba.trainers import entropy as entropies
 from rlnumba.trainers.core import LateMetrics
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.micro_batch import costliest_first
-from rlnumba.trainers.prompt_loop import Algorithm, train_on_prompts
+from rlnumba.trainers.planned import Models
+from rlnumba.trainers.prompt_loop import TrainerOnPrompts
 from rlnumba.trainers.prompt_run import sampling_params
 from rlnumba.trainers.rejection import normalize_corrections, reject
 
 
 def run_grpo(run, resume=False, reward_funcs=(), communicator=None):
-    """Train a GRPORun, and return its TrainerState; writes its output_dir.
-
-    resume: True to continue from the newest readable checkpoint there, an int from that of this step. reward_funcs:
-    the functions themselves, where run.rewards.funcs only names them. communicator: of the ranks that train together
-    and call this with the same arguments, or None. A signal in the middle of the run and a reward that fails leave a
-    checkpoint of the last complete step.
-    """
-    algorithm = Algorithm("grpo", load, generate, train_step)
-    return train_on_prompts(algorithm, run.weighted(), resume, reward_funcs, communicator)
+    """Train a GRPORun, and return its TrainerState; the arguments are TrainerOnPrompts.train's."""
+    return TRAINER.train(run, resume, reward_funcs, communicator)
 
 
 def load(run, folder):
@@ -48,7 +44,7 @@ def load(run, folder):
 
 
 def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer, ahead=None):
-    """GRPO's generation: see Algorithm."""
+    """GRPO's generation: see TrainerOnPrompts."""
     rollouts, generations = roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer, ahead)
     with clock.phase("logprob"):
         add_logprobs(policy, rollouts, on_policy)
@@ -222,15 +218,20 @@ OUTPUTS = {"entropy": (None, np.float32), "loss": (1, np.float32), "stats": (MET
 
 def train_step(policy, micro_batches, learning_rate):
     """One optimizer step on a list of Rollouts: LateMetrics. Writes gradients, weights and optimizer state."""
-    train = policy.train
+    return optimizer_step(policy, micro_batches, learning_rate, policy.train)
+
+
+def optimizer_step(policy, micro_batches, learning_rate, bonus):
+    """One optimizer step by the policy loss of [train], GRPO's or RLOO's. bonus: the keys of its entropy bonus."""
+    train, config = policy.train, policy.train.policy_loss
     num_means = len(micro_batches)
     micro_batches, wholes = in_order_of_step(policy, micro_batches)
     num_tokens = sum(part.num_active for part in micro_batches)
     num_sequences = sum(len(part.advantages) for part in micro_batches)
     ends = np.cumsum([len(part.loss_mask) for part in micro_batches])
-    selects, has_bonus = train.top_entropy_quantile < 1, entropies.has_bonus(train)
-    _, coef = entropies.coefficient(train, policy.loss_state)
-    choice = TokenChoice(train, np.concatenate([part.loss_mask for part in micro_batches]), coef)
+    selects, has_bonus = bonus.top_entropy_quantile < 1, entropies.has_bonus(bonus)
+    _, coef = entropies.coefficient(bonus, policy.loss_state)
+    choice = TokenChoice(bonus, np.concatenate([part.loss_mask for part in micro_batches]), coef)
     if selects and len(micro_batches) > 1:
         choice.choose(entropies.entropies_of(policy, micro_batches))
     gradient_is_known = sampler_is_exact(train) and not selects and coef == 0 and not policy.has_dropout
@@ -238,7 +239,7 @@ def train_step(policy, micro_batches, learning_rate):
     policy.zero_grad(learning_rate)
     for i in policy.each_micro_batch(range(len(micro_batches))):
         part = micro_batches[i]
-        scale = policy_loss_scale(train, num_sequences, num_tokens, wholes[i].num_active, num_means)
+        scale = policy_loss_scale(config, num_sequences, num_tokens, wholes[i].num_active, num_means)
         batch = part.micro_batch().with_arrays(others={"scale": np.float32([scale])})
         tokens = slice(ends[i] - len(part.loss_mask), ends[i])
         if part.on_policy and gradient_is_known and not part.is_stale:
@@ -269,8 +270,8 @@ def train_step(policy, micro_batches, learning_rate):
                 mean_entropy = float(np.dot(entropy, choice.kept) / max(choice.num_kept, 1))
             metrics["policy_loss"] = metrics["loss"]
             metrics["loss"] -= coef * mean_entropy
-            metrics["entropy_coef"] = entropies.update(train, policy.loss_state, mean_entropy)
-        return metrics | policy_metrics(np.stack([found["stats"] for found in results]), train, rollout=True)
+            metrics["entropy_coef"] = entropies.update(bonus, policy.loss_state, mean_entropy)
+        return metrics | policy_metrics(np.stack([found["stats"] for found in results]), config, rollout=True)
 
     # The next step's coefficient follows from this one's entropy.
     return LateMetrics(read) if not has_bonus else read()
@@ -282,8 +283,8 @@ class TokenChoice:
     loss_mask (T,) f32; coef: of the bonus. kept (T,) f32, 0 or 1, once it is made, else None; num_kept: their number.
     """
 
-    def __init__(self, train, loss_mask, coef):
-        self.quantile, self.loss_mask, self.coef = train.top_entropy_quantile, loss_mask, coef
+    def __init__(self, bonus, loss_mask, coef):
+        self.quantile, self.loss_mask, self.coef = bonus.top_entropy_quantile, loss_mask, coef
         self.kept, self.num_kept = None, int(loss_mask.sum(dtype=np.float64))
 
     @property
@@ -337,10 +338,54 @@ def general_step(policy, batch, results, on_policy, choice=None):
 
 def loss_backward(policy, batch, logprobs, old_logprobs, dlogprobs, results, entropy_mask=None):
     """policy_loss of a DeviceBatch of Rollouts: dlogprobs, and loss and stats (METRICS,) of `results`, are written."""
-    arrays, empty = batch.arrays, policy.arena.empty
-    of_tokens = arrays.get("ref_logprobs"), arrays["rollout_logprobs"]
+    arrays, empty, config = batch.arrays, policy.arena.empty, policy.train.policy_loss
+    # A loss whose beta is 0 has no KL, though the rewards may have.
+    of_tokens = arrays.get("ref_logprobs") if config.beta else None, arrays["rollout_logprobs"]
     of_batch = arrays["advantages"], arrays["loss_mask"], arrays["completion_bounds"]
     of_sequences = empty((arrays["advantages"].shape[0], METRICS), np.float32)
     outputs = results["loss"], dlogprobs, of_sequences, results["stats"]
     fill(0.0, results["loss"])
-    policy_loss(logprobs, old_logprobs, *of_tokens, *of_batch, policy.train, arrays["scale"], *outputs, entropy_mask)
+    policy_loss(logprobs, old_logprobs, *of_tokens, *of_batch, config, arrays["scale"], *outputs, entropy_mask)
+
+
+def completions_at_once(train, length):
+    """How many completions, with prompts of `length` tokens each, one forward and backward pass has at most: int."""
+    limit, size = train.max_tokens_per_micro_batch, train.per_device_train_batch_size
+    if limit is None:
+        return size
+    # Only bnpo's micro-batches are not joined before they are cut.
+    most = size if train.loss_type == "bnpo" else size * train.micro_batches_per_step
+    return min(max(limit // length, 1), most)
+
+
+def models_of(run):
+    """The Models of a run."""
+    return Models(has_reference=run.train.beta > 0)
+
+
+def rehearse(run, policy, critic, rollouts, every_form):
+    """See TrainerOnPrompts: with stale completions and without, on-policy and not."""
+    train, count = run.train, len(run.rewards.funcs)
+
+    def advantages():
+        samples = [rollout.Sample(None, None, np.zeros(count), float(i), {}) for i in range(train.num_generations)]
+        rollout.set_advantages([samples], np.ones(count), train.scale_rewards, train.multi_objective_aggregation)
+        add_logprobs(policy, rollouts, on_policy=False)
+
+    yield from rehearse_steps(run, rollouts, every_form, advantages, partial(train_step, policy))
+
+
+def rehearse_steps(run, rollouts, every_form, advantages, step):
+    """The functions of GRPO's and RLOO's rehearse: advantages() of a group with the log-probs that the step
+    step(micro_batches, learning_rate) reads, and the step."""
+    # Also the first generations of a run with older ones are not old.
+    for is_stale in {False, run.is_stale} if every_form else {run.is_stale}:
+        rollouts.is_stale = is_stale
+        yield advantages
+        for on_policy in (True, False) if every_form else (True,):
+            yield partial(step, rollouts.parts(len(rollouts.advantages), on_policy), 0.0)
+
+
+TRAINER = TrainerOnPrompts(
+    GRPORun, load, generate, train_step, models_of, completions_at_once, rehearse, has_graphs=True
+)

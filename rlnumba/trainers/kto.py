@@ -15,50 +15,29 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlnumba.config import KTORun
 from rlnumba.data.packing import TokenSequence
 from rlnumba.data.pairs import truncated
 from rlnumba.data.unpaired import load_unpaired
 from rlnumba.kernels.rl.kto_loss import LOSS, STATS, kto_loss, kto_metrics
 from rlnumba.runtime import device
-from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.micro_batch import costliest_first
+from rlnumba.trainers.planned import Models
 from rlnumba.trainers.preference import (
     CompletionBatch,
     TokenMetrics,
     evaluation,
+    load_with_reference,
     optimizer_step,
     stored_reference_logps,
 )
-from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows, training_rows
-from rlnumba.trainers.run_folder import begin_run, log
+from rlnumba.trainers.row_loop import TrainerOnRows, micro_batches_of
+from rlnumba.trainers.run_folder import log
 
 
 def run_kto(run, resume=False, communicator=None):
-    """Train a KTORun, and return its TrainerState; writes its output_dir.
-
-    resume: True to continue from the newest readable checkpoint there, an int from that of this step. communicator: as
-    run_sft's.
-    """
-    train = run.train
-    with begin_run("kto", run, resume, communicator) as folder:
-        run = folder.run
-        policy, tokenizer = load_policy(run, folder, reference=True)
-        rows = training_rows("kto", load_rows, run, policy.model, tokenizer)
-        eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
-        if train.precompute_ref_log_probs:
-            datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
-            if train.loss_type == "kto":
-                size = train.per_device_train_batch_size * train.micro_batches_per_step
-                for first in range(0, len(rows), size):
-                    set_kl_sequences(rows[first : first + size], sequence_limit(policy))
-                set_kl_sequences(eval_rows or [], sequence_limit(policy))
-            size = train.precompute_ref_batch_size or train.per_device_train_batch_size
-            found = stored_reference_logps(folder, policy, datasets, all_sequences, size)
-            for name, completions in datasets.items():
-                for completion, logps in zip(completions, found[name], strict=True):
-                    completion.ref_logps = logps
-            policy.reference = None
-        return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+    """Train a KTORun, and return its TrainerState; the arguments are TrainerOnRows.train's."""
+    return TRAINER.train(run, resume, communicator=communicator)
 
 
 @dataclass
@@ -107,6 +86,25 @@ def load_rows(path, run, model, tokenizer, for_eval=False):
         Completion(row.prompt_ids, row.completion_ids, row.label, truncated(row.prompt_ids, row.completion_ids, limit))
         for row in data.rows
     ]
+
+
+def prepare(folder, policy, rows, eval_rows):
+    """With precompute_ref_log_probs, give the Completions the reference's log-probs, after which it is not needed."""
+    train = policy.train
+    if not train.precompute_ref_log_probs:
+        return
+    datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
+    if train.loss_type == "kto":
+        size = train.per_device_train_batch_size * train.micro_batches_per_step
+        for first in range(0, len(rows), size):
+            set_kl_sequences(rows[first : first + size], sequence_limit(policy))
+        set_kl_sequences(eval_rows or [], sequence_limit(policy))
+    size = train.precompute_ref_batch_size or train.per_device_train_batch_size
+    found = stored_reference_logps(folder, policy, datasets, all_sequences, size)
+    for name, completions in datasets.items():
+        for completion, logps in zip(completions, found[name], strict=True):
+            completion.ref_logps = logps
+    policy.reference = None
 
 
 def set_kl_sequences(batch, limit):
@@ -208,3 +206,8 @@ class StepLoss:
         stats = np.concatenate(stats)
         loss = {"loss": float(stats[:, LOSS].sum(dtype=np.float64))}
         return loss | kto_metrics(stats, np.concatenate(labels)) | self.tokens.means(parts)
+
+
+TRAINER = TrainerOnRows(
+    KTORun, load_rows, num_tokens, train_step, evaluate, load_with_reference, prepare, Models(has_reference=True)
+)

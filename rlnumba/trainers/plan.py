@@ -15,14 +15,9 @@ parts (deploy.zero_stage 3) have no engine.
 
 import dataclasses
 import os
-from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
-from typing import NamedTuple
-
-import numpy as np
 
 from rlnumba import data
 from rlnumba.config.lora import LoraConfig
@@ -37,7 +32,6 @@ from rlnumba.engine.scheduler import blocks_needed, tokens_of_group
 from rlnumba.engine.speculation import longest_verified
 from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.logprob import chunked
-from rlnumba.model.config import LM_HEAD, SCORE_HEAD, ModelConfig
 from rlnumba.model.lora import Adapter, Places, lora_of_run
 from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tokenizer import Tokenizer
@@ -48,11 +42,11 @@ from rlnumba.runtime import device, signals
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.memory import OutOfMemory
 from rlnumba.runtime.shapes import shapes_only
-from rlnumba.trainers import dpo, graphs, kept_data, kto, ppo, reward, sft
-from rlnumba.trainers.core import Policy, Schedule, epoch_order
+from rlnumba.trainers import graphs, kept_data
+from rlnumba.trainers.core import Policy
 from rlnumba.trainers.engine_size import with_engine_size
+from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.loading import weights_of
-from rlnumba.trainers.micro_batch import MicroBatch
 from rlnumba.trainers.prompt_run import check_sampling
 
 GIB = 2**30
@@ -60,8 +54,6 @@ GIB = 2**30
 CONTEXT_BYTES = 600 << 20
 # The region of weights that the engine shares with the policy, which are counted once.
 SHARED = "weights that the engine reads"
-# Trainers whose micro-batches become CUDA graphs.
-GRAPHED = ("sft", "grpo", "rloo")
 # What an inference process of an asynchronous run has.
 OF_INFERENCE = ("weights", "adapter", "engine activations", "attention", "kv", "CUDA context")
 # Of prompt_run.sample_report.
@@ -133,9 +125,10 @@ class Planner:
         run = with_engine_size(run.on_ranks(), on_gpu, total_bytes)
         # Of processes that share a GPU each has a part of its memory.
         self.num_sharing = num_sharing(run.num_ranks + run.deploy.num_infer_gpus)
-        self.kind, self.run, self.on_gpu, self.total_bytes = kind, run, on_gpu, total_bytes
+        self.kind, self.trainer, self.run = kind, TRAINERS[kind], run
+        self.on_gpu, self.total_bytes = on_gpu, total_bytes
         self.keeps_data = keeps_data
-        if kind not in ROW_TRAINERS:
+        if run.generates:
             check_sampling(run)
         folder = find_model(run.model, weights=False)
         self.config, self.tokenizer = read_config(folder), Tokenizer.from_folder(folder)
@@ -167,7 +160,7 @@ class Planner:
             notes["grads"] += f" of one micro-batch, and of the step 1/{run.num_ranks}"
             if folds_layers:
                 notes["grads"] = f"float32 of two layers' matrices and the rest, and of the step 1/{run.num_ranks}"
-        elif run.train.accumulates_gradients and self.kind != "reward" and run.lora is None:
+        elif run.train.accumulates_gradients and self.trainer.trains_lm_head and run.lora is None:
             notes["grads"] += ", once more for the head of one micro-batch"
         if run.train.optimizer_in_backward:
             notes["grads"] = f"{dtype} of a layer's matrices, float32 of embedding, heads and norms"
@@ -195,7 +188,7 @@ class Planner:
             extra = {"operators": operator_bytes(tokens, self.config), "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
             max_tokens = 0 if folds_layers else graphs.max_tokens(parameters)
-            if self.kind in GRAPHED and graphs.has_graphs(run.train, run.lora) and tokens <= max_tokens:
+            if self.trainer.has_graphs and graphs.has_graphs(run.train, run.lora) and tokens <= max_tokens:
                 extra["graphs"] = min(extra["operators"], graphs.POOL_BYTES)
                 notes["graphs"] = "the same arrays once more, for micro-batches that are replayed"
         order = ["weights", "adapter", "reference", "grads", "moments", "activations"]
@@ -292,8 +285,7 @@ class Planner:
         """The rows of a run whose trainer has a file of them, read once for all variants that read the same."""
         key = kept_data.rows_key(self.kind, run)
         if key not in self._rows:
-            load_rows = ROW_TRAINERS[self.kind].module.load_rows
-            self._rows[key] = load_rows(run.data.train, run, self, self.tokenizer)
+            self._rows[key] = self.trainer.load_rows(run.data.train, run, self, self.tokenizer)
             if self.keeps_data and key == kept_data.rows_key(self.kind, self.run):
                 kept_data.keep(key, self._rows[key])
         return self._rows[key]
@@ -301,7 +293,7 @@ class Planner:
     def savings(self, plan):
         """[(switch, bytes saved)] of what would change the total, the most first: `plan` is that of the run."""
         found = []
-        for switch, changes in _switches(self.kind, self.run, self.on_gpu, self.config.dtype):
+        for switch, changes in _switches(self.trainer, self.run, self.on_gpu, self.config.dtype):
             try:
                 saved = plan.total - self.plan(with_changes(self.run, changes)).total
             except ConfigError:
@@ -318,21 +310,6 @@ def with_changes(run, changes):
         for name, keys in changes.items()
     }
     return dataclasses.replace(run, **sections)
-
-
-class Step(NamedTuple):
-    """The largest micro-batch of a run: run(policy, critic) lets it go forward and backward.
-
-    tokens: of the micro-batch. heads: of the policy's model. reference: whether the policy has one. prompts: lengths of
-    the longest prompts of one generation, or []. critic: config of a critic's own model, or None.
-    """
-
-    run: Callable
-    tokens: int
-    heads: tuple
-    reference: bool = False
-    prompts: tuple | list = ()
-    critic: ModelConfig | None = None
 
 
 class _EndOfStep(Exception):
@@ -355,11 +332,10 @@ def take_step(config, dtype, run, step, communicator=None):
     if communicator is not None:
         # The step has one micro-batch, which is that of rank 0.
         communicator.rank = 0
-    try:
-        with signals.held():
-            step.run(policy, critic)
-    except _EndOfStep:
-        pass
+    with signals.held():
+        for call in step.calls(policy, critic):
+            with suppress(_EndOfStep):
+                call()
     optimizers = [each.optimizer for each in (policy, critic) if each is not None]
     nbytes = sum(array.nbytes for each in optimizers for array in (each.weights.flat, *each.state.values()))
     trained = [each.weights.flat.shape[0] for each in optimizers]
@@ -371,19 +347,19 @@ def make_policies(config, dtype, run, step, communicator=None):
 
     run: of its attributes train, lora and deploy are read. communicator: as of Policy.
     """
-    config = dataclasses.replace(config, heads=step.heads)
+    config = dataclasses.replace(config, heads=step.models.heads)
     model = Transformer(config, weights_of(run, communicator)(config, dtype))
     model.adapter = _adapter(run, config, dtype, "adapter")
     reference = None
-    if step.reference:
+    if step.models.has_reference:
         # With an adapter, the reference is the model without it.
         reference = model.without_adapter()
         if run.lora is None:
             kind = weights_of(run, communicator, is_trained=False)
             reference = Transformer(config, kind(config, dtype, region="reference"))
     policy, critic = Policy(model, run.train, reference, communicator=communicator), None
-    if step.critic is not None:
-        model = Transformer(step.critic, Weights(step.critic, dtype))
+    if step.models.critic is not None:
+        model = Transformer(step.models.critic, Weights(step.models.critic, dtype))
         critic = Policy(model, run.train, communicator=communicator)
         critic.arena = policy.arena
     return policy, critic
@@ -450,116 +426,10 @@ def logits_bytes(tokens, config):
 
 def step_of(planner, run):
     """The Step of a Planner's trainer for `run`, a variant of its run."""
-    if planner.kind in ROW_TRAINERS:
-        return _row_step(planner, run)
-    return _ppo_step(planner, run) if planner.kind == "ppo" else _group_step(planner, run)
+    return planner.trainer.planned_step(planner, run)
 
 
-def _row_step(planner, run):
-    """The largest micro-batch that a trainer over a file of rows will see, by its own train_step."""
-    trainer, train = ROW_TRAINERS[planner.kind], run.train
-    rows = planner.rows(run)
-    lengths, size = np.array([trainer.module.num_tokens(row) for row in rows]), train.per_device_train_batch_size
-    schedule = Schedule(train, -(-len(rows) // size))
-    most, chosen, steps_left = -1, (), schedule.total_steps
-    for epoch in range(-(-schedule.total_steps // schedule.steps_per_epoch)):
-        order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)
-        order = order[: steps_left * schedule.accumulation * size]
-        steps_left -= schedule.steps_per_epoch
-        sums = np.add.reduceat(lengths[order], np.arange(0, len(order), size))
-        if sums.max() > most:
-            most, at = int(sums.max()), int(sums.argmax()) * size
-            chosen = [rows[index] for index in order[at : at + size]]
-
-    def run_step(policy, critic):
-        trainer.module.train_step(policy, chosen, 0.0)
-
-    return Step(run_step, most, trainer.heads, trainer.reference)
-
-
-def _longest_completions(planner, run):
-    """(lengths of prompts, completion tokens, prompt tokens of a row) as large as a micro-batch can be: it has
-    completions of max_completion_length of the longest prompt."""
-    train = run.train
-    lengths, _ = planner.prompts(run.data.max_prompt_length)
-    prompts = sorted(lengths, reverse=True)[: train.prompts_per_rollout]
-    if not prompts:
-        raise UserError(f"{run.data.train}: no prompt is left")
-    limit = longest_sequence(planner.config, run.engine)
-    length = min(prompts[0] + train.max_completion_length, limit)
-    return prompts, min(prompts[0], length - 1), length
-
-
-def _group_step(planner, run):
-    """A micro-batch of GRPO or RLOO, forward and backward at once, and apart."""
-    prompts, prompt, length = _longest_completions(planner, run)
-    lengths = [length] * run.train.per_device_train_batch_size
-    ends = np.cumsum(lengths)
-    completions = np.concatenate([np.arange(end - length + prompt, end) for end in ends])
-
-    batch = MicroBatch.of(np.zeros(ends[-1], np.int32), lengths, completions)
-
-    def run_step(policy, critic):
-        for at_once in (True, False):
-            policy.zero_grad(0.0)
-            policy.run(_forward_backward, batch, {"entropy": (None, np.float32)}, at_once)
-
-    return Step(run_step, int(ends[-1]), LM_HEAD, run.train.beta > 0, prompts)
-
-
-def _forward_backward(policy, batch, results, at_once):
-    """Forward and backward of a DeviceBatch, at once or apart."""
-    logprobs, dlogprobs = (policy.arena.empty(batch.targets.rows.shape, np.float32) for _ in range(2))
-    if at_once:
-        policy.forward_backward(batch.targets, dlogprobs, logprobs, results["entropy"])
-    else:
-        policy.backward(policy.forward(batch.targets, logprobs, results["entropy"]), dlogprobs)
-
-
-def _ppo_step(planner, run):
-    """A micro-batch of PPO, forward and backward of both models; what evaluates tokens before takes less."""
-    train, shared = run.train, run.critic.shared
-    prompts, prompt, length = _longest_completions(planner, run)
-    size = min(train.per_device_train_batch_size, train.mini_batch_size)
-    prompt_lengths, completion_lengths = np.full(size, prompt), np.full(size, length - prompt)
-    rollouts = SimpleNamespace(
-        token_ids=np.zeros(size * length, np.int32),
-        prompt_lengths=prompt_lengths,
-        completion_lengths=completion_lengths,
-    )
-
-    def run_step(policy, critic):
-        actor = ppo.ActorCritic(policy, critic, run)
-        actor.experience = SimpleNamespace(rollouts=rollouts)
-        actor.buffer.begin(int(completion_lengths.sum()))
-        actor.zero_grad(0.0, 0.0)
-        ppo.forward_backward(actor, np.arange(size), 1.0, None)
-
-    config = None
-    if not shared:
-        config = read_config(find_model(run.critic.model or run.model, weights=False))
-        config = dataclasses.replace(config, heads=SCORE_HEAD)
-    heads = LM_HEAD + SCORE_HEAD if shared else LM_HEAD
-    return Step(run_step, size * length, heads, train.kl_coef > 0, prompts, config)
-
-
-class PlannedTrainer(NamedTuple):
-    """A trainer over a file of rows: a module with load_rows, num_tokens and train_step; whether it has a reference."""
-
-    module: object
-    heads: tuple = LM_HEAD
-    reference: bool = False
-
-
-ROW_TRAINERS = {
-    "sft": PlannedTrainer(sft),
-    "dpo": PlannedTrainer(dpo, reference=True),
-    "kto": PlannedTrainer(kto, reference=True),
-    "reward": PlannedTrainer(reward, SCORE_HEAD),
-}
-
-
-def _switches(kind, run, on_gpu, model_dtype):
+def _switches(trainer, run, on_gpu, model_dtype):
     """(switch as one would write it, {section: {key: value}, or "lora": LoraConfig}) of what may save memory."""
     train, found = run.train, []
 
@@ -568,7 +438,7 @@ def _switches(kind, run, on_gpu, model_dtype):
         found.append((text, {section: keys}))
 
     dtype = train.dtype or (model_dtype if on_gpu else "float32")
-    if run.lora is None and kind != "reward":
+    if run.lora is None and trainer.trains_lm_head:
         found.append((f"[lora] with r = {LoraConfig().r}", {"lora": LoraConfig()}))
     if train.kept_activations == "full":
         add("train", activation_memory="selective")
@@ -588,7 +458,7 @@ def _switches(kind, run, on_gpu, model_dtype):
         add("train", master_weights=False)
     if dtype == "float32" and on_gpu:
         add("train", dtype="bfloat16")
-    generates = kind not in ROW_TRAINERS and not run.deploy.num_infer_gpus
+    generates = run.generates and not run.deploy.num_infer_gpus
     if run.num_ranks > 1 and run.deploy.zero_stage == 2 and not generates and run.lora is None:
         add("deploy", zero_stage=3)
     if halved := halved_batch(train):
@@ -598,7 +468,7 @@ def _switches(kind, run, on_gpu, model_dtype):
             add("train", **{name: getattr(train, name) // 2})
     if getattr(train, "beta", 0) and run.lora is None:
         add("train", beta=0.0)
-    if hasattr(train, "num_generations") and on_gpu:
+    if run.generates and on_gpu:
         add("engine", gpu_memory_utilization=round(run.engine.gpu_memory_utilization / 2, 3))
     return found
 
@@ -692,11 +562,11 @@ def describe_ranks(planner):
     An inference process has the engine's regions alone; where several are one engine, its role says which part it has.
     On Ray the nodes are said, too, and an engine is an actor; Ray chooses the GPUs of all nodes but this one, train 0.
     """
-    run, kind = planner.run, planner.kind
+    run = planner.run
     num_infer, size = run.deploy.num_infer_gpus, run.deploy.tensor_parallel_size
     is_on_ray = run.deploy.launcher == "ray"
     plans = [planner.plan(rank=rank) for rank in range(run.num_ranks)]
-    role = "train" if kind in ROW_TRAINERS or num_infer else "train, generate"
+    role = "train, generate" if run.generates and not num_infer else "train"
     per_node = run.num_ranks // run.deploy.num_train_nodes
     nodes = [f"train {rank // per_node}" for rank in range(run.num_ranks)]
     of_all = [(str(rank), nodes[rank], role, plan.regions | plan.extra, plan.total) for rank, plan in enumerate(plans)]

@@ -18,11 +18,13 @@ names, defaults and arithmetic these are, but for the score, which stands at the
 import math
 import weakref
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.config import PPORun
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.kernels.nn.reduce import masked_whiten
@@ -30,7 +32,7 @@ from rlnumba.kernels.rl.gae import gae
 from rlnumba.kernels.rl.ppo_loss import SUMS, ppo_loss, ppo_loss_blocks, ppo_metrics
 from rlnumba.kernels.rl.ppo_rewards import ppo_rewards
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
-from rlnumba.model.transformer import find_model, load_model
+from rlnumba.model.transformer import find_model, load_model, read_config
 from rlnumba.optim import learning_rate_at
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.transfer import copy_to_device
@@ -39,14 +41,14 @@ from rlnumba.trainers.core import LateMetrics, Policy, epoch_order
 from rlnumba.trainers.grpo import sampler_is_exact
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.micro_batch import TargetBatch, costliest_first
-from rlnumba.trainers.prompt_loop import Algorithm, train_on_prompts
+from rlnumba.trainers.planned import Models
+from rlnumba.trainers.prompt_loop import TrainerOnPrompts
 from rlnumba.trainers.prompt_run import sampling_params
 
 
 def run_ppo(run, resume=False, reward_funcs=(), communicator=None):
-    """Train a PPORun, and return its TrainerState; writes its output_dir. The arguments are run_grpo's."""
-    algorithm = Algorithm("ppo", load, generate, train_step, save_final)
-    return train_on_prompts(algorithm, run, resume, reward_funcs, communicator)
+    """Train a PPORun, and return its TrainerState; the arguments are TrainerOnPrompts.train's."""
+    return TRAINER.train(run, resume, reward_funcs, communicator)
 
 
 def load(run, folder):
@@ -227,7 +229,7 @@ class Experience:
 
 
 def generate(actor, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer):
-    """One batch, in the ActorCritic's buffer: see prompt_loop.Algorithm. Completions without a reward are left out."""
+    """One batch, in the ActorCritic's buffer: see TrainerOnPrompts. Completions without a reward are left out."""
     train, step = run.train, trainer_state.global_step
     # prompt -> ids -> completions, text -> reward
     chosen = order.take(train.prompts_per_rollout)
@@ -341,14 +343,9 @@ def train_step(actor, micro_batches, learning_rate):
     for epoch in range(train.num_ppo_epochs):
         order = epoch_order(len(experience.rollouts.completion_lengths), True, experience.seed, epoch)
         for mini_batch in np.array_split(order, min(train.num_mini_batches, len(order))):
-            actor.zero_grad(learning_rate, experience.critic_learning_rate)
-            pieces, partials = pieces_of(actor, mini_batch), []
-            for piece in actor.each_micro_batch(pieces):
-                blocks = ppo_loss_blocks(int(experience.rollouts.completion_lengths[piece.chosen].sum()))
-                partials.append(device.xp().empty((blocks, SUMS), np.float32))
-                forward_backward(actor, piece.chosen, piece.scale, partials[-1])
+            pieces, partials, info = optimizer_step(actor, mini_batch, learning_rate)
             steps.append((pieces, partials))
-            infos.append(actor.step(learning_rate, experience.critic_learning_rate))
+            infos.append(info)
     actor.score_moments = experience.score_moments
 
     def read():
@@ -367,6 +364,19 @@ def train_step(actor, micro_batches, learning_rate):
         return metrics | infos[-1] | {name: float(np.mean([info[name] for info in infos])) for name in norms}
 
     return LateMetrics(read)
+
+
+def optimizer_step(actor, mini_batch, learning_rate):
+    """One optimizer step on a mini-batch (indices): (its Pieces, sums of the losses of each on the device, LateMetrics
+    of ActorCritic.step)."""
+    experience = actor.experience
+    actor.zero_grad(learning_rate, experience.critic_learning_rate)
+    pieces, partials = pieces_of(actor, mini_batch), []
+    for piece in actor.each_micro_batch(pieces):
+        blocks = ppo_loss_blocks(int(experience.rollouts.completion_lengths[piece.chosen].sum()))
+        partials.append(device.xp().empty((blocks, SUMS), np.float32))
+        forward_backward(actor, piece.chosen, piece.scale, partials[-1])
+    return pieces, partials, actor.step(learning_rate, experience.critic_learning_rate)
 
 
 class Piece(NamedTuple):
@@ -446,3 +456,35 @@ def _starts(lengths):
 def _ranges(starts, lengths):
     """starts[0], starts[0] + 1, ... (lengths[0] of them), starts[1], ...: (sum of lengths,) int64."""
     return np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum())
+
+
+def completions_at_once(train, length):
+    """How many completions, with prompts of `length` tokens each, one forward and backward pass has at most: int."""
+    most = min(train.per_device_train_batch_size, train.mini_batch_size)
+    limit = train.max_tokens_per_micro_batch
+    return most if limit is None else min(max(limit // length, 1), most)
+
+
+def models_of(run):
+    """The Models of a run."""
+    has_reference = run.train.kl_coef > 0
+    if run.critic.shared:
+        return Models(LM_HEAD + SCORE_HEAD, has_reference)
+    config = read_config(find_model(run.critic.model or run.model, weights=False))
+    return Models(LM_HEAD, has_reference, replace(config, heads=SCORE_HEAD))
+
+
+def rehearse(run, policy, critic, rollouts, every_form):
+    """See TrainerOnPrompts: the evaluation of a batch, and the optimizer step on it as one mini-batch."""
+    actor, every = ActorCritic(policy, critic, run), np.arange(len(rollouts.advantages))
+    actor.experience = Experience(rollouts, 0, 0.0, actor.score_moments)
+
+    def evaluate_batch():
+        evaluate_tokens(actor, rollouts)
+        estimate_advantages(actor.buffer, rollouts, np.zeros(len(every)), run.train)
+
+    yield evaluate_batch
+    yield partial(optimizer_step, actor, every, 0.0)
+
+
+TRAINER = TrainerOnPrompts(PPORun, load, generate, train_step, models_of, completions_at_once, rehearse, save_final)

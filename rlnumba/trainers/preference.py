@@ -14,12 +14,18 @@ from rlnumba.kernels.rl.preference_loss import sequence_logps
 from rlnumba.reporting.files import replacing
 from rlnumba.runtime import device
 from rlnumba.trainers.core import LateMetrics
+from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.micro_batch import TargetBatch
 from rlnumba.trainers.run_folder import log
 from rlnumba.trainers.sft import target_batch
 
 # Where a run keeps the log-probs of precompute_ref_log_probs.
 REFERENCE_FILE = "reference_logps.json"
+
+
+def load_with_reference(run, folder):
+    """(Policy, Tokenizer) of a run, the policy with its reference."""
+    return load_policy(run, folder, reference=True)
 
 
 @dataclass(frozen=True)

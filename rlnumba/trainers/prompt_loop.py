@@ -1,7 +1,7 @@
-"""The loop of trainers on prompts and rewards: GRPO, RLOO and PPO, each of which is an Algorithm.
+"""The loop of trainers on prompts and rewards: GRPO, RLOO and PPO, each of which is a TrainerOnPrompts.
 
-    generation       completions from the engine with their rewards: Algorithm.generate
-    optimizer step   on micro-batches of it: Algorithm.train_step
+    generation       completions from the engine with their rewards: TrainerOnPrompts.generate
+    optimizer step   on micro-batches of it: TrainerOnPrompts.train_step
     then             evaluation, log, checkpoint, where they are due
 
 Engine and policy read the same weights, so nothing is copied between them. With [async] the completions are drawn
@@ -22,15 +22,20 @@ from rlnumba.distributed.weight_shards import is_in_parts
 from rlnumba.engine.llm import LLM
 from rlnumba.errors import ConfigError
 from rlnumba.model.config import LM_HEAD
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import find_base, load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.rewards import TrainerState
 from rlnumba.runtime import device, garbage
-from rlnumba.trainers import rollout
+from rlnumba.trainers import evaluation, rollout
 from rlnumba.trainers.asynchronous import encoded, start_ahead
 from rlnumba.trainers.engine_elsewhere import EngineElsewhere
 from rlnumba.trainers.engine_size import engine_size_of
+from rlnumba.trainers.planned import Step, invented_rollouts, longest_completions
 from rlnumba.trainers.prompt_run import (
     check_sampling,
+    check_stops_of,
+    eval_params,
     evaluate,
     load_prompts,
     prompt_order,
@@ -50,34 +55,97 @@ def save_final(folder, policy, tokenizer):
     folder.finish(policy.model, tokenizer, LM_HEAD)
 
 
-class Algorithm(NamedTuple):
-    """Where trainers on the model's own completions differ; their loop, PromptLoop, is the same.
+class TrainerOnPrompts(NamedTuple):
+    """A trainer on the model's own completions of prompts, with rewards; the loop, PromptLoop, is the same for all.
 
-    load(run, folder): (Policy, Tokenizer), folder being the RunFolder. generate(policy, llm, rewards, prompts, order,
-    run, trainer_state, index, on_policy, clock, writer): (Rollouts, list of Generation, metrics), where order and index
-    are grpo.roll_out's and on_policy grpo.add_logprobs'; raises RewardError; with [async] it has the keyword ahead, an
-    Ahead. train_step(policy, micro_batches, learning_rate): LateMetrics, or a dict.
-    save_final(folder, policy, tokenizer): writes what a run ends with.
+    run_class: its Run. load(run, folder): (Policy, Tokenizer), folder being the RunFolder. generate(policy, llm,
+    rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer): (Rollouts, list of Generation,
+    metrics), where order and index are grpo.roll_out's and on_policy grpo.add_logprobs'; raises RewardError; with
+    [async] it has the keyword ahead, an Ahead. train_step(policy, micro_batches, learning_rate): LateMetrics, or a
+    dict. save_final(folder, policy, tokenizer): writes what a run ends with.
+
+    What a plan and a kernel list need: models_of(run): the Models. completions_at_once(train, length): the most
+    completions that one forward and backward pass has, with prompts of `length` tokens each. rehearse(run, policy,
+    critic, rollouts, every_form): functions that compute what goes before an optimizer step on one micro-batch of
+    Rollouts, and that take the step, in each form that it may have or in the commonest. has_graphs: whether
+    micro-batches become CUDA graphs.
     """
 
-    name: str
+    run_class: type
     load: Callable
     generate: Callable
     train_step: Callable
+    models_of: Callable
+    completions_at_once: Callable
+    rehearse: Callable
     save_final: Callable = save_final
+    has_graphs: bool = False
 
+    @property
+    def name(self):
+        """The name of the command: str."""
+        return self.run_class.trainer
 
-def train_on_prompts(algorithm, run, resume=False, reward_funcs=(), communicator=None):
-    """Train a Run of prompts and rewards by an Algorithm: its TrainerState. The arguments are grpo.run_grpo's."""
-    check_sampling(run)
-    run = engine_size_of(run, communicator)
-    with (
-        owner_of(run, communicator),
-        nodes_of(run, communicator),
-        WaitingProcesses(processes_of(run, communicator)) as waiting,
-        begin_run(algorithm.name, run, resume, communicator) as folder,
-    ):
-        return PromptLoop(algorithm, folder, reward_funcs, communicator, waiting).train()
+    @property
+    def trains_lm_head(self):
+        """Whether the policy is a language model: bool."""
+        return True
+
+    def train(self, run, resume=False, reward_funcs=(), communicator=None):
+        """Train a Run, and return its TrainerState; writes its output_dir.
+
+        resume: True to continue from the newest readable checkpoint there, an int from that of this step. reward_funcs:
+        the functions themselves, where run.rewards.funcs only names them. communicator: of the ranks that train
+        together and call this with the same arguments, or None. A signal in the middle of the run and a reward that
+        fails leave a checkpoint of the last complete step.
+        """
+        run = run.weighted()
+        check_sampling(run)
+        run = engine_size_of(run, communicator)
+        with (
+            owner_of(run, communicator),
+            nodes_of(run, communicator),
+            WaitingProcesses(processes_of(run, communicator)) as waiting,
+            begin_run(self.name, run, resume, communicator) as folder,
+        ):
+            return PromptLoop(self, folder, reward_funcs, communicator, waiting).train()
+
+    def check_eval_data(self, run):
+        """Every rank reads the prompts itself."""
+
+    def evaluate(self, run, model, status, communicator, reward_funcs=()):
+        """(metrics of a run's data.eval by name, lines of completions.jsonl) for a folder of a model or an adapter,
+        None: the run's, on each rank. status: called with a line on the progress, or None."""
+        params = eval_params(run)
+        if params.temperature == 0 and params.n > 1:
+            raise ConfigError(f"eval.num_generations ({params.n}) completions at temperature 0 are all the same")
+        rewards = load_rewards(run, reward_funcs) if communicator.rank == 0 else None
+        base, _ = find_base(model or run.model)
+        check_stops_of(params, base)
+        llm = LLM(load_model(model or run.model, run.train.dtype), Tokenizer.from_folder(base), run.engine)
+        if communicator.world_size > 1:
+            llm, rewards = llm_on_ranks(llm, communicator), RewardsOnRanks(rewards, communicator)
+        prompts = load_prompts(run.data.eval, run, llm, for_eval=True)
+        generation = evaluation.generate(llm, rewards, prompts, params, TrainerState(0, 0, 0.0), status)
+        rows = generation.rows(rewards.names)
+        for row in rows:
+            del row["advantage"]
+        return evaluation.metrics_of(generation, rewards.names, run), rows
+
+    def planned_step(self, planner, run):
+        """The Step of a Planner's run, or of a variant of it: completions of the longest prompt, as long as they may
+        be."""
+        prompts, prompt, length = longest_completions(planner, run)
+        rows = self.completions_at_once(run.train, length)
+        longest = invented_rollouts(run.train, [prompt], length - prompt, rows)
+
+        def rehearse(policy, critic, rollouts, every_form):
+            return self.rehearse(run, policy, critic, rollouts, every_form)
+
+        def calls(policy, critic):
+            return rehearse(policy, critic, longest, True)
+
+        return Step(calls, rows * length, self.models_of(run), prompts, rehearse)
 
 
 def nodes_of(run, communicator):
@@ -96,7 +164,8 @@ def processes_of(run, communicator):
 
 
 class PromptLoop:
-    """The loaded parts of the run of a RunFolder, and its steps. The other arguments are those of train_on_prompts.
+    """The loaded parts of the run of a RunFolder, and its steps. The other arguments are those of
+    TrainerOnPrompts.train.
 
     llm: of this rank; generator: the LLM, or that of all ranks. elsewhere: the EngineElsewhere that both have where
     ranks have the weights in parts, else None. ahead: the Ahead of a run with [async], else None; waiting: the

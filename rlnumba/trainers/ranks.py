@@ -4,7 +4,6 @@ On the cpu device a rank is a process, on cuda a process with a GPU of its own (
 """
 
 import dataclasses
-import importlib
 import pickle
 from contextlib import contextmanager
 
@@ -18,6 +17,7 @@ from rlnumba.errors import ConfigError, RankError
 from rlnumba.rewards import resolve
 from rlnumba.runtime.environment import versions_of_results
 from rlnumba.trainers.callbacks import given
+from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.fit import fit_to_device
 from rlnumba.trainers.run_folder import RESUMES, log, owner_of, start_compiling
 from rlnumba.trainers.run_inputs import located
@@ -60,11 +60,10 @@ def _train(communicator, kind, run, resume, reward_funcs, callbacks):
     """Train on one rank; the first returns the TrainerState."""
     check_equal(communicator, facts_of(run))
     run = fit_to_device(kind, located(run), communicator)
-    train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
-    own = {"reward_funcs": [resolve_if_named(each) for each in reward_funcs]} if reward_funcs else {}
+    functions = [resolve_if_named(each) for each in reward_funcs]
     # Callbacks are called once.
     with given(callbacks if communicator.rank == 0 else ()):
-        state = train(run, resume, communicator=communicator, **own)
+        state = TRAINERS[kind].train(run, resume, functions, communicator)
     return state if communicator.rank == 0 else None
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rlnumba.config import RewardRun
 from rlnumba.data.pairs import load_pairs
 from rlnumba.kernels.rl.reward_loss import reward_loss
 from rlnumba.model.config import SCORE_HEAD
@@ -19,23 +20,21 @@ from rlnumba.runtime import device
 from rlnumba.trainers.core import LateMetrics
 from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.micro_batch import TargetBatch, costliest_first
-from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows, training_rows
-from rlnumba.trainers.run_folder import begin_run, log
+from rlnumba.trainers.planned import Models
+from rlnumba.trainers.row_loop import TrainerOnRows, micro_batches_of
+from rlnumba.trainers.run_folder import log
 
 
 def run_reward(run, resume=False, communicator=None):
-    """Train a RewardRun, and return its TrainerState; writes its output_dir.
+    """Train a RewardRun, and return its TrainerState; the arguments are TrainerOnRows.train's."""
+    return TRAINER.train(run, resume, communicator=communicator)
 
-    resume: True to continue from the newest readable checkpoint there, an int from that of this step. communicator: as
-    run_sft's.
-    """
-    with begin_run("reward", run, resume, communicator) as folder:
-        run = folder.run
-        policy, tokenizer = load_policy(run, folder, heads=SCORE_HEAD, head_init=run.train.head_init)
-        rows = training_rows("reward", load_rows, run, policy.model, tokenizer)
-        eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
-        set_pad_token(policy.model, tokenizer)
-        return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+
+def load(run, folder):
+    """(Policy, Tokenizer) of a run, the policy a model with a score head."""
+    policy, tokenizer = load_policy(run, folder, heads=SCORE_HEAD, head_init=run.train.head_init)
+    set_pad_token(policy.model, tokenizer)
+    return policy, tokenizer
 
 
 def set_pad_token(model, tokenizer):
@@ -141,3 +140,6 @@ def metrics_of(parts):
         "mean_reward": float(both.mean()),
         "max_reward": float(both.max()),
     }
+
+
+TRAINER = TrainerOnRows(RewardRun, load_rows, num_tokens, train_step, evaluate, load, models=Models(SCORE_HEAD))

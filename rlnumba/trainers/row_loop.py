@@ -10,12 +10,133 @@ On several ranks each has its micro-batches of every step and of an evaluation. 
 when to evaluate, save and stop.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.config import LoraConfig
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.model.config import LM_HEAD
+from rlnumba.model.lora import is_adapter
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import find_model, read_config
 from rlnumba.optim import learning_rate_at
 from rlnumba.runtime import device
 from rlnumba.trainers import kept_data
 from rlnumba.trainers.core import Schedule, epoch_order
+from rlnumba.trainers.loading import load_policy
+from rlnumba.trainers.planned import Models, Step
 from rlnumba.trainers.run_digest import row_hashes
-from rlnumba.trainers.run_folder import Clock, log, memory_metrics
+from rlnumba.trainers.run_folder import Clock, begin_run, log, memory_metrics
+
+
+class RowError(UserError):
+    """Rows that a trainer cannot read."""
+
+
+@dataclass
+class Source:
+    """What load_rows reads of a model, its `config`, and load_policy of a RunFolder: where the weights are, and which
+    ranks take part."""
+
+    config: object
+    model_folder: Path | None
+    communicator: object
+
+
+class TrainerOnRows(NamedTuple):
+    """A trainer whose data is a file of rows.
+
+    run_class: its Run. load_rows(path, run, model, tokenizer, for_eval=False): the rows, a list; of the model the
+    config is read. num_tokens(row): int. train_step(policy, rows, learning_rate): LateMetrics of one optimizer step on
+    these rows. evaluate_rows(policy, rows): metrics of held-out rows by name. load(run, folder): (Policy, Tokenizer),
+    folder being the RunFolder or a Source. prepare(folder, policy, rows, eval_rows): called before the first step, or
+    None. models: Models of the run. has_graphs: whether its micro-batches become CUDA graphs.
+    """
+
+    run_class: type
+    load_rows: Callable
+    num_tokens: Callable
+    train_step: Callable
+    evaluate_rows: Callable
+    load: Callable = load_policy
+    prepare: Callable | None = None
+    models: Models = Models()
+    has_graphs: bool = False
+
+    @property
+    def name(self):
+        """The name of the command: str."""
+        return self.run_class.trainer
+
+    @property
+    def trains_lm_head(self):
+        """Whether the policy is a language model: bool."""
+        return self.models.heads == LM_HEAD
+
+    def train(self, run, resume=False, reward_funcs=(), communicator=None):
+        """Train a Run, and return its TrainerState; writes its output_dir.
+
+        resume: True to continue from the newest readable checkpoint there, an int from that of this step. reward_funcs:
+        there are none. communicator: of the ranks that train together and call this with the same arguments, or None.
+        """
+        with begin_run(self.name, run, resume, communicator) as folder:
+            run = folder.run
+            policy, tokenizer = self.load(run, folder)
+            rows = training_rows(self.name, self.load_rows, run, policy.model, tokenizer)
+            eval_rows = None
+            if run.data.eval:
+                eval_rows = self.load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True)
+            if self.prepare is not None:
+                self.prepare(folder, policy, rows, eval_rows)
+            return train_on_rows(self, folder, policy, tokenizer, rows, eval_rows)
+
+    def check_eval_data(self, run):
+        """Raise RowError for a run's data.eval that it cannot read."""
+        self._eval_rows(run, find_model(run.model))
+
+    def evaluate(self, run, model, status, communicator, reward_funcs=()):
+        """(metrics of a run's data.eval by name, []) for a folder of a model or an adapter, None: the run's, on each
+        rank. A reference is the run's `model`. Raises RowError, before any weights are loaded, for rows that it cannot
+        read."""
+        weights = None if model is None else find_model(model)
+        if weights is not None:
+            run = replace(run, lora=LoraConfig(init=str(weights)) if is_adapter(weights) else None)
+        base = find_model(run.model)
+        source = Source(read_config(base), None if run.lora else weights, communicator)
+        rows = self._eval_rows(run, base)
+        policy, _ = self.load(run, source)
+        with policy.context.use():
+            return {f"eval_{name}": value for name, value in self.evaluate_rows(policy, rows).items()}, []
+
+    def _eval_rows(self, run, base):
+        """The rows of a run's data.eval, for the model in the folder `base`."""
+        try:
+            source = Source(read_config(base), None, None)
+            return self.load_rows(run.data.eval, run, source, Tokenizer.from_folder(base), for_eval=True)
+        except ConfigError:
+            raise
+        except UserError as error:
+            raise RowError(str(error)) from error
+
+    def planned_step(self, planner, run):
+        """The Step of a Planner's run, or of a variant of it: the largest micro-batch that it will see."""
+        train, rows = run.train, planner.rows(run)
+        lengths, size = np.array([self.num_tokens(row) for row in rows]), train.per_device_train_batch_size
+        schedule = Schedule(train, -(-len(rows) // size))
+        most, chosen, steps_left = -1, (), schedule.total_steps
+        for epoch in range(-(-schedule.total_steps // schedule.steps_per_epoch)):
+            order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)
+            order = order[: steps_left * schedule.accumulation * size]
+            steps_left -= schedule.steps_per_epoch
+            sums = np.add.reduceat(lengths[order], np.arange(0, len(order), size))
+            if sums.max() > most:
+                most, at = int(sums.max()), int(sums.argmax()) * size
+                chosen = [rows[index] for index in order[at : at + size]]
+        return Step(lambda policy, critic: [lambda: self.train_step(policy, chosen, 0.0)], most, self.models)
 
 
 def micro_batches_of(rows, train):
@@ -76,14 +197,10 @@ def schedule_of(folder, rows, eval_rows):
     return RowSchedule(train, len(rows), folder.step, epoch, position)
 
 
-def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, count_tokens):
-    """Train from where the RunFolder's checkpoint ends to the run's last step, and return its TrainerState.
+def train_on_rows(trainer, folder, policy, tokenizer, rows, eval_rows):
+    """Train by a TrainerOnRows from where the RunFolder's checkpoint ends to the run's last step: its TrainerState.
 
-    Writes the run's folder.
-
-    rows, eval_rows: lists, the latter empty or None without data.eval. train_step(policy, rows, learning_rate):
-    LateMetrics of one optimizer step on these rows. evaluate(policy, eval_rows): metrics by name.
-    count_tokens(row): int.
+    Writes the run's folder. rows, eval_rows: lists, the latter empty or None without data.eval.
     """
     run, train = folder.run, folder.run.train
     schedule, num_tokens = schedule_of(folder, rows, eval_rows), 0
@@ -106,7 +223,7 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
     ):
         folder.hold_signals()
         if eval_rows and train.eval_on_start and folder.step == 0:
-            writer.log(0, {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()})
+            writer.log(0, {f"eval_{name}": value for name, value in trainer.evaluate_rows(policy, eval_rows).items()})
         callbacks.begin(folder.step, schedule.total_steps, schedule.epochs_done, policy.model)
         clock = Clock()
         for step in range(folder.step, schedule.total_steps):
@@ -114,9 +231,9 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
                 epoch, positions = schedule.take()
                 chosen = [rows[i] for i in epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)[positions]]
                 # Signals are held from the update of the weights on.
-                metrics = train_step(policy, chosen, learning_rate_at(train, step, schedule.total_steps))
+                metrics = trainer.train_step(policy, chosen, learning_rate_at(train, step, schedule.total_steps))
                 policy.move_reference_if_due(step + 1)
-                step_tokens = sum(map(count_tokens, chosen))
+                step_tokens = sum(map(trainer.num_tokens, chosen))
                 device.synchronize()
             num_tokens += step_tokens
             complete, policy.is_updating = (step + 1, num_tokens, (schedule.epoch, schedule.position)), False
@@ -127,7 +244,7 @@ def train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evalua
                     callbacks.step_end(step + 1, metrics["epoch"], policy.model)
             if eval_rows and folder.decided(callbacks.evaluation_due(step + 1, last)):
                 with writer.logged_on_interruption(step + 1, metrics), folder.interruptible(), clock.phase("eval"):
-                    found = {f"eval_{name}": value for name, value in evaluate(policy, eval_rows).items()}
+                    found = {f"eval_{name}": value for name, value in trainer.evaluate_rows(policy, eval_rows).items()}
                 metrics |= found
                 if folder.is_first_rank:
                     with folder.sharing():

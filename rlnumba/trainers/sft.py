@@ -9,27 +9,18 @@ padding: sequences do not attend to one another, so packing changes which tokens
 
 import numpy as np
 
+from rlnumba.config import SFTRun
 from rlnumba.data import load_sft
 from rlnumba.runtime import device
 from rlnumba.trainers.core import LateMetrics
-from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.micro_batch import MicroBatch, costliest_first
-from rlnumba.trainers.row_loop import micro_batches_of, train_on_rows, training_rows
-from rlnumba.trainers.run_folder import begin_run, log
+from rlnumba.trainers.row_loop import TrainerOnRows, micro_batches_of
+from rlnumba.trainers.run_folder import log
 
 
 def run_sft(run, resume=False, communicator=None):
-    """Train an SFTRun, and return its TrainerState; writes its output_dir.
-
-    resume: True to continue from the newest readable checkpoint there, an int from that of this step. communicator: of
-    the ranks that train together and call this with the same arguments, or None.
-    """
-    with begin_run("sft", run, resume, communicator) as folder:
-        run = folder.run
-        policy, tokenizer = load_policy(run, folder)
-        rows = training_rows("sft", load_rows, run, policy.model, tokenizer)
-        eval_rows = load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True) if run.data.eval else None
-        return train_on_rows(folder, policy, tokenizer, rows, eval_rows, train_step, evaluate, num_tokens)
+    """Train an SFTRun, and return its TrainerState; the arguments are TrainerOnRows.train's."""
+    return TRAINER.train(run, resume, communicator=communicator)
 
 
 def num_tokens(row):
@@ -138,3 +129,6 @@ def micro_batch(sequences):
 def target_batch(sequences):
     """The TargetBatch of TokenSequences."""
     return micro_batch(sequences).to_device().targets
+
+
+TRAINER = TrainerOnRows(SFTRun, load_rows, num_tokens, train_step, evaluate, has_graphs=True)

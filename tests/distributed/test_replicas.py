@@ -18,7 +18,8 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import RewardError, Rewards
 from rlnumba.trainers import run_folder
-from rlnumba.trainers.eval import RowError, evaluate, run_eval
+from rlnumba.trainers.eval import evaluate, run_eval
+from rlnumba.trainers.row_loop import RowError
 from rlnumba.trainers.shared_rollout import RewardsOnRanks
 from tests.distributed import in_threads
 from tests.trainers.runs import (

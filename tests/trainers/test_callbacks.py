@@ -9,7 +9,7 @@ import pytest
 from rlnumba import SFTConfig, SFTTrainer, TrainerCallback, checkpoint
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.transformer import load_model
-from rlnumba.trainers import row_loop, sft
+from rlnumba.trainers import sft
 from rlnumba.trainers.callbacks import EVENTS, given
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.sft import run_sft
@@ -120,8 +120,8 @@ def test_objects_of_python(tmp_path, monkeypatch):
 def losses(monkeypatch, values):
     """Let the evaluations of SFT find these losses, one after the other."""
     left = iter(values)
-    monkeypatch.setattr(sft, "evaluate", lambda policy, rows: {"loss": next(left)})
-    assert row_loop.train_on_rows
+    trainer = sft.TRAINER._replace(evaluate_rows=lambda policy, rows: {"loss": next(left)})
+    monkeypatch.setattr(sft, "TRAINER", trainer)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_run_replays_with_the_old_log_probs_and_is_resumed(tmp_path, monkeypat
         differing.append(sum(count > 0 for count in found))
         return train_step(policy, parts, learning_rate)
 
-    monkeypatch.setattr(grpo, "train_step", recording)
+    monkeypatch.setattr(grpo, "TRAINER", grpo.TRAINER._replace(train_step=recording))
     options = {"replay_buffer_size": 3, "save_steps": 1, "max_steps": 4, "steps_per_generation": 2}
     run = grpo_run(tmp_path / "run", "one_for_even", num_prompts=12, **options)
     grpo.run_grpo(run)

@@ -392,7 +392,7 @@ def test_any_error_keeps_the_last_complete_step(tmp_path, monkeypatch, capsys, e
         return train_step(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sft, "train_step", fails_in_the_third)
+        patch.setattr(sft, "TRAINER", sft.TRAINER._replace(train_step=fails_in_the_third))
         with pytest.raises(type(error), match=str(error)):
             run_sft(run)
     assert f"step 2 is in {tmp_path / 'run' / 'checkpoints' / 'step-2'}; --resume goes on" in capsys.readouterr().err
@@ -423,7 +423,7 @@ def test_an_error_of_saving_does_not_hide_the_one_before(tmp_path, monkeypatch, 
     def cannot_be_saved(*arguments):
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(sft, "train_step", fails)
+    monkeypatch.setattr(sft, "TRAINER", sft.TRAINER._replace(train_step=fails))
     monkeypatch.setattr(RunFolder, "save", cannot_be_saved)
     with pytest.raises(ZeroDivisionError):
         run_sft(sft_run(tmp_path / "run"))

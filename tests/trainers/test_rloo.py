@@ -50,11 +50,17 @@ def recorded(completion_ids):
     return generate
 
 
+def without_exact_sampler(monkeypatch, exact=False):
+    """Let the old log-probs come from a forward, and the gradient follow from the step's own, or neither of both."""
+    for module in (grpo, rloo):
+        monkeypatch.setattr(module, "sampler_is_exact", lambda train: exact)
+
+
 @pytest.mark.parametrize("case", CURVES["cases"])
 def test_golden_run_of_trl(tmp_path, monkeypatch, case):
     recording = CURVES["cases"][case]
     # The completions are another sampler's: old log-probs come from a forward, as in TRL.
-    monkeypatch.setattr(rloo, "sampler_is_exact", lambda train: False)
+    without_exact_sampler(monkeypatch)
     monkeypatch.setattr(rloo.rollout, "generate", recorded(recording["completion_ids"]))
     monkeypatch.setattr(prompt_loop, "sample_report", lambda *arguments: "")
     rows = tmp_path / "prompts.jsonl"
@@ -127,7 +133,7 @@ def test_the_gradient_at_the_samplers_logprobs_is_the_forwards(monkeypatch):
     """On-policy, known beforehand or not, it has the same bits; so have all metrics."""
     found = []
     for exact in (True, False):
-        monkeypatch.setattr(rloo, "sampler_is_exact", lambda train, exact=exact: exact)
+        without_exact_sampler(monkeypatch, exact)
         policy, rollouts = small_policy(temperature=0.7), Rollouts.of(golden_samples(), False)
         rollouts.loss_mask[3:5] = 0
         rollouts.rollout_logprobs = grpo.host_logprobs(policy, policy.model, rollouts.parts(4))
@@ -235,7 +241,7 @@ def test_a_generation_is_shuffled_by_its_place(monkeypatch):
     """Rewards, KLs and advantages stay those of their completion."""
     policy = small_policy(reference=True, num_generations=2)
     ids = [[20 + i, 1] for i in range(16)]
-    monkeypatch.setattr(rloo, "sampler_is_exact", lambda train: False)
+    without_exact_sampler(monkeypatch)
     monkeypatch.setattr(rloo.rollout, "generate", recorded(ids))
     prompts = SimpleNamespace(prompts=[sample.prompt for sample in golden_samples()])
     llm = SimpleNamespace(wake=lambda: None, sleep=lambda: None)

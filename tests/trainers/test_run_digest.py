@@ -95,7 +95,7 @@ def trained_rows():
         found.extend(row[0].input_ids.tobytes() for row in rows)
         return train_step(policy, rows, learning_rate)
 
-    patch.setattr(sft, "train_step", noted)
+    patch.setattr(sft, "TRAINER", sft.TRAINER._replace(train_step=noted))
     try:
         yield found
     finally:

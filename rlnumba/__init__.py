@@ -12,21 +12,28 @@ from rlnumba.runtime.folders import set_numba_cache
 # Before any module of the package imports Numba, in whatever way this process was started.
 set_numba_cache()
 
-_ALGORITHMS = ("DPO", "GRPO", "KTO", "PPO", "RLOO", "Reward", "SFT")
-_TRAINERS = [f"{name}{kind}" for name in _ALGORITHMS for kind in ("Config", "Trainer")]
 _MODULES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
 _MODULES |= dict.fromkeys(("LoraConfig", "DeployConfig", "AsyncConfig"), "rlnumba.config")
-_MODULES |= dict.fromkeys(_TRAINERS, "rlnumba.trainers.trainer")
 _MODULES["TrainerCallback"] = "rlnumba.trainers.callbacks"
-__all__ = list(_MODULES)
+
+
+def _names_of_trainers():
+    """SFTConfig, SFTTrainer, GRPOConfig, ..., of rlnumba.trainers.trainer: list."""
+    runs = importlib.import_module("rlnumba.config.runs").RUNS.values()
+    trains = [run_class.__dataclass_fields__["train"].type.__name__ for run_class in runs]
+    return [name for train in trains for name in (train, f"{train.removesuffix('Config')}Trainer")]
 
 
 def __getattr__(name):
     # At first use, because importing the engine imports Numba, which takes a second.
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
+    if name == "__all__":
+        return [*_MODULES, *_names_of_trainers()]
+    if name.endswith(("Config", "Trainer")) and name in _names_of_trainers():
+        return getattr(importlib.import_module("rlnumba.trainers.trainer"), name)
     raise AttributeError(f"module {__name__} has no attribute {name!r}")
 
 
 def __dir__():
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+    return [*__getattr__("__all__"), *(name for name in globals() if name.startswith("__"))]

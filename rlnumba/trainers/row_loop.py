@@ -39,8 +39,7 @@ class RowError(UserError):
 
 @dataclass
 class Source:
-    """What load_rows reads of a model, its `config`, and load_policy of a RunFolder: where the weights are, and which
-    ranks take part."""
+    """The parts of a model and of a RunFolder that evaluation needs: load_rows reads `config`, load_policy the rest."""
 
     config: object
     model_folder: Path | None

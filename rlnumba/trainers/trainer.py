@@ -6,8 +6,8 @@
     trainer = GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=f, args=args, train_dataset=rows)
     trainer.train()
 
-A trainer makes the Run that the same TOML file makes, and run_sft, run_grpo or another trains it: everything is written
-to output_dir, the model to final/. On several GPUs (`deploy` of its config) that happens in other processes, which
+A class for each trainer makes the Run that the same TOML file makes, and trains it: everything is written to
+output_dir, the model to final/. On several GPUs (`deploy` of its config) that happens in other processes, which
 import the script: its own calls stand below `if __name__ == "__main__":`.
 """
 
@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from rlnumba import checkpoint, config
+from rlnumba import checkpoint
 from rlnumba.config import (
     AsyncConfig,
-    CriticConfig,
     DataConfig,
     DeployConfig,
     EngineConfig,
@@ -31,27 +30,23 @@ from rlnumba.config import (
     RewardsConfig,
     key,
 )
-from rlnumba.config.keys import refuse_unknown
+from rlnumba.config.keys import and_list, refuse_unknown, sections_of
 from rlnumba.config.other_keys import take_trl_keys
 from rlnumba.config.reading import ALIASES, warn_without_effect
+from rlnumba.config.rollout import AheadRun
+from rlnumba.config.runs import RUNS
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.lora import lora_of_peft
 from rlnumba.reporting.files import make_folder, read_metrics, replacing, to_line
 from rlnumba.runtime import device
 from rlnumba.trainers.callbacks import TrainerState, given
-from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.eval import run_eval
+from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.fit import fit_to_device
-from rlnumba.trainers.grpo import run_grpo
-from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.plan import advise
-from rlnumba.trainers.ppo import run_ppo
 from rlnumba.trainers.ranks import resolve_if_named, train_on_ranks
-from rlnumba.trainers.reward import run_reward
-from rlnumba.trainers.rloo import run_rloo
 from rlnumba.trainers.run_folder import log, owner_of
 from rlnumba.trainers.run_inputs import located
-from rlnumba.trainers.sft import run_sft
 
 MODEL_FOLDER = "the tokenizer is read from the model's folder"
 # Arguments of TRL's trainers that change nothing, and why.
@@ -106,42 +101,8 @@ class AheadArguments:
 
 
 @dataclass(frozen=True)
-class SFTConfig(OutputArguments, config.SFTConfig):
-    """[train] of `rlnumba sft`, and the keys that TRL's SFTConfig has besides."""
-
-
-@dataclass(frozen=True)
-class DPOConfig(OutputArguments, config.DPOConfig):
-    """[train] of `rlnumba dpo`, and the keys that TRL's DPOConfig has besides."""
-
-
-@dataclass(frozen=True)
-class KTOConfig(OutputArguments, config.KTOConfig):
-    """[train] of `rlnumba kto`, and the keys that TRL's KTOConfig has besides."""
-
-
-@dataclass(frozen=True)
-class RewardConfig(OutputArguments, config.RewardConfig):
-    """[train] of `rlnumba reward`, and the keys that TRL's RewardConfig has besides."""
-
-
-@dataclass(frozen=True)
-class GRPOConfig(AheadArguments, OutputArguments, config.GRPOConfig):
-    """[train] of `rlnumba grpo`, and the keys that TRL's GRPOConfig has besides."""
-
-    reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
-
-
-@dataclass(frozen=True)
-class RLOOConfig(AheadArguments, OutputArguments, config.RLOOConfig):
-    """[train] of `rlnumba rloo`, and the keys that TRL's RLOOConfig has besides."""
-
-    reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
-
-
-@dataclass(frozen=True)
-class PPOConfig(OutputArguments, config.PPOConfig):
-    """[train] of `rlnumba ppo`, and what TRL's trainers with rewards have besides."""
+class RewardArguments:
+    """The further key of the configs of trainers with rewards."""
 
     reward_weights: list[float] | None = key(None, "A weight for each reward function; None: all 1.0.")
 
@@ -150,8 +111,16 @@ def _has_16_bits():
     return device.name() != "cpu"
 
 
-for _config in (SFTConfig, DPOConfig, KTOConfig, RewardConfig, GRPOConfig, RLOOConfig, PPOConfig):
-    take_trl_keys(_config, _has_16_bits, OTHER_NAMES)
+def _config_of(run_class):
+    """The class of a trainer's `args`: the keys of [train] of its Run, and those that TRL's config has besides."""
+    train = sections_of(run_class)["train"]
+    bases = (RewardArguments,) if run_class.generates else ()
+    bases += (AheadArguments,) if issubclass(run_class, AheadRun) else ()
+    doc = f"[train] of `rlnumba {run_class.trainer}`, and the keys that TRL's {train.__name__} has besides."
+    body = {"__doc__": doc, "__module__": __name__}
+    found = dataclass(frozen=True)(type(train.__name__, (*bases, OutputArguments, train), body))
+    take_trl_keys(found, _has_16_bits, OTHER_NAMES)
+    return found
 
 
 class TrainOutput(NamedTuple):
@@ -173,8 +142,8 @@ class Trainer:
     `train` would train now.
     """
 
-    # The command, its Run, its function, and the class of `args`.
-    command, run_class, run_function, config_class = None, None, None, None
+    # The record of the trainer, and the class of `args`.
+    trainer, config_class = None, None
 
     def __init__(self, model, args, datasets, sections, peft_config, callbacks, others):
         name = type(self).__name__
@@ -203,7 +172,7 @@ class Trainer:
                 data[part] = str(rows if isinstance(rows, str | Path) else Path(args.output_dir) / f"{part}.jsonl")
         keys = {"model": self._given_model, "output_dir": args.output_dir, "seed": args.seed, "lora": self._lora}
         keys |= {"deploy": _section(DeployConfig, args.deploy) or DeployConfig(), "train": args}
-        return self.run_class(**keys, data=DataConfig(**data), **self._own_keys(args))
+        return self.trainer.run_class(**keys, data=DataConfig(**data), **self._own_keys(args))
 
     def _is_named_by_data(self, part):
         """Whether `data` names a file, and no rows are given: the default of train_dataset is ()."""
@@ -225,11 +194,11 @@ class Trainer:
             self._write_rows(run, self.datasets)
             self._state, self._has_begun = None, True
             if run.num_ranks > 1:
-                state = train_on_ranks(self.command, run, resume, self.given_funcs, self.callbacks)
+                state = train_on_ranks(self.trainer.name, run, resume, self.given_funcs, self.callbacks)
             else:
-                run = fit_to_device(self.command, located(run))
-                with advise(self.command, run), given(self.callbacks):
-                    state = self.run_function(run, resume, *self._reward_functions())
+                run = fit_to_device(self.trainer.name, located(run))
+                with advise(self.trainer.name, run), given(self.callbacks):
+                    state = self.trainer.train(run, resume, self._reward_functions())
         self._state, seconds = state, time.monotonic() - started
         losses = [row["loss"] for row in state.log_history if "loss" in row]
         loss = sum(losses) / len(losses) if losses else math.nan
@@ -237,7 +206,7 @@ class Trainer:
         return TrainOutput(state.global_step, loss, metrics | {"epoch": state.epoch})
 
     def _reward_functions(self):
-        """The further arguments of run_function: a tuple."""
+        """The reward functions themselves: list or tuple."""
         return ()
 
     def _resume_of(self, given):
@@ -291,7 +260,7 @@ class Trainer:
             raise UserError("evaluate: the trainer has no eval_dataset, and none is given")
         self._write_rows(run, datasets)
         trained = None if self._state is None else self.model
-        return run_eval(run, trained, kind=self.command, reward_funcs=self.given_funcs)
+        return run_eval(run, trained, kind=self.trainer.name, reward_funcs=self.given_funcs)
 
     def save_model(self, output_dir=None):
         """Copy the trained model, a Hugging Face folder, to output_dir; None: nothing, for it is in `model` already."""
@@ -419,58 +388,16 @@ class RowTrainer(Trainer):
     ):  # fmt: skip
         if engine is not None:
             raise ConfigError(
-                f"engine: {self.command} generates nothing; the section [engine] is of grpo, rloo and ppo"
+                f"engine: {self.trainer.name} generates nothing; the section [engine] is of "
+                f"{and_list([name for name, each in RUNS.items() if each.generates])}"
             )
         datasets = {"train": train_dataset, "eval": eval_dataset}
         super().__init__(model, args, datasets, {"data": data}, peft_config, callbacks, others)
         warn_without_effect(self.run)
 
 
-class SFTTrainer(RowTrainer):
-    __doc__ = f"""Supervised fine-tuning.
-
-    {ROWS.format(config="an SFTConfig")}
-    """
-
-    command, run_class, run_function, config_class = "sft", config.SFTRun, staticmethod(run_sft), SFTConfig
-
-
-class DPOTrainer(RowTrainer):
-    __doc__ = f"""Direct Preference Optimization, from pairs of a chosen and a rejected completion.
-
-    {ROWS.format(config="a DPOConfig")}
-    """
-
-    command, run_class, run_function, config_class = "dpo", config.DPORun, staticmethod(run_dpo), DPOConfig
-
-
-class KTOTrainer(RowTrainer):
-    __doc__ = f"""Kahneman-Tversky Optimization, from completions that are labelled desirable or not.
-
-    {ROWS.format(config="a KTOConfig")}
-    """
-
-    command, run_class, run_function, config_class = "kto", config.KTORun, staticmethod(run_kto), KTOConfig
-
-
-class RewardTrainer(RowTrainer):
-    __doc__ = f"""A reward model, from pairs of a chosen and a rejected completion.
-
-    final/ is a sequence-classification folder, which GRPOTrainer's reward_funcs may name.
-
-    {ROWS.format(config="a RewardConfig")}
-    """
-
-    command, run_class, run_function, config_class = "reward", config.RewardRun, staticmethod(run_reward), RewardConfig
-
-
-class GRPOTrainer(Trainer):
-    __doc__ = f"""Group Relative Policy Optimization.
-
-    {REWARDS}{ROWS.format(config="a GRPOConfig")}
-    """
-
-    command, run_class, run_function, config_class = "grpo", config.GRPORun, staticmethod(run_grpo), GRPOConfig
+class PromptTrainer(Trainer):
+    """A trainer whose data are prompts. others: also the keys of a section of its own, as PPO's critic, a dict."""
 
     def __init__(
         self, model, reward_funcs=None, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None,
@@ -478,6 +405,7 @@ class GRPOTrainer(Trainer):
     ):  # fmt: skip
         datasets, sections = {"train": train_dataset, "eval": eval_dataset}, {"data": data, "engine": engine or {}}
         sections |= {"rewards": rewards or {}, "eval": eval or {}}
+        sections |= {name: others.pop(name, None) or {} for name in own_sections(self.trainer.run_class)}
         super().__init__(model, args, datasets, sections, peft_config, callbacks, others)
         self.given_funcs = _reward_funcs(type(self).__name__, reward_funcs)
         self.reward_funcs = [resolve_if_named(each) for each in self.given_funcs]
@@ -487,45 +415,40 @@ class GRPOTrainer(Trainer):
         # The names under which config.toml lists them.
         funcs = [each if isinstance(each, str) else _spec(each) for each in self.given_funcs]
         rewards = RewardsConfig(funcs=funcs, weights=args.reward_weights, **self._sections["rewards"])
-        own = {"rewards": rewards, "eval": EvalConfig(**self._sections["eval"])}
-        return own | {"engine": EngineConfig(**self._sections["engine"])} | self._ahead(args)
-
-    def _ahead(self, args):
-        """The section [async] of a config that has it, as a keyword of the Run: dict."""
-        return {"asynchronous": _section(AsyncConfig, args.asynchronous)}
+        found = {"rewards": rewards, "eval": EvalConfig(**self._sections["eval"])}
+        found |= {"engine": EngineConfig(**self._sections["engine"])}
+        if isinstance(args, AheadArguments):
+            found["asynchronous"] = _section(AsyncConfig, args.asynchronous)
+        own = own_sections(self.trainer.run_class)
+        return found | {name: section_class(**self._sections[name]) for name, section_class in own.items()}
 
     def _reward_functions(self):
-        return (self.reward_funcs,)
+        return self.reward_funcs
 
 
-class RLOOTrainer(GRPOTrainer):
-    __doc__ = f"""REINFORCE Leave-One-Out.
-
-    {REWARDS}{ROWS.format(config="an RLOOConfig")}
-    """
-
-    command, run_class, run_function, config_class = "rloo", config.RLOORun, staticmethod(run_rloo), RLOOConfig
+def own_sections(run_class):
+    """{name: dataclass} of the sections of a Run that no other trainer on prompts has."""
+    shared = sections_of(AheadRun)
+    return {name: section_class for name, section_class in sections_of(run_class).items() if name not in shared}
 
 
-class PPOTrainer(GRPOTrainer):
-    __doc__ = f"""Proximal Policy Optimization.
+def _trainer_of(trainer, config_class):
+    """The class of Python's trainer for a record of TRAINERS."""
+    run_class = trainer.run_class
+    own = "".join(f"{name}: keys of that section, a dict.\n    " for name in own_sections(run_class))
+    arguments = ROWS.format(config=f"its {config_class.__name__}")
+    arguments = f"{REWARDS}{own}{arguments}" if run_class.generates else arguments
+    body = {"__doc__": f"{run_class.purpose}\n\n    {arguments}\n    ", "__module__": __name__}
+    body |= {"trainer": trainer, "config_class": config_class}
+    base = PromptTrainer if run_class.generates else RowTrainer
+    return type(f"{config_class.__name__.removesuffix('Config')}Trainer", (base,), body)
 
-    {REWARDS}critic: keys of that section, a dict.
-    {ROWS.format(config="a PPOConfig")}
-    """
 
-    command, run_class, run_function, config_class = "ppo", config.PPORun, staticmethod(run_ppo), PPOConfig
-
-    def __init__(
-        self, model, reward_funcs=None, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None,
-        rewards=None, peft_config=None, callbacks=(), eval=None, critic=None, **others,
-    ):  # fmt: skip
-        self._critic = critic or {}
-        given = model, reward_funcs, args, train_dataset, eval_dataset, data, engine, rewards, peft_config, callbacks
-        super().__init__(*given, eval, **others)
-
-    def _ahead(self, args):
-        return {"critic": CriticConfig(**self._critic)}
+# SFTConfig and SFTTrainer, GRPOConfig and GRPOTrainer, ...
+for _record in TRAINERS.values():
+    _config = _config_of(_record.run_class)
+    _class = _trainer_of(_record, _config)
+    globals().update({_config.__name__: _config, _class.__name__: _class})
 
 
 def _reward_funcs(name, given):

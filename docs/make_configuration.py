@@ -4,30 +4,11 @@ import dataclasses
 import typing
 from pathlib import Path
 
-from rlnumba.config import (
-    AsyncConfig,
-    CriticConfig,
-    DataConfig,
-    DeployConfig,
-    DPOConfig,
-    EngineConfig,
-    EvalConfig,
-    GRPOConfig,
-    KTOConfig,
-    LoraConfig,
-    PPOConfig,
-    RewardConfig,
-    RewardsConfig,
-    RLOOConfig,
-    Run,
-    SFTConfig,
-    TrainConfig,
-)
-from rlnumba.config.dpo import PreferenceConfig
-from rlnumba.config.keys import LIMITS, Condition, and_list, keys_of, needs_text, split_optional
+from rlnumba.config import Run
+from rlnumba.config.keys import LIMITS, Condition, Section, and_list, keys_of, needs_text, sections_of, split_optional
 from rlnumba.config.reading import ALIASES
 from rlnumba.config.resuming import RULES, keys_by_rule
-from rlnumba.config.rollout import GroupConfig, SamplingConfig
+from rlnumba.config.runs import RUNS
 from rlnumba.config.writing import toml_value
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -171,40 +152,49 @@ def _shown_conditions(metadata):
     return owners + (f" Needs {needs}." if isinstance(needs, Condition) else f" Needs `{needs_text(needs)}`.")
 
 
+def _owners():
+    """{section class: names of the trainers that have its keys}, of those classes that are a section of a Run and those
+    that several trainers' sections inherit from, each after what it inherits from."""
+    found, whole = {}, set()
+    for name, run_class in RUNS.items():
+        of_run = sections_of(run_class).values()
+        whole |= {each for each in of_run if each is not run_class}
+        for section_class in of_run:
+            for base in reversed(section_class.__mro__):
+                if issubclass(base, Section) and base is not Section:
+                    found.setdefault(base, []).append(name)
+    return {base: names for base, names in found.items() if base in whole or len(names) > 1}
+
+
 def reference():
     """The text of docs/configuration.md: str."""
-    parts = [HEADER]
-    blocks = [("Above all sections", Run), ("[data]", DataConfig)]
-    blocks += [("[rewards]: grpo, rloo, ppo", RewardsConfig), ("[eval]: grpo, rloo, ppo", EvalConfig)]
-    blocks += [("[train]: all trainers", TrainConfig), ("[train]: sft", SFTConfig)]
-    blocks += [("[train]: grpo, rloo, ppo", SamplingConfig), ("[train]: grpo, rloo (groups)", GroupConfig)]
-    blocks += [("[train]: grpo", GRPOConfig), ("[train]: rloo", RLOOConfig)]
-    blocks += [("[train]: ppo", PPOConfig), ("[critic]: ppo", CriticConfig)]
-    blocks += [("[train]: dpo and kto", PreferenceConfig), ("[train]: dpo", DPOConfig), ("[train]: kto", KTOConfig)]
-    blocks += [
-        ("[train]: reward", RewardConfig),
-        ("[lora]: all trainers", LoraConfig),
-        ("[engine]: grpo, rloo, ppo", EngineConfig),
-    ]
-    blocks += [("[deploy]: all trainers", DeployConfig), ("[async]: grpo and rloo", AsyncConfig)]
+    parts, owners = [HEADER], _owners()
+    # By section, in the order in which Runs have them.
+    order = list(dict.fromkeys(name for run_class in RUNS.values() for name in sections_of(run_class)))
+    blocks = [("Above all sections", Run)]
+    for section_class in sorted(owners, key=lambda each: order.index(each.section)):
+        names = owners[section_class]
+        of = "all trainers" if len(names) == len(RUNS) else ", ".join(names)
+        blocks.append((f"[{section_class.section}]: {of}", section_class))
     for title, section_class in blocks:
         parts += [f"\n## {title}\n", f"{section_class.__doc__}\n", "| key | type | default | meaning |"]
         parts.append("| --- | --- | --- | --- |")
         # Keys of a block above are not repeated, unless their default or meaning is another here.
-        shared = (TrainConfig, SamplingConfig, GroupConfig, PreferenceConfig)
-        inherited = {name for base in shared if base in section_class.__mro__[1:] for name in keys_of(base)}
+        inherited = {name for base in section_class.__mro__[1:] if base in owners for name in keys_of(base)}
         for f in keys_of(section_class).values():
             if f.name in inherited and f.name not in section_class.__annotations__:
                 continue
             doc = (f.metadata["doc"] + _shown_limits(f.metadata) + _shown_conditions(f.metadata)).replace("|", "\\|")
             parts.append(f"| `{f.name}` | {_shown_type(f.type)} | {_shown_default(f)} | {doc} |")
-    named = {
-        ("train", "batch_size"): ("train", "generation_batch_size` (grpo, rloo), `train.per_device_train_batch_size")
-    }
     rows = [
         f"| `{'.'.join(filter(None, written))}` | `{'.'.join(filter(None, ours))}` |"
-        for written, ours in {**ALIASES, **named}.items()
+        for written, ours in ALIASES.items()
     ]
+    meanings = {}
+    for name, run_class in RUNS.items():
+        meanings.setdefault(".".join(run_class.batch_size), []).append(name)
+    of_batch = ", ".join(f"`{key}` ({', '.join(names)})" for key, names in meanings.items())
+    rows.append(f"| `train.batch_size` | {of_batch} |")
     found = keys_by_rule()
     resuming = [f"| {RULES[rule]} | {_shown_keys(found[rule])} |" for rule in RULES]
     return "\n".join(parts) + "\n" + FOOTER.format(aliases="\n".join(rows), resuming="\n".join(resuming))

@@ -617,8 +617,8 @@ for _run_class in RUNS.values():
 @DTYPE
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
 def evaluate(config, trainer, model, output, dtype, overrides):
-    """Evaluate a model on a run's data.eval: of grpo, rloo and ppo its rewards, avg@k and pass@k, with the sampling of
-    [eval]; of sft, dpo, kto and reward the loss and the trainer's other metrics.
+    """Evaluate a model on a run's data.eval: of prompts the rewards, avg@k and pass@k, with the sampling of [eval]; of
+    a file of rows the loss and the trainer's other metrics.
 
     Prints a line for each metric.
     """

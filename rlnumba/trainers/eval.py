@@ -1,7 +1,7 @@
 """`rlnumba eval`: a model on a run's held-out rows, as the run would evaluate it.
 
-grpo, rloo, ppo            completions of the prompts, sampled with [eval] and scored by the rewards
-sft, dpo, kto, reward      the loss of the rows, and the trainer's other metrics
+a trainer on prompts      their completions, sampled with [eval] and scored by the rewards
+a trainer on rows         their loss, and the trainer's other metrics
 
 With deploy.num_train_gpus as many ranks share the prompts, or the rows.
 """
@@ -25,8 +25,8 @@ def run_eval(run, model=None, output=None, dtype=None, status=None, kind="grpo",
 
     kind: the trainer's name. model: the folder or hub id, by default the run's. output: None, or a folder, in which
     metrics.json and, of prompts, completions.jsonl are written. reward_funcs: functions or names, in place of those
-    that the run names. Raises ConfigError without data.eval, and RowError,
-    before any weights are loaded, for rows that sft, dpo, kto or reward cannot read.
+    that the run names. Raises ConfigError without data.eval, and RowError, before any weights are loaded, for
+    rows that a trainer on rows cannot read.
     """
     if run.data.eval is None:
         raise ConfigError("eval: data.eval is not set; give --data.eval FILE")

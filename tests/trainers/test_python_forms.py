@@ -372,7 +372,7 @@ def test_rewards_are_where_trl_has_them():
 
 
 def test_help_and_dir():
-    for name in rlnumba._TRAINERS:
+    for name in rlnumba._names_of_trainers():
         assert name in dir(rlnumba)
         text = pydoc.plain(pydoc.render_doc(getattr(rlnumba, name)))
         if name.endswith("Trainer"):

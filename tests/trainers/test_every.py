@@ -1,0 +1,24 @@
+"""Every trainer has a record, and every record is in the list."""
+
+import pathlib
+import re
+
+from rlnumba.config.runs import RUNS
+from rlnumba.trainers.every import TRAINERS
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+def test_each_run_has_a_trainer():
+    assert {name: trainer.run_class for name, trainer in TRAINERS.items()} == RUNS
+
+
+def test_each_record_is_listed():
+    paths = (ROOT / "rlnumba" / "trainers").glob("*.py")
+    ends = {path.stem for path in paths if path.read_text().split("\n\n")[-1].lstrip().startswith("TRAINER = Trainer")}
+    assert ends == set(TRAINERS)
+
+
+def test_each_run_class_is_listed():
+    text = "".join(path.read_text() for path in (ROOT / "rlnumba" / "config").glob("*.py"))
+    assert set(re.findall(r'^    trainer = "(\w+)"', text, re.M)) == set(RUNS)

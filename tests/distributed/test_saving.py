@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlnumba import checkpoint
-from rlnumba.config import SFTConfig
+from rlnumba.config import LoraConfig, SFTConfig
 from rlnumba.distributed import launch, saving, zero
 from rlnumba.distributed.communicator import SingleRank
 from rlnumba.distributed.layer_shards import LayerShards
@@ -17,6 +17,7 @@ from rlnumba.distributed.placement import RANKS_PER_GPU, gpus_of_ranks
 from rlnumba.errors import ConfigError, RankError
 from rlnumba.kernels.nn import reduce
 from rlnumba.model.config import ModelConfig
+from rlnumba.model.lora import Adapter
 from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import Transformer, load_model, save_model
 from rlnumba.model.weights import Weights
@@ -182,6 +183,32 @@ def test_a_part_that_cannot_be_written_leaves_the_checkpoint_before(tmp_path):
     assert str(caught.value) == f"rank 0: {expected}"
     assert [path.name for path in root.iterdir()] == ["step-1"]
     checkpoint.verify(root / "step-1")
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_a_model_is_copied_once_the_checkpoint_before_is_written(tmp_path, monkeypatch, has_adapter):
+    """So the host has one copy at a time, and the training that goes on does not change what is written."""
+    model = load_model(MODEL)
+    if has_adapter:
+        model.adapter = Adapter.new(model.config, LoraConfig(r=2), "float32", "base", 0)
+    saver, calls = saving.SharedSaver(tmp_path, SingleRank()), []
+
+    def copy(model, part):
+        calls.append("copy")
+        raise MemoryError
+
+    monkeypatch.setattr(saver, "wait", lambda: calls.append("wait"))
+    monkeypatch.setattr(saving, "host_copy", copy)
+    with pytest.raises(MemoryError):
+        saver.save(1, model, None, None)
+    assert calls == ["wait", "copy"]
+
+
+def test_other_ranks_write_their_parts_alone():
+    arrays = {"part": checkpoint.ArrayPart(np.ones(2), 4, 9), "whole": np.zeros(3)}
+    assert [name for name, *_ in saving.own_parts(arrays, is_first=False)] == ["part"]
+    found = saving.own_parts(arrays, is_first=True)
+    assert [(name, first, len(values)) for name, first, values in found] == [("part", 4, 2), ("whole", 0, 3)]
 
 
 # 168 M parameters.

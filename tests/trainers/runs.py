@@ -107,7 +107,7 @@ def preference_run(kind, folder, data=None, **train):
 
 
 class Until(TrainerCallback):
-    """Ends a run once the mean reward of its last 5 steps is above `reward`: the rest would tell a test no more."""
+    """Ends a run once the mean reward of its last 5 steps is above `reward`: the rest would show no more."""
 
     def __init__(self, reward):
         self.reward, self.rewards = reward, []

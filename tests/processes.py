@@ -40,6 +40,19 @@ def forking():
     return context
 
 
+class Forking:
+    """A context of multiprocessing whose processes are forked, with the environment of the process that starts them."""
+
+    def Process(self, target, args, name=None):
+        return forking().Process(target=_with_environment, args=(dict(os.environ), target, args), name=name)
+
+
+def _with_environment(environment, target, arguments):
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*arguments)
+
+
 def start(arguments, code="", **environment):
     """`rlnumba arguments` in a process of its own, which runs `code` first: a CommandLine.
 

@@ -18,8 +18,8 @@ def patience(monkeypatch):
 def quick_starts(monkeypatch):
     """Ranks are forked from a process that has imported all they need: a second of the CPU less for each.
 
-    They have the environment of that process, not what a test has changed in its own.
+    What rank 0 prints goes where that process prints, not where a test captures it.
     """
-    context = processes.forking()
+    context = processes.Forking()
     # The module: the package has a function of this name.
     monkeypatch.setattr(importlib.import_module("rlnumba.distributed.launch"), "get_context", lambda kind: context)

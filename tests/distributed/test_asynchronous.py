@@ -7,8 +7,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -24,6 +22,7 @@ from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.prompt_run import prompt_order
 from rlnumba.trainers.ranks import train_on_ranks
 from rlnumba.trainers.rloo import run_rloo
+from tests import processes
 from tests.distributed.test_trainers import train_each, written
 from tests.trainers.runs import grpo_run, metrics_of, rloo_run
 
@@ -257,8 +256,7 @@ def test_a_killed_run_loses_no_prompt(tmp_path):
     """Sixteen prompts are four steps: every four have each of them once."""
     run = run_of(tmp_path / "run", 1, train={"max_steps": 12}, max_staleness=2)
     (tmp_path / "run.toml").write_text(to_toml(run))
-    command = [sys.executable, "-m", "rlnumba", "--device", "cpu", "grpo", "--config", str(tmp_path / "run.toml")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = processes.start(["--device", "cpu", "grpo", "--config", tmp_path / "run.toml"])
     deadline = time.monotonic() + 120
     while not list((tmp_path / "run" / "checkpoints").glob("step-[2468]")):
         assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
@@ -274,6 +272,7 @@ def test_a_killed_run_loses_no_prompt(tmp_path):
     assert [len({*prompts[first : first + 16]}) for first in (0, 16, 32)] == [16, 16, 16] and len(prompts) == 48
 
 
+@pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize("transport, tp", [("shm", 1), ("peer", 1), ("peer", 2)])
 def test_two_ranks_train_an_adapter_with_the_completions_of_one_engine(tmp_path, transport, tp):
     """The adapter alone is sent to it, and two processes have their parts of that."""

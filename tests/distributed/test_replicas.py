@@ -198,6 +198,7 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_the_commands_write_the_files_of_one_process(tmp_path, capsys):
     rows = [{"prompt": f"what is {i}? " * (1 + i % 4)} for i in range(6)]
     (tmp_path / "prompts").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -246,6 +247,7 @@ def test_an_evaluation_has_the_metrics_of_one_process(tmp_path, monkeypatch, kin
             assert [row["completion"] for row in rows] == [row["completion"] for row in written]
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_eval_on_ranks(tmp_path):
     one = eval_run("sft", tmp_path)
     two = dataclasses.replace(one, deploy=DeployConfig(num_train_gpus=2))

@@ -54,6 +54,7 @@ def test_all_operations_equal_numpy(world_size):
     assert len(done) == world_size and min(done) > 90
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_all_operations_between_processes():
     assert min(launch(ranks.check_all_operations, 2, transport="tcp", piece_bytes=ranks.PIECE_BYTES)) > 90
 

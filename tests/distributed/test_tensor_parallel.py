@@ -295,6 +295,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_generate_and_score_commands(tmp_path):
     """In processes: the files of one rank."""
     rows = [{"prompt_token_ids": ids} for ids in sequences_of(ModelConfig.from_folder(MODEL))]
@@ -313,6 +314,7 @@ def test_generate_and_score_commands(tmp_path):
     assert (tmp_path / "scored2").read_bytes() == (tmp_path / "scored1").read_bytes()
 
 
+@pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize("fault", [None, "gather:1:corrupt"])
 def test_check_command(monkeypatch, capsys, fault):
     """One changed bit of one gather is found."""

@@ -252,6 +252,7 @@ def test_a_16_bit_adapter_is_saved_from_all_ranks(monkeypatch, world_size):
         assert_same_bits(own, flat)
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_a_reward_that_fails_ends_the_run_with_its_line(tmp_path):
     """And with a checkpoint of the last complete step, as on one rank."""
     options = {"reward": "fails_at_step_2", "max_steps": 3, "save_steps": 10}

@@ -4,8 +4,6 @@ import dataclasses
 import hashlib
 import pathlib
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 
@@ -18,6 +16,7 @@ from rlnumba.errors import ConfigError, RankError
 from rlnumba.trainers.micro_batch import MicroBatch, costliest_first
 from rlnumba.trainers.ranks import train_on_ranks
 from rlnumba.trainers.sft import run_sft
+from tests import processes
 from tests.distributed.test_launch import children_of, ended, wait_until
 from tests.trainers.runs import grpo_run, metrics_of, ppo_run, preference_run, sft_run
 
@@ -61,8 +60,7 @@ def test_an_ended_run_is_resumed_on_one_rank(tmp_path, number):
     expected = train(run_of(tmp_path / "whole", **options))
     run = run_of(tmp_path / "ended", 2, **options)
     (tmp_path / "run.toml").write_text(to_toml(run))
-    command = [sys.executable, "-m", "rlnumba", "--device", "cpu", "sft", "--config", str(tmp_path / "run.toml")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = processes.start(["--device", "cpu", "sft", "--config", tmp_path / "run.toml"])
     deadline = time.monotonic() + 300
     while not list((tmp_path / "ended" / "checkpoints").glob("step-*")):
         assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
@@ -132,6 +130,7 @@ def test_layers_in_parts_have_limits(tmp_path, options, message):
         dataclasses.replace(make(tmp_path, **options), deploy=DeployConfig(zero_stage=3), lora=lora)
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_a_rank_that_fails_ends_the_run_with_one_line(tmp_path, capsys, monkeypatch):
     """A fault in the second fold of rank 1."""
     monkeypatch.setenv("RLNUMBA_FAULT", "fold:1:kill")
@@ -139,10 +138,12 @@ def test_a_rank_that_fails_ends_the_run_with_one_line(tmp_path, capsys, monkeypa
     (tmp_path / "run.toml").write_text(to_toml(run))
     assert load_run("sft", tmp_path / "run.toml", []).num_ranks == 2
     assert cli.run(["--device", "cpu", "sft", "--config", str(tmp_path / "run.toml")]) == 1
-    lines = [line for line in capsys.readouterr().err.splitlines() if "rank 1" in line]
-    assert len(lines) == 1 and "was ended by SIGKILL" in lines[0]
+    *others, line = [line for line in capsys.readouterr().err.splitlines() if "rank 1" in line]
+    assert line.startswith("rlnumba: rank 1: was ended by SIGKILL")
+    assert others == ["rlnumba: rank 1 has taken its part of the last step with it: no checkpoint is complete yet"]
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_an_error_of_rank_0_alone_keeps_the_last_complete_step(tmp_path):
     """The other rank, which would wait for it, saves its part; with save_steps the step would have been lost."""
     (tmp_path / "callback.py").write_text(

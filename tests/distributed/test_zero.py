@@ -172,6 +172,7 @@ def test_a_state_of_another_size_is_refused():
         in_threads.run(load, 2)
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_processes():
     """The same over shared memory."""
     case = 3 * SEGMENT + 128, "bfloat16", 3, {"optim": "adamw_8bit"}

@@ -171,10 +171,12 @@ class SpawnedProcess(Process):
         self.process, own = self._spawned
         # Nothing is sent to a process that has ended; the thread below then finds its connection closed.
         with contextlib.suppress(OSError):
-            own.send(setup)
+            own.send(setup.staging is not None)
             if setup.staging is not None:
                 reduction.send_handle(own, setup.staging[2], self.process.pid)
         self.connection = QueuedConnection(own)
+        # Its tokenizer may be more than a socket takes before the process has begun to read.
+        self.connection.send(setup)
         self._arrived = arrived
         self._reader = threading.Thread(target=self._receive_all, daemon=True)
         self._reader.start()

@@ -111,11 +111,11 @@ def main(descriptor):
 
 
 def receive_setup(connection):
-    """The Setup that comes first over a Connection, with the descriptor of its staging, which comes behind it."""
+    """The Setup that comes over a Connection behind whether it has staging, and the descriptor of this."""
+    descriptor = reduction.recv_handle(connection) if connection.recv() else None
     setup = connection.recv()
-    if setup.staging is not None:
-        nbytes, slots, _ = setup.staging
-        setup = setup._replace(staging=(nbytes, slots, reduction.recv_handle(connection)))
+    if descriptor is not None:
+        setup = setup._replace(staging=(*setup.staging[:2], descriptor))
     return setup
 
 

@@ -24,11 +24,12 @@ from rlnumba.distributed.inference import (
     InferenceError,
     Limits,
     Process,
+    Spawned,
     SpawnedProcess,
     WaitingProcesses,
 )
 from rlnumba.distributed.inference_group import HeldModel
-from rlnumba.distributed.inference_worker import Begun, Interrupt, Setup
+from rlnumba.distributed.inference_worker import Begun, Interrupt, Setup, receive_setup
 from rlnumba.distributed.queued_connection import QueuedConnection
 from rlnumba.distributed.weight_sync import Begin, WeightSender
 from rlnumba.engine import Engine, SamplingParams
@@ -324,6 +325,22 @@ def test_nothing_waits_for_a_process_that_is_ending(idle):
         time.sleep(0.01)
     (new,) = idle.processes
     assert new.next(Begin).version == 1 and new.next(GroupRequest).number == 0
+
+
+def test_a_start_does_not_wait_for_the_process_to_read(running):
+    """Nor does the run then stand still that starts another one in its place."""
+    own, other = Pipe()
+    with open(os.devnull) as file:
+        setup = running.engines.setup_of(0)._replace(staging=(1, 2, file.fileno()), gemm="x" * (1 << 22))
+        spawned = Spawned(SimpleNamespace(pid=os.getpid(), wait=lambda: 0), own)
+        start = threading.Thread(target=SpawnedProcess, args=(0, setup, lambda *arrived: None, spawned), daemon=True)
+        start.start()
+        start.join(120)
+        assert not start.is_alive()
+        found = receive_setup(other)
+        assert found.gemm == setup.gemm and os.path.samestat(os.fstat(found.staging[2]), os.fstat(file.fileno()))
+        os.close(found.staging[2])
+    other.close()
 
 
 def test_a_message_does_not_wait_for_who_reads():

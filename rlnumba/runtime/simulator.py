@@ -62,21 +62,11 @@ class Thread:
         # Called when the thread returns; each raises if an operation of the thread is unfinished.
         self.exit_checks = []
 
-    def run(self):
-        """Run it until it waits or returns; True if it returned."""
+    def go_on(self):
+        """Leave the coroutine that runs for this thread's."""
         global _thread
         _thread = self
-        try:
-            self.coroutine.switch()
-            if self.coroutine.dead:
-                for check in self.exit_checks:
-                    check()
-        except Exception as error:
-            error.add_note(f"in thread {self.thread_idx} of block {self.block.block_idx}")
-            raise
-        finally:
-            _thread = None
-        return self.coroutine.dead
+        self.coroutine.switch()
 
 
 class Condition:
@@ -90,7 +80,13 @@ class Condition:
         thread = _thread
         self.waiting.append(thread)
         thread.awaited = what
-        thread.block.grid.scheduler.switch()
+        grid = thread.block.grid
+        # What the scheduler would do, without a detour over it. A coroutine that begins here would count its calls as
+        # if this one had made them, up to Python's limit.
+        if grid.ready and grid.ready[0].coroutine and not SEED:
+            grid.ready.popleft().go_on()
+        else:
+            grid.scheduler.switch()
         thread.awaited = None
 
     def notify_all(self):
@@ -103,8 +99,10 @@ class Condition:
 class Grid:
     """Schedules the threads of a kernel's blocks, RESIDENT_BLOCKS at a time."""
 
-    def __init__(self, shared_bytes, earlier):
+    def __init__(self, shared_bytes, arguments, earlier):
         self.shared_bytes, self.earlier, self.dependency = shared_bytes, earlier, Condition()
+        # Of the arguments that are arrays, by identity: NumPy takes a microsecond to give an address.
+        self.addresses = {id(array): array.ctypes.data for array in arguments if isinstance(array, np.ndarray)}
         self.random = random.Random(SEED or 0)
         self.scheduler = greenlet.getcurrent()
         self.blocks = []
@@ -137,16 +135,26 @@ class Grid:
 
     def _run_threads(self):
         """Run ready threads, the first one first, until one returns or none is ready; with a seed one that it draws."""
+        global _thread
         ready = self.ready
         if SEED:
             ready.rotate(self.random.randrange(len(ready)))
-        while ready:
-            thread = ready.popleft()
-            if thread.run():
-                thread.block.thread_returned()
-                return
-            if SEED:
-                return
+        try:
+            while ready:
+                ready.popleft().go_on()
+                # A coroutine that ends comes back to where it was made, here.
+                if _thread.coroutine.dead:
+                    for check in _thread.exit_checks:
+                        check()
+                    _thread.block.thread_returned()
+                    return
+                if SEED:
+                    return
+        except Exception as error:
+            error.add_note(f"in thread {_thread.thread_idx} of block {_thread.block.block_idx}")
+            raise
+        finally:
+            _thread = None
 
     def _raise_deadlock(self):
         block, groups, returned = self.blocks[0], {}, "have returned"
@@ -262,12 +270,17 @@ class ThreadsCuda:
     blockIdx = property(lambda self: _thread.block.block_idx)
     laneid = property(lambda self: _thread.index % WARP)
 
+    @staticmethod
+    def syncthreads():
+        _thread.block.syncthreads()
+
+    @staticmethod
+    def fma(a, b, c):
+        return a * b + c
+
 
 class KernelCuda(ThreadsCuda, FakeCUDAModule):
     """numba.cuda as a running kernel sees it: Numba's simulation, with the threads of this module."""
-
-    def syncthreads(self):
-        _thread.block.syncthreads()
 
     # Numba's simulation of these uses Python's integers, in which a negative one has no highest bit.
     def popc(self, value):
@@ -287,7 +300,13 @@ def bits(value):
 
 
 class SimulatedCuda(ThreadsCuda):
-    """The module numba.cuda, or inside a running kernel KernelCuda; looked up at each use of an attribute."""
+    """The module numba.cuda, or inside a running kernel KernelCuda; looked up at each use of an attribute.
+
+    What kernels use all the time is found at once, without __getattr__.
+    """
+
+    blockDim = property(lambda self: _kernel.blockDim)
+    gridDim = property(lambda self: _kernel.gridDim)
 
     @staticmethod
     def jit(function=None, *, max_registers=None, launch_bounds=None, lineinfo=False, **options):
@@ -312,7 +331,7 @@ def run(function, grid, block, shared_bytes, arguments, earlier=None):
         # For kernels of modules that import numba.cuda itself.
         with swapped_cuda_module(function, _kernel):
             block_indices = (index[::-1] for index in np.ndindex(*grid[::-1]))
-            simulated = Grid(shared_bytes, earlier)
+            simulated = Grid(shared_bytes, arguments, earlier)
             simulated.run(lambda: function(*arguments), block, block_indices)
             simulated.complete_earlier()
     finally:
@@ -331,6 +350,11 @@ def wait_for_earlier_kernels():
 def current_thread():
     """The Thread that runs now."""
     return _thread
+
+
+def address_in_kernel(array):
+    """The address of an array that a kernel has."""
+    return _thread.block.grid.addresses.get(id(array)) or array.ctypes.data
 
 
 def complete_async(action):
@@ -352,10 +376,12 @@ def grid_state(key, make):
 
 
 class Collective:
-    """The operands of an instruction that the threads of a warp or a warpgroup execute together, by lane."""
+    """An instruction that the threads of a warp or a warpgroup execute together: its operands and results by lane."""
 
-    def __init__(self):
-        self.condition, self.operands, self.compute = Condition(), {}, None
+    __slots__ = ("compute", "condition", "operands", "missing", "results")
+
+    def __init__(self, compute, size):
+        self.compute, self.condition, self.operands, self.missing = compute, Condition(), [None] * size, size
 
 
 def collective(size):
@@ -373,22 +399,22 @@ def collective(size):
             """Leave the operands; the last of the threads computes all results, for which the others wait."""
             thread = _thread
             index, lane = divmod(thread.index, size)
-            objects = thread.block.objects
-            operation = objects.get((size, index)) or objects.setdefault((size, index), Collective())
-            if operation.compute not in (None, compute):
+            objects, key = thread.block.objects, (size, index)
+            operation = objects.get(key)
+            if operation is None:
+                operation = objects[key] = Collective(compute, size)
+            elif operation.compute is not compute:
                 raise RuntimeError(f"{name}: other threads of the {size} are in {operation.compute.__name__}")
-            operation.compute = compute
             operation.operands[lane] = operands
-            if len(operation.operands) < size:
+            operation.missing -= 1
+            if operation.missing:
                 operation.condition.wait(name)
-                return thread.state.pop(call)
-            operands = [operation.operands[lane] for lane in range(size)]
-            operation.operands, operation.compute = {}, None
-            results = compute(operands)
-            for other, result in zip(thread.block.threads[index * size : (index + 1) * size], results, strict=True):
-                other.state[call] = result
-            operation.condition.notify_all()
-            return thread.state.pop(call)
+            else:
+                # Before the next instruction of these threads begins.
+                del objects[key]
+                operation.results = compute(operation.operands)
+                operation.condition.notify_all()
+            return operation.results[lane]
 
         return call
 

@@ -19,8 +19,16 @@ from rlnumba.runtime.launch import launch
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
 # (N, V, D)
-SMALL = [(1, 1, 1), (5, 7, 3), (9, 4, 514), (0, 5, 8), (100, 6, 4), (33, 3, 1024)]
+SMALL = [(1, 1, 1), (5, 7, 3), (9, 4, 514), (0, 5, 8), (70, 6, 4), (33, 3, 1024)]
 REAL = [(4096, 151936, 1024), (4097, 50257, 129), (0, 151936, 1024), (1, 151936, 1024), (300, 2000, 4096)]
+
+
+@pytest.fixture
+def few_list_threads(monkeypatch):
+    """In the simulator, list_tokens_kernel with two warps, and with tiles as short as these make them."""
+    if device.name() == "sim":
+        monkeypatch.setattr(embedding_module, "LIST_THREADS", 64)
+        monkeypatch.setattr(embedding_module, "TILE", 64 * embedding_module.THREAD_IDS)
 
 
 def run_all(rng, shape, dtype):
@@ -62,7 +70,7 @@ def test_gradient_of_reference(rng):
 
 @pytest.mark.sim
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_simulator(rng, dtype):
+def test_simulator(rng, few_list_threads, dtype):
     for shape in SMALL if dtype == "float32" else SMALL[1:3]:
         run_all(rng, shape, dtype)
 
@@ -92,15 +100,24 @@ def test_simulator_with_several_rows_a_thread(rng, monkeypatch):
 
 @pytest.mark.sim
 @pytest.mark.parametrize("part", [1, 3])
-def test_simulator_with_short_parts(rng, monkeypatch, part):
+def test_simulator_with_short_parts(rng, few_list_threads, monkeypatch, part):
     """Runs that end with a part, and that have many."""
     monkeypatch.setattr(embedding_module, "PART", part)
     run_all(rng, (40, 5, 4), "float32")
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("tokens,vocabulary,buckets", [(5, 3, 1), (700, 900, 2), (33_001, 50, 1)])
-def test_tokens_are_listed(rng, monkeypatch, tokens, vocabulary, buckets):
+@pytest.mark.parametrize("tokens,vocabulary,buckets", [(5, 3, 1), (700, 900, 2)])
+def test_tokens_are_listed(rng, tokens, vocabulary, buckets):
+    check_list(rng, tokens, vocabulary, buckets)
+
+
+@pytest.mark.sim
+def test_tokens_of_several_tiles_are_listed(rng, few_list_threads):
+    check_list(rng, 2 * embedding_module.TILE + 233, 50, 1)
+
+
+def check_list(rng, tokens, vocabulary, buckets):
     """By their ids' buckets, ids and places; ids outside the vocabulary together, without a row."""
     if device.name() == "cuda":
         buckets, vocabulary = embedding_module.MOST_BUCKETS, 151_936

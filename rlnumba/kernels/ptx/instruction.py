@@ -17,7 +17,7 @@ from rlnumba.runtime import device
 SIMULATED = device.simulated()
 
 if SIMULATED:
-    from rlnumba.runtime.simulator import warp_wide
+    from rlnumba.runtime.simulator import address_in_kernel, warp_wide
 
     def instruction(text, operands="", results="", effects=True, memory=True):
         """The simulator's form of the decorator: the twin is the instruction."""
@@ -27,7 +27,7 @@ if SIMULATED:
 
     def address_of(array):
         """The address of an array in global memory, int64."""
-        return np.int64(array.ctypes.data)
+        return np.int64(address_in_kernel(array))
 
 else:
     from llvmlite import ir

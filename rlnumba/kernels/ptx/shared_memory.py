@@ -10,6 +10,7 @@ Source: PTX ISA, sections on ld, st, stmatrix, ldmatrix, fence.proxy.
 """
 
 import ctypes
+import functools
 
 import numpy as np
 
@@ -24,7 +25,7 @@ DTYPES = {"r": np.int32, "f": np.float32}
 Address = np.int64 if SIMULATED else np.int32
 
 if SIMULATED:
-    from rlnumba.runtime.simulator import current_thread, with_gpu_nans
+    from rlnumba.runtime.simulator import NAN, block_state, current_thread
 
     def shared_address(array):
         """The address of a shared array."""
@@ -51,9 +52,15 @@ else:
 # The simulator's view of shared memory.
 
 
-def memory(address, nbytes):
+@functools.cache
+def _bytes_type(nbytes):
+    """The ctypes type of so many bytes: making it takes longer than its use."""
+    return ctypes.c_char * nbytes
+
+
+def memory(address, nbytes, dtype=np.uint8):
     """Bytes from an address on, as an array that writes through."""
-    return np.frombuffer((ctypes.c_char * nbytes).from_address(int(address)), np.uint8)
+    return np.frombuffer(_bytes_type(nbytes).from_address(int(address)), dtype)
 
 
 def _units(address, nbytes):
@@ -65,7 +72,12 @@ def write_shared(address, values):
     """Write an array to shared memory as ordinary code does: the async proxy sees it after fence_proxy_async only."""
     content = values.view(np.uint8)
     memory(address, len(content))[:] = content
-    current_thread().state.setdefault("unfenced", set()).update(_units(address, len(content)))
+    _unfenced().setdefault(current_thread(), set()).update(_units(address, len(content)))
+
+
+def _unfenced():
+    """The units that threads of this block have written since their last fence, by thread."""
+    return block_state("unfenced", dict)
 
 
 class AsyncRead:
@@ -76,15 +88,14 @@ class AsyncRead:
 
     def check(self):
         """Raise if it has changed since."""
-        if not np.array_equal(self.array, self.content):
+        if self.array.tobytes() != self.content.tobytes():
             raise RuntimeError(self.trouble)
 
 
 def read_shared(address, nbytes):
     """An AsyncRead of shared memory."""
-    for thread in current_thread().block.threads:
-        unfenced = thread.state.get("unfenced")
-        if unfenced and not unfenced.isdisjoint(_units(address, nbytes)):
+    for thread, units in _unfenced().items():
+        if not units.isdisjoint(_units(address, nbytes)):
             raise RuntimeError(f"thread {thread.index} wrote what is read here, without fence_proxy_async")
     return AsyncRead(memory(address, nbytes), "shared memory was written to while a copy or a product still read it")
 
@@ -101,7 +112,7 @@ def swizzled_units(lines):
 @instruction("fence.proxy.async.shared::cta;")
 def fence_proxy_async():
     """Make this thread's ordinary writes of shared memory visible to TMA and the tensor cores."""
-    current_thread().state.pop("unfenced", None)
+    _unfenced().pop(current_thread(), None)
 
 
 def _vector(values, first):
@@ -117,7 +128,7 @@ def load_function(values, space="shared", address="r"):
 
     @instruction(f"ld.{space}{suffix} {registers}, [${len(values)}];", address, values)
     def load(address):
-        found = memory(address, 4 * len(values)).view(DTYPES[values[0]]).copy()
+        found = memory(address, 4 * len(values), DTYPES[values[0]])
         return tuple(found) if len(found) > 1 else found[0]
 
     return load
@@ -129,8 +140,9 @@ def store_function(values, space="shared", address="r"):
 
     @instruction(f"st.{space}{suffix} [$0], {registers};", address + values)
     def store(address, *numbers):
+        if values[0] == "f":
+            numbers = [number if number == number else NAN for number in numbers]
         numbers = np.array(numbers).astype(DTYPES[values[0]])
-        numbers = with_gpu_nans(numbers) if values[0] == "f" else numbers
         if space == "shared":
             write_shared(address, numbers)
         else:
@@ -151,10 +163,9 @@ def stmatrix_x4(lanes):
     (address, r0, r1, r2, r3): lane 8 i + r gives the address of line r of matrix i (16 bytes); lane
     4 r + c holds elements 2 c and 2 c + 1 of line r of matrix i in r_i.
     """
-    for matrix in range(4):
-        for line in range(8):
-            words = [lanes[4 * line + c][1 + matrix] for c in range(4)]
-            write_shared(lanes[8 * matrix + line][0], np.array(words, np.int32))
+    lines = np.array([lane[1:] for lane in lanes], np.int32).T.reshape(32, 4)
+    for (address, *_), line in zip(lanes, lines, strict=True):
+        write_shared(address, line)
     return [None] * 32
 
 

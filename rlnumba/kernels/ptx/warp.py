@@ -22,6 +22,7 @@ What a thread owns, and so the order of its sums, depends on `count`; `access` f
 import contextlib
 import functools
 import operator
+import struct
 
 import numpy as np
 
@@ -34,27 +35,54 @@ FULL_WARP = 0xFFFFFFFF
 PTX_TYPES = {"bfloat16": "bf16", "float16": "f16"}
 # The smallest normal float32; below it .ftz makes 0.
 TINY = np.finfo(np.float32).tiny
+MIN_EXPONENT = np.finfo(np.float32).minexp
 
 if SIMULATED:
-    from rlnumba.runtime.simulator import NAN, NAN_16_BITS, WARP, wait_for_earlier_kernels
+    from rlnumba.runtime.simulator import NAN, NAN_16_BITS, WARP, address_in_kernel, wait_for_earlier_kernels
+
+    _FLOAT, _WORD, _PAIR, _WORDS, _HALVES, _INT = map(struct.Struct, ["f", "I", "ff", "II", "ee", "i"])
 
     def device_function(function):
         """A function that kernels call; plain Python here."""
         return function
 
+    # The float32 of each 16-bit pattern: arithmetic of NumPy's scalars takes a microsecond for one element.
+    _EACH = np.arange(1 << 16, dtype=np.uint16)
+    with np.errstate(invalid="ignore"):
+        _WIDENED = {
+            "bfloat16": (_EACH.astype(np.uint32) << np.uint32(16)).view(np.float32),
+            "float16": _EACH.view(np.float16).astype(np.float32),
+        }
+    # A float32 of smaller magnitude rounds to a finite float16.
+    _FLOAT16_LIMIT = np.float32(65520)
+
     def widen(value):
         """An array element as float32."""
-        if isinstance(value, np.uint16):
-            return (np.uint32(value) << np.uint32(16)).view(np.float32)
-        if not isinstance(value, (np.float16, np.float32)):
-            raise TypeError(f"widen: expected a float32, float16 or bfloat16 element, got {type(value).__name__}")
+        kind = type(value)
+        if kind is np.float32:
+            return value
+        if kind is np.uint16:
+            return _WIDENED["bfloat16"][value]
+        if kind is not np.float16:
+            raise TypeError(f"widen: expected a float32, float16 or bfloat16 element, got {kind.__name__}")
         return np.float32(value)
 
     def narrow(value, array):
         """A float32 as an element of `array`, rounded to nearest even."""
         if not isinstance(value, np.float32):
             raise TypeError(f"narrow: expected float32, got {type(value).__name__}")
+        kind = array.dtype.type
+        if kind is np.float32:
+            return value
+        if kind is np.uint16 and value == value:
+            return np.uint16(_bfloat16_bits(*_WORD.unpack(_FLOAT.pack(value))))
+        if kind is np.float16 and abs(value) < _FLOAT16_LIMIT:
+            return np.float16(value)
         return _rounded(np.array([value]), array.dtype)[0]
+
+    def _bfloat16_bits(bits):
+        """The bits of a float32 that is a number, rounded to those of a bfloat16; Python integers."""
+        return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
     def _rounded(values, dtype):
         """float32 as elements of an array of a dtype; integers keep their bits."""
@@ -84,7 +112,7 @@ if SIMULATED:
         def existing(array, index):
             """The elements that exist; fails where the hardware would."""
             at_once = min(access, 16 // array.itemsize)
-            if (array.__array_interface__["data"][0] // array.itemsize + int(index)) % at_once:
+            if (address_in_kernel(array) // array.itemsize + int(index)) % at_once:
                 raise IndexError(f"vector_access: element {index} is not at a multiple of {at_once}")
             found = array[int(index) : int(index) + count]
             if len(found) % at_once or (len(found) < count and not bounded):
@@ -376,9 +404,10 @@ warp_max, block_max = _reductions("max", max)
 @instruction("ex2.approx.ftz.f32 $0, $1;", "f", "f", effects=False)
 def exp2(value):
     """2 to the power of a float32, good to two units in the last place; 0 where that is below 2^-126."""
-    with np.errstate(over="ignore", under="ignore"):
-        power = np.exp2(np.float32(value))
-    return np.float32(0.0) if power < TINY else power
+    value = np.float32(value)
+    if value < MIN_EXPONENT:
+        return np.float32(0.0)
+    return np.float32(np.inf) if value >= 128 else np.exp2(value)
 
 
 @instruction("rcp.approx.ftz.f32 $0, $1;", "f", "f", effects=False)
@@ -428,9 +457,14 @@ def cvt_pack(element):
 
     @instruction(f"cvt.rn.{PTX_TYPES[element]}x2.f32 $0, $2, $1;", "ff", "r", effects=False)
     def pack_two(low, high):
+        if element == "bfloat16" and low == low and high == high:
+            low, high = _WORDS.unpack(_PAIR.pack(low, high))
+            word = _bfloat16_bits(low) | _bfloat16_bits(high) << 16
+            return np.int32(word - (word >> 31 << 32))
+        if element == "float16" and abs(low) < _FLOAT16_LIMIT and abs(high) < _FLOAT16_LIMIT:
+            return np.int32(*_INT.unpack(_HALVES.pack(low, high)))
         pair = np.array([low, high], np.float32).astype(device.DTYPES[element])
-        if low != low or high != high:
-            pair.view(np.uint16)[np.isnan(pair)] = NAN_16_BITS
+        pair.view(np.uint16)[np.isnan(pair)] = NAN_16_BITS
         return pair.view(np.int32)[0]
 
     return pack_two
@@ -446,8 +480,8 @@ def cvt_unpack(element):
 
     @instruction(text, "r", "ff", effects=False)
     def unpack_two(word):
-        pair = np.array([word]).astype(np.int32).view(device.DTYPES[element])
-        return np.float32(pair[0]), np.float32(pair[1])
+        widened, word = _WIDENED[element], int(word)
+        return widened[word & 0xFFFF], widened[word >> 16 & 0xFFFF]
 
     return unpack_two
 

@@ -30,7 +30,7 @@ from tests.gpu_turns import ON_CPU, GpuTurns, fills_gpu
 from tests.offline import compile_offline  # noqa: F401 (a fixture)
 
 RECORD = os.environ.get("RLNUMBA_RECORD_SIGNATURES")
-# "3/8": of the simulator's tests those with the numbers 3, 11, 19, ...
+# "3/8": of the simulator's tests, skipped ones aside, those with the numbers 3, 11, 19, ...
 PART = os.environ.get("RLNUMBA_PART")
 _signatures = {}
 # The tests start hundreds of processes, each of which would otherwise compile the sources that it imports.
@@ -182,10 +182,6 @@ def in_order(items, processes):
 
 
 def pytest_collection_modifyitems(config, items):
-    if PART:
-        part, parts = map(int, PART.split("/"))
-        items[:] = [item for item in items if "sim" in item.keywords][part::parts]
-    items[:] = in_order(items, getattr(config, "workerinput", {}).get("workercount", 1))
     name = device.name()
     for item in items:
         # Not item.keywords, which have the names of folders, too.
@@ -198,6 +194,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="runs with NUMBA_ENABLE_CUDASIM=1 (tests/test_simulator.py does)"))
         elif "sm90" in marks and name == "cuda" and dispatch.architecture() != (9, 0):
             item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU"))
+    if PART:
+        part, parts = map(int, PART.split("/"))
+        # Of those that run alone: which ones are skipped repeats with parameters, and would leave a part the most work.
+        run = [item for item in items if "sim" in item.keywords and item.get_closest_marker("skip") is None]
+        items[:] = run[part::parts]
+    items[:] = in_order(items, getattr(config, "workerinput", {}).get("workercount", 1))
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # The oldest GPUs with bfloat16 tensor cores, then one of each generation since.
 ARCHITECTURES = [(8, 0), (9, 0), (10, 0), (12, 0)]
 # Processes that the simulator's tests are spread over, and parts that the launched kernels are compiled in.
-PARTS, COMPILED_PARTS = 6, 32
+PARTS, COMPILED_PARTS = 5, 32
 
 if device.name() != "cpu":
     pytest.skip("starts the simulator itself, from the cpu device", allow_module_level=True)

@@ -36,6 +36,7 @@ PTX_TYPES = {"bfloat16": "bf16", "float16": "f16"}
 # The smallest normal float32; below it .ftz makes 0.
 TINY = np.finfo(np.float32).tiny
 MIN_EXPONENT = np.finfo(np.float32).minexp
+_ZERO, _ONE, _INFINITY = map(np.float32, (0, 1, np.inf))
 
 if SIMULATED:
     from rlnumba.runtime.simulator import NAN, NAN_16_BITS, WARP, address_in_kernel, wait_for_earlier_kernels
@@ -95,7 +96,7 @@ if SIMULATED:
 
     def _widened(elements, dtype):
         if elements.dtype == np.uint16 and dtype == np.float32:
-            return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            return _WIDENED["bfloat16"][elements]
         return elements.astype(dtype)
 
     @functools.cache
@@ -112,7 +113,7 @@ if SIMULATED:
         def existing(array, index):
             """The elements that exist; fails where the hardware would."""
             at_once = min(access, 16 // array.itemsize)
-            if (address_in_kernel(array) // array.itemsize + int(index)) % at_once:
+            if at_once > 1 and (address_in_kernel(array) // array.itemsize + int(index)) % at_once:
                 raise IndexError(f"vector_access: element {index} is not at a multiple of {at_once}")
             found = array[int(index) : int(index) + count]
             if len(found) % at_once or (len(found) < count and not bounded):
@@ -404,16 +405,15 @@ warp_max, block_max = _reductions("max", max)
 @instruction("ex2.approx.ftz.f32 $0, $1;", "f", "f", effects=False)
 def exp2(value):
     """2 to the power of a float32, good to two units in the last place; 0 where that is below 2^-126."""
-    value = np.float32(value)
     if value < MIN_EXPONENT:
-        return np.float32(0.0)
-    return np.float32(np.inf) if value >= 128 else np.exp2(value)
+        return _ZERO
+    return _INFINITY if value >= 128 else np.exp2(value if type(value) is np.float32 else np.float32(value))
 
 
 @instruction("rcp.approx.ftz.f32 $0, $1;", "f", "f", effects=False)
 def reciprocal(value):
     """1 / value of a float32, good to one unit in the last place; 1 / inf = 0."""
-    return np.float32(1.0) / np.float32(value)
+    return _ONE / (value if type(value) is np.float32 else np.float32(value))
 
 
 @instruction("rsqrt.approx.ftz.f32 $0, $1;", "f", "f", effects=False)

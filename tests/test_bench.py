@@ -153,3 +153,19 @@ def test_random_runs_that_choose_their_activations(tmp_path, monkeypatch, capsys
     out = capsys.readouterr().out.splitlines()
     assert not end.value.code and [line[4:8] for line in out[1:3]] == ["sft ", "grpo"]
     assert "0 ended with an error; taken / planned 1.00" in out[-1] and out[-1].startswith("| 2 random runs")
+
+
+def test_the_table_of_the_course_says_what_each_step_gained(imported):
+    course = imported("kernel_course")
+    results = [
+        course.Result("gemm_1_threads", 4e6, 2e3, 32, "One."),
+        course.Result("gemm_2_shared", 1e6, 1e3, 31, "Two."),
+    ]
+    lines = course.table("cuBLAS", 2e12, results).splitlines()
+    assert lines[2:] == [
+        "| [gemm_1_threads](../../examples/kernels/gemm_1_threads.py) | 0.5 | 0.1 % | 32 |  | One. |",
+        "| [gemm_2_shared](../../examples/kernels/gemm_2_shared.py) | 2.0 | 0.1 % | 31 | 4.0 | Two. |",
+        "| cuBLAS | 2000.0 | | | | |",
+    ]
+    names = [module.__name__.split(".")[-1] for kind in ("gemm", "attention") for module in course.steps(kind)]
+    assert names[0] == "gemm_1_threads" and names[-1].startswith("attention_3")

@@ -1,6 +1,7 @@
 """What imports what: the layers, the one door to the device, and imports that load nothing heavy."""
 
 import ast
+import functools
 import os
 import pathlib
 import subprocess
@@ -52,9 +53,15 @@ BETWEEN_OPERATORS = {
 }
 
 
+@functools.cache
+def tree_of(path):
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
 def imports_of(path):
     """(line, module) of every rlnumba import of a file, including those inside functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "rlnumba":
@@ -123,7 +130,7 @@ def test_no_cycles_within_a_package():
 def test_one_door_to_the_device():
     allowed = {"device.py", "simulator.py"}
     for _, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and node.module == "numba" and path.name not in allowed:
                 names = {alias.name for alias in node.names}
                 assert "cuda" not in names, f"{path.name}:{node.lineno}: take cuda from rlnumba.runtime.device"

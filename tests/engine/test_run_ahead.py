@@ -1,6 +1,7 @@
 """Decode that runs ahead of the host: the texts of steps that wait, what is in flight, and what ends it."""
 
 import dataclasses
+import functools
 import gc
 
 import numpy as np
@@ -79,6 +80,13 @@ def run_all(engine, requests):
     return results(run(engine))
 
 
+@functools.cache
+def texts_of_steps_that_wait(model, seed, **options):
+    """run_all of the random_requests of a seed, by an engine of which each step waits for the one before."""
+    requests = random_requests(np.random.default_rng(seed))
+    return run_all(engine_of(model, async_scheduling=False, **options), requests)
+
+
 def run_with_events(engine, requests, rng):
     """Add the requests between steps, and abort, change the version, sleep at random: ({key: completion}, aborted)."""
     outputs, streamed, aborted, added = {}, {}, set(), 0
@@ -130,7 +138,7 @@ def test_texts_are_those_of_steps_that_wait(model, config, seed, monkeypatch):
     monkeypatch.setattr(run_ahead, "MAX_ENDED_SHARE", (1 / 16, 0.5, 1)[seed])
     rng = np.random.default_rng(seed)
     requests = random_requests(rng)
-    expected = run_all(engine_of(model, async_scheduling=False), requests)
+    expected = texts_of_steps_that_wait(model, seed)
     assert {reason for *_, reason, _ in expected.values()} == {"stop", "length"}
     engine = engine_of(model, **config)
     # And sequences are admitted several at once.

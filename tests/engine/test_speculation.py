@@ -17,7 +17,15 @@ from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
 from tests.engine.test_core import TINY, check_blocks, check_idle, run
 from tests.engine.test_llm import TwoCharacterTokens, make_model
-from tests.engine.test_run_ahead import engine_of, random_requests, result, results, run_all, run_with_events
+from tests.engine.test_run_ahead import (
+    engine_of,
+    random_requests,
+    result,
+    results,
+    run_all,
+    run_with_events,
+    texts_of_steps_that_wait,
+)
 from tests.model.test_lora import MODEL, saved_adapters
 
 VOCABULARY = TINY["vocab_size"]
@@ -77,7 +85,7 @@ def test_texts_are_those_without_drafts(model, monkeypatch, config, seed, known)
     """With stop strings and ids, min_tokens, penalties, filters, thresholds, groups, aborts, versions, preemption."""
     rng = np.random.default_rng(seed)
     requests = random_requests(rng)
-    expected = run_all(engine_of(model, async_scheduling=False, speculative_method="none"), requests)
+    expected = texts_of_steps_that_wait(model, seed, speculative_method="none")
     accepted = use_known_texts(monkeypatch, expected, rng) if known else None
     engine = engine_of(model, speculative_method="ngram", **config)
     assert run_all(engine, requests) == expected

@@ -84,12 +84,12 @@ def load_rows(path, run, model, tokenizer, for_eval=False):
     ]
 
 
-def prepare(folder, policy, rows, eval_rows):
+def prepare(folder, policy, schedule, rows, eval_rows):
     """With precompute_ref_log_probs, give the Pairs the reference's log-probs, after which it is not needed."""
     train = policy.train
     if not train.precompute_ref_log_probs:
         return
-    datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
+    datasets = {"rows of data.train": rows, "rows of data.eval": eval_rows or []}
     size = train.precompute_ref_batch_size or train.per_device_train_batch_size
     found = stored_reference_logps(folder, policy, datasets, pair_batch, size, train.ld_alpha)
     for name, pairs in datasets.items():

@@ -12,6 +12,7 @@ are, but for the KL divergence, which TRL takes of each micro-batch. The losses 
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from rlnumba.trainers.preference import (
     evaluation,
     load_with_reference,
     optimizer_step,
+    sequences_key,
     stored_reference_logps,
 )
 from rlnumba.trainers.row_loop import TrainerOnRows, micro_batches_of
@@ -45,7 +47,8 @@ class Completion:
     """A completion after its prompt, truncated to `sequence`, and whether it is desirable.
 
     kl_sequence: the prompt with the completion of the row before it in the batch, set where the KL divergence is
-    needed. ref_logps: float32 of the reference, of sequence and kl_sequence, with precompute_ref_log_probs.
+    needed. With precompute_ref_log_probs the reference's log-probs: ref_logp of sequence, ref_kl_logps of each
+    kl_sequence that the run will need, by sequences_key.
     """
 
     prompt_ids: list[int]
@@ -53,11 +56,29 @@ class Completion:
     label: bool
     sequence: TokenSequence
     kl_sequence: TokenSequence | None = field(default=None, compare=False)
-    ref_logps: np.ndarray | None = field(default=None, compare=False)
+    ref_logp: float | None = field(default=None, compare=False)
+    ref_kl_logps: dict = field(default_factory=dict, compare=False)
 
     @property
     def sequences(self):
-        return (self.sequence,) if self.kl_sequence is None else (self.sequence, self.kl_sequence)
+        return (self.sequence,)
+
+    def take_ref_logp(self, logp):
+        self.ref_logp = logp
+
+
+class OtherCompletion(NamedTuple):
+    """The prompt of a Completion with another row's completion, a TokenSequence."""
+
+    completion: Completion
+    kl_sequence: TokenSequence
+
+    @property
+    def sequences(self):
+        return (self.kl_sequence,)
+
+    def take_ref_logp(self, logp):
+        self.completion.ref_kl_logps[sequences_key(self.sequences)] = logp
 
 
 def num_tokens(completion):
@@ -88,22 +109,28 @@ def load_rows(path, run, model, tokenizer, for_eval=False):
     ]
 
 
-def prepare(folder, policy, rows, eval_rows):
-    """With precompute_ref_log_probs, give the Completions the reference's log-probs, after which it is not needed."""
+def prepare(folder, policy, schedule, rows, eval_rows):
+    """With precompute_ref_log_probs, give the Completions the reference's log-probs, after which it is not needed.
+
+    Those of other prompts' completions are of each batch that a Completion is in: batches begin at the RowSchedule's
+    position, and in later epochs with the first row.
+    """
     train = policy.train
     if not train.precompute_ref_log_probs:
         return
-    datasets = {"train": rows} | ({"eval": eval_rows} if eval_rows else {})
+    datasets = {"rows of data.train": rows, "rows of data.eval": eval_rows or []}
     if train.loss_type == "kto":
-        size = train.per_device_train_batch_size * train.micro_batches_per_step
-        for first in range(0, len(rows), size):
-            set_kl_sequences(rows[first : first + size], sequence_limit(policy))
-        set_kl_sequences(eval_rows or [], sequence_limit(policy))
+        epochs = [rows[schedule.position :], rows]
+        batches = [epoch[i : i + schedule.size] for epoch in epochs for i in range(0, len(epoch), schedule.size)]
+        pairs = datasets["other completions of these rows' prompts"] = []
+        for batch in [*batches, eval_rows or []]:
+            set_kl_sequences(batch, sequence_limit(policy))
+            pairs += [OtherCompletion(each, each.kl_sequence) for each in batch]
     size = train.precompute_ref_batch_size or train.per_device_train_batch_size
-    found = stored_reference_logps(folder, policy, datasets, all_sequences, size)
+    found = stored_reference_logps(folder, policy, datasets, sequence_batch, size)
     for name, completions in datasets.items():
-        for completion, logps in zip(completions, found[name], strict=True):
-            completion.ref_logps = logps
+        for row, (logp,) in zip(completions, found[name], strict=True):
+            row.take_ref_logp(logp)
     policy.reference = None
 
 
@@ -113,10 +140,9 @@ def set_kl_sequences(batch, limit):
         completion.kl_sequence = truncated(completion.prompt_ids, batch[i - 1].completion_ids, limit)
 
 
-def all_sequences(completions):
-    """The CompletionBatch of the sequences of all rows, then of their kl_sequences, if they have any."""
-    by_kind = zip(*(completion.sequences for completion in completions), strict=True)
-    return CompletionBatch.of([sequence for kind in by_kind for sequence in kind], [])
+def sequence_batch(rows):
+    """The CompletionBatch of rows with one sequence each."""
+    return CompletionBatch.of([row.sequences[0] for row in rows], [])
 
 
 def train_step(policy, completions, learning_rate):
@@ -147,8 +173,7 @@ class StepLoss:
         Each of several ranks computes a part of them.
         """
         policy, size = self.policy, self.policy.train.per_device_train_batch_size
-        if policy.reference is not None:
-            set_kl_sequences(self.completions, sequence_limit(policy))
+        set_kl_sequences(self.completions, sequence_limit(policy))
         parts = [slice(first, first + size) for first in range(0, len(self.completions), size)]
         for part in policy.own(parts):
             completions = self.completions[part]
@@ -156,7 +181,8 @@ class StepLoss:
                 batch = CompletionBatch.of([completion.kl_sequence for completion in completions], [])
                 self.kl_logps[part] = batch.logps(policy, policy.model)
                 if policy.reference is None:
-                    self.ref_kl_logps[part] = device.asarray(np.stack([each.ref_logps[1] for each in completions]))
+                    known = [each.ref_kl_logps[sequences_key((each.kl_sequence,))] for each in completions]
+                    self.ref_kl_logps[part] = device.asarray(np.array(known, np.float32))
                 else:
                     self.ref_kl_logps[part] = batch.logps(policy, policy.reference)
         if policy.communicator is not None:
@@ -179,7 +205,7 @@ class StepLoss:
         sides = [[each.sequence for each in completions if each.label == label] for label in (True, False)]
         batch = CompletionBatch.of(*sides)
         if policy.reference is None:
-            ref_logps = device.asarray(np.stack([completion.ref_logps[0] for completion in completions]))
+            ref_logps = device.asarray(np.array([completion.ref_logp for completion in completions], np.float32))
         else:
             ref_logps = batch.logps(policy, policy.reference)
         logprobs, dlogprobs = (policy.arena.empty((batch.num_targets,), np.float32) for _ in range(2))

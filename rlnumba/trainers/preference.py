@@ -147,47 +147,57 @@ class TokenMetrics:
         return found
 
 
+def sequences_key(sequences):
+    """A hash of the content of TokenSequences: str."""
+    found = hashlib.blake2b(digest_size=16)
+    for sequence in sequences:
+        found.update(np.int64(len(sequence)).tobytes() + sequence.input_ids.tobytes() + sequence.loss_mask.tobytes())
+    return found.hexdigest()
+
+
 def stored_reference_logps(folder, policy, datasets, batch_logps, size, ld_alpha=None):
     """{name: (rows, n) float32} of the reference's log-probs of datasets, {name: list of rows}, for precompute.
 
-    From the run's file if it goes on and they are of this reference, else computed, `size` rows at a time, and written.
-    folder: RunFolder.
-    batch_logps(rows): CompletionBatch of a list of rows, whose (n * len(rows),) log-probs have the rows last. Raises
-    UserError if the file cannot be written.
+    A run that goes on finds those of each row in its file, if they are of this reference; what it lacks is computed,
+    `size` rows at a time, and written. folder: RunFolder. batch_logps(rows): CompletionBatch of a list of rows, whose
+    (n * len(rows),) log-probs have the rows last. Raises UserError if the file cannot be written.
     """
     path = Path(folder.path) / REFERENCE_FILE
     # Of the weights the hash that rank 0 has of the run's model.
     reference = folder.decided(folder.digest["inputs"]["model"] if folder.is_first_rank else None)
-    fingerprint = hashlib.sha256(f"{reference} {policy.reference.dtype.name} {ld_alpha!r}".encode())
-    for rows in datasets.values():
-        for row in rows:
-            for sequence in row.sequences:
-                fingerprint.update(np.int64(len(sequence)).tobytes() + sequence.input_ids.tobytes())
-                fingerprint.update(sequence.loss_mask.tobytes())
-    fingerprint = fingerprint.hexdigest()
+    reference = hashlib.sha256(f"{reference} {policy.reference.dtype.name} {ld_alpha!r}".encode()).hexdigest()
+    known = {}
     if folder.state is not None:
         stored = folder.decided(read_reference_file(path) if folder.is_first_rank else {})
-        if stored.get("rows") == fingerprint:
-            return {name: np.array(stored[name], np.float32) for name in datasets}
-        log(f"{path} does not have this reference's log-probs of these rows: computing them again")
-    found = {}
+        known = stored.get("rows", {}) if stored.get("reference") == reference else {}
+        if not known:
+            log(f"{path} does not have this reference's log-probs: computing them again")
+    keys = {name: [sequences_key(row.sequences) for row in rows] for name, rows in datasets.items()}
+    before = len(known)
     for name, rows in datasets.items():
-        parts, reported = [], time.monotonic()
-        every = range(0, len(rows), size)
-        firsts = policy.own(every)
-        for first in firsts:
-            with policy.context.use(), policy.scope():
-                batch = batch_logps(rows[first : first + size])
-                logps = device.to_host(batch.logps(policy, policy.reference, ld_alpha))
-            parts.append(logps.reshape(-1, len(rows[first : first + size])).T)
-            if first == firsts[-1] or time.monotonic() - reported > 10:
-                log(f"log-probs of the reference: {min(first + size, len(rows))} of {len(rows)} rows of data.{name}")
-                reported = time.monotonic()
-        found[name] = np.concatenate(policy.of_all_micro_batches(parts, len(every)))
-    if folder.is_first_rank:
+        lacking = {key: row for key, row in zip(keys[name], rows, strict=True) if key not in known}
+        found = _reference_logps(policy, list(lacking.values()), batch_logps, size, ld_alpha, name)
+        known |= dict(zip(lacking, found, strict=True))
+    if folder.is_first_rank and len(known) > before:
         with replacing(path) as file:
-            json.dump({"rows": fingerprint} | {name: logps.tolist() for name, logps in found.items()}, file)
-    return found
+            json.dump({"reference": reference, "rows": known}, file)
+    return {name: np.array([known[key] for key in keys[name]], np.float32) for name in datasets}
+
+
+def _reference_logps(policy, rows, batch_logps, size, ld_alpha, name):
+    """The n log-probs of each row under the reference: a list of lists of float. name: of the rows, for messages."""
+    parts, reported = [], time.monotonic()
+    every = range(0, len(rows), size)
+    firsts = policy.own(every)
+    for first in firsts:
+        with policy.context.use(), policy.scope():
+            batch = batch_logps(rows[first : first + size])
+            logps = device.to_host(batch.logps(policy, policy.reference, ld_alpha))
+        parts.append(logps.reshape(-1, len(rows[first : first + size])).T)
+        if first == firsts[-1] or time.monotonic() - reported > 10:
+            log(f"log-probs of the reference: {min(first + size, len(rows))} of {len(rows)} {name}")
+            reported = time.monotonic()
+    return [logps.tolist() for part in policy.of_all_micro_batches(parts, len(every)) for logps in part]
 
 
 def read_reference_file(path):

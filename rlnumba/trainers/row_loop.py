@@ -52,8 +52,8 @@ class TrainerOnRows(NamedTuple):
     run_class: its Run. load_rows(path, run, model, tokenizer, for_eval=False): the rows, a list; of the model the
     config is read. num_tokens(row): int. train_step(policy, rows, learning_rate): LateMetrics of one optimizer step on
     these rows. evaluate_rows(policy, rows): metrics of held-out rows by name. load(run, folder): (Policy, Tokenizer),
-    folder being the RunFolder or a Source. prepare(folder, policy, rows, eval_rows): called before the first step, or
-    None. models: Models of the run. has_graphs: whether its micro-batches become CUDA graphs.
+    folder being the RunFolder or a Source. prepare(folder, policy, schedule, rows, eval_rows): called before the first
+    step, schedule being the RowSchedule, or None. models: Models of the run. has_graphs: whether its micro-batches become CUDA graphs.
     """
 
     run_class: type
@@ -89,9 +89,10 @@ class TrainerOnRows(NamedTuple):
             eval_rows = None
             if run.data.eval:
                 eval_rows = self.load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True)
+            schedule = schedule_of(folder, rows, eval_rows)
             if self.prepare is not None:
-                self.prepare(folder, policy, rows, eval_rows)
-            return train_on_rows(self, folder, policy, tokenizer, rows, eval_rows)
+                self.prepare(folder, policy, schedule, rows, eval_rows)
+            return train_on_rows(self, folder, policy, tokenizer, schedule, rows, eval_rows)
 
     def check_eval_data(self, run):
         """Raise RowError for a run's data.eval that it cannot read."""
@@ -196,13 +197,13 @@ def schedule_of(folder, rows, eval_rows):
     return RowSchedule(train, len(rows), folder.step, epoch, position)
 
 
-def train_on_rows(trainer, folder, policy, tokenizer, rows, eval_rows):
+def train_on_rows(trainer, folder, policy, tokenizer, schedule, rows, eval_rows):
     """Train by a TrainerOnRows from where the RunFolder's checkpoint ends to the run's last step: its TrainerState.
 
-    Writes the run's folder. rows, eval_rows: lists, the latter empty or None without data.eval.
+    Writes the run's folder. schedule: RowSchedule. rows, eval_rows: lists, the latter empty or None without data.eval.
     """
     run, train = folder.run, folder.run.train
-    schedule, num_tokens = schedule_of(folder, rows, eval_rows), 0
+    num_tokens = 0
     if folder.state is not None:
         policy.load_state_dict(folder.state["policy"])
         num_tokens = folder.state["num_tokens"]

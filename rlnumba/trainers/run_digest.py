@@ -175,9 +175,6 @@ def check_keys(saved, own, where, step):
     for name, value in own["inputs"].items():
         if saved["inputs"].get(name, value) != value:
             problems.append(_other_input(name, saved["keys"], own["keys"]))
-    batch = "train.global_batch_size"
-    if _pairs_within_batches(own["keys"]) and saved["keys"].get(batch) != own["keys"][batch]:
-        problems.append(f"{batch} = {saved['keys'].get(batch)}, and this run has {own['keys'][batch]}")
     if problems:
         raise ConfigError(f"{where}: saved with {'; with '.join(problems)}: this cannot change on --resume")
     for section in ("async",):
@@ -189,11 +186,6 @@ def check_keys(saved, own, where, step):
         if before != value:
             lines.append(f"{name} {before} -> {value}, with which the last bits may differ")
     return lines
-
-
-def _pairs_within_batches(keys):
-    """Whether what was computed before the first step depends on which rows share a batch: KTO's KL divergence."""
-    return bool(keys.get("train.precompute_ref_log_probs")) and keys.get("train.loss_type") == "kto"
 
 
 def _other_input(name, saved, own):

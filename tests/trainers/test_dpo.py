@@ -174,7 +174,7 @@ def test_precomputed_log_probs_are_stored_with_the_run(tmp_path, capsys, monkeyp
     for damage in ("", "{", "[]", json.dumps({"rows": "of others"})):
         path.write_text(damage)
         run_dpo(run, resume=4)
-        assert "does not have this reference's log-probs of these rows" in capsys.readouterr().err
+        assert "does not have this reference's log-probs" in capsys.readouterr().err
         assert path.read_text() == stored and hash_of(run) == resumed
     path.unlink()
     path.mkdir()

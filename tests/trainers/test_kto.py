@@ -108,6 +108,28 @@ def test_precomputed_log_probs_are_those_of_every_step(tmp_path, loss_type):
             assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6)
 
 
+def test_precomputed_log_probs_of_a_run_that_goes_on_with_another_batch(tmp_path, capsys):
+    """Its batches begin elsewhere and pair other completions: what was not computed before is, and no more."""
+    found = []
+    for precompute in (False, True):
+        folder = tmp_path / str(precompute)
+        settings = {"precompute_ref_log_probs": precompute, "shuffle_dataset": False, "save_steps": 1}
+        run_kto(kto_run(folder, max_steps=1, per_device_train_batch_size=2, **settings))
+        capsys.readouterr()
+        size = {"per_device_train_batch_size": 3, "num_train_epochs": 1.0, "max_steps": -1}
+        run = kto_run(folder, **settings | size)
+        run_kto(run, resume=True)
+        found.append(metrics_of(run))
+    said = capsys.readouterr().err
+    assert "rows of data.train" not in said and "computing them again" not in said
+    # The first of each of 8 batches, those from the third row on and those from the first one; every other one of the
+    # rest, which was first in its batch before; less one that is of the same content.
+    assert "log-probs of the reference: 26 of 26 other completions of these rows' prompts" in said
+    for one, other in zip(*found, strict=True):
+        for name in ("loss", "kl"):
+            assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6)
+
+
 def test_pairs_are_taken_apart(tmp_path):
     """All chosen completions, then all rejected ones, which are other rows of the same file's labels."""
     run = kto_run(tmp_path / "run", {"train": str(PREFERENCE_ROWS["dpo"])}, max_steps=1, per_device_train_batch_size=48)

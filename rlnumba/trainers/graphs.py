@@ -59,9 +59,9 @@ class Bucket:
 
     def __init__(self, inputs, outputs):
         self.inputs, self.outputs = Staged(inputs), Staged(outputs)
-        # Whether one has run without a graph, which sizes the arena; whether one could not be captured for lack of
-        # memory.
-        self.has_run, self.is_too_large = False, False
+        # Whether one has run without a graph, which sizes the arena; the free bytes of the device when there was too
+        # little for a capture, None before that.
+        self.has_run, self.lacked_bytes = False, None
         # The graph and the tensor maps that it reads, the Context that has them, and the state of the policy that the
         # function leaves.
         self.graph, self.tensor_maps, self.context, self.after = None, (), None, None
@@ -149,7 +149,7 @@ class MicroBatchGraphs:
 
     def _replay(self, policy, bucket, compute):
         """Launch the bucket's graph, captured if it has none; False if it must run without one."""
-        if bucket.graph is None and (not bucket.has_run or bucket.is_too_large):
+        if bucket.graph is None and not (bucket.has_run and self._has_room(bucket)):
             return False
         # The graph reads and writes activations where they were when it was captured: their memory is there inside.
         with policy.scope():
@@ -195,11 +195,20 @@ class MicroBatchGraphs:
         # An engine that wakes may need the memory. Capturing again takes longer than what else there is to lend.
         memory.lend(self, is_costly=True)
 
+    def _has_room(self, bucket):
+        """Whether a capture of a bucket may have the memory for it: at first, and once more of it is free than when
+        there was too little."""
+        lacked = bucket.lacked_bytes
+        return lacked is None or device.memory_info()[0] >= lacked + memory.MARGIN_BYTES
+
     def _make_room(self, bucket, error):
         """After a capture that lacked memory: what others have lent may be enough when the next one comes."""
         memory.take_back(self)
-        bucket.is_too_large = not memory.reclaim(POOL_BYTES)
-        if bucket.is_too_large and not self.lacks_memory:
+        if memory.reclaim(POOL_BYTES):
+            bucket.lacked_bytes = None
+            return
+        bucket.lacked_bytes = device.memory_info()[0]
+        if not self.lacks_memory:
             self.lacks_memory = True
             text = f"rlnumba: some micro-batches run slower, without CUDA graphs: {one_line(error)}"
             print(text, file=sys.stderr, flush=True)

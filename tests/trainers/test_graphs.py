@@ -1,9 +1,11 @@
 """Micro-batches of a bucket's shape: padding changes no bit of a log-prob, and graphs no bit of a run."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -479,9 +481,33 @@ def test_graphs_for_which_there_is_no_memory_are_said_to_be_missing(monkeypatch,
     buckets = [graphs.Bucket({}, {}) for _ in range(3)]
     for bucket in buckets:
         of_run._make_room(bucket, error)
-    assert [bucket.is_too_large for bucket in buckets] == [False, True, True]
+    assert [of_run._has_room(bucket) for bucket in buckets] == [True, False, False]
     line = "rlnumba: some micro-batches run slower, without CUDA graphs: MemoryError: out of memory\n"
     assert capsys.readouterr().err == line and lent == [graphs.POOL_BYTES] * 3
+
+
+def test_a_graph_is_captured_once_there_is_memory_for_it(monkeypatch):
+    """A micro-batch that had too little runs without one until more is free, and so again after another failure."""
+    free, attempts = [1 << 30], []
+    monkeypatch.setattr(memory, "reclaim", lambda nbytes: False)
+    monkeypatch.setattr(device, "memory_info", lambda: (free[0], 80 << 30))
+    of_run = graphs.MicroBatchGraphs(SFTConfig(), False, 1)
+    policy = SimpleNamespace(state_of_gradients=None, scope=contextlib.nullcontext)
+    bucket = graphs.Bucket({}, {})
+    bucket.has_run = True
+
+    def capture(policy, bucket, compute):
+        attempts.append(free[0])
+        if free[0] < 4 << 30:
+            of_run._make_room(bucket, MemoryError("out of memory"))
+        else:
+            bucket.graph = SimpleNamespace(launch=lambda: None)
+
+    monkeypatch.setattr(of_run, "_capture", capture)
+    for gib, is_replayed in ((1, False), (1, False), (2, False), (2, False), (1, False), (5, True), (1, True)):
+        free[0] = gib << 30
+        assert of_run._replay(policy, bucket, None) == is_replayed
+    assert attempts == [gib << 30 for gib in (1, 2, 5)]
 
 
 def test_options_that_read_the_host_are_not_padded():

@@ -323,6 +323,9 @@ def generate(model, base, prompts, prompt_column, output, dtype, tensor_parallel
     """Complete prompts. Writes the columns of each row and {"prompt_token_ids", "completions": [{"text", "token_ids",
     "logprobs", "finish_reason"}]}, a line for each prompt.
 
+    A prompt for which the model gives no number has no completions and an "error"; on one GPU the others are written
+    all the same, and the exit code is 1.
+
     A token depends only on the seed, the prompt, the completion's index and the position. Sampling parameters that no
     option gives are those of the model's generation_config.json, which are then printed.
     """
@@ -337,6 +340,8 @@ def generate(model, base, prompts, prompt_column, output, dtype, tensor_parallel
     names = {f.name for f in dataclasses.fields(EngineConfig)} & set(options)
     engine = EngineConfig(**{name: options.pop(name) for name in names})
     params = SamplingParams(**options)
+    # {index of a row: its PromptError}.
+    failed = {}
     _check_one_kind(tensor_parallel_size, num_gpus)
     with replacing(output) as file:
         rows = _read_rows(prompts, "prompt_token_ids", prompt_column)
@@ -382,16 +387,32 @@ def generate(model, base, prompts, prompt_column, output, dtype, tensor_parallel
             llm = LLM(load_model(folder, dtype, base=base), tokenizer, engine)
             progress = _Progress()
             try:
-                outputs = llm.generate(ids, params, progress.generated)
+                outputs = llm.generate(ids, params, progress.generated, failed=failed.__setitem__)
             except PromptError as error:
                 raise UserError(f"{rows[error.request_id][1]}: {error.reason}") from error
-        for (row, _), result in zip(rows, outputs, strict=True):
+        if len(failed) == len(rows) > 0:
+            raise _failure(rows, failed)
+        for index, ((row, _), result) in enumerate(zip(rows, outputs, strict=True)):
+            if index in failed:
+                found = {"prompt_token_ids": result.prompt_token_ids, "completions": [], "error": failed[index].reason}
+                file.write(to_line(row | found))
+                continue
             names = ("text", "token_ids", "logprobs", "finish_reason")
             completions = [{name: getattr(c, name) for name in names} for c in result.completions]
             found = {"prompt_token_ids": result.prompt_token_ids, "completions": completions}
             file.write(to_line(row | found))
-    tokens, seconds = sum(c.num_tokens for r in outputs for c in r.completions), time.monotonic() - progress.started
+    drawn = [c for index, each in enumerate(outputs) if index not in failed for c in each.completions]
+    tokens, seconds = sum(c.num_tokens for c in drawn), time.monotonic() - progress.started
     progress.end(f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s) -> {output}")
+    if failed:
+        raise _failure(rows, failed, f"; {output} has the others")
+
+
+def _failure(rows, failed, end=""):
+    """The UserError of `generate` for {index of a row: PromptError}. rows: (row, where it stands)."""
+    first = min(failed)
+    more = f", and {len(failed) - 1} more of {len(rows)} prompts" if len(failed) > 1 else ""
+    return UserError(f"{rows[first][1]}: {failed[first].reason}{more}{end}")
 
 
 @cli.command()

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rlnumba import cli
+from rlnumba.engine.core import Engine, PromptError
 from rlnumba.model import transformer
 from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.tokenizer import Tokenizer
@@ -182,6 +183,30 @@ def test_a_model_of_nan_is_an_error(tmp_path, fails):
     output = tmp_path / "out.jsonl"
     for command in (["generate", "--prompts", source], ["score", "--input", source]):
         fails(1, "log-probs are not finite", *command, "--model", broken, "--output", output)
+
+
+def test_rows_beside_one_that_fails_are_written(tmp_path, monkeypatch, capsys):
+    step, failing = Engine.step, {1}
+
+    def step_or_fail(engine):
+        if hit := failing & engine.requests.keys():
+            raise PromptError(min(hit), "no numbers")
+        return step(engine)
+
+    expected = generate(tmp_path, ROWS)
+    monkeypatch.setattr(Engine, "step", step_or_fail)
+    output = tmp_path / "others.jsonl"
+    arguments = ["generate", "--model", MODEL, "--prompts", tmp_path / "in.jsonl", "--output", output]
+    capsys.readouterr()
+    assert cli.run([str(a) for a in [*arguments, "--max-tokens", 12]]) == 1
+    assert f"rlnumba: {tmp_path}/in.jsonl:2: no numbers; {output} has the others\n" in capsys.readouterr().err
+    failed = {"prompt_token_ids": [5, 6, 7], "completions": [], "error": "no numbers"}
+    assert read(output) == [expected[0], failed, expected[2]]
+    # Of none there is no output.
+    failing |= {0, 2}
+    output.unlink()
+    assert cli.run([str(a) for a in [*arguments, "--max-tokens", 12]]) == 1
+    assert "in.jsonl:1: no numbers, and 2 more of 3 prompts\n" in capsys.readouterr().err and not output.exists()
 
 
 def test_score_of_text_does_not_append_eos(tmp_path):

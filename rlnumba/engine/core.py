@@ -54,11 +54,14 @@ SPECIAL_TOKENS = 16
 
 
 class PromptError(UserError):
-    """A prompt that cannot be run, or whose log-probs are no numbers: the id of its request and the reason."""
+    """A prompt that cannot be run, or whose log-probs are no numbers: the id of its request and the reason.
 
-    def __init__(self, request_id, reason):
+    request_ids: of all prompts of a step with that reason, the first among them.
+    """
+
+    def __init__(self, request_id, reason, request_ids=()):
         super().__init__(f"prompt {request_id}: {reason}")
-        self.request_id, self.reason = request_id, reason
+        self.request_id, self.reason, self.request_ids = request_id, reason, request_ids or (request_id,)
 
 
 class NewToken(NamedTuple):
@@ -475,7 +478,8 @@ class Engine:
             thresholds = None if thresholds is None else thresholds[kept]
         sequences, is_finite = scheduler.table.sequences[step.sampled_rows], np.isfinite(logprobs)
         if not is_finite.all():
-            raise PromptError(sequences[is_finite.argmin()].request_id, NOT_FINITE)
+            damaged = tuple(dict.fromkeys(sequence.request_id for sequence in sequences[~is_finite]))
+            raise PromptError(damaged[0], NOT_FINITE, damaged)
         ended = scheduler.update(step, token_ids, logprobs, thresholds)
         finished = self._finish(ended) if ended else []
         return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version)

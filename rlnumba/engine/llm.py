@@ -9,7 +9,7 @@ import numpy as np
 from rlnumba.config import EngineConfig
 from rlnumba.config.keys import refuse_unknown
 from rlnumba.data import check_messages, encode_prompt
-from rlnumba.engine.core import Engine
+from rlnumba.engine.core import Engine, PromptError
 from rlnumba.engine.kernel_list import extras_of
 from rlnumba.engine.sequence import RequestOutput, SamplingParams
 from rlnumba.errors import ConfigError
@@ -74,7 +74,7 @@ class LLM:
     def wake(self):
         self.engine.wake()
 
-    def generate(self, prompts, params=None, progress=None, finished=None, adapters=None, **others):
+    def generate(self, prompts, params=None, progress=None, finished=None, adapters=None, failed=None, **others):
         """The completions of each prompt, in the order of the prompts: list of RequestOutput.
 
         As in vLLM, one has request_id, prompt, prompt_token_ids, finished and outputs (also `completions`), and each of
@@ -86,8 +86,10 @@ class LLM:
         finished: called with (index of the prompt, its RequestOutput) as soon as a prompt has all of its completions.
         adapters: the name of an adapter for all, or for each its name or None, which is the model without one. They are
         computed in one batch; a completion has the bits that it has with its adapter alone.
-        Raises PromptError with the prompt's index and ConfigError before any work is done, and PromptError where the
-        model gives no number for a log-prob. After any exception the engine has no requests.
+        failed: called with (index of the prompt, PromptError) where the model gives no number for a log-prob; the other
+        prompts go on, and some completions of this one are None. Without it the PromptError is raised, and nothing is
+        returned of the others. Raises PromptError with the prompt's index and ConfigError before any work is done.
+        After any exception the engine has no requests.
         """
         engine = self.engine
         if engine.has_unfinished:
@@ -106,7 +108,7 @@ class LLM:
         adapter_ids = [-1 if name is None else self._adapter_id(name) for name in adapters]
         lengths = [len(p) if self.tokenizer is None or not isinstance(p, str) else TEXT_TOKENS for p in prompts]
         self.compile_ahead(lengths, params)
-        total, num_finished, num_tokens = sum(p.n for p in params), 0, 0
+        total, num_finished, num_tokens, damaged = sum(p.n for p in params), 0, 0, set()
         try:
             outputs = [
                 RequestOutput(engine.add_request(index, prompt, p, adapter_id).tolist(), [None] * p.n, text, str(index))
@@ -115,7 +117,22 @@ class LLM:
                 )
             ]
             while engine.has_unfinished:
-                step = engine.step()
+                try:
+                    step = engine.step()
+                except PromptError as error:
+                    if failed is None:
+                        raise
+                    for index in error.request_ids:
+                        damaged.add(index)
+                        failed(index, error)
+                    engine.reset()
+                    # What they had drawn is drawn again: a token depends on its prompt, index and position alone.
+                    for index, output in enumerate(outputs):
+                        missing = [i for i, each in enumerate(output.completions) if each is None]
+                        if missing and index not in damaged:
+                            of_prompt = output.prompt_token_ids, params[index], adapter_ids[index]
+                            engine.add_request(index, *of_prompt, missing)
+                    continue
                 for request_id, index, completion in step.finished:
                     outputs[request_id].completions[index] = completion
                     if finished is not None and outputs[request_id].finished:

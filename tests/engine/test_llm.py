@@ -980,3 +980,26 @@ def test_chat(tmp_path):
         llm.chat([messages, [{"content": "a"}]], params)
     with pytest.raises(ConfigError, match="chat: messages need a tokenizer"):
         LLM(make_model()).chat(messages)
+
+
+def test_a_prompt_without_numbers_leaves_the_others_theirs():
+    """Where its caller asks for them: also those that were begun, or have some completions, when it failed."""
+    prompts = [[5, 6], [5, 7], [6, 5, 9], [8], [7, 7]]
+    params = [SamplingParams(n=2, max_tokens=length, seed=3) for length in (2, 9, 9, 30, 5)]
+    whole = make_model(tie_word_embeddings=False)
+    config = EngineConfig(max_num_seqs=6)
+    expected = LLM(whole, config=config).generate(prompts, params)
+    damaged = make_model(tie_word_embeddings=False)
+    damaged.weights.embed_tokens[7] = np.nan
+    llm, failed, finished = LLM(damaged, config=config), {}, []
+    found = llm.generate(
+        prompts, params, finished=lambda index, output: finished.append(index), failed=failed.__setitem__
+    )
+    drawn_by_others = {index for index in (0, 2, 3) if any(7 in each.token_ids for each in expected[index].outputs)}
+    assert set(failed) == {1, 4} | drawn_by_others and sorted(finished) == sorted({0, 2, 3} - drawn_by_others)
+    assert finished and all("not finite" in str(error) for error in failed.values())
+    for index in finished:
+        assert found[index] == expected[index]
+    with pytest.raises(PromptError, match="prompt 1: the model's log-probs are not finite"):
+        llm.generate(prompts, params)
+    assert llm.generate([prompts[finished[0]]], params[finished[0]])[0].outputs == expected[finished[0]].outputs

@@ -53,7 +53,8 @@ class TrainerOnRows(NamedTuple):
     config is read. num_tokens(row): int. train_step(policy, rows, learning_rate): LateMetrics of one optimizer step on
     these rows. evaluate_rows(policy, rows): metrics of held-out rows by name. load(run, folder): (Policy, Tokenizer),
     folder being the RunFolder or a Source. prepare(folder, policy, schedule, rows, eval_rows): called before the first
-    step, schedule being the RowSchedule, or None. models: Models of the run. has_graphs: whether its micro-batches become CUDA graphs.
+    step with the RowSchedule, or None. models: Models of the run. has_graphs: whether its micro-batches become CUDA
+    graphs.
     """
 
     run_class: type

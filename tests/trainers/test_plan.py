@@ -139,6 +139,7 @@ def taken_on_rank(communicator, runs):
 SEGMENT = 1024
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_ranks_take_what_was_planned(tmp_path, monkeypatch):
     monkeypatch.setattr(reduce, "SEGMENT", SEGMENT)
     steps = {"gradient_accumulation_steps": 1, "max_steps": 2}

@@ -76,6 +76,7 @@ class Noted(TrainerCallback):
             file.write(f"{state.global_step} {os.getpid()}\n")
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_several_gpus_and_generation_ahead_end_in_the_same_model(tmp_path):
     """Processes of the cpu device: two that train, and one that generates for one that trains."""
     sizes = SMALL | {"per_device_train_batch_size": 4, "global_batch_size": 8}

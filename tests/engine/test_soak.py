@@ -29,7 +29,7 @@ def test_requests_at_a_full_cache_return_all_blocks_and_have_their_own_text(soak
     stop = soak.stop_strings(model, tokenizer, vocab_size, LONGEST)
     requests = soak.Requests(vocab_size, LONGEST, stop, seed=caching)
     engine = soak.soak_engine(model, tokenizer, LONGEST, max_num_seqs=12, enable_prefix_caching=caching)
-    count = 150
+    count = 100
     sample = set(np.random.default_rng(1).choice(count, 40, replace=False).tolist())
     kept, counters = soak.soak(engine, requests, count, sample, log=None)
     assert counters["full"] > 0.5 and counters["preemptions"] > 5 and counters["aborted"] > 5, counters

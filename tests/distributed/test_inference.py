@@ -19,6 +19,7 @@ import pytest
 from rlnumba.config import EngineConfig
 from rlnumba.distributed import inference
 from rlnumba.distributed.inference import (
+    MAX_REFUSALS,
     Ended,
     Engines,
     InferenceError,
@@ -29,7 +30,7 @@ from rlnumba.distributed.inference import (
     WaitingProcesses,
 )
 from rlnumba.distributed.inference_group import HeldModel
-from rlnumba.distributed.inference_worker import Begun, Interrupt, Setup, receive_setup
+from rlnumba.distributed.inference_worker import Begun, Interrupt, Refused, Setup, Updated, receive_setup
 from rlnumba.distributed.queued_connection import QueuedConnection
 from rlnumba.distributed.weight_sync import Begin, WeightSender
 from rlnumba.engine import Engine, SamplingParams
@@ -298,7 +299,60 @@ def test_the_time_limit_of_a_group_counts_from_when_it_is_begun(idle):
     process.arrived(process, Begun([1]))
     assert process.next(Interrupt).number == 1
     idle._look_at_limits()
-    assert process.asked == {1}
+    # Once.
+    assert process.asked == {1} and process.messages.empty()
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_a_process_has_taken_is_pending_no_more(idle):
+    (process,) = idle.processes
+    process.arrived(process, Refused(0, "damaged"))
+    wait_until(lambda: process.refused == {0: 1})
+    assert not process.pending
+    idle.check()
+    assert process.pending == {0}
+    process.arrived(process, Updated(0, 0.0))
+    wait_until(lambda: not process.pending)
+    assert not process.refused and idle.take_pauses() == [0.0]
+
+
+def test_a_process_that_refuses_too_often_is_replaced(idle):
+    (process,) = idle.processes
+    for count in range(1, MAX_REFUSALS + 2):
+        assert idle.processes == [process]
+        process.arrived(process, Refused(0, "damaged"))
+        wait_until(lambda count=count: process.refused == {0: count})
+    wait_until(lambda: idle.processes != [process])
+
+
+def test_groups_go_where_the_fewest_are_and_memory_that_is_gone_is_not_offered():
+    sender, setup = WeightSender(load_model(MODEL).trained, 2, BUCKET_BYTES), SimpleNamespace(in_flight=True)
+    limits = LIMITS._replace(max_restarts=1)
+    with Engines(lambda index: setup, sender, 2, print, print, limits, Idle) as engines:
+        engines.push(0)
+        for number in range(5):
+            engines.submit(GroupRequest(number, [1], PARAMS, 0))
+        assert [sorted(process.groups) for process in engines.processes] == [[0, 2, 4], [1, 3]]
+        first = engines.processes[0]
+        first.offer = "its memory"
+        first.may_end.clear()
+        first.arrived(first, Ended("its process was ended"))
+        assert first.ends.wait(120) and first.offer is None
+        first.may_end.set()
+        wait_until(lambda: engines.processes[0] is not first)
+        assert sorted(engines.processes[0].groups) == [0, 2, 4]
+        engines.check()
+        second = engines.processes[0]
+        second.arrived(second, Ended("its process was ended"))
+        wait_until(lambda: engines._error is not None)
+        with pytest.raises(InferenceError, match="it was started 2 times .deploy.max_restarts is 1"):
+            engines.check()
 
 
 def test_nothing_waits_for_a_process_that_is_ending(idle):

@@ -105,3 +105,9 @@ def test_what_is_refused(pair):
     pair.take([begin, *buckets[:1], Begin(4, begin.layout, 1), Bucket(3, 1, 0), Finish(3)])
     assert pair.receiver.ready == [2]
     assert pair.receiver.apply() == 2
+    # As it is where the next one is refused.
+    pair.take([begin, *buckets])
+    with pytest.raises(WeightsRefused, match="version 1 is not newer than 2"):
+        pair.receiver.take(begin._replace(version=1))
+    pair.take([finish])
+    assert not pair.receiver.ready

@@ -72,12 +72,12 @@ def sequences_of(part, vocabulary):
 def planned(config, dtype, train, rows):
     """{region: bytes} of the planner, "operators" and "CUDA context" included on a GPU."""
     tokens = sum(map(sft.num_tokens, rows))
-    step = Step(lambda policy, _: [lambda: sft.train_step(policy, rows, 0.0)], tokens)
+    step = Step(lambda policy, _: [lambda: sft.train_step(policy, rows, 0.0)], tokens, len(rows))
     with shapes_only() as peaks:
         take_step(config, dtype, SimpleNamespace(train=train, lora=None), step)
     regions = dict(peaks)
     if device.name() == "cuda":
-        regions |= {"operators": operator_bytes(tokens, config), "CUDA context": CONTEXT_BYTES}
+        regions |= {"operators": operator_bytes(tokens, len(rows), config, dtype), "CUDA context": CONTEXT_BYTES}
     return regions
 
 

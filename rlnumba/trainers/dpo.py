@@ -173,5 +173,6 @@ def log_sum_of_squares(policy, head):
 
 
 TRAINER = TrainerOnRows(
-    DPORun, load_rows, num_tokens, train_step, evaluate, load_with_reference, prepare, Models(has_reference=True)
-)
+    DPORun, load_rows, num_tokens, train_step, evaluate, load_with_reference, prepare, Models(has_reference=True),
+    num_sequences=lambda pair: len(pair.sequences),
+)  # fmt: skip

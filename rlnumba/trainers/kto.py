@@ -235,5 +235,6 @@ class StepLoss:
 
 
 TRAINER = TrainerOnRows(
-    KTORun, load_rows, num_tokens, train_step, evaluate, load_with_reference, prepare, Models(has_reference=True)
-)
+    KTORun, load_rows, num_tokens, train_step, evaluate, load_with_reference, prepare, Models(has_reference=True),
+    num_sequences=lambda completion: len(completion.sequences),
+)  # fmt: skip

@@ -31,6 +31,7 @@ from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed, tokens_of_group
 from rlnumba.engine.speculation import longest_verified
 from rlnumba.errors import ConfigError, DeviceError, UserError
+from rlnumba.kernels.attention.ops import attention_backward_nbytes
 from rlnumba.kernels.logprob import chunked
 from rlnumba.model.lora import Adapter, Places, lora_of_run
 from rlnumba.model.shard import WHOLE, Shard
@@ -145,6 +146,8 @@ class Planner:
             shards_layers = weights_of(run, communicator) is not Weights
             has_engine = step.prompts and not shards_layers
             workspace = _generate(self, dtype, run, step.prompts) if has_engine else 0
+            configs = [self.config, *([] if step.models.critic is None else [step.models.critic])]
+            operators = max(operator_bytes(step.tokens, step.sequences, config, dtype) for config in configs)
         tokens = step.tokens
         regions, notes = dict(peaks), {}
         host = regions.pop("host", 0)
@@ -185,7 +188,7 @@ class Planner:
             notes["attention"] = "results of parts of long sequences, which are merged"
         least_kv = self._add_kv(regions, notes, run, itemsize, step.prompts, self.config) if has_engine else 0
         if self.on_gpu:
-            extra = {"operators": operator_bytes(tokens, self.config), "CUDA context": CONTEXT_BYTES}
+            extra = {"operators": operators, "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
             max_tokens = 0 if folds_layers else graphs.max_tokens(parameters)
             if self.trainer.has_graphs and graphs.has_graphs(run.train, run.lora) and tokens <= max_tokens:
@@ -412,9 +415,13 @@ def _first_step(engine, prompts, sizes, common):
     return found
 
 
-def operator_bytes(tokens, config):
-    """Bytes of the arrays that operators make for themselves in a micro-batch of so many tokens."""
-    return logits_bytes(tokens, config) + 4 * tokens * config.num_attention_heads * config.head_dim
+def operator_bytes(tokens, sequences, config, dtype):
+    """Bytes of the arrays that operators make for themselves in a micro-batch of so many tokens and sequences.
+
+    dtype: its name, of the activations.
+    """
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    return logits_bytes(tokens, config) + attention_backward_nbytes(dtype, tokens, sequences, *heads)
 
 
 def logits_bytes(tokens, config):

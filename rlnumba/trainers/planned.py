@@ -26,12 +26,14 @@ class Step(NamedTuple):
     """The largest micro-batch of a run: each of calls(policy, critic) is a function that takes an optimizer step on it,
     or what goes before one.
 
-    tokens: of the micro-batch. models: of the run. prompts: lengths of the longest prompts of one generation, or [].
-    rehearse(policy, critic, rollouts, every_form): such functions for other Rollouts; None over rows.
+    tokens: of the micro-batch. sequences: the most of any micro-batch. models: of the run. prompts: lengths of the
+    longest prompts of one generation, or []. rehearse(policy, critic, rollouts, every_form): such functions for other
+    Rollouts; None over rows.
     """
 
     calls: Callable
     tokens: int
+    sequences: int
     models: Models = Models()
     prompts: tuple | list = ()
     rehearse: Callable | None = None

@@ -142,4 +142,7 @@ def metrics_of(parts):
     }
 
 
-TRAINER = TrainerOnRows(RewardRun, load_rows, num_tokens, train_step, evaluate, load, models=Models(SCORE_HEAD))
+TRAINER = TrainerOnRows(
+    RewardRun, load_rows, num_tokens, train_step, evaluate, load, models=Models(SCORE_HEAD),
+    num_sequences=lambda pair: 2,
+)  # fmt: skip

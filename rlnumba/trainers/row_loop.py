@@ -54,7 +54,7 @@ class TrainerOnRows(NamedTuple):
     these rows. evaluate_rows(policy, rows): metrics of held-out rows by name. load(run, folder): (Policy, Tokenizer),
     folder being the RunFolder or a Source. prepare(folder, policy, schedule, rows, eval_rows): called before the first
     step with the RowSchedule, or None. models: Models of the run. has_graphs: whether its micro-batches become CUDA
-    graphs.
+    graphs. num_sequences(row): int.
     """
 
     run_class: type
@@ -66,6 +66,8 @@ class TrainerOnRows(NamedTuple):
     prepare: Callable | None = None
     models: Models = Models()
     has_graphs: bool = False
+    # Of a row that is a list of sequences.
+    num_sequences: Callable = len
 
     @property
     def name(self):
@@ -127,17 +129,20 @@ class TrainerOnRows(NamedTuple):
         """The Step of a Planner's run, or of a variant of it: the largest micro-batch that it will see."""
         train, rows = run.train, planner.rows(run)
         lengths, size = np.array([self.num_tokens(row) for row in rows]), train.per_device_train_batch_size
+        counts, sequences = np.array([self.num_sequences(row) for row in rows]), 0
         schedule = Schedule(train, -(-len(rows) // size))
         most, chosen, steps_left = -1, (), schedule.total_steps
         for epoch in range(-(-schedule.total_steps // schedule.steps_per_epoch)):
             order = epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)
             order = order[: steps_left * schedule.accumulation * size]
             steps_left -= schedule.steps_per_epoch
-            sums = np.add.reduceat(lengths[order], np.arange(0, len(order), size))
+            firsts = np.arange(0, len(order), size)
+            sums, of_batches = (np.add.reduceat(each[order], firsts) for each in (lengths, counts))
+            sequences = max(sequences, int(of_batches.max()))
             if sums.max() > most:
                 most, at = int(sums.max()), int(sums.argmax()) * size
                 chosen = [rows[index] for index in order[at : at + size]]
-        return Step(lambda policy, critic: [lambda: self.train_step(policy, chosen, 0.0)], most, self.models)
+        return Step(lambda policy, critic: [lambda: self.train_step(policy, chosen, 0.0)], most, sequences, self.models)
 
 
 def micro_batches_of(rows, train):

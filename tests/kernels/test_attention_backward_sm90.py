@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from rlnumba.kernels.attention import sm90_backward
 from rlnumba.kernels.attention.ops import IS_SUPPORTED
 from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
 from rlnumba.kernels.attention.sm90_backward import (
@@ -8,6 +9,7 @@ from rlnumba.kernels.attention.sm90_backward import (
     attention_backward_sm90,
     attention_round_dq_kernel,
     attention_rows_kernel,
+    backward_nbytes,
     dq_sums_nbytes,
 )
 from rlnumba.kernels.attention.sm90_backward_mainloop import AttentionBackwardConfig
@@ -187,3 +189,17 @@ def test_sums_of_dq_have_no_tile_of_their_own_for_each_sequence():
     """2,048 sequences of 8 tokens take some twice what one of 16,384 takes, not nine times."""
     whole, many = (dq_sums_nbytes(16_384, sequences, 16, 128) for sequences in (1, 2048))
     assert whole == (16_384 + 9) * 16 * 128 * 4 and many < 2.13 * whole
+
+
+@pytest.mark.skipif(device.name() != "cpu", reason="counts arrays of NumPy")
+@pytest.mark.parametrize("lengths", [[1] * 40, [64, 1, 65, 130]])
+@pytest.mark.parametrize("head_dim", [16, 136])
+def test_the_arrays_of_the_operator_are_counted(rng, monkeypatch, lengths, head_dim):
+    config = AttentionBackwardConfig(head_dim, "bfloat16")
+    arrays = packed(rng, lengths, 2, 1, head_dim, "bfloat16")
+    found, empty = [], np.empty
+    for name in ("launch", "tensor_map"):
+        monkeypatch.setattr(sm90_backward, name, lambda *arguments, **options: None)
+    monkeypatch.setattr(np, "empty", lambda *arguments: found.append(empty(*arguments)) or found[-1])
+    backward(arrays, lengths, config)
+    assert sum(array.nbytes for array in found) == backward_nbytes(sum(lengths), len(lengths), 2, head_dim)

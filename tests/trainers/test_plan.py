@@ -1,6 +1,7 @@
 """The planner: its regions are those that runs report, and a failed allocation names one of its switches."""
 
 import dataclasses
+import json
 import shutil
 import tomllib
 from types import SimpleNamespace
@@ -301,7 +302,7 @@ def test_arrays_without_memory():
 def large_run(tmp_path, **train):
     """SFT of a model with the shape of Qwen3-8B, of which there is only config.json, on the golden rows."""
     folder = tmp_path / "large"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, folder)
     config = dataclasses.replace(ModelConfig.from_folder(MODEL), **{
@@ -353,6 +354,27 @@ def test_partial_results_of_the_engine(tmp_path):
     assert regions["kv"] == (int(400 * GIB * run.engine.gpu_memory_utilization) - own) // block * block
     # None of float32, whose kernels keep nothing.
     assert "attention" not in Planner("grpo", grpo_run(tmp_path / "run"), True, 80 * GIB).plan().regions
+
+
+def test_operators_of_many_short_sequences(tmp_path):
+    """Packed into as many tokens, they take more of attention's backward: each sequence nine rows and a tile."""
+
+    def operators(words, count, **options):
+        rows = tmp_path / f"{count}.jsonl"
+        rows.write_text(count * (json.dumps({"prompt": "a", "completion": words * "b"}) + "\n"))
+        train = {"packing": True, "max_length": 64, "per_device_train_batch_size": 4, "dtype": "bfloat16"} | options
+        run = large_run(tmp_path, **train)
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, train=str(rows)))
+        plan = Planner("sft", run, True, 80 * GIB).plan()
+        return plan.tokens, plan.extra["operators"]
+
+    long_tokens, few = operators(62, 8)
+    short_tokens, many = operators(6, 128)
+    assert abs(long_tokens - short_tokens) <= 16
+    # 4 sequences and some 28 more, each of 9 rows of 32 heads of 128 float32, and of 64 pairs of those.
+    assert 24 * (9 * 128 + 2 * 64) * 32 * 4 <= many - few <= 40 * (9 * 128 + 2 * 64) * 32 * 4
+    # The simple kernels of float32 have a number for each row.
+    assert operators(6, 128, dtype="float32")[1] < few
 
 
 def test_phases_that_take_turns_need_the_most_of_them(tmp_path):

@@ -22,7 +22,7 @@ from rlnumba.kernels.attention import cpu, sm80_tiles, sm90_forward
 from rlnumba.kernels.attention.simt import attention_backward_simt, attention_simt
 from rlnumba.kernels.attention.sm80_backward import attention_backward_sm80
 from rlnumba.kernels.attention.sm80_forward import attention_sm80
-from rlnumba.kernels.attention.sm90_backward import attention_backward_sm90
+from rlnumba.kernels.attention.sm90_backward import attention_backward_sm90, backward_nbytes
 from rlnumba.kernels.attention.sm90_forward import attention_sm90
 from rlnumba.kernels.checks import F32, FLOATS, check, check_bounds, check_chunks
 from rlnumba.runtime import device, dispatch
@@ -102,3 +102,14 @@ def attention_backward(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, d
     if family != "simt":
         check_chunks(op, dout=dout, q=q, k=k, v=v, out=out, dq=dq, dk=dk, dv=dv)
     BACKWARD[family](dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv)
+
+
+def attention_backward_nbytes(element, tokens, sequences, heads, kv_heads, head_dim):
+    """Bytes of the arrays that attention_backward allocates for itself, for so many tokens of so many sequences: int.
+
+    element: the dtype's name.
+    """
+    if attention_family(element, head_dim, heads // kv_heads) == "sm90":
+        return backward_nbytes(tokens, sequences, heads, head_dim)
+    # delta.
+    return 4 * heads * tokens

@@ -459,6 +459,19 @@ def dq_sums_nbytes(tokens, sequences, heads, head_dim):
     return 4 * (tokens + MORE_SUM_ROWS * sequences) * heads * config.dq_parts * config.dq_row_size
 
 
+def query_tiles_of(tokens, sequences):
+    """The tiles of QUERIES rows of so many sequences, each of which begins a new one, at most: int."""
+    return tokens // QUERIES + sequences
+
+
+def backward_nbytes(tokens, sequences, heads, head_dim):
+    """Bytes of all arrays that attention_backward_sm90 allocates beside its arguments, at most: int."""
+    config = AttentionBackwardConfig(head_dim, "bfloat16")
+    words_of_tile = 2 * QUERIES + config.dq_parts
+    tiles = query_tiles_of(tokens, sequences)
+    return dq_sums_nbytes(tokens, sequences, heads, head_dim) + 4 * (tiles * heads * words_of_tile + 1)
+
+
 def attention_backward_sm90(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv, config=None):
     """As the operator attention_backward, which has checked the arguments, for heads that is_supported accepts."""
     tokens, heads, head_dim = q.shape
@@ -467,8 +480,7 @@ def attention_backward_sm90(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, sca
         return
     config = config or AttentionBackwardConfig(head_dim, q.dtype.name)
     xp = device.xp()
-    # Each sequence begins a new query tile.
-    tiles = tokens // QUERIES + sequences
+    tiles = query_tiles_of(tokens, sequences)
     rows = xp.empty(tiles * heads * 2 * QUERIES, np.float32)
     semaphores = xp.empty(tiles * heads * config.dq_parts, np.int32)
     work_counter = xp.empty(1, np.int32)

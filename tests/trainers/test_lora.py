@@ -315,5 +315,5 @@ def test_the_section_is_optional(tmp_path):
 def test_the_example_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(GOLDEN.parent.parent)
     run = load_run("grpo", "examples/lora.toml", [("output_dir", str(tmp_path / "run"))])
-    rewards = [row["reward"] for row in metrics_until(0.7, run_grpo, run)]
-    assert np.mean(rewards[:3]) < 0.5 and np.mean(rewards[-5:]) > 0.7
+    rewards = [row["reward"] for row in metrics_until(0.85, run_grpo, run)]
+    assert np.mean(rewards[:3]) < 0.5 and np.mean(rewards[-5:]) > 0.85

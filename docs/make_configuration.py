@@ -145,7 +145,7 @@ def _shown_limits(metadata):
 
 def _shown_conditions(metadata):
     """Which trainers read a key, and what it has no effect without."""
-    owners = f" For {and_list(metadata['of'])}." if "of" in metadata else ""
+    owners = f" For {and_list(Run.trainers_that(metadata['of']))}." if "of" in metadata else ""
     if "needs" not in metadata:
         return owners
     needs = metadata["needs"]

@@ -25,6 +25,7 @@ from rlnumba.config import (
 )
 from rlnumba.config.keys import Condition, keys_of, sections_of
 from rlnumba.config.runs import RUNS
+from rlnumba.config.schema import Run
 from rlnumba.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -350,7 +351,7 @@ def test_a_key_that_others_keep_from_acting_is_a_warning(load, capsys, kind, ove
 
 def test_conditions_name_keys_that_there_are():
     for kind, run_class in RUNS.items():
-        sections = {section: keys_of(of, kind) for section, of in sections_of(run_class).items()}
+        sections = {section: keys_of(of, run_class) for section, of in sections_of(run_class).items()}
         for keys in sections.values():
             for name, f in keys.items():
                 if "needs" in f.metadata:
@@ -359,7 +360,7 @@ def test_conditions_name_keys_that_there_are():
                     for each in needs.keys if isinstance(needs, Condition) else of_one:
                         section, _, needed = each.partition(".")
                         assert needed in sections[section], (kind, name)
-                assert set(f.metadata.get("of", RUNS)) <= set(RUNS)
+                assert "of" not in f.metadata or Run.trainers_that(f.metadata["of"])
 
 
 def test_missing_and_unreadable_files(tmp_path):

@@ -120,7 +120,7 @@ def unread_keys(kind):
     return [
         f"{section}.{name}".removeprefix(".")
         for section, of in sections_of(RUNS[kind]).items()
-        for name in keys_of(of, kind)
+        for name in keys_of(of, RUNS[kind])
         if name not in read | READ_ELSEWHERE
     ]
 

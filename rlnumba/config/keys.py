@@ -54,9 +54,10 @@ def key(default, doc, **limits):
     """A dataclass field with its line of documentation.
 
     limits: those of LIMITS, `choices` (tuple; of a list, of each element), `nonempty` (bool), `words` (dict of other
-    spellings, in lower case), `single` (bool: one string stands for a list of it), `of` (tuple: the trainers that read
-    it, by default all that have the section), `needs` (a key "section.name" that must be set, such a key and the
-    values of which it must have one, or a Condition, without which this key has no effect).
+    spellings, in lower case), `single` (bool: one string stands for a list of it), `of` (the name of a constant of Run
+    that is true for the trainers that read it; by default all read it that have the section), `needs` (a key
+    "section.name" that must be set, such a key and the values of which it must have one, or a Condition, without which
+    this key has no effect).
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, list | dict):
@@ -218,10 +219,15 @@ def optional_sections_of(run_class):
     return {kind.section for f in fields(run_class) if (kind := _section_class(f)) and split_optional(f.type)[1]}
 
 
-def keys_of(section_class, trainer=None):
-    """{name: dataclass field} of the keys of one section, of all or of those that a trainer reads: dict."""
+def is_read(f, run_class):
+    """Whether the trainer of a Run reads the key of a field of its sections: bool."""
+    return "of" not in f.metadata or getattr(run_class, f.metadata["of"])
+
+
+def keys_of(section_class, run_class=None):
+    """{name: dataclass field} of the keys of one section, of all or of those that the trainer of a Run reads: dict."""
     found = {f.name: f for f in fields(section_class) if not _section_class(f)}
-    return {name: f for name, f in found.items() if trainer is None or trainer in f.metadata.get("of", (trainer,))}
+    return {name: f for name, f in found.items() if run_class is None or is_read(f, run_class)}
 
 
 def default_of(f):
@@ -246,10 +252,10 @@ def and_list(names):
 
 
 def check_owners(run):
-    """Raise ConfigError for a key of another trainer that a Run has in one of its sections."""
+    """Raise ConfigError for a key of other trainers that a Run has in one of its sections."""
     for section, name, f in set_keys(run):
-        owners = f.metadata.get("of", (run.trainer,))
-        if run.trainer not in owners:
+        if not is_read(f, run):
+            owners = run.trainers_that(f.metadata["of"])
             raise ConfigError(f"{section}.{name} is a key of {and_list(owners)}, not of {run.trainer}")
 
 

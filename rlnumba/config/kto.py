@@ -47,5 +47,6 @@ class KTORun(Run):
 
     trainer = "kto"
     purpose = "Kahneman-Tversky Optimization: train on completions that are labelled desirable or not."
+    has_completions = True
 
     train: KTOConfig = KTOConfig()

@@ -100,7 +100,7 @@ def owners_of(section, name):
     return [
         kind
         for kind, run_class in RUNS.items()
-        if section in sections_of(run_class) and name in keys_of(sections_of(run_class)[section], kind)
+        if section in sections_of(run_class) and name in keys_of(sections_of(run_class)[section], run_class)
     ]
 
 
@@ -111,7 +111,7 @@ class _Values:
         self.kind, self.has_16_bits = kind, has_16_bits
         self.aliases = {**ALIASES, ("train", "batch_size"): RUNS[kind].batch_size}
         self.sections = sections_of(RUNS[kind])
-        self.keys = {name: keys_of(section, kind) for name, section in self.sections.items()}
+        self.keys = {name: keys_of(section, RUNS[kind]) for name, section in self.sections.items()}
         self.given = {name: {} for name in self.sections}
         # Optional sections that a file or an option has.
         self.present = set()
@@ -206,7 +206,10 @@ def likeliest_trainer(paths, overrides=()):
     for path in paths:
         for name, value in _read_toml(path).items():
             given += [(name, inner) for inner in value] if isinstance(value, dict) else [("", name)]
-    known = {kind: {name: keys_of(each, kind) for name, each in sections_of(RUNS[kind]).items()} for kind in RUNS}
+    known = {
+        kind: {name: keys_of(each, run_class) for name, each in sections_of(run_class).items()}
+        for kind, run_class in RUNS.items()
+    }
     return max(RUNS, key=lambda kind: sum(name in known[kind].get(section, ()) for section, name in given))
 
 

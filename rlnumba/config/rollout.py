@@ -165,7 +165,7 @@ class GroupConfig(SamplingConfig):
 class PromptRun(Run):
     """A file of a trainer on prompts and rewards."""
 
-    generates = True
+    generates = has_questions = True
 
     rewards: RewardsConfig
     eval: EvalConfig = EvalConfig()
@@ -209,6 +209,7 @@ class AheadRun(PromptRun):
     train: GroupConfig
     asynchronous: AsyncConfig | None = None
 
+    generates_ahead = True
     # Of what the loss is weighted by async.staleness `is`: a token or a sequence.
     weighted_by = "token"
     # In prime-rl's files it counts the completions of a step.

@@ -6,7 +6,10 @@ from rlnumba.config.kto import KTORun
 from rlnumba.config.ppo import PPORun
 from rlnumba.config.reward import RewardRun
 from rlnumba.config.rloo import RLOORun
+from rlnumba.config.schema import Run
 from rlnumba.config.sft import SFTRun
 
 # By the trainer's name.
 RUNS = {each.trainer: each for each in (SFTRun, GRPORun, RLOORun, PPORun, DPORun, KTORun, RewardRun)}
+# Messages name the trainers that read a key.
+Run.of_all_trainers = tuple(RUNS.values())

@@ -10,7 +10,7 @@ import typing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlnumba.config.keys import REQUIRED, Condition, Section, check_keys, check_owners, key
+from rlnumba.config.keys import REQUIRED, Condition, Section, and_list, check_keys, check_owners, key
 from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import ConfigError
 
@@ -19,8 +19,6 @@ GYM = "gym:"
 # The ends of names of files of rows, and what an id of a dataset of the hub looks like.
 ROW_FILES = (".jsonl", ".json", ".parquet", ".csv")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-# The trainers whose data are prompts, and those of them that may generate ahead of training.
-ON_PROMPTS, AHEAD = ("grpo", "rloo", "ppo"), ("grpo", "rloo")
 # Arguments of transformers' apply_chat_template that are no variables of a template, and cannot be chosen.
 RESERVED_VARIABLES = (
     *("messages", "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"),
@@ -72,23 +70,25 @@ class DataConfig(Section):
     eval_split: str = key("test", "Its split for `eval`.", needs=Condition(EVAL, OF_HUB, IS_OF_HUB))
     gym: dict[str, typing.Any] = key(
         {}, "Arguments of `gym:NAME`: size (500), seed (0), and its own; a table `[data.gym]`. docs/gym.md.",
-        of=ON_PROMPTS, needs=Condition(BOTH, OF_GYM, IS_OF_GYM),
+        of="generates", needs=Condition(BOTH, OF_GYM, IS_OF_GYM),
     )  # fmt: skip
     eval_gym: dict[str, typing.Any] = key(
         {}, "Those of `eval` that differ, `[data.eval_gym]`; its seed: the first that training has not (seed + size).",
-        of=ON_PROMPTS, needs=Condition(EVAL, OF_GYM, IS_OF_GYM),
+        of="generates", needs=Condition(EVAL, OF_GYM, IS_OF_GYM),
     )  # fmt: skip
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
-    completion_column: str | None = key(None, "Column of the completion; None: `completion`.", of=("sft", "kto"))
+    completion_column: str | None = key(None, "Column of the completion; None: `completion`.", of="has_completions")
     answer_column: str | None = key(
-        None, "Column that rewards get as `solution`; None: the first answer column that a reward finds.", of=ON_PROMPTS
+        None,
+        "Column that rewards get as `solution`; None: the first answer column that a reward finds.",
+        of="generates",
     )
     system_prompt: str | None = key(None, "System message put before a chat prompt that has none.")
     prompt_template: str | None = key(
         None,
         "Prompt made of a question, or where completions are sampled of any string: {question} and other columns in "
         "braces are replaced. None: the question, then a line that asks for `####` (GSM8K) or a box around the answer.",
-        of=("sft", *ON_PROMPTS),
+        of="has_questions",
     )
     apply_chat_template: bool | None = key(
         None, "None: to messages, and to questions if there is one; true: to strings, too; false: not to questions."
@@ -100,10 +100,10 @@ class DataConfig(Section):
         None,
         "Prompts are taken by ascending value of this column, a number, in every epoch; among equal ones as "
         "train.shuffle_dataset says.",
-        of=ON_PROMPTS,
+        of="generates",
     )
     max_prompt_length: int | None = key(
-        None, "Longer prompts are dropped and counted; None: an error.", minimum=1, of=ON_PROMPTS
+        None, "Longer prompts are dropped and counted; None: an error.", minimum=1, of="generates"
     )
 
     def __post_init__(self):
@@ -214,7 +214,7 @@ class DeployConfig(Section):
         "GPUs that generate while others train, with `[async]`, on all nodes; 0: the training GPUs generate, and with "
         "num_infer_nodes: gpus_per_node on each.",
         minimum=0,
-        of=AHEAD,
+        of="generates_ahead",
     )
     tensor_parallel_size: int = key(
         1,
@@ -222,7 +222,7 @@ class DeployConfig(Section):
         "the text is that of one (vLLM). `auto` (0): as few as it fits in.",
         minimum=0,
         words={"auto": 0},
-        of=AHEAD,
+        of="generates_ahead",
     )
     zero_stage: int = key(
         2,
@@ -240,7 +240,10 @@ class DeployConfig(Section):
         1, "Nodes that train, each with as many of num_train_gpus; the first is the one of the command.", minimum=1
     )
     num_infer_nodes: int = key(
-        0, "Nodes of the Ray cluster that generate, each with as many of num_infer_gpus.", minimum=0, of=AHEAD
+        0,
+        "Nodes of the Ray cluster that generate, each with as many of num_infer_gpus.",
+        minimum=0,
+        of="generates_ahead",
     )
     gpus_per_node: int = key(
         8,
@@ -249,7 +252,7 @@ class DeployConfig(Section):
         needs=("deploy.launcher", ("ray",)),
     )
     update_weights_bucket_megabytes: int = key(
-        1024, "Weights are sent to the inference GPUs in parts of this size (verl).", minimum=1, of=AHEAD,
+        1024, "Weights are sent to the inference GPUs in parts of this size (verl).", minimum=1, of="generates_ahead",
         needs="deploy.num_infer_gpus",
     )  # fmt: skip
     update_weights_transport: str = key(
@@ -258,15 +261,15 @@ class DeployConfig(Section):
         "there; `shm`, through the host's memory; `auto`: `peer` between GPUs of one host, if a copy takes at most a "
         "quarter of a GPU's memory, and no inference process needs older versions.",
         choices=("auto", "peer", "shm"),
-        of=AHEAD,
+        of="generates_ahead",
         needs="deploy.num_infer_gpus",
     )
     weight_sync_timeout: float = key(
-        600.0, "Seconds in which these must have taken new weights (TRL).", above=0, of=AHEAD,
+        600.0, "Seconds in which these must have taken new weights (TRL).", above=0, of="generates_ahead",
         needs="deploy.num_infer_gpus",
     )  # fmt: skip
     max_restarts: int = key(
-        3, "How often an inference process that has ended is started anew.", minimum=0, of=AHEAD,
+        3, "How often an inference process that has ended is started anew.", minimum=0, of="generates_ahead",
         needs="deploy.num_infer_gpus",
     )  # fmt: skip
     dist_timeout_seconds: float = key(600.0, "How long a rank waits for the others before the run ends.", above=0)
@@ -470,9 +473,9 @@ class TrainConfig(Section):
     eval_on_start: bool = key(
         False, "Evaluate before the first step, too; in metrics.jsonl that is step 0.", needs="data.eval"
     )
-    log_completions: bool = key(False, "Print completions on the console every logging_steps steps.", of=ON_PROMPTS)
+    log_completions: bool = key(False, "Print completions on the console every logging_steps steps.", of="generates")
     num_completions_to_print: int | None = key(
-        None, "Completions printed each time; None: all.", minimum=1, of=ON_PROMPTS, needs="train.log_completions"
+        None, "Completions printed each time; None: all.", minimum=1, of="generates", needs="train.log_completions"
     )
 
     @property
@@ -573,12 +576,21 @@ class Run:
     lora: LoraConfig | None = None
     deploy: DeployConfig = DeployConfig()
 
-    # Constants of each class: the trainer's name, a line of what it does, and whether it trains on completions that it
-    # draws itself. batch_size: the key that a file means by it, as (section, name).
-    trainer, purpose, generates = None, None, False
+    # Constants of each class: the trainer's name, a line of what it does, whether it trains on completions that it
+    # draws itself, and may draw them ahead of training; whether its rows may be questions, of which prompts are made,
+    # and may have a column of completions. batch_size: the key that a file means by it, as (section, name).
+    trainer, purpose, generates, generates_ahead = None, None, False, False
+    has_questions, has_completions = False, False
     batch_size = "train", "per_device_train_batch_size"
-    # A section of those of grpo and rloo.
+    # A section of those that generate ahead.
     asynchronous, is_stale = None, False
+    # The Runs of all trainers, from config/runs.py.
+    of_all_trainers = ()
+
+    @classmethod
+    def trainers_that(cls, constant):
+        """The names of the trainers for whose Run a constant is true: list of str."""
+        return [each.trainer for each in cls.of_all_trainers if getattr(each, constant)]
 
     @property
     def num_ranks(self):
@@ -613,7 +625,7 @@ class Run:
         if self.deploy.num_infer_gpus and self.asynchronous is None:
             raise ConfigError(
                 f"deploy.num_infer_gpus ({self.deploy.num_infer_gpus}) are for asynchronous training: they need the "
-                "section [async], which rlnumba grpo and rloo have"
+                f"section [async], which rlnumba {and_list(self.trainers_that('generates_ahead'))} have"
             )
         check_owners(self)
 
@@ -621,8 +633,8 @@ class Run:
         """Raise ConfigError for what needs all weights on each GPU."""
         if self.generates and not self.deploy.num_infer_gpus:
             raise ConfigError(
-                "deploy.zero_stage 3 leaves no GPU all weights to generate with: use 2, or for grpo and rloo "
-                "deploy.num_infer_gpus above 0 and [async]"
+                "deploy.zero_stage 3 leaves no GPU all weights to generate with: use 2, or for "
+                f"{and_list(self.trainers_that('generates_ahead'))} deploy.num_infer_gpus above 0 and [async]"
             )
         if self.train.save_strategy == "no":
             raise ConfigError('deploy.zero_stage 3 makes `final/` of a checkpoint, and train.save_strategy is "no"')

@@ -40,5 +40,6 @@ class SFTRun(Run):
 
     trainer = "sft"
     purpose = "Supervised fine-tuning: train on prompts with their completions, conversations or text."
+    has_questions = has_completions = True
 
     train: SFTConfig = SFTConfig()

@@ -29,7 +29,7 @@ def to_toml(run):
             continue
         if section:
             lines += ["", f"[{section}]"]
-        for name, f in keys_of(section_class, run.trainer).items():
+        for name, f in keys_of(section_class, type(run)).items():
             value = getattr(values, name)
             unset = value is None and f.default is None
             lines.append(f"# {name} is not set" if unset else f"{name} = {toml_value(value)}")

@@ -1,5 +1,6 @@
 """Every trainer has a record, and every record is in the list."""
 
+import ast
 import pathlib
 import re
 
@@ -22,3 +23,14 @@ def test_each_record_is_listed():
 def test_each_run_class_is_listed():
     text = "".join(path.read_text() for path in (ROOT / "rlnumba" / "config").glob("*.py"))
     assert set(re.findall(r'^    trainer = "(\w+)"', text, re.M)) == set(RUNS)
+
+
+def test_no_other_list_has_trainers_by_name():
+    """A trainer is added to the lists of runs.py and every.py; what else depends on it is in its Run or its record."""
+    found = []
+    for path in (ROOT / "rlnumba").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            items = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+            if len({each.value for each in items if isinstance(each, ast.Constant)} & set(RUNS)) > 1:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found

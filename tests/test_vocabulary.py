@@ -66,6 +66,13 @@ FORBIDDEN = {
     for word, say in WORDS.items()
 }
 
+# Packages whose docstrings have their subject first.
+SUBJECT_FIRST = (
+    "kernels",
+    "runtime",
+)
+GENITIVE = re.compile(r'"""(Of|As|What|Where|Which|How|Whose|That)\b')
+
 
 def findings(name, text):
     """A line for each forbidden word of a text."""
@@ -80,6 +87,34 @@ def test_no_file_has_a_forbidden_word():
     assert len(FILES) > 200
     found = [line for path in FILES for line in findings(path.relative_to(ROOT), path.read_text())]
     assert not found, "\n".join(sorted(found))
+
+
+def genitives(name, text):
+    """A line for each docstring that begins with a genitive or a relative clause."""
+    return [
+        f"{name}:{text.count(chr(10), 0, found.start()) + 1}: a docstring begins with {found[1]!r}; subject first"
+        for found in GENITIVE.finditer(text)
+    ]
+
+
+def test_docstrings_have_their_subject_first():
+    folders = [ROOT / "rlnumba" / package for package in SUBJECT_FIRST]
+    paths = [path for path in FILES if any(folder in path.parents for folder in folders)]
+    found = [line for path in paths for line in genitives(path.relative_to(ROOT), path.read_text())]
+    assert not found, "\n".join(sorted(found))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ('"""Of C."""', 1),
+        ('x\n    """Which thread loads it."""', 1),
+        ('"""Bytes of a tile of C."""', 0),
+        ('"""Offset of a row."""', 0),
+    ],
+)
+def test_docstrings_that_begin_with_a_genitive_are_found(text, count):
+    assert len(genitives("a.py", text)) == count
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@
 p is the master copy (n,) float32; weights (n,) float32, float16 or bfloat16 are p rounded; grads (n,) of any of them;
 m, v (n,) float32, or bfloat16, rounded stochastically (nn/stochastic_rounding.py). bfloat16 weights may do without a
 master: then p is the weight itself, and rounded likewise. One pass over memory: 30 bytes an element with a 16-bit copy,
-28 without, 22 with a copy and 16-bit moments, 16 with these and no master; 2 less with 16-bit gradients. What changes
-from step to step is read from the device, so that a captured graph stays valid.
+28 without, 22 with a copy and 16-bit moments, 16 with these and no master; 2 less with 16-bit gradients. Values that
+change from step to step are read from the device, so that a captured graph stays valid.
 """
 
 import math
@@ -48,7 +48,7 @@ def adamw_update(gradient, first, second, value, decays, factors):
 
 @device_function
 def adamw_factors(scalars):
-    """What adamw_update reads, from adamw_scalars: two divisions a thread, not two an element."""
+    """The factors that adamw_update reads, from adamw_scalars: two divisions a thread, not two an element."""
     one = np.float32(1.0)
     inverse1, inverse2 = one / scalars[5], one / scalars[6]
     return scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], inverse1, inverse2
@@ -182,7 +182,7 @@ def check_step(op, size, scalars, decay_end, first_element, multiple):
 
 
 def as_float32(array):
-    """On the cpu device, the array itself, or a float32 copy of a bfloat16 one."""
+    """The array itself, or a float32 copy of a bfloat16 one, on the cpu device."""
     return array if array.dtype == np.float32 else array.astype(np.float32)
 
 

@@ -73,7 +73,7 @@ def dynamic_code(signed):
 
 
 def midpoints(code):
-    """Where the nearest code changes: (256,) float32, the last of them infinity."""
+    """The numbers at which the nearest code changes: (256,) float32, the last of them infinity."""
     between = (code[1:].astype(np.float64) + code[:-1]) / 2
     return np.append(between, np.inf).astype(np.float32)
 
@@ -83,7 +83,7 @@ ZERO_CODES = {name: int(np.searchsorted(dynamic_code(signed), 0.0)) for name, si
 
 
 def limits_of(signed):
-    """What the fractions of the codes below an element's are below, and its own is not: (256,) float32."""
+    """Limits between neighbouring codes: a fraction's code is the number of limits below it: (256,) float32."""
     limits = midpoints(dynamic_code(signed))
     if not signed:
         # A positive fraction has a positive code.
@@ -102,12 +102,12 @@ class Intervals(NamedTuple):
 
     @property
     def shift(self):
-        """By how much the bits of a float32 are shifted to the right: what is left numbers the intervals."""
+        """Bits by which a float32 is shifted to the right: the bits that are left number the intervals."""
         return 23 - self.bits
 
     @property
     def first(self):
-        """What is left then of a number of the first interval, the largest in it."""
+        """The largest number of the first interval, its bits shifted to the right by `shift`."""
         return ((127 + self.lowest) << self.bits) - 1
 
     @property
@@ -115,7 +115,7 @@ class Intervals(NamedTuple):
         return ((127 << self.bits) - self.first) + 1
 
     def limits_below(self, signed):
-        """For each interval the limits below all its numbers, then, if signed, for that of negative numbers: uint8."""
+        """Number of limits below all numbers of each interval, then, if signed, of each negative one: uint8."""
         starts = (np.arange(self.count + 1, dtype=np.int64) + self.first) << self.shift
         starts[0] = 0
         low, high = (ends.astype(np.int32).view(np.float32) for ends in (starts[:-1], starts[1:] - 1))
@@ -136,7 +136,7 @@ COUNTS = COUNT_M + INTERVALS_V.count
 
 @functools.cache
 def _tables():
-    """On the device: (4, 256) float32, codes and limits of m, of v; (COUNTS,) uint8, limits_below of both."""
+    """Arrays of the device: (4, 256) float32, codes and limits of m, of v; (COUNTS,) uint8, limits_below of both."""
     tables = device.asarray(np.stack([row for s in (True, False) for row in (dynamic_code(s), limits_of(s))]))
     below = device.asarray(np.concatenate([INTERVALS_M.limits_below(True), INTERVALS_V.limits_below(False)]))
     # Later launches may be on other streams.

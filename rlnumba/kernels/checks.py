@@ -1,4 +1,4 @@
-"""How operators check arrays: before any launch, with an error that names operator, argument and expectation."""
+"""Checks of operators' arrays: before any launch, with an error that names operator, argument and expectation."""
 
 import functools
 
@@ -53,7 +53,7 @@ def check_all(op, shape, dtypes, **arrays):
 
 
 def check_bounds(op, name, array):
-    """How many sequences an int32 array of bounds such as cu_seqlens delimits: its length less 1, or ValueError."""
+    """Number of sequences in an int32 array of bounds such as cu_seqlens: its length less 1, or ValueError."""
     (count,) = check(op, name, array, (None,), I32)
     if not count:
         raise ValueError(f"{op}: {name} must have at least one element, got none")

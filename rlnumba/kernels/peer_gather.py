@@ -53,13 +53,13 @@ class Layout(NamedTuple):
         return not any(words % OF_VALUES for words in (self.width, self.extra, self.total))
 
     def received(self, rank, row_width=None):
-        """How many rows a rank receives: all, or at most row_width, from rank row_width on."""
+        """Number of rows that a rank receives: all, or at most row_width, from rank row_width on."""
         if row_width is None:
             return self.rows
         return min((rank + 1) * row_width, self.rows) - min(rank * row_width, self.rows)
 
     def columns(self, rank):
-        """How many words of a row a rank has."""
+        """Number of words of a row that a rank has."""
         return self._start(rank + 1) - self._start(rank)
 
     def _start(self, rank):
@@ -146,7 +146,7 @@ def peer_gather(source, out, layout, inboxes, are_floats=False, row_width=None):
     out (n, W') int32: the first layout.received(rank, row_width) * layout.total words of each are written, W' at least
     the most of any rank here. row_width: of an exchange, in which a rank receives so many rows, from rank row_width on.
     inboxes: Inboxes. are_floats: whether words are float32 or pairs of 16-bit floats, which then go as packets of
-    values where layout and addresses allow. What is more than packets hold between two ranks takes several launches.
+    values where layout and addresses allow. Rows beyond what packets hold between two ranks take several launches.
     Raises ValueError for other arrays, DeviceError on the cpu device.
     """
     count, words_in = check("peer_gather", "source", source, (None, None), WORDS)
@@ -171,6 +171,6 @@ def peer_gather(source, out, layout, inboxes, are_floats=False, row_width=None):
 
 
 def _words_of_packet(source, out, layout, are_floats):
-    """Of which kind packets are. Ranks whose arrays have the same shapes take the same."""
+    """The kind of the packets, OF_VALUES or WITH_EPOCHS. Ranks whose arrays have the same shapes take the same."""
     by_values = are_floats and layout.has_whole_packets and is_16_byte_aligned(source, out)
     return OF_VALUES if by_values else WITH_EPOCHS

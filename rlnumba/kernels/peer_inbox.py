@@ -49,7 +49,7 @@ if SIMULATED:
         return memory(address, PACKET_BYTES).view(np.int32)
 
     def _arrival(address):
-        """Where the simulator's threads wait for a packet."""
+        """The condition on which the simulator's threads wait for a packet."""
         return grid_state(("inbox", int(address)), Condition)
 
 

@@ -30,7 +30,7 @@ from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize, supports_pdl
 
 i32, i64 = np.int32, np.int64
-# Of what a thread has of a chunk of columns (rmsnorm.RowLayout): a packet.
+# Words of a packet, into which a thread divides its part of a chunk of columns (rmsnorm.RowLayout).
 WORDS = OF_VALUES
 
 
@@ -62,7 +62,7 @@ def peer_rmsnorm_kernel(layout, element):
         griddepcontrol_launch_dependents()
         for chunk in range(chunks):
             load(weight, first + chunk * threads * vector, weights, chunk * vector)
-        # As in peer_gather_kernel.
+        # Addresses do not change, so they are read before the wait, as peer_gather_kernel reads them.
         inbox, neighbour = inboxes[rank], inboxes[(rank + 1) % world_size]
         griddepcontrol_wait()
         epoch = state[2 * local + EPOCH]

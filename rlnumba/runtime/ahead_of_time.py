@@ -25,7 +25,7 @@ from contextlib import suppress
 
 from rlnumba.runtime import cache, device
 
-# Where the kernel modules of NVIDIA's driver appear, and that of Windows in a Linux beside it.
+# Device files of NVIDIA's driver: of its kernel modules, and of the one that Windows has for a Linux beside it.
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
 
 _request = _compiler = None
@@ -71,7 +71,7 @@ def _start_now():
 
 
 def leave_to_another():
-    """From now on `start` does nothing: a process that shares the cache has compiled what this one will launch."""
+    """Make `start` do nothing from now on: a process that shares the cache has compiled what this one will launch."""
     global _is_elsewhere
     _is_elsewhere = True
 
@@ -88,7 +88,7 @@ def is_started():
 
 
 def request():
-    """What this process has called `start` with: (module, request), or None."""
+    """The (module, request) that this process has called `start` with, or None."""
     return _request
 
 

@@ -173,7 +173,7 @@ def package_digest():
 
 
 def _identity(value):
-    """What distinguishes kernels made by the same source lines: the values they close over."""
+    """The key that distinguishes kernels made by the same source lines: the values they close over."""
     # Numba keeps the function behind a kernel in py_func, the one behind an intrinsic in _defn.
     function = getattr(value, "py_func", getattr(value, "_defn", value))
     if callable(function) and hasattr(function, "__qualname__"):
@@ -183,7 +183,7 @@ def _identity(value):
 
 
 def _content(cell):
-    """What a closure's cell holds; None where its name was never assigned, in a branch that a factory did not take."""
+    """The value in a closure's cell; None if its name was never assigned, in a branch that a factory did not take."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -34,7 +34,7 @@ def main(module):
     """
     list_signatures = importlib.import_module(module).list_signatures
     out = os.fdopen(os.dup(1), "w")
-    # What else is printed goes to stderr, so that stdout has reports alone.
+    # All else that is printed goes to stderr, so that stdout has reports alone.
     os.dup2(2, 1)
 
     def report(**what):

@@ -41,7 +41,7 @@ class Context:
             _thread.context = before
 
     def own(self, make, *arguments):
-        """What make(*arguments) returned at the first call with these (hashable) arguments in this context."""
+        """The result of make(*arguments) at the first call with these (hashable) arguments in this context."""
         key = make, arguments
         if key not in self._owned:
             self._owned[key] = make(*arguments)

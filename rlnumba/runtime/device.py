@@ -127,12 +127,12 @@ def use_gpu_of_process():
 
 
 def num_sharing_gpu():
-    """How many processes of one run use this process's GPU: int."""
+    """Number of processes of one run that use this process's GPU: int."""
     return _num_sharing
 
 
 def gpu_count():
-    """How many GPUs this machine has, as far as the environment lets processes see them: int."""
+    """Number of GPUs that this machine has, as far as the environment lets processes see them: int."""
     import cupy
 
     return cupy.cuda.runtime.getDeviceCount()
@@ -217,7 +217,7 @@ def memory_info():
 
 
 class Properties(NamedTuple):
-    """What kernels are chosen and compiled by. capability: such as (9, 0), None where there is no GPU.
+    """Properties of a GPU by which kernels are chosen and compiled. capability: such as (9, 0), None without a GPU.
 
     sm_count: SMs of the GPU; max_shared_bytes: of shared memory that a block may have.
     """
@@ -227,9 +227,9 @@ class Properties(NamedTuple):
     max_shared_bytes: int
 
 
-# Where there is no GPU: kernels run in the simulator, with the shared memory of an H200.
+# The properties without a GPU: kernels run in the simulator, with the shared memory of an H200.
 NO_GPU = Properties(None, 1, 227 * 1024)
-# Of GPUs for which kernels can be compiled elsewhere, by NVIDIA's data sheets.
+# The properties of GPUs for which kernels can be compiled elsewhere, by NVIDIA's data sheets.
 GPUS = {
     "a100": Properties((8, 0), 108, 163 * 1024),
     "rtx3090": Properties((8, 6), 82, 99 * 1024),
@@ -257,7 +257,7 @@ def _gpu_properties():
 
 
 def sm_count():
-    """How many SMs the GPU has; 1 without one."""
+    """Number of SMs of the GPU; 1 without one."""
     return properties().sm_count
 
 

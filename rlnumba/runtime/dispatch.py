@@ -7,7 +7,7 @@
 Families differ in the last bits of their results, and rollout must compute the bits that training computes. So an
 operator has one family for all its forms ("attention": packed, paged and backward). It follows from the GPU, from TABLE
 or an override, and from constants of a model such as dtype and head_dim (each operator's `is_supported`), never from
-the number of rows. Where a family does not support a model, the operator is simt in all its forms.
+the number of rows. If a family does not support a model, the operator is simt in all its forms.
 
 RLNUMBA_KERNELS, or `force`, overrides the table: one family for all operators that have it ("sm80"), or a list
 ("attention=sm90,logprob=simt"). In the simulator, whose default is simt, every family may be forced.

@@ -31,13 +31,13 @@ def version_of(package):
 
 
 def versions_of_results():
-    """{package: version} of what the bits of a result depend on; processes of one run compare them."""
+    """{package: version} of packages on which the bits of a result depend; processes of one run compare them."""
     return {name: version_of(name) for name in OF_RESULTS}
 
 
 @functools.cache
 def _git_commit():
-    """Of the sources as this process found them first."""
+    """The git commit of the sources as this process found them first, or None."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -19,10 +19,10 @@ PLAIN = (bool, int, float, str, bytes, type(None), np.generic)
 
 @functools.cache
 def share_equal_functions():
-    """From now on Numba compiles one of several equal device functions.
+    """Have Numba compile one of several equal device functions, from now on.
 
-    The machine code is the same: tests/test_ahead_of_time.py compares it. Where Numba's dispatchers are not those known
-    here each function is compiled by itself, which takes longer, and a warning says so.
+    The machine code is the same: tests/test_ahead_of_time.py compares it. If Numba's dispatchers are not those known
+    here, each function is compiled by itself, which takes longer, and a warning says so.
     """
     from numba.cuda.dispatcher import CUDADispatcher
 
@@ -68,7 +68,7 @@ class Same:
 
 
 def function_key(value):
-    """What a function's machine code follows from, hashable; of other values, value_key."""
+    """A hashable key of all that a function's machine code follows from; of other values, value_key."""
     # Numba keeps the function behind a device function in py_func, the one behind an intrinsic in _defn.
     function = getattr(value, "py_func", getattr(value, "_defn", value))
     if not isinstance(function, types.FunctionType):
@@ -95,7 +95,7 @@ def value_key(value):
 
 
 def cell_key(cell):
-    """The key of what a closure's cell holds; of the cell, where its name was never assigned."""
+    """The key of the value in a closure's cell; of the cell itself, if its name was never assigned."""
     try:
         return function_key(cell.cell_contents)
     except ValueError:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 # The folder of this package, in whose __pycache__ folders Numba keeps its files if it can.
 PACKAGE = Path(__file__).resolve().parent.parent
-# Of temporary files where tempfile finds none: memory, which containers have that can write nothing else.
+# The folder of temporary files where tempfile finds none: memory, which containers have that can write nothing else.
 MEMORY = Path("/dev/shm")
 
 
@@ -60,8 +60,8 @@ def can_be_written(folder):
 def _temporary():
     """A folder below that of temporary files which no other user can write to, made if need be; None without one.
 
-    Others can write beside it: its name may be taken, by a link too. What is not this user's folder is never used,
-    because files of Numba's cache are executed.
+    Others can write beside it: its name may be taken, by a link too. A path that is not this user's folder is never
+    used, because files of Numba's cache are executed.
     """
     import tempfile
 

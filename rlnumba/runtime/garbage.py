@@ -1,8 +1,8 @@
 """Python's garbage collector beside a GPU: a loop of steps without its longest pauses.
 
 A collection of all objects, of which modules and compilers leave hundreds of thousands, takes 0.1 s and more, in which
-nothing is launched. It may come in any step. What is there after the first step stays until the end of a run, so it is
-left out of collections until then.
+nothing is launched. It may come in any step. Objects that are there after the first step stay until the end of a run,
+so they are left out of collections until then.
 """
 
 import contextlib
@@ -11,12 +11,12 @@ import gc
 
 @contextlib.contextmanager
 def unfrozen_at_end():
-    """When the block ends, collections have all objects again, if `freeze` was called in it."""
+    """Collections have all objects again when the block ends, if `freeze` was called in it."""
     before = gc.get_freeze_count()
     try:
         yield
     finally:
-        # What the process had left out before stays so where nothing was added.
+        # Objects that the process had left out before stay so if nothing was added.
         if gc.get_freeze_count() > before:
             gc.unfreeze()
 

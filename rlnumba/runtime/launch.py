@@ -43,9 +43,9 @@ ALWAYS = "always"
 def pdl_scope():
     """Launches inside use PDL, if the kernel declares `supports_pdl`; meant for graphs of many short kernels.
 
-    What such a kernel reads before its griddepcontrol_wait, such as weights, must not be written by any kernel launched
-    inside, unless that one is launched with serialize_next. Before compute capability 9.0 it has no effect. In the
-    simulator the launches inside run when the scope ends, so that each begins as early as PDL allows.
+    Data that such a kernel reads before its griddepcontrol_wait, such as weights, must not be written by any kernel
+    launched inside, unless that one is launched with serialize_next. Before compute capability 9.0 it has no effect. In
+    the simulator the launches inside run when the scope ends, so that each begins as early as PDL allows.
     """
     context = current()
     before, context.pdl = context.pdl, True
@@ -148,8 +148,8 @@ class Parameters:
     """The memory from which the driver reads a kernel's parameters, for arguments of given types and shapes.
 
     Numba passes an array as meminfo, parent, size, itemsize, data, shape..., strides...; a scalar as itself. Each of
-    these has a slot of eight bytes, and the driver gets an array of the slots' addresses. What follows from types and
-    shapes is written once; what a launch changes is at the front, so that
+    these has a slot of eight bytes, and the driver gets an array of the slots' addresses. The part that follows from
+    types and shapes is written once; the part that a launch changes is at the front, so that
     write(slots, 0, *addresses of the arrays, *scalars) updates all of it.
     """
 
@@ -260,7 +260,7 @@ def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=F
 
 @functools.cache
 def _driver():
-    """(CuPy's current stream, its launch, the errors they raise). That of cuda.bindings takes 0.5 us more."""
+    """(CuPy's current stream, its launch, the errors they raise). A launch by cuda.bindings takes 0.5 us more."""
     import cupy
     from cupy.cuda import driver, runtime
 
@@ -278,7 +278,7 @@ def _pdl_config():
 
 
 def _cooperative_config():
-    """As _pdl_config, for a cooperative launch."""
+    """A CUlaunchConfig of a cooperative launch, to be completed the same as _pdl_config's."""
     from cuda.bindings import driver
 
     attribute = driver.CUlaunchAttribute()

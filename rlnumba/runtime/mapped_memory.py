@@ -4,8 +4,8 @@ A range of addresses is reserved once, and pieces of physical memory are mapped 
 memory management), so that captured graphs, which contain addresses, stay valid when the memory is mapped again.
 
 Ranges hand each other pieces: one that needs memory takes what is free, then the last pieces of ranges that are lent
-(memory.lend). Of a KV cache and activations, which are never needed at once, only as much moves in each direction as
-the GPU is too small for both. A piece that moves costs the driver an unmapping and a mapping, and no allocation.
+(memory.lend). A KV cache and activations are never needed at once: only as much of them moves in each direction as the
+GPU is too small for both. A piece that moves costs the driver an unmapping and a mapping, and no allocation.
 """
 
 import math
@@ -104,7 +104,7 @@ class _Range:
     def unmap(self, nbytes):
         """Unmap the last pieces, together at least nbytes if there are as many, and return them."""
         if self.pieces:
-            # What the device was given to do may read or write them.
+            # Work that the device was given may read or write them.
             device.xp().cuda.Device(self.gpu).synchronize()
         pieces = []
         while self.pieces and nbytes > 0:
@@ -133,7 +133,7 @@ class _Range:
 class MappedMemory:
     """Up to most_bytes of the GPU's memory, counted by a region, at addresses that stay.
 
-    needed_bytes: the most that was asked for. What of it is mapped has its first byte at `address`.
+    needed_bytes: the most that was asked for. The mapped part has its first byte at `address`.
     """
 
     def __init__(self, region, most_bytes):

@@ -1,6 +1,6 @@
 """Device memory: bytes of long-lived allocations counted by region, and memory that its owner lends.
 
-What is kept for later use may be lent: an allocation that would fail, or leave less than MARGIN_BYTES to the driver,
+Memory kept for later use may be lent: an allocation that would fail, or leave less than MARGIN_BYTES to the driver,
 takes as much of it as it lacks. So an engine keeps its KV cache's memory while a trainer does without it, and a trainer
 that of its activations while the engine generates; where there is enough for both, nothing moves.
 """
@@ -71,7 +71,7 @@ def reset_peaks():
 def separate_report():
     """Inside, `track` counts into a dict of its own, {region: [bytes now, peak]}, which is yielded."""
     global _regions, _together
-    # What is garbage now leaves the report that it is in, and what is made inside the separate one.
+    # Present garbage leaves the report that it is in, and garbage made inside the separate one.
     gc.collect()
     before = _regions, _together
     _regions, _together = {}, [0, 0]
@@ -201,7 +201,8 @@ def array_at(address, count, dtype, owner):
 def shared_with_host(shape, dtype):
     """(array of the host, array of the device): the same pinned memory, which kernels access without a copy.
 
-    What a kernel wrote may be read once an event recorded after it has happened. On cpu and sim both are one array.
+    Data that a kernel wrote may be read once an event recorded after it has happened. On cpu and sim both are one
+    array.
     """
     if device.name() != "cuda":
         array = device.xp().empty(shape, dtype)

@@ -7,13 +7,13 @@ again when it lowers the expression. The answer follows from the types of the op
 import functools
 import operator
 
-# What kernels apply to numbers, arrays and tuples.
+# Functions that kernels apply to numbers, arrays and tuples.
 OPERATORS = [value for value in vars(operator).values() if callable(value)] + [bool, min, max, abs, range]
 
 
 @functools.cache
 def remember_operators():
-    """From now on Numba infers the type of an operator for each combination of operands once.
+    """Have Numba infer the type of an operator once for each combination of operands, from now on.
 
     The machine code is the same: tests/test_ahead_of_time.py compares it.
     """
@@ -39,7 +39,8 @@ def remember_operators():
                 self.found[args] = super().get_call_type(context, args, kws)
             return self.found[args]
 
-    # As types.Function: a variable that holds a function, as `largest = max` does, has no value at run time.
+    # The same model as that of types.Function: a variable that holds a function, as `largest = max` does, has no value
+    # at run time.
     register_model(RememberedFunction)(core_models.OpaqueModel)
     context = cuda_target.typing_context
     # Otherwise rules that are loaded later would replace what is registered here.

@@ -13,7 +13,7 @@ Inside the blocks device.xp() makes ShapeOnly arrays. In the first one every fun
 outside of that package calls by its own name does nothing and returns None, which is what operators return. In the
 second one operators choose and launch their kernels as on the GPU of those properties, and a launch only notes its
 kernel and argument types. So the code of layers, models, trainers and engine runs as it is, and a new layer is covered
-without a line here. What operators allocate beside their arguments is not seen by the first.
+without a line here. The first does not see what operators allocate beside their arguments.
 """
 
 import functools
@@ -95,7 +95,7 @@ def _operators():
 
 
 def _no_operator(*arguments, **options):
-    """In place of an operator."""
+    """The function that replaces an operator: it does nothing."""
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def handled():
             sys.unraisablehook = hook
             for each, handler in before.items():
                 signal.signal(each, handler)
-            if number not in (None, signal.SIGINT):  # that one is KeyboardInterrupt, which is on its way
+            if number not in (None, signal.SIGINT):  # SIGINT is KeyboardInterrupt, which is on its way
                 signal.raise_signal(number)
 
 
@@ -93,7 +93,7 @@ def _unraisable(unraisable):
 
 
 def hold():
-    """From now on a signal waits for `release`."""
+    """Hold signals from now on until `release`."""
     global _held
     _held = True
 
@@ -123,7 +123,7 @@ def held():
 
 @contextmanager
 def released():
-    """As `release` for the block; afterwards signals are held."""
+    """End `hold` for the block, as `release` does; afterwards signals are held again."""
     release()
     try:
         yield

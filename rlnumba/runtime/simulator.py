@@ -57,7 +57,7 @@ class Thread:
         self.coroutine = greenlet.greenlet(function)
         # The barrier or instruction at which it waits, for the message of a deadlock.
         self.awaited = None
-        # What simulated instructions keep from one call of this thread to the next, by name.
+        # State that simulated instructions keep from one call of this thread to the next, by name.
         self.state = {}
         # Called when the thread returns; each raises if an operation of the thread is unfinished.
         self.exit_checks = []
@@ -81,7 +81,7 @@ class Condition:
         self.waiting.append(thread)
         thread.awaited = what
         grid = thread.block.grid
-        # What the scheduler would do, without a detour over it. A coroutine that begins here would count its calls as
+        # Do as the scheduler would, without a detour over it. A coroutine that begins here would count its calls as
         # if this one had made them, up to Python's limit.
         if grid.ready and grid.ready[0].coroutine and not SEED:
             grid.ready.popleft().go_on()
@@ -101,7 +101,7 @@ class Grid:
 
     def __init__(self, shared_bytes, arguments, earlier):
         self.shared_bytes, self.earlier, self.dependency = shared_bytes, earlier, Condition()
-        # Of the arguments that are arrays, by identity: NumPy takes a microsecond to give an address.
+        # Addresses of the arguments that are arrays, by identity: NumPy takes a microsecond to give an address.
         self.addresses = {id(array): array.ctypes.data for array in arguments if isinstance(array, np.ndarray)}
         self.random = random.Random(SEED or 0)
         self.scheduler = greenlet.getcurrent()
@@ -262,7 +262,7 @@ def element_type(dtype):
 
 
 class ThreadsCuda:
-    """What numba.cuda offers that depends on the running thread."""
+    """The attributes of numba.cuda that depend on the running thread."""
 
     shared = SharedArrays
     local = LocalArrays
@@ -302,7 +302,7 @@ def bits(value):
 class SimulatedCuda(ThreadsCuda):
     """The module numba.cuda, or inside a running kernel KernelCuda; looked up at each use of an attribute.
 
-    What kernels use all the time is found at once, without __getattr__.
+    Attributes that kernels use all the time are found at once, without __getattr__.
     """
 
     blockDim = property(lambda self: _kernel.blockDim)

@@ -90,7 +90,7 @@ def _copy(source, target, host):
 
 
 class _Copies:
-    """Of one context: (event after it, host memory) of each copy that may still be under way."""
+    """Copies of one context: (event after it, host memory) of each that may still be under way."""
 
     def __init__(self):
         self.pending = deque()

@@ -17,7 +17,7 @@ PIECE_BYTES = 8 << 20
 
 
 def copy_to_device(copies):
-    """For each (array of the device, NumPy array of as many elements), array[...] = values, converted to its dtype.
+    """array[...] = values, converted to its dtype, for each (array of the device, NumPy array of as many elements).
 
     Both are C-contiguous.
     """
@@ -36,7 +36,7 @@ def copy_to_device(copies):
             for thread in [pool.submit(copy_pieces, pieces) for _ in range(THREADS)]:
                 thread.result()
         finally:
-            pieces.clear()  # of an interrupted call
+            pieces.clear()  # those of an interrupted call
     if device.name() == "cuda":
         pinned.free_all_blocks()
 

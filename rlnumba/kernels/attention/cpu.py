@@ -164,7 +164,7 @@ def _attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_
 
 
 def paged_attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, scale, out, lse=None):
-    """As the operator paged_attention, on k and v (rows, HK, E); lse (H, N) is written if given."""
+    """The operator paged_attention on the CPU, on k and v (rows, HK, E); lse (H, N) is written if given."""
     if lse is None:
         lse = np.empty((0, 0), np.float32)
     scale = np.float32(scale)
@@ -172,7 +172,7 @@ def paged_attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens,
 
 
 def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
-    """As the operator attention: packed keys are blocks of one row."""
+    """The operator attention on the CPU: packed keys are blocks of one row."""
     rows = cu_seqlens[:-1, None] + np.arange(max_seqlen, dtype=np.int32)
     paged_attention(q, k, v, rows, 1, cu_seqlens, np.diff(cu_seqlens), max_seqlen, scale, out, lse)
 
@@ -224,5 +224,5 @@ def _attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv):
 
 
 def attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv):
-    """As the operator attention_backward; a task owns a KV head of a sequence, rows in their order."""
+    """The operator attention_backward on the CPU; a task owns a KV head of a sequence, rows in their order."""
     _attention_backward(dout, q, k, v, out, lse, cu_seqlens, np.float32(scale), dq, dk, dv)

@@ -7,7 +7,7 @@ has the bits that `attention` gives it.
 q, out (N, H, E); k_cache, v_cache (blocks, block_size, HK, E) in float32, float16 or bfloat16. Query i of
 sequence b has the position context_lens[b] - length + i and sees the keys 0 .. position.
 
-Neighbouring sequences with a common prefix may be declared a group. That is a hint: where `sharing` says so, the
+Neighbouring sequences with a common prefix may be declared a group. This is a hint: where `sharing` says so, the
 prefix's keys are read once for the group; the bits of a row never depend on it.
 """
 
@@ -30,7 +30,7 @@ from rlnumba.runtime.context import current
 
 
 class PrefixSharing(NamedTuple):
-    """When reading a shared prefix once for a group of sequences pays.
+    """The cases in which reading a shared prefix once for a group of sequences pays.
 
     sizes: values of max_group_size without padding, ascending; the last is the limit; () if it never pays. keys: a
     shared prefix is read once in whole segments of this many keys; the remainder is read for each sequence.
@@ -78,7 +78,7 @@ def plan_paged_attention(
     element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
     shared_prefix_lens=None, group_sizes=None, max_group_size=1,
 ):  # fmt: skip
-    """What calls of paged_attention with the same arrays, such as the layers of a step, have in common.
+    """Make the plan that calls of paged_attention with the same arrays, such as the layers of a step, share.
 
     element: the dtype's name; the others as paged_attention takes them. Returns its argument `plan`, made on the device
     from what the arrays hold then, and good until the next one is made; None where nothing is gained.

@@ -27,7 +27,7 @@ from rlnumba.runtime.launch import specialize, supports_pdl
 
 i32 = np.int32
 
-# Where the kernel of this module compiles.
+# Architectures that the kernel of this module compiles for.
 ARCHITECTURES = [(9, 0, "a")]
 # Threads of the block that lists work items of decode, at most.
 LISTING_THREADS = 256
@@ -53,7 +53,7 @@ def prefill_scheduler(paged, tile_tokens):
 
     @device_function
     def query_tokens(sequence, batch):
-        """How many query tokens of a sequence are not decode's; 0 beyond the last sequence."""
+        """Number of query tokens of a sequence that are not decode's; 0 beyond the last sequence."""
         tokens = i32(0)
         if sequence < batch.sequences:
             tokens = i32(batch.cu_seqlens[sequence + 1] - batch.cu_seqlens[sequence])
@@ -63,7 +63,7 @@ def prefill_scheduler(paged, tile_tokens):
 
     @device_function
     def count_longer(tokens, batch, lane):
-        """How many sequences have more than `tokens` query tokens."""
+        """Number of sequences that have more than `tokens` query tokens."""
         count, first = i32(0), i32(0)
         while first < batch.sequences:
             count = i32(count + cuda.popc(ballot(query_tokens(i32(first + lane), batch) > tokens)))
@@ -152,7 +152,7 @@ def split_functions(rows, segment, grouped):
 
     @device_function
     def count_splits(sequence, batch):
-        """How many items compute a sequence and key head: the leading one, and one for each segment behind it."""
+        """Number of items that compute a sequence and key head: the leading one, and one for each segment behind it."""
         segments = i32((batch.context_lens[sequence] + (segment - 1)) // segment)
         return max(i32(segments - leading_segments(sequence, batch) + 1), i32(1))
 

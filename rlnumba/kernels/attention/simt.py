@@ -1,7 +1,7 @@
 """Causal attention and its gradient without tensor cores, for any GPU, dtype and shape: float32 throughout.
 
-The equations are those of kernels/attention/ops.py. What a row (a query head of a token) computes, in this order,
-wherever it is in whatever batch:
+The equations are those of kernels/attention/ops.py. A row (a query head of a token) is computed in this order, wherever
+it is in whatever batch:
 
     for each tile of TILE_KEYS keys, the tiles fixed by the keys' absolute positions:
         s_j = fma chain over e of (scale * q_e) * k_je          for each key j of the tile; -inf beyond the row
@@ -76,12 +76,12 @@ class SimtAttentionConfig(NamedTuple):
         return self.columns * self.lanes + 1
 
     def shared_bytes(self, row_tiles=1):
-        """For row_tiles arrays of the block's rows, two of TILE_KEYS rows, the scores and two numbers a key."""
+        """Bytes of row_tiles arrays of the block's rows, two of TILE_KEYS rows, the scores and two numbers a key."""
         return 4 * (self.stride * (row_tiles * self.rows + 2 * TILE_KEYS) + self.rows * SCORE_STRIDE + 2 * TILE_KEYS)
 
 
 def decode_config(head_dim):
-    """For few rows: a warp owns two rows, so that the rows that share a KV head spread over warps.
+    """The config for few rows: a warp owns two rows, so that the rows that share a KV head spread over warps.
 
     8 rows, 32 lanes; H200, 64 x 512 tokens, 16 and 8 heads of 128: 1.35x over 256 threads (a row a warp).
     """
@@ -90,7 +90,7 @@ def decode_config(head_dim):
 
 @functools.cache
 def prefill_config(head_dim, row_tiles=1):
-    """For training and prefill: 4 x 4 scores and up to 64 outputs a thread, if shared memory allows.
+    """The config for training and prefill: 4 x 4 scores and up to 64 outputs a thread, if shared memory allows.
 
     row_tiles: as in shared_bytes; 2 for the gradient. 64 rows, 8 lanes, 128 threads; H200, forward as above but with
     loads one by one: 1.05x over 16 lanes and 256 threads, 1.30x over 32 rows, 1.21x over 128 rows and 256 threads.
@@ -362,7 +362,7 @@ def attention_kernel(config, paged):
 
 
 def attention_simt(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
-    """As the operator attention, which has checked the arguments."""
+    """The operator attention by the simt kernel; the operator has checked the arguments."""
     kv_heads, config = k.shape[1], prefill_config(q.shape[2])
     launch(
         attention_kernel(config, False),
@@ -373,7 +373,7 @@ def attention_simt(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
 
 
 def paged_attention_simt(q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, scale, out):
-    """As the operator paged_attention, which has checked the arguments; k, v: the cache as (rows, HK, E)."""
+    """The operator paged_attention by the simt kernel, arguments checked; k, v: the cache as (rows, HK, E)."""
     (_, heads, head_dim), kv_heads = q.shape, k.shape[1]
     rows, config = max_seqlen_q * (heads // kv_heads), decode_config(head_dim)
     if rows > config.rows:
@@ -526,7 +526,7 @@ def attention_gradient_kernel(config, of_keys):
 
 
 def attention_backward_simt(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv):
-    """As the operator attention_backward, which has checked the arguments."""
+    """The operator attention_backward by the simt kernels; the operator has checked the arguments."""
     _, heads, head_dim = q.shape
     kv_heads, config = k.shape[1], prefill_config(head_dim, row_tiles=2)
     shared = config.shared_bytes(row_tiles=2)

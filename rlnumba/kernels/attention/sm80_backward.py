@@ -123,7 +123,7 @@ def row_tile_function(head_dim, rows, threads):
 
 @device_function
 def softmax_backward_of_keys(scores, gradients, lse, tile_rows, row, full, first_key, gqa_ratio, scale_log2, lane):
-    """p^T in place of s^T, ds^T of dp^T. lse: address of that of `row`; delta follows tile_rows later."""
+    """p^T replaces s^T, ds^T replaces dp^T. lse: address of the lse of `row`; delta follows tile_rows later."""
     address = lse + ((lane & i32(3)) << i32(3))
     for block in range(WIDTH // 8):
         low_lse, high_lse = load_pair(address + block * 32)
@@ -189,7 +189,7 @@ def sm80_gradient_kernel(config):
     def sm80_gradient_kernel(dout, q, k, v, lse, delta, cu_seqlens, scale, first_out, second_out):
         """first_out, second_out: dk and dv, or dq and anything. A block owns `rows` keys or rows of a KV head.
 
-        Of dk and dv it computes `columns` columns. It passes over the rows that see its keys, or the keys that its rows
+        It computes `columns` columns of dk and dv. It passes over the rows that see its keys, or the keys that its rows
         see; the longest passes start first.
         """
         first_acc = cuda.local.array(acc_count, np.float32)
@@ -299,7 +299,7 @@ def sm80_gradient_kernel(config):
             sources = sources[0] + next_tile, sources[1] + next_tile
             stage = i32(stage + i32(1)) if stage < i32(stages - 1) else i32(0)
         wait_for_all()
-        # Gradients go through the lines of the block's rows. Of those only the warp itself reads its own; but where q
+        # Gradients go through the lines of the block's rows. Only the warp itself reads its own lines; but where q
         # and dout stay in registers, these lines hold tiles.
         if not of_keys:
             cuda.syncthreads()
@@ -346,7 +346,7 @@ def dq_config(head_dim, element, limit):
 def attention_backward_sm80(
     dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv, for_dkv=None, for_dq=None
 ):
-    """As the operator attention_backward, which has checked the arguments; for_dkv, for_dq: instead of the configs."""
+    """The operator attention_backward by the sm80 kernels, arguments checked. for_dkv, for_dq: other configs."""
     _, heads, head_dim = q.shape
     kv_heads, element, limit = k.shape[1], q.dtype.name, device.max_shared_bytes()
     arguments = (dout, q, k, v, lse, attention_delta(dout, out), cu_seqlens, float(scale))

@@ -341,7 +341,7 @@ def workspace_sizes(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
 def paged_attention_sm80(
     q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out, config=None
 ):
-    """As the operator paged_attention, which has checked the arguments.
+    """The operator paged_attention by the sm80 kernels; the operator has checked the arguments.
 
     k, v: the cache as (blocks * block_size, HK, E). config: of decode or of prefill; by default decode's for up to
     DECODE_ROWS rows of a KV head. Raises ValueError for a block_size that does not divide SEGMENT_KEYS.

@@ -1,9 +1,9 @@
 """Causal attention by mma.sync, on every GPU since Ampere: packed sequences, and chunks of queries against the cache.
 
-The equations are those of kernels/attention/ops.py, in float16 or bfloat16 with float32 accumulators. What a row
-(a query head of a token) computes, wherever it is in whatever batch, here and in kernels/attention/sm80_decode.py:
+The equations are those of kernels/attention/ops.py, in float16 or bfloat16 with float32 accumulators. A row (a query
+head of a token) is computed so, wherever it is in whatever batch, here and in kernels/attention/sm80_decode.py:
 
-    as in sm90_forward.py, with mma.sync instead of wgmma, and with four partial sums l_t (t = 0 .. 3) of a row:
+    the steps of sm90_forward.py, with mma.sync instead of wgmma, and with four partial sums l_t (t = 0 .. 3):
         u_wt = (p_(16 w + 2 t) + p_(16 w + 2 t + 1)) + (p_(16 w + 8 + 2 t) + p_(16 w + 9 + 2 t))         w = 0 .. 3
         l_t = fma(l_t, rescale, (u_0t + u_1t) + (u_2t + u_3t))         l = (l_0 + l_1) + (l_2 + l_3)
 
@@ -42,8 +42,8 @@ from rlnumba.runtime.launch import launch, specialize
 
 i32, f32 = np.int32, np.float32
 
-# What a block keeps in shared memory rather than in registers: a slot for totals over segments; the packed row of its
-# sequence's first token; query heads a KV head; its rows; keys before the first token.
+# Values that a block keeps in shared memory rather than in registers: a slot for totals over segments; the packed row
+# of its sequence's first token; query heads a KV head; its rows; keys before the first token.
 SLOT, SEQ_START, GQA_RATIO, VALID_ROWS, QUERY_OFFSET, BLOCK_VALUES = range(6)
 
 
@@ -87,7 +87,7 @@ class Sm80AttentionConfig(NamedTuple):
 
     @property
     def blocks_per_sm(self):
-        """How many blocks the registers allow."""
+        """Number of blocks that the registers of an SM allow."""
         return max(1, 65536 // (255 * self.threads))
 
 
@@ -393,7 +393,7 @@ def totals_shape(config, max_context_len):
 
 
 def attention_sm80(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None):
-    """As the operator attention, which has checked the arguments. config: by default what attention_config chooses."""
+    """The operator attention by the sm80 kernel, arguments checked. config: by default attention_config's."""
     no_tables, no_lens = unused(2), unused(1)
     prefill_sm80(q, k, v, 0, no_tables, cu_seqlens, no_lens, max_seqlen, max_seqlen, scale, out, lse, config)
 

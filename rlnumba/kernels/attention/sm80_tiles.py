@@ -1,4 +1,4 @@
-"""What the mma.sync kernels of attention share: tiles in shared memory, their copies, GEMMs, online softmax, epilogue.
+"""Parts shared by mma.sync attention kernels: tiles in shared memory, their copies, GEMMs, online softmax, epilogue.
 
 The H / HK query heads of a KV head are rows of one matrix, next to each other for each token, so that a tile of keys
 serves all of them: row r is query head r % gqa_ratio of token r // gqa_ratio.
@@ -135,7 +135,7 @@ def fragment_functions(columns):
 
     @device_function
     def load_a(words, first, lines, step, lane):
-        """Of A: 16 lines at address `lines`, 16 columns from 16 step on."""
+        """Load a fragment of A: 16 lines at address `lines`, 16 columns from 16 step on."""
         address = lines + (lane & i32(15)) * i32(pitch) + (lane >> i32(4)) * i32(sm80.CHUNK)
         sm80.ldmatrix_fragment(words, first, address + step * 2 * sm80.CHUNK)
 
@@ -147,7 +147,7 @@ def fragment_functions(columns):
 
     @device_function
     def load_b_transposed(words, first, lines, step, lane):
-        """Of B: 16 columns, from 16 step on, whose k are the 16 lines at address `lines`."""
+        """Load a fragment of B: 16 columns, from 16 step on, whose k are the 16 lines at address `lines`."""
         address = lines + (lane & i32(15)) * i32(pitch) + (lane >> i32(4)) * i32(sm80.CHUNK)
         sm80.ldmatrix_fragment_trans(words, first, address + step * 2 * sm80.CHUNK)
 

@@ -76,14 +76,14 @@ from rlnumba.runtime.launch import launch, specialize
 
 i32, i64, f32 = np.int32, np.int64, np.float32
 
-# Where the kernels compile.
+# Architectures that the kernels compile for.
 ARCHITECTURES = [(9, 0, "a")]
 
-# Of a thread of the producer warpgroup and of a consumer; together, with 128 and 256 threads, an SM's.
+# Registers of a thread of the producer warpgroup and of a consumer; together, with 128 and 256 threads, an SM's.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
 # Rows whose loads a warp of attention_rows_kernel has in flight at once.
 ROWS_IN_FLIGHT = 4
-# How many rows more than tokens a sequence's sums of dq may take.
+# Most rows that a sequence's sums of dq take beyond its tokens.
 MORE_SUM_ROWS = 9
 
 
@@ -162,9 +162,9 @@ def producer_function(config):
     def producer(
         base, q, k, v, dout, rows, kv_head, gqa_ratio, heads, first_row, query_tiles, tile, trims_keys, trimmed_steps
     ):
-        """K and V; then q, dout and their rows of the tiles from the last to the first, which is `tile` in `rows`.
+        """Load K and V; then q, dout and their rows of the tiles from the last to the first, which is `tile` in `rows`.
 
-        What has rows beyond the end, K and V if trims_keys and the first trimmed_steps steps, completes a `landed`
+        A load with rows beyond the end (K and V if trims_keys, and the first trimmed_steps steps) completes a `landed`
         barrier, and trim_function's warp the `full` one.
         """
         full = base + (shared.k_landed if trims_keys else shared.k_full)
@@ -324,7 +324,7 @@ def attention_backward_kernel(config):
 
     @device_function
     def init_barriers(base):
-        """By one thread. A stage is empty when all threads of the consumers have arrived."""
+        """One thread initializes the mbarriers. A stage is empty when all threads of the consumers have arrived."""
         sm90.mbarrier_init(base + shared.k_full, 1)
         sm90.mbarrier_init(base + shared.v_full, 1)
         sm90.mbarrier_init(base + shared.dq_full, 2 * WARPGROUP)
@@ -348,7 +348,7 @@ def attention_backward_kernel(config):
         """dk, dv (N, HK, E / 2, pairs of elements) and the float32 sums of dq, of each (query tile, head, part, row).
 
         A tile has dq_sum_rows for each head and part. A block owns the keys of a tile and KV head; step s is query tile
-        s // gqa_ratio from the last, head s % gqa_ratio. Of the first warpgroup, warp 0 loads tiles, warps 1 and 2 add
+        s // gqa_ratio from the last, head s % gqa_ratio. Warp 0 of the first warpgroup loads tiles, warps 1 and 2 add
         dq to its sums, and warp 3 zeroes the rows beyond the sequence's end.
         """
         thread = i32(cuda.threadIdx.x)
@@ -473,7 +473,7 @@ def backward_nbytes(tokens, sequences, heads, head_dim):
 
 
 def attention_backward_sm90(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv, config=None):
-    """As the operator attention_backward, which has checked the arguments, for heads that is_supported accepts."""
+    """The operator attention_backward by the sm90 kernels, arguments checked, for heads that is_supported accepts."""
     tokens, heads, head_dim = q.shape
     kv_heads, sequences = k.shape[1], cu_seqlens.shape[0] - 1
     if not tokens or not max_seqlen:

@@ -70,7 +70,7 @@ class AttentionBackwardConfig(NamedTuple):
 
     @property
     def dq_parts(self):
-        """In how many parts a step's dq is added; a part is two boxes of columns, or one."""
+        """Number of parts in which a step's dq is added; a part is two boxes of columns, or one."""
         return 2 if self.wide else 1
 
     @property
@@ -123,7 +123,7 @@ def softmax_backward_functions(columns, element):
 
     @device_function
     def score_gradients(p, dp, delta, words):
-        """dS = P (dP - delta), rounded. delta: address of that of query `pair`."""
+        """dS = P (dP - delta), rounded. delta: address of query `pair`'s delta."""
         for block in range(columns // 8):
             low, high = load_pair(delta + block * 32)
             i = block * 4
@@ -157,9 +157,9 @@ def store_scores_function(columns):
 def dq_row_offset_function(config):
     """The device function that finds a row of a tile of dq, both in shared memory and in the sums of dq.
 
-    A thread stores four accumulators at a time: two of row g and two of row g + 8 of each 16. Of two such pairs of rows
-    64 bytes come in turn, so that eight lanes fill all banks. So a tile of fewer rows than QUERIES is the beginning of
-    a whole one: dq_sum_rows.
+    A thread stores four accumulators at a time: two of row g and two of row g + 8 of each 16. Two such pairs of rows
+    alternate every 64 bytes, so that eight lanes fill all banks. So a tile of fewer rows than QUERIES is the beginning
+    of a whole one: dq_sum_rows.
     """
     row_size = config.dq_row_size
 

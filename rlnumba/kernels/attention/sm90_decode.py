@@ -8,7 +8,7 @@ columns of V for rows. A query row's scores lie across the four warps: their max
 does P^T on its way to be an operand.
 
 The grid is persistent. A block draws work items (scheduler.py), spans of a sequence's keys for one key head, from a
-counter. Warpgroup 0 computes. Of warpgroup 1, warp 0 loads Q and K and publishes the item, warp 1 loads V, both by TMA,
+counter. Warpgroup 0 computes. In warpgroup 1, warp 0 loads Q and K and publishes the item, warp 1 loads V, both by TMA,
 and look up the next item and its pages meanwhile; warp 2 merges: where a sequence has several items, each writes its
 partial to global memory, and the block that finishes last merges them (split_kv.py). Warp 3 is idle; in
 sm90_decode_qkv.py, which shares these functions, it makes q, k and v of the new tokens from their projection.
@@ -67,7 +67,7 @@ from rlnumba.runtime.launch import specialize, supports_pdl
 
 i32 = np.int32
 
-# Where the kernel of this module compiles.
+# Architectures that the kernel of this module compiles for.
 ARCHITECTURES = [(9, 0, "a")]
 
 

@@ -32,15 +32,15 @@ MERGE_SLOTS, MERGE_FIELDS = 2, 5
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 88, 168
 # Stages of a block at most: more were no faster.
 MOST_STAGES = 4
-# What warp 0 adds to an item's columns: the key head, and whether the item resumes its group's partial. Where q comes
-# from qkv, warp 3 of warpgroup 1 adds whether the new token's key and value do so, too.
+# Fields that warp 0 adds to an item's columns: the key head, and whether the item resumes its group's partial. If q
+# comes from qkv, warp 3 of warpgroup 1 adds whether the new token's key and value do so, too.
 KEY_HEAD, RESUMES_PARTIAL, NEW_TOKEN = ITEM_COLUMNS, ITEM_COLUMNS + 1, ITEM_COLUMNS + 2
 ITEM_FIELDS = ITEM_COLUMNS + 3
-# Where q comes from qkv, what stands behind the queries of an item: a line for each 64 columns of the new token's key,
+# Bytes behind the queries of an item, if q comes from qkv: a line for each 64 columns of the new token's key,
 # then those of its value. Rounded up, for heads of 256 columns, so that queries stay aligned.
 NEW_TOKEN_BYTES = SWIZZLE_ALIGNMENT
 # Named barriers of the computing warps: EXCHANGED before they read each other's maxima or sums, STORED before wgmma
-# reads the probabilities of all. What is read after one is written again only after the other.
+# reads the probabilities of all. Memory that is read after one is written again only after the other.
 EXCHANGED, STORED = 1, 2
 
 
@@ -63,7 +63,7 @@ class DecodeConfig(NamedTuple):
 
     @property
     def max_leading(self):
-        """As most_leading_segments."""
+        """Most segments of a sequence's first item, by most_leading_segments."""
         return most_leading_segments(self.rows)
 
     @property
@@ -75,7 +75,7 @@ class DecodeConfig(NamedTuple):
 
     @property
     def q_bytes(self):
-        """Of the query rows of a work item in shared memory, and of the new token's key and value."""
+        """Bytes of the query rows of a work item in shared memory, and of the new token's key and value."""
         return self.boxes * self.rows * shared_memory.LINE + (NEW_TOKEN_BYTES if self.fused_qkv else 0)
 
     @property
@@ -424,7 +424,7 @@ def output_functions(config):
 
     @device_function
     def write_zeros(item, batch, out, thread):
-        """Of a sequence without keys, such as an unused slot of a captured graph."""
+        """Write zeros for a sequence without keys, such as an unused slot of a captured graph."""
         index = thread
         while index < item.length * batch.gqa_ratio * (head_dim // 2):
             row = udiv(index, head_dim // 2)
@@ -489,8 +489,8 @@ def consumer_function(config):
                 stage, parity = mainloop(registers, item, base, q_tile, stage, parity, reciprocal, c, at)
                 sequences = max(item.group_size, i32(1)) if grouped else i32(1)
                 valid_rows = i32((sequences if grouped and item.group_size > 0 else item.length) * batch.gqa_ratio)
-                # What a column sums to, for a thread of its own; loops over all columns of this thread must be short,
-                # or NVVM would not unroll them and local arrays would stay in memory.
+                # Store a column's maximum and sum, for a thread of its own; loops over all columns of this thread must
+                # be short, or NVVM would not unroll them and local arrays would stay in memory.
                 whole = item.splits == 1 or item.resumes_partial > 0
                 if (not whole or lse.shape[0] > 0) and at.warp == 0 and at.group_lane == 0:
                     for i in range(0, columns, 2):

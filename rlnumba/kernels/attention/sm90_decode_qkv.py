@@ -62,7 +62,7 @@ from rlnumba.runtime.launch import specialize, supports_pdl
 
 i32, f32 = np.int32, np.float32
 
-# Where the kernel of this module compiles.
+# Architectures that the kernel of this module compiles for.
 ARCHITECTURES = [(9, 0, "a")]
 
 # Heads that a group of lanes has under way, where registers allow. An item of four query heads of 128 has six heads, a
@@ -236,7 +236,7 @@ def paged_attention_qkv_sm90_kernel(config, shape, normed):
     """The kernel of a DecodeConfig with fused_qkv for heads of a HeadShape, with or without norm."""
     # Narrow accesses to heads need more registers for addresses.
     blocks = shape.blocks_of_sm(config.blocks)
-    # As in paged_attention_sm90_kernel.
+    # The same as in paged_attention_sm90_kernel.
     moves_registers = blocks > 1 and config.rows > 8
     setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(PRODUCER_REGISTERS, False), setmaxnreg(CONSUMER_REGISTERS, True)
     produce, consume, merge_queue = producer_function(config), consumer_function(config), merger_function(config)

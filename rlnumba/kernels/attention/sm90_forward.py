@@ -1,7 +1,7 @@
 """Causal attention on sm_90: forward over packed sequences, and over the paged cache for prefill.
 
-The equations are those of kernels/attention/ops.py, in float16 or bfloat16 with float32 accumulators. What a row
-(a query head of a token) computes, whatever its batch, here and in sm90_decode.py, with the steps of softmax.py:
+The equations are those of kernels/attention/ops.py, in float16 or bfloat16 with float32 accumulators. A row (a query
+head of a token) is computed so, whatever its batch, here and in sm90_decode.py, with the steps of softmax.py:
 
     for each segment of SEGMENT_KEYS keys, the segments fixed by the keys' absolute positions:
         m = -inf, l = 0 (32 of them), acc = 0
@@ -21,7 +21,7 @@ queries; both layouts of a tile's scores can add l in this order. A tile beyond 
 (m' = m, rescale = 1, p = 0), nor does a segment (b = 0, a = 1), so blocks may visit more tiles than a row needs.
 
 The grid is persistent; scheduler.py orders the work items. An item is 64 query tokens for each of one or two consumer
-warpgroups, which take two query heads of one key head where their number is even, else neighbouring tokens. Of the
+warpgroups, which take two query heads of one key head where their number is even, else neighbouring tokens. In the
 producer warpgroup, warp 0 publishes the item and loads Q and K, warp 1 loads V, by TMA, `stages` tiles ahead. While a
 consumer's softmax runs, the tensor cores compute its next S = Q K^T and its last O += P V, and the other consumer's.
 Sources: Dao et al. 2022; Shah et al. 2024 (FlashAttention-3).
@@ -57,7 +57,7 @@ from rlnumba.runtime.launch import launch, specialize
 
 i32, f32 = np.int32, np.float32
 
-# Where the kernel of this module compiles.
+# Architectures that the kernel of this module compiles for.
 ARCHITECTURES = [(9, 0, "a")]
 
 # Query rows of a consumer's tile.
@@ -69,8 +69,8 @@ WARPGROUP = 128
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
 # Shared memory that a block may use.
 SHARED_LIMIT = 227 * 1024 - 64
-# What warp 0 publishes of a work item: tiles of keys (0: no more work), query head, first row of q, its position, rows
-# from there to the sequence's end, keys of the last tile.
+# Fields that warp 0 publishes of a work item: tiles of keys (0: no more work), query head, first row of q, its
+# position, rows from there to the sequence's end, keys of the last tile.
 ITEM_FIELDS = 6
 
 
@@ -101,7 +101,7 @@ class AttentionConfig(NamedTuple):
 
     @property
     def tile_bytes(self):
-        """Of 64 rows of q, k or v in shared memory."""
+        """Bytes of 64 rows of q, k or v in shared memory."""
         return self.boxes * BOX_BYTES
 
     @property
@@ -111,7 +111,7 @@ class AttentionConfig(NamedTuple):
 
     @property
     def merged_bytes(self):
-        """Of a consumer's accumulators merged over the segments so far; its tile of out later takes their space."""
+        """Bytes of a consumer's accumulators merged over the segments; its tile of out later takes their space."""
         return max(self.head_dim * TILE_ROWS * 4, self.tile_bytes)
 
     @property
@@ -603,7 +603,7 @@ def attention_config(head_dim, element, gqa_ratio, paged=False, box=softmax.TILE
 
 
 def attention_sm90(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None):
-    """As the operator attention, for heads that is_supported accepts and scale > 0; config: not attention_config's."""
+    """The operator attention by the sm90 kernel, for supported heads and scale > 0; config: not attention_config's."""
     head_dim, gqa_ratio = q.shape[2], q.shape[1] // k.shape[1]
     if not len(q) or max_seqlen < 1:
         return

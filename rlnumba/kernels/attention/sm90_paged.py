@@ -25,7 +25,7 @@ from rlnumba.runtime.launch import launch
 
 # Query tokens of the longest chunks whose consumers take neighbouring tokens.
 SHORT_CHUNK = 512
-# Sequences of a step whose query tokens, if there are several, all go to the decode kernel. Where there are more, as in
+# Sequences of a step whose query tokens, if there are several, all go to the decode kernel. If there are more, as in
 # the prefill of a group's last tokens, only those that fit the rows of decode do, and no wider kernel is compiled.
 FEW_SEQUENCES = 8
 
@@ -155,7 +155,7 @@ def paged_attention_sm90(
     shared_prefix_lens=None, group_sizes=None, max_group_size=1, plan=None, lse=None, config=None, prefill_config=None,
     blocks=None, max_leading=None,
 ):  # fmt: skip
-    """As the operator paged_attention, for heads that sm90_forward.is_supported accepts and scale > 0.
+    """The operator paged_attention by the sm90 kernels, for heads that sm90_forward.is_supported accepts and scale > 0.
 
     lse (H, N) float32 is written if given, but not where context_lens is 0. config, prefill_config, blocks,
     max_leading: instead of decode_config, chunk_config, the grid that fills the GPU and plan_decode's own choice; of no
@@ -196,7 +196,7 @@ def paged_attention_qkv_sm90(
     context_lens, max_context_len, scale, out, shared_prefix_lens=None, group_sizes=None, max_group_size=1, plan=None,
     lse=None, config=None, blocks=None, max_leading=None,
 ):  # fmt: skip
-    """As the operator paged_attention_qkv, for heads that sm90_forward.is_supported accepts and scale > 0.
+    """The operator paged_attention_qkv in one kernel, for heads that sm90_forward.is_supported accepts and scale > 0.
 
     lse (H, B), config, blocks, max_leading: as in paged_attention_sm90. Raises ValueError as it does.
     """

@@ -25,7 +25,7 @@ i32, f32 = np.int32, np.float32
 # Keys of a tile, and of a segment: both are parts of the arithmetic, see sm90_forward.py.
 TILE_KEYS = 64
 SEGMENT_KEYS = 1024
-# How far, in powers of two, a probability may exceed 1 before the row maximum is updated.
+# Powers of two by which a probability may exceed 1 before the row maximum is updated.
 RESCALE_THRESHOLD = f32(8.0)
 MINUS_INFINITY = f32(-np.inf)
 LN2 = f32(math.log(2.0))
@@ -41,7 +41,7 @@ def next_row_max(row_max, tile_max, c):
 
 @device_function
 def finite_row_max(row_max):
-    """What exponents subtract: 0 for a row without keys so far, since -inf - -inf would be NaN."""
+    """The number that exponents subtract: 0 for a row without keys so far, since -inf - -inf would be NaN."""
     return row_max if row_max > MINUS_INFINITY else f32(0.0)
 
 

@@ -33,7 +33,7 @@ def segment_merge(acc_count, columns):
 
     @device_function
     def merge_segment(acc, row_max, row_sum, total, total_max, total_sum, first):
-        """total, in place, of what it was (nothing if `first`) and of a segment."""
+        """Merge a segment into total, in place; `first`: total holds nothing yet, and becomes the segment."""
         for i in range(columns):
             j = i // 2 * 4 + i % 2
             if first:
@@ -53,7 +53,7 @@ def segment_merge(acc_count, columns):
 
 @functools.cache
 def box_functions(box, head_dim, element, rows):
-    """(stage_out, write_acc, read_acc): device functions for 64 columns of V of what a thread holds of an item."""
+    """(stage_out, write_acc, read_acc): device functions for 64 columns of V of a thread's part of an item."""
     cvt_pair = cvt_pack(element)
     columns, first = rows // 4, box * rows // 2
 
@@ -78,7 +78,7 @@ def box_functions(box, head_dim, element, rows):
 
     @device_function
     def read_acc(acc, partial_rows, partial_acc, e):
-        """What write_acc wrote, zeros where the row is -1."""
+        """Read the accumulators that write_acc wrote, zeros where the row is -1."""
         for i in range(columns):
             offset = np.int64(np.int64(partial_rows[i]) * head_dim + e)
             for half in range(2):

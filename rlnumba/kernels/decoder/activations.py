@@ -37,7 +37,7 @@ COMPLETE = 3
 
 @device_function
 def vector_address(a, row, column):
-    """Where the vector of columns column .. column + 7 of a row belongs in A."""
+    """The address in A of the vector of columns column .. column + 7 of a row."""
     panel, chunk = column >> i32(6), (column >> i32(3)) & i32(7)
     return a + panel * i32(PANEL_BYTES) + row * i32(LINE) + ((chunk ^ (row & i32(7))) << i32(4))
 
@@ -110,7 +110,7 @@ def norm_function(layout, rows, element):
 
     @device_function
     def load_hidden(exchange, offset, words, thread):
-        """As load_embeddings, of rows (rows, columns) that begin at word `offset` of the exchange."""
+        """words = the vectors of this thread of rows (rows, columns) that begin at word `offset` of the exchange."""
         indices = cuda.local.array(vectors, np.int32)
         for vector in range(vectors):
             row, column = row_and_column(thread, vector)

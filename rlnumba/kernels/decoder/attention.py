@@ -45,7 +45,7 @@ i32, f32 = np.int32, np.float32
 
 # Columns of S^T: the query heads of a key head, padded.
 COLUMNS = 8
-# What attention reads of a batch; kv_slots: rows of the cache of one layer.
+# Arrays of a batch that attention reads; kv_slots: rows of the cache of one layer.
 Rows = namedtuple("Rows", "position_ids context_lens slot_mapping block_tables block_size kv_slots")
 # The new token's head that a thread has a part of: 16 elements in eight words.
 HEAD_WORDS = 8
@@ -174,7 +174,7 @@ def heads_function(config):
     ):
         """kept: this thread's words of a head, rounded; returns (group, e): which head it is, and its first element.
 
-        Of the groups of lanes the first ones have the item's query heads, which go to shared memory, then come those of
+        The first groups of lanes have the item's query heads, which go to shared memory, then come those of
         the key and of the value; the others have copies of the value.
         """
         values, weights = cuda.local.array(of_head, np.float32), cuda.local.array(of_head, np.float32)

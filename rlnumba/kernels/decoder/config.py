@@ -76,7 +76,7 @@ def phase_of(n, k, blocks, halves=1):
     return Phase(n, tile_columns, columns, panels, stage_panels, blocks)
 
 
-# Where a layer's outputs begin among its words of the exchange, and how many words it has.
+# First words of a layer's outputs among its words of the exchange, and the number of its words.
 Exchange = namedtuple("Exchange", "qkv attended h activated x words")
 
 
@@ -153,7 +153,7 @@ class DecoderConfig(NamedTuple):
 
     @property
     def stages(self):
-        """Of the ring: as many as shared memory has room for."""
+        """Stages of the ring: as many as shared memory has room for."""
         free = SHARED_LIMIT - self._layout(0).nbytes
         return min(free // (STAGE_BYTES + 2 * MBARRIER_BYTES), MOST_STAGES)
 

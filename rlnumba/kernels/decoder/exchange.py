@@ -1,4 +1,4 @@
-"""How blocks of the persistent decoder kernel hand activations to each other while it runs.
+"""The exchange of activations between the blocks of the persistent decoder kernel while it runs.
 
 Every layer's outputs have words of their own in global memory, two 16-bit elements a word. A word that is not written
 yet has all bits set, which no rounded pair of elements has: cvt makes another NaN. A reader loads words until they are
@@ -29,7 +29,7 @@ if SIMULATED:
     from rlnumba.runtime.simulator import Condition, grid_state
 
     def _written(exchange):
-        """Where the simulator's threads wait for words to be written."""
+        """The condition on which the simulator's threads wait for words to be written."""
         return grid_state(("exchange", exchange.ctypes.data), Condition)
 
 

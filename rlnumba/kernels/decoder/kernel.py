@@ -36,7 +36,7 @@ from rlnumba.runtime.launch import specialize
 
 i32 = np.int32
 
-# Where the kernel of this module compiles.
+# Architectures that the kernel of this module compiles for.
 ARCHITECTURES = [(9, 0, "a")]
 # Arrays that the computing warps read and write. norms: int32 words of all norm weights, those of a layer norm_words
 # behind those of the layer before; input_norm and so on: where they are in a layer, and norm that of the last one.

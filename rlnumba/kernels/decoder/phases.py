@@ -4,8 +4,8 @@ The producer warp loads weights. It walks all phases of all layers and waits for
 activations: while the blocks exchange the output of a phase, the weights of the next ones arrive. All of A is in shared
 memory; a product's bits do not depend on that, nor on where its stages end.
 
-Each of the four warps has the accumulators of all eight rows, since the rows of A are broadcast. Of the blocks of eight
-columns warp w rounds and writes w, w + 4 and so on: lane 4 g + i has row g and the columns 2 i, 2 i + 1 of a block.
+Each of the four warps has the accumulators of all eight rows, since the rows of A are broadcast. Warp w rounds and
+writes the blocks of eight columns w, w + 4 and so on: lane 4 g + i has row g and the columns 2 i, 2 i + 1 of a block.
 """
 
 import functools

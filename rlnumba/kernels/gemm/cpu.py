@@ -51,7 +51,7 @@ SERIAL_BELOW = 1 << 18
 def _make_tile(rows, columns):
     """An intrinsic tile(x, w, out, m, n): out[m : m + rows, n : n + columns] of the product.
 
-    Where the tile reaches over the last row or column, it computes and writes that one again.
+    A tile that reaches over the last row or column computes and writes that one again.
     """
 
     @intrinsic
@@ -204,7 +204,7 @@ def outer_product(a, a_row, a_step, steps, b, out):
 
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
-    """As ops.BACKENDS says; bias and residual only without b_mn."""
+    """The gemm of ops.BACKENDS on the CPU; bias and residual only without b_mn."""
     if b_mn:
         steps = a.shape[0] if a_mn else a.shape[1]
         if steps:

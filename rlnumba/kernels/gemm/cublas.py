@@ -104,7 +104,7 @@ def addends_kernel(bias, residual, out):
 
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
-    """As ops.BACKENDS says; bias + residual is rounded to out's dtype first.
+    """The gemm of ops.BACKENDS by cuBLAS; bias + residual is rounded to out's dtype first.
 
     The first call in a context makes its handle: before a capture begins.
     """

@@ -25,7 +25,7 @@ def addends(config):
     """(load_residual, prefetch, add_addends): what is added to the accumulators, each step a device function."""
     columns, prefetched_columns, tile_columns = config.columns, config.prefetched_columns, config.tile_columns
     box_columns, staged_bytes, prefetches = config.box_columns, config.staged_bytes, config.prefetches
-    # What TMA does not load each thread keeps in registers.
+    # Each thread keeps in registers the part of the residual that TMA does not load.
     keeps_residual = config.residual and not prefetches
     loaded_columns = prefetched_columns or (columns if config.residual else 0)
     has_bias, unpack_two = config.bias, cvt_unpack(config.element)

@@ -1,4 +1,4 @@
-"""What the tensor-core GEMMs share: by what a config is chosen, and which tile of C a block computes."""
+"""Shared parts of the tensor-core GEMMs: the key by which a config is chosen, and the tile of C of a block."""
 
 import numpy as np
 

@@ -36,7 +36,7 @@ def gemm_simt_kernel(a, a_row, a_step, b, b_column, b_step, steps, bias, addend,
     first_row, first_column = cuda.blockIdx.x // tiles_across * TILE, cuda.blockIdx.x % tiles_across * TILE
     total = np.float32(0.0)
     for first in range(0, steps, TILE):
-        # Which thread loads which element: consecutive x take consecutive addresses.
+        # The element that a thread loads: consecutive x take consecutive addresses.
         i, s = (y, x) if a_step == 1 else (x, y)
         a_tile[i, s] = np.float32(0.0)
         if first_row + i < rows and first + s < steps:
@@ -81,7 +81,7 @@ def bias_backward_kernel(dout, dbias):
 
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
-    """As ops.BACKENDS says."""
+    """The gemm of ops.BACKENDS by the simt kernel."""
     rows, columns = out.shape
     steps = a.shape[0] if a_mn else a.shape[1]
     a_operand = a.reshape(-1), *((1, rows) if a_mn else (steps, 1))
@@ -93,5 +93,5 @@ def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None)
 
 
 def bias_backward(dout, dbias):
-    """As ops.bias_backward."""
+    """The operator ops.bias_backward by the simt kernel."""
     launch(bias_backward_kernel, -(-dout.shape[1] // COLUMNS), (COLUMNS, ROW_LANES), dout, dbias)

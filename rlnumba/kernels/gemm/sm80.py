@@ -108,7 +108,7 @@ def fragment_load_function(count, line_bytes, mn_major, of_a):
     @device_function
     def load(fragments, operand, first, k, lane):
         """fragments: of 16 values of the reduction from k on. first: row or column; operand: address of its box."""
-        # Which address a lane gives: kernels/ptx/sm80.py.
+        # kernels/ptx/sm80.py says which address a lane gives.
         if mn_major == of_a:
             line, half = (lane & i32(7)) | ((lane >> i32(4)) << i32(3)), (lane >> i32(3)) & i32(1)
         else:
@@ -273,8 +273,8 @@ def gemm_sm80_kernel(config):
     def gemm_sm80_kernel(a, b, c, bias, residual, m, n, k):
         """C (m, n) from A and B with k steps of reduction; a block owns a tile.
 
-        bias (n / 2) is seen as pairs of 16 bits. What the config does not use is one element long. Shared memory: the
-        stages, then (or over them, when all products are done) the warps' parts of C.
+        bias (n / 2) is seen as pairs of 16 bits. Arrays that the config does not use are one element long. Shared
+        memory: the stages, then (or over them, when all products are done) the warps' parts of C.
         """
         thread = i32(cuda.threadIdx.x) & i32(threads - 1)
         lane, warp = thread & i32(31), thread >> i32(5)
@@ -318,7 +318,7 @@ def gemm_sm80_kernel(config):
 
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
-    """As ops.BACKENDS says, with the config that best_config chooses."""
+    """The gemm of ops.BACKENDS by the sm80 kernel, with the config that best_config chooses."""
     kind = kind_of(a, out, a_mn, b_mn, add, bias, residual)
     config = best_config(*kind, device.sm_count(), device.max_shared_bytes())
     gemm_with_config(config, a, b, out, bias, residual)

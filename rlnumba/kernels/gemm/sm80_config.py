@@ -45,12 +45,12 @@ class Sm80GemmConfig(NamedTuple):
 
     @property
     def accumulators(self):
-        """Of a thread."""
+        """Accumulators of a thread."""
         return self.warp_rows * self.warp_columns // 32
 
     @property
     def item_bytes(self):
-        """Of C."""
+        """Bytes of an element of C."""
         return 2 if self.output == "same" else 4
 
     @property
@@ -60,12 +60,12 @@ class Sm80GemmConfig(NamedTuple):
 
     @property
     def part_bytes(self):
-        """Of shared memory through which a warp writes C."""
+        """Bytes of shared memory through which a warp writes C."""
         return self.warp_rows * self.part_columns * self.item_bytes
 
     @property
     def a_bytes(self):
-        """Of A in a stage."""
+        """Bytes of A in a stage."""
         return self.rows * self.step * 2
 
     @property
@@ -79,7 +79,7 @@ class Sm80GemmConfig(NamedTuple):
 
     @property
     def blocks_per_sm(self):
-        """How many blocks the registers allow, at 255 a thread for the largest parts."""
+        """Number of blocks that the registers allow, at 255 a thread for the largest parts."""
         registers = 255 if self.accumulators > 64 else 168 if self.accumulators > 32 else 128
         return max(1, 65536 // (registers * self.threads))
 

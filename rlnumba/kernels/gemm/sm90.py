@@ -37,7 +37,7 @@ from rlnumba.runtime.launch import ALWAYS, launch, specialize, supports_pdl
 
 i32 = np.int32
 
-# Where the kernels of this module compile.
+# Architectures that the kernels of this module compile for.
 ARCHITECTURES = [(9, 0, "a")]
 
 # A GEMM of more than ROWS rows by a weight of as many elements is too long to gain from programmatic dependent launch,
@@ -309,7 +309,7 @@ def gemm_sm90_kernel(config):
         def gemm_sm90_kernel(
             a_map, b_map, rank_a_map, rank_b_map, c_map, residual_map, c, bias, residual, m, n, k, rank, a_stage_bytes
         ):
-            """As below, with a second pair of operands of `rank` steps."""
+            """C (m, n) as the kernel below computes it, plus the GEMM of a second pair of operands, `rank` steps."""
             shape = m, n, k, rank, a_stage_bytes
             compute(a_map, b_map, rank_a_map, rank_b_map, c_map, residual_map, c, bias, residual, *shape)
 
@@ -321,8 +321,8 @@ def gemm_sm90_kernel(config):
             """C (m, n) from A and B with k steps of reduction; with SwiGLU, C (m, 2 n), and `residual` (m, n) is
             written.
 
-            c, residual (m, n / 2) and bias (n / 2) are seen as pairs of 16 bits. What the config does not use has no
-            elements. a_stage_bytes: of A's boxes of one stage. Shared memory: Sm90GemmConfig.layout.
+            c, residual (m, n / 2) and bias (n / 2) are seen as pairs of 16 bits. Arrays that the config does not use
+            have no elements. a_stage_bytes: of A's boxes of one stage. Shared memory: Sm90GemmConfig.layout.
             """
             shape = m, n, k, 0, a_stage_bytes
             compute(a_map, b_map, a_map, b_map, c_map, residual_map, c, bias, residual, *shape)
@@ -331,7 +331,7 @@ def gemm_sm90_kernel(config):
 
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None, low_rank=None):
-    """As ops.BACKENDS says, with the config that best_config chooses. low_rank: (A', B'), laid out as A and B are."""
+    """The gemm of ops.BACKENDS by the sm90 kernel of best_config. low_rank: (A', B'), laid out as A and B are."""
     kind = kind_of(a, out, a_mn, b_mn, add, bias, residual)
     config = best_config(*kind, device.sm_count(), False, low_rank is not None)
     gemm_with_config(config, a, b, out, bias, residual, low_rank)

@@ -52,7 +52,7 @@ class Sm90GemmConfig(NamedTuple):
 
     @property
     def rows(self):
-        """Of a tile of C."""
+        """Rows of a tile of C."""
         return ROWS * self.consumers
 
     @property
@@ -69,7 +69,7 @@ class Sm90GemmConfig(NamedTuple):
     def staged_columns(self):
         """Columns of C that a consumer stages in shared memory, 8 or 16 KiB at once. 0: its threads write C.
 
-        Of eight rows they write little, and sooner than TMA.
+        They write the little output of eight rows sooner than TMA.
         """
         if self.tile_columns % self.box_columns or self.eight_rows and self.output == "same":
             return 0
@@ -77,7 +77,7 @@ class Sm90GemmConfig(NamedTuple):
 
     @property
     def steps(self):
-        """Of the reduction, that a stage holds."""
+        """Elements of the reduction that a stage holds."""
         return STEPS * self.panels
 
     @property
@@ -87,12 +87,12 @@ class Sm90GemmConfig(NamedTuple):
 
     @property
     def a_bytes(self):
-        """Of A in a stage."""
+        """Bytes of A in a stage."""
         return self.panels * (8 if self.eight_rows else self.rows) * LINE
 
     @property
     def b_bytes(self):
-        """Of B in a stage."""
+        """Bytes of B in a stage."""
         return self.panels * self.columns * LINE
 
     @property
@@ -101,13 +101,13 @@ class Sm90GemmConfig(NamedTuple):
 
     @property
     def staged_bytes(self):
-        """Of a consumer's staged output."""
+        """Bytes of a consumer's staged output."""
         columns = self.prefetched_columns or (self.columns if self.prefetches else self.staged_columns)
         return columns // self.box_columns * BOX_BYTES
 
     @property
     def blocks_per_sm(self):
-        """How many blocks an SM holds at a time. Large tiles take all its registers."""
+        """Number of blocks that an SM holds at a time. Large tiles take all its registers."""
         return min(2, SHARED_LIMIT // self.layout.nbytes) if self.consumers == 1 and self.columns <= 64 else 1
 
     @property
@@ -137,14 +137,14 @@ def few_rows_config(m, n, k, sm_count, fixed, swiglu):
     """The config for up to ROWS rows, whose time is that of reading the weight, or of the chain of wgmma over k.
 
     A chain takes 0.05 us for 64 steps of 16 columns and 0.075 us of 64, and 0.03 us more for each stage: several panels
-    a stage. Up to eight rows of A take little room: more of the weight is under way. As long as tiles fill half of the
-    SMs, the next kernel loads its own weight meanwhile, all of it if it is short; where 64 columns fill more, 32 of
-    two blocks an SM are better. Of long weights the last wave should be full. H200, 1 and 64 rows: with one panel a
-    stage and 64 columns 5.0 and 5.1 us for 1024 x 2048, with these 3.0 and 3.4; 6.9 and 7.0 for 1024 x 3072, and 3.7
-    and 4.5; 10.2 and 10.7 for 4096 x 4096, and 9.6 and 10.3. One row, 4096 x 1024: 3.1 with two panels, 2.9 with four;
-    6144 x 1024: 5.1 with 96 columns, 4.1 with 32. Of a half of Qwen3-8B's layers, 1 row, four panels and two: 7.8 and
-    7.6 for 2048 x 4096, 17.2 and 16.2 for 2048 x 12,288; 64 rows: 8.8 with 16 columns and 8.1 with 32 for the former,
-    for gate and up of 6,144 columns 32.0 with 64 and 29.0 with 128.
+    a stage. Up to eight rows of A take little room: more of the weight is under way. While tiles fill half of the SMs,
+    the next kernel loads its own weight meanwhile, all of it if it is short; where 64 columns fill more, 32 of two
+    blocks an SM are better. The last wave of long weights should be full. H200, 1 and 64 rows: with one panel a stage
+    and 64 columns 5.0 and 5.1 us for 1024 x 2048, with these 3.0 and 3.4; 6.9 and 7.0 for 1024 x 3072, and 3.7 and 4.5;
+    10.2 and 10.7 for 4096 x 4096, and 9.6 and 10.3. One row, 4096 x 1024: 3.1 with two panels, 2.9 with four; 6144 x
+    1024: 5.1 with 96 columns, 4.1 with 32. A half of Qwen3-8B's layers, 1 row, four panels and two: 7.8 and 7.6 for
+    2048 x 4096, 17.2 and 16.2 for 2048 x 12,288; 64 rows: 8.8 with 16 columns and 8.1 with 32 for the former, for gate
+    and up of 6,144 columns 32.0 with 64 and 29.0 with 128.
     """
     eight, halves = m <= 8, 2 if swiglu else 1
     is_short = n * halves * k <= SHORT_WEIGHT and k < LONG_CHAIN
@@ -165,7 +165,7 @@ def few_rows_config(m, n, k, sm_count, fixed, swiglu):
             columns, most_panels = 48, 2
     else:
         # A model's part on each of several GPUs has few columns; 64 rows of A would be read too often by narrow tiles.
-        # Of equals the first: wide tiles, which read 64 rows of A less often, if one wave holds all of them.
+        # The first of equals is taken: wide tiles, which read 64 rows of A less often, if one wave holds all of them.
         swiglu_widths = (64, 96, 128) if eight else (64, 128) if filled(128) > 1 else (128, 64)
         widths = swiglu_widths if swiglu else (64, 32, 48, 96, *((24, 16) if eight else ()))
         columns = min(widths, key=lambda columns: round(1 - filled(columns) / math.ceil(filled(columns)), 1))
@@ -207,7 +207,7 @@ def best_config(m, n, k, element, a_mn, b_mn, output, bias, residual, sm_count, 
             tiles = -(-m // rows) * -(-n // config.tile_columns)
             waves = -(-tiles // sm_count)
             time_us = waves * (-(-k // STEPS) * round_us + 0.8)
-            # Of equals, the one that reads less from memory.
+            # The one of equals that reads less from memory.
             if best is None or (time_us, rows + columns) < best[0]:
                 best = (time_us, rows + columns), config
     config = best[1]

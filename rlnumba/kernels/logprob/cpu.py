@@ -9,7 +9,7 @@ from rlnumba.kernels.nn.row_sum_cpu import masked_row, row_softmax, row_terms
 
 @numba.njit(cache=True, parallel=True, error_model="numpy")
 def logp_rows(logits, ids, temperature, thresholds, logp, lse, entropy, top1):
-    """For each row: row_terms, and logp[row] = logits[row, ids[row]] / temperature - lse[row].
+    """Write row_terms of each row, and logp[row] = logits[row, ids[row]] / temperature - lse[row].
 
     logits (N, V) float32; ids (N,) int32 in range or IGNORED; thresholds (N,) float32, lower logits of the row count as
     -inf, or of length 0; logp, lse, entropy (N,) float32, top1 (N,) int32 written.

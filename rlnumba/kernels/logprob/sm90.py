@@ -58,7 +58,7 @@ TILE_ROWS = 128
 def is_supported(hidden, weight):
     """Whether the kernels of this module serve these arrays: where gemm/sm90.py computes the float32 logits of them.
 
-    What is sampled from those must be scored with the same bits, so the rows of (N, V) logits count, too.
+    Tokens sampled from those must be scored with the same bits, so the rows of (N, V) logits count, too.
     """
     rows_aligned = weight.shape[0] * 4 % CHUNK == 0
     return hidden.dtype != np.float32 and hidden.size > 0 and rows_aligned and is_16_byte_aligned(hidden, weight)

@@ -1,11 +1,11 @@
 """The sm_90 kernel of the log-prob: a GEMM whose epilogue takes what is needed of a tile of logits from registers.
 
-A block computes tiles of 64 rows for each consumer warpgroup x 256 columns, as kernels/gemm/sm90.py does. What the
-consumers then do with their accumulators is the config's mode:
+A block computes tiles of 64 rows for each consumer warpgroup x 256 columns, as kernels/gemm/sm90.py does. The config's
+mode is what the consumers then do with their accumulators:
 
     forward        each quad of threads folds its rows of the tile to four numbers in the order of kernels/nn/row_sum.py
                    (largest, sum of exponentials, the entropy's sum, first column of the largest)
-    exponentials   as forward, and the exponentials themselves are stored in 16 bits
+    exponentials   the same as forward, and the exponentials themselves are stored in 16 bits
     dlogits        with lse known, dz = dlogp / T (onehot - p), less dentropy / T p (log p + entropy) where the
                    config has entropy, is stored in 16 bits
     split_k        the accumulators are stored in float32, a partial sum of A B for each split of the reduction
@@ -189,7 +189,7 @@ def producer_function(config):
     return produce
 
 
-# What follows works on a thread's accumulators of one row of a tile, acc[begin + 4 b + c], b < 32, c < 2: columns
+# The functions below work on a thread's accumulators of one row of a tile, acc[begin + 4 b + c], b < 32, c < 2: columns
 # 8 b + c from this lane's first; or on sixteen of them, b < 8 (a part). Loops over parts are written out, for an index
 # that the compiler does not know would put the accumulators into memory.
 
@@ -431,7 +431,8 @@ def consumer_function(config):
         acc = cuda.local.array(accumulators, np.float32)
         for i in range(accumulators):
             acc[i] = np.float32(0.0)
-        # Of a thread's two rows: the target, and for dlogits the log-sum-exp and the factor, or the reference logit.
+        # For each of a thread's two rows: its target, and for dlogits the log-sum-exp and the factor, or the reference
+        # logit.
         targets = cuda.local.array(2, np.int32)
         shift, scale = cuda.local.array(2, np.float32), cuda.local.array(2, np.float32)
         offset, slope = cuda.local.array(2, np.float32), cuda.local.array(2, np.float32)
@@ -508,8 +509,8 @@ def logprob_kernel(config):
         target_logits (m,), the logits of ids, are written by "forward" and "exponentials"; for "dlogits" with entropy
         they are the rows' entropy (m,) and dentropy (m,), and are read. All but "forward" write the matrix of out_map:
         dz, the exponentials, or with "split_k" the partial sums of A B, split_rounds rounds each, one below the other,
-        m rounded up to whole tiles apart. What a mode does not use is one element long. stage_nbytes: of a stage's
-        boxes. Shared memory: LogprobConfig.layout.
+        m rounded up to whole tiles apart. Arrays that a mode does not use are one element long. stage_nbytes: of a
+        stage's boxes. Shared memory: LogprobConfig.layout.
         """
         thread = i32(cuda.threadIdx.x)
         group = sm90.warp_uniform(thread >> i32(7))

@@ -402,7 +402,7 @@ def check_rows(op, name, rows, limit):
 
 
 class TokenList(NamedTuple):
-    """What list_tokens_kernel found of a batch, for one gradient.
+    """The tokens of a batch as list_tokens_kernel lists them, for one gradient.
 
     shape: of the gradient, (V, D); ignored: the id that adds to no row, or -1; ready: the event after it, or None.
     """

@@ -1,8 +1,8 @@
-"""What low-rank adapters need besides GEMMs (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models").
+"""Kernels of low-rank adapters besides GEMMs (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models").
 
     y = x W^T + s (x A^T) B^T             W (M, D) frozen, A (C, D), B (M, C)
 
-`scale_adapters` multiplies x A^T by s. Where a batch has rows of several adapters, A and B hold them side by side, C
+`scale_adapters` multiplies x A^T by s. If a batch has rows of several adapters, A and B hold them side by side, C
 columns of x A^T each, and a row keeps those of its own adapter: the others become 0 and add nothing to the sum.
 
 W may be several matrices with one input, such as those of q, k and v. Each has a low-rank update of its own, so B is
@@ -105,7 +105,7 @@ def scale_adapters_ref(x, scales, adapter_ids):
 
 
 def keep_blocks_ref(first_columns, width, matrix):
-    """What keep_blocks leaves of matrix, as a new array."""
+    """A copy of matrix as keep_blocks leaves it."""
     first = np.resize(first_columns, len(matrix))[:, None]
     columns = np.arange(matrix.shape[1])
     return np.where((columns >= first) & (columns < first + width), matrix, matrix.dtype.type(0))

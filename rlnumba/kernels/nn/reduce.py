@@ -6,8 +6,9 @@
     group_mean_std  mean and standard deviation of every group of completions, NaN left out
     column_sums     total += the sum of the rows of a matrix       the mean logit of a position
 
-Sums are float32. That of squares is taken by segments of SEGMENT elements, whose sums depend on nothing else, so that
-they may be computed on several GPUs. A segment is PIECES blocks' partial sums, of 256 terms a thread, added in order.
+Sums are float32. The sum of squares is taken by segments of SEGMENT elements, whose sums depend on nothing else, so
+that they may be computed on several GPUs. A segment is PIECES blocks' partial sums, of 256 terms a thread, added in
+order.
 """
 
 import math

@@ -55,7 +55,7 @@ MOST_ROWS = 1 << 31
 
 
 class RowLayout(NamedTuple):
-    """How threads share a row: thread t owns the columns t * vector .. (t + 1) * vector - 1 of each chunk.
+    """A row's layout over threads: thread t owns the columns t * vector .. (t + 1) * vector - 1 of each chunk.
 
     A chunk is threads * vector columns. access: columns that one access to memory moves.
     """
@@ -93,7 +93,7 @@ def share_row(columns, itemsize, access, per_thread, max_threads):
 
 @functools.cache
 def square_sum_function(chunks, vector):
-    """The device function that adds up the squares of what a thread has of a row."""
+    """The device function that adds up the squares of a thread's elements of a row."""
 
     @device_function
     def square_sum(values, at):

@@ -36,7 +36,7 @@ ROPE_TYPES = tuple(_NEEDED)
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How a model stretches its rotary embedding: `rope_scaling` of config.json, its names and meaning.
+    """The stretching of a model's rotary embedding: `rope_scaling` of config.json, its names and meaning.
 
     rope_type: "linear" (Chen et al. 2023), "llama3" (Llama 3.1), "yarn" (Peng et al. 2023) or "dynamic", which changes
     nothing up to the model's max_position_embeddings: beyond, it depends on the length of the running sequence, so that
@@ -66,8 +66,8 @@ class RopeScaling:
     def num_positions(self, max_position_embeddings):
         """The longest sequence of a model with this key in its config.json, in tokens: int.
 
-        As model cards and vLLM have it: "linear" and "yarn" stretch what the model was trained with, which for "yarn"
-        is original_max_position_embeddings, whether or not max_position_embeddings was raised, too.
+        The number is that of model cards and of vLLM: "linear" and "yarn" stretch what the model was trained with,
+        which for "yarn" is original_max_position_embeddings, whether or not max_position_embeddings was raised, too.
         """
         if self.rope_type == "linear":
             return int(max_position_embeddings * max(self.factor, 1.0))
@@ -77,7 +77,7 @@ class RopeScaling:
 
 
 class HeadShape(NamedTuple):
-    """How a group of lanes shares a head: lane t has elements t * vector .. (t + 1) * vector - 1 of either half.
+    """A head's layout over a group of lanes: lane t has elements t * vector .. (t + 1) * vector - 1 of either half.
 
     So the two elements of a rotation are in one lane. width: E; vector: elements of 16 bytes; access, table_access:
     elements that one access to heads, or to the tables, moves.

@@ -18,12 +18,12 @@ from rlnumba.kernels.ptx.warp import device_function, float_as_int, int_as_float
 
 # Elements that share one counter.
 GROUP = 4
-# The last word of a counter: what is rounded. Of MOMENTS the lower halves of the words serve m, the upper ones v.
+# The last word of a counter: what is rounded. The lower halves of MOMENTS' words serve m, the upper ones v.
 MOMENTS, WEIGHTS = 0, 1
 
 
 def rounding_noise(seed, step):
-    """What operators that round take as `noise`: (3,) uint32 on the host, the key of a seed and the step."""
+    """The argument `noise` of operators that round: (3,) uint32 on the host, the key of a seed and the step."""
     return np.append(noise_key(seed, ()), np.uint32(step))
 
 

@@ -72,7 +72,7 @@ def swiglu_kernel(vector, access, bounded):
 
 @specialize
 def swiglu_backward_kernel(vector, access, bounded, out_over_dout):
-    """As swiglu_kernel. out_over_dout: whether the forward's out is written over dout."""
+    """swiglu_kernel's backward, laid out the same. out_over_dout: whether the forward's out is written over dout."""
     load, store = vector_access(vector, access, bounded)
     count, stride = UNROLL * vector, THREADS * vector
 

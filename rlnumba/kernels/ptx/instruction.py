@@ -1,11 +1,11 @@
-"""How an instruction that Numba does not offer is defined: PTX for the GPU, and a Python twin for the simulator.
+"""The definition of an instruction that Numba does not offer: PTX for the GPU, and a Python twin for the simulator.
 
     @instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", "r")
     def mbarrier_arrive(mbarrier):
         ...  # what the instruction does, in Python
 
-On a GPU the decorated name is a Numba intrinsic that emits the PTX, in the simulator it is the function itself. What an
-instruction does to several threads at once is a twin that is also @warp_wide.
+On a GPU the decorated name is a Numba intrinsic that emits the PTX, in the simulator it is the function itself. The
+twin of an instruction that acts on several threads at once is also @warp_wide.
 """
 
 import inspect
@@ -90,7 +90,7 @@ else:
         return lambda twin: as_intrinsic(define, len(codes), twin)
 
     def instruction_since_sm90(text):
-        """As instruction, without operands: nothing on GPUs before compute capability 9.0."""
+        """The same as instruction, without operands: nothing on GPUs before compute capability 9.0."""
 
         def define(typingctx):
             def codegen(context, builder, signature, args):
@@ -122,7 +122,7 @@ else:
         return [builder.gep(data, [I32(i)]) for i in range(count)]
 
     def array_data(context, builder, array_type, array):
-        """Where an array begins, as 64 bits."""
+        """The address at which an array begins, as 64 bits."""
         return builder.ptrtoint(context.make_array(array_type)(context, builder, array).data, I64)
 
     @intrinsic

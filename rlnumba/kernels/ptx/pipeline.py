@@ -96,7 +96,7 @@ def matrix_address(boxes, block, warp, lane):
 
 @device_function
 def accumulator_address(boxes, block, warp, lane):
-    """Where accumulators 4 block and 4 block + 1 of a wgmma belong in boxes of 64 rows and 32 float32 columns.
+    """The address of accumulators 4 block and 4 block + 1 of a wgmma in boxes of 64 rows and 32 float32 columns.
 
     The other two of the block belong 8 lines below, 8 * LINE bytes further on.
     """

@@ -12,7 +12,7 @@ if SIMULATED:
 
 
 def _condition(semaphores, index):
-    """Where the simulator's threads wait for a semaphore to change."""
+    """The condition on which the simulator's threads wait for a semaphore to change."""
     return grid_state(("semaphore", semaphores.ctypes.data, int(index)), Condition)
 
 
@@ -39,8 +39,8 @@ def semaphore_release(semaphores, index, value):
 def atomic_add_acq_rel(counters, index):
     """Add 1 to counters[index] and return what it was.
 
-    What this thread, and threads that it met at a barrier, wrote before is visible to all that add later; what was
-    written before earlier additions is visible to this thread and to all that it meets.
+    Writes of this thread, and of threads that it met at a barrier, before this are visible to all that add later;
+    writes before earlier additions are visible to this thread and to all that it meets.
     """
     counters[index] += 1
     return counters[index] - 1

@@ -81,7 +81,7 @@ def _unfenced():
 
 
 class AsyncRead:
-    """What TMA or the tensor cores read while the program goes on."""
+    """Memory that TMA or the tensor cores read while the program goes on."""
 
     def __init__(self, array, trouble="registers were written to while a product still read them"):
         self.array, self.content, self.trouble = array, array.copy(), trouble

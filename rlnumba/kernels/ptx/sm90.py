@@ -78,7 +78,7 @@ def mbarrier_expect_tx(address, nbytes):
 
 @instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", "r")
 def mbarrier_arrive(address):
-    """Arrive."""
+    """Arrive at the mbarrier, once."""
     _mbarrier(address).update(1, 0)
 
 
@@ -141,7 +141,7 @@ def tma_load_3d(destination, tensor_map, column, head, row, mbarrier):
     "rlrrr",
 )
 def tma_load_2d_evict_first(destination, tensor_map, column, row, mbarrier):
-    """As tma_load_2d, of what is read once: the first to leave L2."""
+    """The same as tma_load_2d, for memory that is read once: the first to leave L2."""
     _load_box(destination, tensor_map, (row, column), mbarrier)
 
 
@@ -152,7 +152,7 @@ def tma_load_2d_evict_first(destination, tensor_map, column, row, mbarrier):
     "rlrrrr",
 )
 def tma_load_3d_evict_first(destination, tensor_map, column, head, row, mbarrier):
-    """As tma_load_3d, of what is read once: the first to leave L2."""
+    """The same as tma_load_3d, for memory that is read once: the first to leave L2."""
     _load_box(destination, tensor_map, (row, head, column), mbarrier)
 
 
@@ -234,7 +234,7 @@ def tma_store_3d(tensor_map, column, head, row, source):
 
 @instruction("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [$0, {$1, $2}], [$3];", "lrrr")
 def tma_reduce_add_2d(tensor_map, column, row, source):
-    """As tma_store_2d, adding to a float32 matrix."""
+    """The same as tma_store_2d, but adds to a float32 matrix."""
     _store_box(source, tensor_map, (row, column), add=True)
 
 
@@ -253,7 +253,7 @@ def bulk_copy_store(array, offset, count, source):
     "err",
 )
 def bulk_reduce_add(array, offset, count, source):
-    """As bulk_copy_store, adding to what is there."""
+    """The same as bulk_copy_store, but adds to what is there."""
 
     def write(content):
         array[offset : offset + count] += content.view(np.float32)
@@ -337,7 +337,7 @@ def setmaxnreg(count, increase):
     return change_registers
 
 
-# What one producer warpgroup leaves two consumer warpgroups: 128 (40 + 2 x 232) of an SM's 65,536 registers.
+# Registers that one producer warpgroup leaves two consumer warpgroups: 128 (40 + 2 x 232) of an SM's 65,536.
 setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(40, False), setmaxnreg(232, True)
 
 

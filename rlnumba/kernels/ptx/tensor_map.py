@@ -20,14 +20,14 @@ from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
 
-# What the kernel is compiled for: older GPUs have no tensor maps.
+# Architectures that the kernel compiles for: older GPUs have no tensor maps.
 ARCHITECTURES = [(9, 0, "a")]
 
 
 class HostTensorMap:
     """The simulator's tensor map: an array and the box that one TMA copy moves."""
 
-    # Of the 128 bytes that stand for it on a GPU.
+    # The dtype and dimensions of the 128 bytes that stand for it on a GPU.
     dtype, ndim = np.dtype(np.uint8), 1
 
     def __init__(self, array, box):
@@ -170,7 +170,7 @@ class DeviceTensorMaps:
 
 
 def tensor_map(array, *box):
-    """What a kernel needs to copy boxes of a matrix or three-dimensional array, whose rows are contiguous, by TMA.
+    """The tensor map to copy boxes of a matrix or three-dimensional array, whose rows are contiguous, by TMA.
 
     box: lengths in the order of the array's dimensions, at most 256 each. A line of a box is at most 128 bytes; the
     array and its rows start at multiples of 16 bytes. Three lengths for a matrix: it is seen as (panels, rows, columns

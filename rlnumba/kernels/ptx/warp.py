@@ -11,11 +11,11 @@ Warps. `shuffle*` exchange a value among the 32 lanes; `warp_sum` and `warp_max`
 warps' results in the order of the warps. All lanes of a warp, or all threads of a block, must call them.
 
 PDL (runtime/launch.py). `griddepcontrol_wait` waits for the end of all earlier kernels and for what they wrote;
-`griddepcontrol_launch_dependents` allows the next kernel to begin, once all blocks have called it or ended. What a
+`griddepcontrol_launch_dependents` allows the next kernel to begin, once all blocks have called it or ended. Data that a
 kernel reads before it waits must be older than all pdl_scope kernels, as a model's weights are in decode.
 
 Vectors. Memory gives its full rate to accesses of 16 bytes a thread, several under way at a time: `vector_access`.
-What a thread owns, and so the order of its sums, depends on `count`; `access` follows from where the arrays lie
+The elements of a thread, and so the order of its sums, depend on `count`; `access` follows from where the arrays lie
 (`access_length`) and changes no bits. Two float32 are rounded to 16 bits by one instruction, of compute capability 8.0.
 """
 
@@ -224,7 +224,7 @@ else:
                 inside = None
                 if bounded:
                     inside = builder.icmp_signed("<", index, builder.extract_value(array.shape, 0))
-                    # What is outside is read from the start of the array and thrown away: no branch.
+                    # An element outside is read from the start of the array and thrown away: no branch.
                     index = builder.select(inside, index, I64(0))
                 pointer = builder.bitcast(builder.gep(array.data, [index]), kind.as_pointer())
                 found.append((offset, inside, pointer))
@@ -493,9 +493,9 @@ def udiv(number, by):
 
 
 def access_length(columns, *arrays):
-    """How many elements one access may move: what divides `columns`, fits into 16 bytes, and suits every address.
+    """Elements that one access may move: a divisor of `columns` that fits into 16 bytes and suits every address.
 
-    columns: how many elements a row of the arrays has. On the host, for vector_access.
+    columns: elements of a row of the arrays. On the host, for vector_access.
     """
     length = 16 // max(array.itemsize for array in arrays)
     while columns % length or any(address(array) % (length * array.itemsize) for array in arrays):

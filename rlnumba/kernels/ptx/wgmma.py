@@ -30,7 +30,7 @@ WARPGROUP, ROWS = 128, 64
 
 
 def _box_bytes(major, rows):
-    """From the box of 64 k of an operand to that of the next 64, if they lie one after the other."""
+    """Bytes from an operand's box of 64 k to that of the next 64, if they lie one after the other."""
     return rows * LINE if major == "k" else BOX_BYTES
 
 
@@ -38,7 +38,7 @@ if SIMULATED:
     from rlnumba.runtime.simulator import NAN, block_state, current_thread, warpgroup_wide, with_gpu_nans
 
     class Product:
-        """What a thread has of a product under way: accumulators that hold NaN until it is waited for."""
+        """A thread's part of a product under way: accumulators that hold NaN until it is waited for."""
 
         def __init__(self, acc, result, reads):
             self.acc, self.result, self.reads = acc, result, reads
@@ -66,7 +66,7 @@ if SIMULATED:
         return thread.state.setdefault("products", [])
 
     def _accumulated(thread, acc):
-        """What acc will hold after the products that are under way."""
+        """The values that acc will hold after the products that are under way."""
         for product in reversed(_products(thread)):
             if product.acc.ctypes.data == acc.ctypes.data:
                 return product.result
@@ -310,7 +310,7 @@ def wgmma_async(
     a_box, b_box: bytes from the box of 64 k to that of the next 64; by default boxes of as many lines as the
     operand has rows lie one after the other. broadcast: A, K-major, has eight rows only, each of which is also
     every eighth row after it.
-    What is started is one wgmma group. Until wgmma_wait_group has waited for it, acc, the words of A and the
+    A started product is one wgmma group. Until wgmma_wait_group has waited for it, acc, the words of A and the
     operands' memory must not be touched.
     """
     a_box = a_box or _box_bytes(a, 8 if broadcast else ROWS * blocks)

@@ -50,7 +50,7 @@ def reward_sum_kernel(rewards_per_func, weights, rewards):
 def normalize_functions_kernel(rewards_per_func, num_generations, epsilon, z):
     """z = (r - mean) / (std + epsilon) within a group, for each function apart; a thread owns group and function.
 
-    As in group_mean_std the mean is that of the distances from the lowest reward.
+    The mean is that of the distances from the lowest reward, as in group_mean_std.
     """
     index, functions = cuda.grid(1), z.shape[1]
     first, function = index // functions * num_generations, index % functions
@@ -166,7 +166,7 @@ def group_advantages_ref(
     """advantages of group_advantages, in rewards_per_func's precision."""
 
     def mean_std(values, size):
-        """Of each `size` rows, for each column apart, in the shape of values, (B,) or (B, F)."""
+        """(mean, std) of each `size` rows, for each column apart, in the shape of values, (B,) or (B, F)."""
         groups = values.T.reshape(-1, size)
         return (np.repeat(part, size).reshape(values.T.shape).T for part in group_mean_std_ref(groups))
 

@@ -105,7 +105,7 @@ def kto_loss(
 def kto_metrics(stats, labels):
     """TRL's metrics, a dict of floats, of completions from their stats (n, STATS) and labels (n,), on the host.
 
-    Of a batch without desirable completions, or without others, there are no means of those.
+    A batch without desirable completions, or without others, has no means of those.
     """
     stats, labels = np.asarray(stats, np.float64), np.asarray(labels, bool)
     found = {"kl": float(stats[0, KL])}

@@ -46,7 +46,7 @@ from rlnumba.runtime.launch import launch, specialize
 THREADS = 128
 MASKS = (np.dtype(np.float32), np.dtype(np.uint8))
 
-# How a token's loss depends on the ratio. All other loss types share the first form.
+# Forms of a token's loss as a function of the ratio. All other loss types share the first form.
 CLIP, CISPO, SAPO, VESPO, DPPO = range(5)
 OTHER_FORMS = {"cispo": CISPO, "sapo": SAPO, "vespo": VESPO, "dppo": DPPO}
 # Forms whose ratio is to the sampler already, or that take the correction into their weight.
@@ -197,7 +197,7 @@ def surrogate_function(terms):
 
     @device_function
     def clip(ratio, logprob, advantage, phi):
-        # Where both branches of the minimum are equal, the slope is that of the first.
+        # If both branches of the minimum are equal, the slope is that of the first.
         if math.isnan(ratio):
             return ratio, ratio, ZERO
         capped, clipped = min(ratio, delta) * advantage, clamp(ratio, low, high) * advantage

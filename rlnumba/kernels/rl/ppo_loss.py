@@ -1,7 +1,7 @@
 """PPO's loss and its derivatives: the clipped surrogate of the policy and the clipped error of the values, in one pass.
 
-Of a token with log-prob lp, value v and entropy H, whose log-prob, value, advantage and return before the update were
-old, V, A and R,
+A token has the log-prob lp, value v and entropy H; its log-prob, value, advantage and return before the update were
+old, V, A and R:
 
     c = exp(lp - old)                           pg = max(-A c, -A clip(c, 1 - cliprange, 1 + cliprange))
     w = clip(v, V - cliprange_value, V + cliprange_value)           vf = 0.5 max((v - R)^2, (w - R)^2)
@@ -12,7 +12,7 @@ All arrays are float32. logprobs, entropy, values and the outputs have an entry 
 old_logprobs, advantages, old_values and returns have one for each token of a rollout, and rows (T,) int32 are the
 entries of the micro-batch's tokens there, so that a micro-batch of completions in any order is not copied together.
 
-A clipped branch has slope 0. Where both branches are equal, the slope is that of the one that is not clipped. The
+A clipped branch has slope 0. If both branches are equal, the slope is that of the one that is not clipped. The
 derivative by an entropy is the constant -entropy_coef scale. Sums are added by each thread in the order of its tokens,
 then over its warp, then over the warps in their order; a block writes its own row of `partials`, whose rows the host
 adds in float64.
@@ -83,7 +83,7 @@ def ppo_loss_kernel(terms):
         plain, clipped = -advantage * ratio, -advantage * clamp(ratio, low, high)
         if clipped > plain:
             return clipped, ZERO, ratio, ONE
-        # Of a NaN both are one, and the slope.
+        # A NaN makes both branches and the slope NaN.
         return plain, plain, ratio, ZERO
 
     @device_function

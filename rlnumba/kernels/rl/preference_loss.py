@@ -31,7 +31,7 @@ S = sigmoid, and F the f_divergence_type's score of a log-ratio (Wang et al. 202
                    w = exp(mean over tokens of log p - log sum q^2), q the probabilities of the vocabulary
     ld_alpha: tokens beyond the shorter completion of a pair count ld_alpha times in lp and ref    Liu et al. 2024
 
-All arrays are packed: T tokens, completion i at cu_seqlens[i]:cu_seqlens[i + 1]. Of B pairs the chosen completions come
+All arrays are packed: T tokens, completion i at cu_seqlens[i]:cu_seqlens[i + 1]. The chosen completions of B pairs come
 first; B + i is the rejected one of pair i. Arithmetic is float32, sums run in a fixed order. Source of the semantics:
 TRL 1.16, DPOTrainer._compute_loss.
 """

@@ -14,7 +14,7 @@ the largest always is. Temperature 0 takes the lowest index of the largest logit
 g is Gumbel noise, so the argmax is a draw from softmax(s) over the kept (Gumbel 1954; Maddison et al. 2014). And the
 largest s + g of a set of tokens is distributed as log sum exp(s) over the set plus one g. So a row without filters
 draws twice: first one of its segments, SEGMENT neighbouring tokens, by their log-sum-exps with a noise each, then a
-token of that segment by the tokens' noise. That needs V / SEGMENT + SEGMENT noises instead of V, and is as exact.
+token of that segment by the tokens' noise. This needs V / SEGMENT + SEGMENT noises instead of V, and is as exact.
 
 The noise of a token or segment is a function of seed, prompt, sample and position (draw.py), not of the row, the
 filters or the batch. A token of probability p is drawn for a u of about p; the step of 2^-32 suffices down to 1e-9.
@@ -150,7 +150,7 @@ def apply_repetition_penalty(logits, penalty, history):
 
 
 def kept_ref(logits, temperature, top_k, top_p, min_p):
-    """Which tokens of one row (V,) the filters keep, by their definition on probabilities; temperature > 0."""
+    """A mask of one row's tokens (V,) that the filters keep, by their definition on probabilities; temperature > 0."""
     p = np.exp(logits / temperature - np.max(logits / temperature))
     kept = p >= min_p
     if 0 < top_k < np.sum(kept):

@@ -1,4 +1,4 @@
-"""What changes logits by the tokens of the completion so far, and tokens that may not be drawn yet.
+"""Changes of logits by the tokens of the completion so far, and by tokens that may not be drawn yet.
 
     c(v) = occurrences of token v in the completion, without the prompt
     z(v) -= frequency_penalty c(v) + presence_penalty [c(v) > 0]        apply_output_penalties

@@ -196,7 +196,7 @@ def scan_kernel(access):
         while at < width:
             bits, lane_sum = i32(0), warp_sums + part * PADDED_LANES + lane
             if filtered:
-                # Of a lane's sixteen logits those that reach the bound.
+                # Bits for those of a lane's sixteen logits that reach the bound.
                 for i in range(16):
                     if values[i] >= bound:
                         bits = i32(bits | (1 << i))
@@ -219,7 +219,7 @@ def scan_kernel(access):
 
 
 class Workspace:
-    """What scan_kernel leaves for draw_kernel. Grows with the rows asked for; captured graphs keep their arrays."""
+    """Arrays that scan_kernel leaves draw_kernel. They grow with the rows asked for; captured graphs keep theirs."""
 
     def __init__(self):
         self.kept = {}
@@ -235,7 +235,7 @@ class Workspace:
 
 
 def blocks_per_row(rows, columns):
-    """How many blocks share a row: what fills the GPU once, and no more than shorten that time."""
+    """Number of blocks that share a row: as many as fill the GPU once, and no more than shorten that time."""
     parts = -(-columns // PART_COLUMNS)
     most = max(SCAN_BLOCKS * device.sm_count() // rows, 1)
     warp_parts = -(-parts // (SCAN_WARPS * most))
@@ -243,5 +243,5 @@ def blocks_per_row(rows, columns):
 
 
 def sample_rank(columns, expected):
-    """How many of MAXIMA groups of sixteen hold one of a row's `expected` largest tokens, as an int32."""
+    """Number of the MAXIMA groups of sixteen that hold one of a row's `expected` largest tokens, as an int32."""
     return np.int32(min(round(MAXIMA * (1 - (1 - min(expected / columns, 1)) ** 16)), MAXIMA - 1))

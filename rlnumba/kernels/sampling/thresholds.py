@@ -49,7 +49,7 @@ def ordered_float(key):
 
 @device_function
 def ordered_distance(low, key):
-    """How far a key of ordered_int() lies above `low`, as uint32; huge if it lies below."""
+    """The distance of a key of ordered_int() above `low`, as uint32; huge if it lies below."""
     return u32(np.int64(key) - np.int64(low))
 
 
@@ -230,7 +230,7 @@ def filter_list(candidates, count, bound, floor, limits, width, largest, total, 
     if complete or not (limited or min_p > np.float32(0.0)):
         mass = list_weight(candidates, count, threshold, largest, factor, True, partials)
         if top_p < np.float32(1.0):
-            # Of the mass of what is kept so far: of the whole row if no other filter is on.
+            # top_p is a share of the mass that is kept so far: of the whole row if no other filter is on.
             whole = np.float32(mass) if complete else total * WEIGHT_UNITS
             target = max(np.int64(top_p * whole), np.int64(1))
             if complete or target <= mass:

@@ -68,7 +68,14 @@ FORBIDDEN = {
 
 # Packages whose docstrings have their subject first.
 SUBJECT_FIRST = (
+    "config",
+    "data",
+    "distributed",
+    "engine",
     "kernels",
+    "model",
+    "reporting",
+    "rewards",
     "runtime",
 )
 GENITIVE = re.compile(r'"""(Of|As|What|Where|Which|How|Whose|That)\b')

@@ -81,7 +81,7 @@ class PreferenceLossConfig(Section):
 
 @dataclass(frozen=True)
 class PreferenceConfig(TrainConfig):
-    """What the [train] sections of `rlnumba dpo` and `rlnumba kto` share."""
+    """Keys that the [train] sections of `rlnumba dpo` and `rlnumba kto` share."""
 
     learning_rate: float = key(1e-6, "Highest learning rate of AdamW.", minimum=0)
     max_length: int | None = key(

@@ -1,4 +1,4 @@
-"""What a key of a run is: a dataclass field with its type, default, limits and line of documentation.
+"""Keys of a run: each is a dataclass field with its type, default, limits and line of documentation.
 
 A value out of range is a ConfigError that names the key.
 """
@@ -24,7 +24,7 @@ LIMITS = {
     "below": ("below", operator.lt),
     "maximum": ("at most", operator.le),
 }
-# What a key of each type must be, as a message says it.
+# A value of each type, as a message says what a key must be.
 TYPE_NAMES = {
     str: "a string",
     int: "an integer",
@@ -56,8 +56,8 @@ def key(default, doc, **limits):
     limits: those of LIMITS, `choices` (tuple; of a list, of each element), `nonempty` (bool), `words` (dict of other
     spellings, in lower case), `single` (bool: one string stands for a list of it), `of` (the name of a constant of Run
     that is true for the trainers that read it; by default all read it that have the section), `needs` (a key
-    "section.name" that must be set, such a key and the values of which it must have one, or a Condition, without which
-    this key has no effect).
+    "section.name" that must be set, such a key and the values that it may have, or a Condition, without which this key
+    has no effect).
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, list | dict):
@@ -138,7 +138,7 @@ def typed_value(f, value, convert=as_type):
     try:
         return convert(value, hint)
     except (ValueError, OverflowError) as error:
-        # Of a key of strings or lists these are other spellings, and "choices" names what there is.
+        # For a key of strings or lists the words are other spellings, and "choices" names what there is.
         named = [f'"{word}"' for word in words] if hint in (int, float) else []
         expected = " or ".join([TYPE_NAMES[hint], *named, *(['"None"'] if optional else [])])
         raise ConfigError(f"must be {expected}, got {shown(value, 200)}") from error
@@ -161,7 +161,7 @@ def check_keys(owner, section):
                 value = typed_value(f, value)
             except ConfigError as error:
                 raise ConfigError(f"{name} {error}") from error
-            # Of a frozen dataclass.
+            # The dataclass is frozen.
             object.__setattr__(owner, f.name, value)
         if value is not None and (problem := range_problem(f.metadata, value)):
             raise ConfigError(f"{name} {problem}")

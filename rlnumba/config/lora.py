@@ -29,5 +29,5 @@ class LoraConfig(Section):
 
     @property
     def scaling(self):
-        """What x A^T B^T is multiplied by: float."""
+        """The factor by which x A^T B^T is multiplied: float."""
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)

@@ -49,7 +49,7 @@ WITHOUT_EFFECT = {
     }.items()
     for name in names.split()
 }
-# What a key says that asks for nothing: it is switched off. No warning then, nor for those that ask for what is so.
+# Values of a key that ask for nothing: it is switched off. No warning then, nor for those that ask for what is so.
 OFF = (False, None, "", 0, "none", "None", [], {}, -1, "passive", "false")
 AS_HERE = {"logging_strategy": ("steps",), "hub_strategy": ("every_save",)}
 SIXTEEN_BITS = {"bf16": "bfloat16", "bf16_full_eval": "bfloat16", "fp16": "float16", "fp16_full_eval": "float16"}
@@ -63,7 +63,7 @@ def always():
 
 
 def translated(name, value, known, has_16_bits=always):
-    """What a key of [train] that is none of `known` means here: (name, value), or None if it is accepted.
+    """The meaning here of a key of [train] that is none of `known`: (name, value), or None if it is accepted.
 
     Prints a warning for one that is accepted and asks for something. has_16_bits: returns whether the device computes
     in them. Raises KeyError for a key that means nothing here.

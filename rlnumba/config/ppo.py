@@ -18,7 +18,7 @@ class PPOConfig(SamplingConfig):
     # Not keys: a prompt has one completion, the reference stands still, and old log-probs are of all logits.
     num_generations = num_iterations = 1
     sync_ref_model = sampling_mask_replay = False
-    # Of an error for too few prompts.
+    # The keys that an error for too few prompts names.
     prompts_key = "train.per_device_train_batch_size x gradient_accumulation_steps"
 
     learning_rate: float = key(3e-6, "Highest learning rate of AdamW.", minimum=0)

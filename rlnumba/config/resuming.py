@@ -8,7 +8,7 @@ from rlnumba.config.runs import RUNS
 
 SAME, CONTENT, NEXT, FREE = "same", "content", "next", "free"
 
-# What a change does, for the page of the keys.
+# The effect of a change, for the page of the keys.
 RULES = {
     FREE: "No effect on the weights.",
     NEXT: "Acts from the next optimizer step on. A batch of another size goes on with the first row of the epoch that "

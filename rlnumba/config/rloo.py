@@ -74,5 +74,5 @@ class RLOORun(AheadRun):
 
     train: RLOOConfig = RLOOConfig()
 
-    # As the loss's ratio.
+    # Importance weights are those of sequences, as the loss's ratio is.
     weighted_by = "sequence"

@@ -1,4 +1,4 @@
-"""What trainers on the model's own completions share: their sections, how completions are drawn, one generation."""
+"""Sections that trainers on the model's own completions share: how completions are drawn, and one generation."""
 
 import difflib
 import math
@@ -13,7 +13,7 @@ from rlnumba.errors import ConfigError
 # Parameters of sampling that have a key of their own in [train], and those that generation_kwargs alone has.
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 GENERATION_KEYS = ("presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
-# What generation_kwargs cannot change: the trainer sets it, or trains with it.
+# Keys that generation_kwargs cannot change: the trainer sets them, or trains with them.
 OWN_KEYS = {
     "temperature": "set train.temperature, which divides the logits in training, too",
     "max_tokens": "set train.max_completion_length",
@@ -26,7 +26,7 @@ OWN_KEYS = {
 
 @dataclass(frozen=True)
 class SamplingConfig(TrainConfig):
-    """How completions are drawn."""
+    """Keys of how completions are drawn."""
 
     # Keys of GroupConfig, and of GRPO's.
     difficulty_weights = no_resampling_pass_rate = None
@@ -104,7 +104,7 @@ class GroupConfig(SamplingConfig):
     )
 
     def on_ranks(self, num_ranks):
-        """As TrainConfig's, with the completions of a generation, too."""
+        """This section with the sizes of all ranks together, those of a generation, too; the same for one rank."""
         if num_ranks == 1 or self.steps_per_generation is None:
             return super().on_ranks(num_ranks)
         completions = num_ranks * self.per_device_train_batch_size * self.steps_per_generation
@@ -210,7 +210,7 @@ class AheadRun(PromptRun):
     asynchronous: AsyncConfig | None = None
 
     generates_ahead = True
-    # Of what the loss is weighted by async.staleness `is`: a token or a sequence.
+    # The unit whose loss is weighted by async.staleness `is`: a token or a sequence.
     weighted_by = "token"
     # In prime-rl's files it counts the completions of a step.
     batch_size = "train", "generation_batch_size"
@@ -235,7 +235,8 @@ class AheadRun(PromptRun):
     def weights_transport(self, nbytes, gpu_bytes):
         """The way of new weights to inference processes, "peer" or "shm".
 
-        nbytes: of the weights; gpu_bytes: of memory of a GPU whose memory processes can share, 0 without one.
+        nbytes: bytes of the weights; gpu_bytes: bytes of memory of a GPU whose memory processes can share, 0 without
+        one.
         """
         if self.deploy.update_weights_transport != "auto":
             return self.deploy.update_weights_transport

@@ -143,7 +143,7 @@ class RewardsConfig(Section):
 
 @dataclass(frozen=True)
 class EvalConfig(Section):
-    """How held-out prompts are completed and counted. What is None is as in training."""
+    """Keys of how held-out prompts are completed and counted. A key that is None is as in training."""
 
     section = "eval"
     num_generations: int = key(1, "Completions of each held-out prompt.", minimum=1, needs="data.eval")
@@ -205,7 +205,7 @@ class EngineConfig(Section):
 
 @dataclass(frozen=True)
 class DeployConfig(Section):
-    """What a run is spread over."""
+    """GPUs, processes and nodes that a run is spread over."""
 
     section = "deploy"
     num_train_gpus: int = key(1, "GPUs that train; on the cpu device, processes.", minimum=1)
@@ -350,7 +350,7 @@ NAMED_RUNS = ("train.report_to", ("wandb", "trackio"))
 
 @dataclass(frozen=True)
 class TrainConfig(Section):
-    """What all trainers share: TRL's names, with the defaults of TRL and transformers' TrainingArguments."""
+    """Keys that all trainers share: TRL's names, with the defaults of TRL and transformers' TrainingArguments."""
 
     section = "train"
 

@@ -23,7 +23,7 @@ LARGEST = 1e18
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 TEMPLATE_CELLS = dict.fromkeys(TEMPLATE_COLUMNS, json_cell)
 
-# Of sampled_rows.
+# The most rows that read_dataset returns inside sampled_rows; None outside of it.
 _most_rows = None
 
 
@@ -31,8 +31,8 @@ def read_dataset(path, data, for_eval=None, cells=None):
     """The rows of data.train, or of data.eval where for_eval is True: list of (dict, str), as read_rows.
 
     path: one file or dataset of the hub or of reasoning-gym ("gym:NAME"), or several, separated by commas. data:
-    DataConfig, whose name and split choose within a dataset of the hub, and whose gym has reasoning-gym's arguments. Of
-    several files of data.train with train_weights, each has round(weight x its rows) rows, evenly taken from it.
+    DataConfig, whose name and split choose within a dataset of the hub, and whose gym has reasoning-gym's arguments.
+    Each of several files of data.train with train_weights has round(weight x its rows) rows, evenly taken from it.
     for_eval: None where the path says it; data.train and data.eval may be splits of one dataset. Raises ConfigError for
     a wrong number of weights.
     """
@@ -80,9 +80,9 @@ def sampled_rows(count):
 def read_rows(path, name=None, split="train", cells=None):
     """The rows of a file or a dataset of the hub, each with its file and line ("train.jsonl:7"): list of (dict, str).
 
-    name, split: of a dataset of the hub. cells: {column: function of formats.py} for the columns of a csv file that are
-    read as something else than text, or are read by the trainer itself. Raises UserError for a missing or empty file,
-    and for the first line that is no row.
+    name, split: those of a dataset of the hub. cells: {column: function of formats.py} for the columns of a csv file
+    that are read as something else than text, or are read by the trainer itself. Raises UserError for a missing or
+    empty file, and for the first line that is no row.
     """
     path = Path(path)
     if path.is_dir():
@@ -108,7 +108,7 @@ def _hub_files(repo_id, name, split):
         raise UserError(f"{missing(repo_id)}; {remedy}") from error
     try:
         files = sorted(huggingface_hub.list_repo_files(repo_id, repo_type="dataset"))
-        # Of .json files, those of a split: a dataset's description is one, too.
+        # Only .json files of the split have rows: a dataset's description is a .json file, too.
         rows = [
             file
             for file in files

@@ -27,10 +27,11 @@ class TokenSequence:
 
 
 def best_fit_decreasing(lengths, size):
-    """Which sequences share a bin of `size` tokens: list of lists of indices into `lengths` (all at most `size`).
+    """Bins of `size` tokens: a list of lists of indices into `lengths` (all at most `size`), one list a bin.
 
-    Longest first (equal lengths in order), each into the bin with the least free space that is enough; of bins with
-    equal free space, the one that has had it longest. Source: arXiv 2404.10830, TRL's packing strategy bfd.
+    The longest goes first (equal lengths in order), each into the bin with the least free space that is enough; among
+    bins with equal free space, into the one that has had it longest. Source: arXiv 2404.10830, TRL's packing strategy
+    bfd.
     """
     bins = []
     spaces = []  # the distinct free spaces of open bins, ascending

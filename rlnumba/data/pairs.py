@@ -99,7 +99,7 @@ def load_pairs(
 
 def is_templated(rows, data):
     """Whether the chat template is applied to any row: to one with a list of messages, or with data.apply_chat_template
-    to a prompt. rows: of read_dataset."""
+    to a prompt. rows: those of read_dataset."""
     columns = data.prompt_column or "prompt", data.completion_column or "completion", *SIDES
     values = [[row.get(name) for name in columns] for row, _ in rows]
     return any(isinstance(value, list) for each in values for value in each) or (
@@ -190,7 +190,7 @@ def completion_value(row, column, where):
 
 
 def common_beginning(first, second):
-    """How many leading elements two lists share, at least one of each left over: int."""
+    """The number of leading elements that two lists share, at least one of each left over: int."""
     shortest, count = min(len(first), len(second)), 0
     while count < shortest - 1 and first[count] == second[count]:
         count += 1

@@ -67,7 +67,7 @@ def encode_prompt(tokenizer, prompt, **template):
 def template_notes(path, data, rows, is_templated, tokenizer):
     """Lines about what a file and [data] ask of the chat template in vain: list of str.
 
-    data: DataConfig; rows: of read_dataset; is_templated: whether the template is applied to any of them.
+    data: DataConfig; rows: those of read_dataset; is_templated: whether the template is applied to any of them.
     """
     columns = [name for name in TEMPLATE_COLUMNS if any(row.get(name) for row, _ in rows)]
     if not is_templated:
@@ -96,8 +96,8 @@ def as_messages(value, role):
 def encode_pair(tokenizer, prompt, completion, **template):
     """Prompt and completion tokenised together: (ids, index of the completion's first token).
 
-    That is the first token at which the ids differ from those of the prompt alone. Either may be a string or a message
-    list; a string beside a message list becomes a user or assistant message.
+    The completion begins at the first token at which the ids differ from those of the prompt alone. Either may be a
+    string or a message list; a string beside a message list becomes a user or assistant message.
     """
     if isinstance(prompt, list) or isinstance(completion, list):
         prompt, completion = as_messages(prompt, "user"), as_messages(completion, "assistant")

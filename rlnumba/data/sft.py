@@ -91,7 +91,7 @@ def _parse_conversation(row, where):
 class SFTData:
     """The training rows of a file: lists of sequences (one, or a pack), and counts.
 
-    counts: rows, truncated_rows, dropped_rows (no token to train on), tokens. notes: of template_notes.
+    counts: rows, truncated_rows, dropped_rows (no token to train on), tokens. notes: those of template_notes.
     """
 
     rows: list[list[TokenSequence]]
@@ -147,7 +147,7 @@ def load_sft(path, data, train, tokenizer, model_limit, vocab_size, eos_token_id
 
 
 def tokenize_sft(prompt, completion, template, data, train, tokenizer, eos_token_ids):
-    """What row_parser's parse returned as a TokenSequence, not yet truncated.
+    """The TokenSequence of what row_parser's parse returned, not yet truncated.
 
     Prompt and completion are tokenised together. EOS is appended where it is missing, but not to conversations, whose
     chat template ends them. Raises UserError if a loss option of `train` does not apply to the row.

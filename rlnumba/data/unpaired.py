@@ -32,7 +32,7 @@ from rlnumba.errors import UserError
 
 # Pairs taken apart at a time, all chosen completions before the rejected ones, which is TRL's order.
 BLOCK = 1000
-# Of the chosen and of the rejected completion of a pair.
+# The labels of the chosen and of the rejected completion of a pair.
 LABELS = (True, False)
 
 
@@ -60,8 +60,8 @@ def load_unpaired(path, data, train, tokenizer, model_limit, vocab_size, eos_tok
     """The completions of a file: LabelledData. The first row decides which form the rows have.
 
     data: DataConfig; train: a section with max_length, beyond which sequences lose their end; rows whose prompt alone
-    fills it are dropped. model_limit: the model's longest sequence in tokens. eos_token_ids: the ids that end one. Of
-    pairs, the chosen completions of every BLOCK rows come first. for_eval: as read_dataset. Raises UserError naming
+    fills it are dropped. model_limit: the model's longest sequence in tokens. eos_token_ids: the ids that end one. The
+    chosen completions of every BLOCK rows of pairs come first. for_eval: as read_dataset. Raises UserError naming
     file and line.
     """
     if tokenizer is None:

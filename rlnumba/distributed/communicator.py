@@ -1,4 +1,4 @@
-"""What the ranks of a run do together: the operations, their checks, and faults for tests.
+"""Operations that the ranks of a run do together, their checks, and faults for tests.
 
     gather(array, out)       out[r] = rank r's array, on every rank
     gather_columns(...)      the columns of out that rank r has = its array, on every rank
@@ -50,7 +50,7 @@ DEBUG = int(os.environ.get("RLNUMBA_DEBUG") or 0) > 0
 # Seconds that a rank waits for the others: prime-rl's default of dist_timeout_seconds.
 TIMEOUT_S = 600.0
 OPERATIONS = ("gather", "fold", "put", "get", "barrier", "objects")
-# Where a fault can be caused that ends or stalls a rank.
+# Operations in which a fault can be caused that ends or stalls a rank.
 INTERRUPTED = (*OPERATIONS, "save")
 OFFERING = ("gather", "fold", "put")
 FAULTS = ("kill", "stall", "corrupt")
@@ -70,8 +70,8 @@ class Operation(NamedTuple):
 class Communicator:
     """The interface; a transport implements the methods with an underscore, whose arguments are checked.
 
-    rank: of this process, in [0, world_size). timeout_s: seconds after which an operation fails that another rank does
-    not join.
+    rank: that of this process, in [0, world_size). timeout_s: seconds after which an operation fails that another rank
+    does not join.
     """
 
     def __init__(self, rank, world_size, timeout_s=TIMEOUT_S):
@@ -79,7 +79,7 @@ class Communicator:
             raise ValueError(f"communicator: rank must be in [0, {world_size}), got {rank}")
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._fault = Fault.from_environment(world_size)
-        # How often each operation was called, and how many operations of all ranks, and with each rank, there were.
+        # Calls of each operation, and the numbers of operations of all ranks and with each rank, so far.
         self._calls, self._sequence, self._pair_sequences = dict.fromkeys(INTERRUPTED, 0), 0, [0] * world_size
 
     def gather(self, array, out):
@@ -168,9 +168,9 @@ class Communicator:
         return self._begin_fold(operation, gradient, accumulated, start, count, is_first)
 
     def share_gradients(self, make):
-        """What make() returns: gradients to be offered to `fold`, in arrays that it allocates, alike on all ranks.
+        """The result of make(): gradients to be offered to `fold`, in arrays that it allocates, alike on all ranks.
 
-        All ranks call this. Where they can read such memory of one another, fold moves it faster. It is kept until
+        All ranks call this. If they can read such memory of one another, fold moves it faster. It is kept until
         `close`. Raises OutOfMemory.
         """
         return make()
@@ -191,7 +191,7 @@ class Communicator:
         self._barrier(operation)
 
     def objects(self, value):
-        """The values of all ranks, in their order: a list, of which this rank's is `value` itself.
+        """The values of all ranks, in their order: a list; this rank's is `value` itself.
 
         value: what can be pickled; small.
         """
@@ -206,8 +206,8 @@ class Communicator:
         """The values of all ranks, in their order, once each has called this after an error; None where none can.
 
         A rank that has failed ends the operations in which others wait for it: they raise a CommunicationError with its
-        number, and meet it here. Operations that were under way are given up, and numbered afresh. value: as of
-        objects. Raises CommunicationError where a rank has ended, or does not come.
+        number, and meet it here. Operations that were under way are given up, and numbered afresh. value: small, and
+        can be pickled. Raises CommunicationError where a rank has ended, or does not come.
         """
         return None
 
@@ -311,7 +311,7 @@ class SingleRank(Communicator):
 
 
 class Range(NamedTuple):
-    """What a rank says in a fold: its part of the parameters, and the length of its gradient, None without one."""
+    """A rank's message in a fold: its part of the parameters, and the length of its gradient, None without one."""
 
     start: int
     size: int
@@ -368,7 +368,7 @@ def add_in_place(accumulated, gradient, is_first):
 
 
 def add_in_order(accumulated, gradients, is_first):
-    """add_in_place of each of a list, of which is_first is about the first; on a GPU two at a time."""
+    """add_in_place of each of a list; is_first is about the first gradient. On a GPU two are added at a time."""
     if isinstance(accumulated, np.ndarray) or len(gradients) == 1:
         for k, gradient in enumerate(gradients):
             add_in_place(accumulated, gradient, is_first and k == 0)

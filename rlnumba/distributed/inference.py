@@ -7,7 +7,7 @@
 
 A process that has ended, or gives no sign of life, is replaced: a new one gets the newest weights first, then the
 groups that the old one had not finished. A completion depends on weights, seed, prompt and index alone, so these are
-the same. Where processes have staging of their own (weight_push.py), the weights come as soon as the trainer waits
+the same. If processes have staging of their own (weight_push.py), the weights come as soon as the trainer waits
 for groups, and the groups begin then. Groups that take longer than timeout_s, from when the engine begins to compute
 them, are taken back, and given out again or handed to `expired`.
 
@@ -44,18 +44,19 @@ POLL_S = 0.1
 START_S = 300.0
 # Seconds in which the processes of an engine end after they were killed.
 END_S = 10.0
-# How often a process may refuse one version, each time of which it is sent again.
+# Times that a process may refuse one version, which is then sent again.
 MAX_REFUSALS = 3
 # Seconds in which a process whose memory cannot be mapped may turn out to have ended.
 MAPPING_S = 5.0
 
 
 class InferenceError(UserError):
-    """What ended the inference processes of a run."""
+    """The error that ended the inference processes of a run."""
 
 
 class Limits(NamedTuple):
-    """timeout_s: of a group; stale_s: without a sign of life; sync_timeout_s: of weights; max_restarts: of each."""
+    """Seconds for a group (timeout_s), without a sign of life (stale_s), for weights (sync_timeout_s); max_restarts of
+    each process."""
 
     timeout_s: float
     stale_s: float
@@ -73,9 +74,9 @@ class Process:
     """One inference process, as Engines sees it.
 
     groups: {number: (GroupRequest, when it was begun, inf before)} that it has not finished. asked: numbers of groups
-    that were asked back. offer: of its staging, once it has sent one. sent: the newest version that was sent, pending:
-    those that are not live yet; refused: {version: how often it was refused}. heard_at: when it last sent something,
-    has_started: whether it has. is_ending: whether another one is about to take its place.
+    that were asked back. offer: that of its staging, once it has sent one. sent: the newest version that was sent,
+    pending: those that are not live yet; refused: {version: how often it was refused}. heard_at: when it last sent
+    something, has_started: whether it has. is_ending: whether another one is about to take its place.
     """
 
     def __init__(self, index):
@@ -219,7 +220,7 @@ class Engines:
         self._changed = threading.Condition()
         self._closed, self._error = False, None
         self._restarts, self._newest, self.refusals, self._pauses = [0] * count, None, 0, []
-        # Of processes that have ended.
+        # The sums of processes that have ended.
         self._past = Alive(0, 0.0, 0.0)
         # (process, message) that nothing has handled yet.
         self._messages = queue.SimpleQueue()
@@ -243,9 +244,9 @@ class Engines:
     def check(self):
         """Raise InferenceError if the processes cannot go on, and send weights to those that have not the newest.
 
-        That is where they arrived damaged, or before the process could take them. To be called while the weights are
-        those of the last push, and while the other ranks of a trainer that has them in parts wait for what rank 0 says
-        (weight_sync.Again).
+        A process lacks weights that arrived damaged, or before it could take them. To be called while the weights
+        are those of the last push, and while the other ranks of a trainer that has them in parts wait for what rank 0
+        says (weight_sync.Again).
         """
         self._raise_error()
         with self._changed:
@@ -284,7 +285,7 @@ class Engines:
     def submit(self, request):
         """Give a GroupRequest to the process with the fewest unfinished groups."""
         with self._changed:
-            # What one has that is ending is given to the next in its place.
+            # Groups of a process that is ending are given to the next in its place.
             process = min(self.processes, key=lambda each: (each.is_ending, len(each.groups), each.index))
             self._give(process, request)
 

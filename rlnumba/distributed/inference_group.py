@@ -43,10 +43,10 @@ FINISH_S = 2.0
 
 
 class HeldModel(NamedTuple):
-    """What the trainer has of its model but for the weights that it trains, which it sends; its folder may be gone.
+    """The trainer's model but for the weights that it trains, which it sends; the model's folder may be gone.
 
-    config, generation_config: the whole Transformer's. base: of a model whose adapter alone is trained, the folder or
-    hub id of its weights, else None; files: what identity_of said of that folder when the run began, or None.
+    config, generation_config: the whole Transformer's. base: the folder or hub id of the weights of a model whose
+    adapter alone is trained, else None; files: the result of identity_of that folder when the run began, or None.
     """
 
     config: ModelConfig
@@ -74,14 +74,14 @@ def identity_of(source):
 
 
 class Failed(NamedTuple):
-    """From an inference process, which then ends: a failure that would come again. trace: of a bug, else None."""
+    """From an inference process, which then ends: a failure that would come again. trace: that of a bug, else None."""
 
     message: str
     trace: str | None
 
     @classmethod
     def of(cls, error):
-        """What an exception, which is being handled, is reported as."""
+        """The report of an exception that is being handled."""
         if isinstance(error, UserError):
             return cls(str(error), None)
         return cls(f"internal error: {type(error).__name__}: {error}", traceback.format_exc())
@@ -114,7 +114,7 @@ class Followers:
         return _load_shard(setup, Shard(0, self.count + 1), self._link if self.count else None)
 
     def failure(self):
-        """What a follower that has ended has reported: Failed; None of one that was killed."""
+        """The report of a follower that has ended: Failed, or None if it was killed."""
         wait([process.sentinel for process in self._processes], REPORT_S)
         for report in self._reports:
             with contextlib.suppress(EOFError, OSError):
@@ -123,7 +123,7 @@ class Followers:
         return None
 
     def _end_with_follower(self, connection):
-        """End this process after a follower: where it waits for that one's part on its GPU, nothing else would."""
+        """End this process after a follower: if it waits for that one's part on its GPU, nothing else would."""
         wait([process.sentinel for process in self._processes])
         time.sleep(NOTICE_S)
         failure = self.failure()
@@ -133,7 +133,7 @@ class Followers:
         _end(f"a process of this engine has ended ({self.ended()})")
 
     def ended(self):
-        """How the followers that have ended did so, for the line of an error: str."""
+        """The ends of the followers that have ended, for the line of an error: str."""
         found = []
         for rank, process in enumerate(self._processes, start=1):
             # Its files are closed a moment before it can be waited for.

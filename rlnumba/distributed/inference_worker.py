@@ -1,8 +1,8 @@
 """The inference process of inference.py: an engine whose weights and requests come from the trainer.
 
-It ends when the trainer's end of the connection closes, however that happens. Of the trainer's messages those about
-weights go to a WeightReceiver at once, and groups wait for the weights that they ask for. Between two decode steps new
-weights become the live ones. Where the model is cut over several GPUs, this process leads those of the others
+It ends when the trainer's end of the connection closes, however that happens. The trainer's messages about weights go
+to a WeightReceiver at once, and groups wait for the weights that they ask for. Between two decode steps new weights
+become the live ones. If the model is cut over several GPUs, this process leads those of the others
 (inference_group.py).
 """
 
@@ -29,12 +29,12 @@ HEARTBEAT_S = 0.2
 
 
 class Setup(NamedTuple):
-    """What an inference process needs to know at its start.
+    """Settings that an inference process gets at its start.
 
     held: the trainer's HeldModel; gpu: the number of its GPU, which num_sharing processes use, None on the cpu device.
     staging: (bytes of a version, number of versions, descriptor), or None: the process has its own. in_flight,
-    keep_cache: whether running completions go on with new weights, and with their keys and values. followers: of
-    further processes that have a part of the model each, (gpu, num_sharing); timeout_s: how long these processes wait
+    keep_cache: whether running completions go on with new weights, and with their keys and values. followers:
+    (gpu, num_sharing) of each further process that has a part of the model; timeout_s: how long these processes wait
     for each other. kernels: (module, request) of ahead_of_time.start, or None for a process that shares the cache with
     the trainer, which compiles for both.
     """
@@ -179,7 +179,7 @@ class Server:
                 for request in complete:
                     self.connection.send(Done(request))
                 if complete and not self.is_frozen:
-                    # What a process has by now it has until its end.
+                    # Objects that a process has by now it has until its end.
                     self._lead("freeze")
                     garbage.freeze()
                     self.is_frozen = True

@@ -1,4 +1,4 @@
-"""Which kernels the ranks of a model that is cut over several GPUs are going to launch: see engine/kernel_list.py."""
+"""The kernels that ranks of a model that is cut over several GPUs are going to launch: see engine/kernel_list.py."""
 
 from typing import NamedTuple
 
@@ -37,7 +37,8 @@ def list_signatures(request, properties):
 
 
 def part_of(count):
-    """As kernel_list.model_of, of one of the parts that a model is cut into for an engine on `count` GPUs."""
+    """The same as kernel_list.model_of, but for one of the `count` parts that an engine on as many GPUs cuts a model
+    into."""
     shard = Shard(count - 1, count)
 
     def make_model(request, config):

@@ -2,14 +2,14 @@
 
     launch(function, 4, *args)      -> [what function(communicator, *args) returned on rank 0, on rank 1, ...]
 
-The processes are spawned: `function` and `args` are pickled, and found again by import. What rank 0 prints goes to the
-console as it is, so that it may draw a progress line; lines of other ranks get a prefix, "[1] ".
+The processes are spawned: `function` and `args` are pickled, and found again by import. Rank 0 prints to the console
+unchanged, so that it may draw a progress line; lines of other ranks get a prefix, "[1] ".
 
 The first failure ends the run: the other processes are killed, and `launch` raises RankError with one line for what a
 user can cause, the traceback added as a note otherwise. A rank that fails because another one has ended is not the
-first failure; that one's is waited for. Of a process that has ended without a report, as by SIGKILL, the line says in
-which operation another rank missed it. A signal is sent on to all ranks, which raise KeyboardInterrupt, or note it
-where they hold signals (runtime/signals.py); a second signal ends all processes.
+first failure; that one's is waited for. If a process has ended without a report, as by SIGKILL, the line says in which
+operation another rank missed it. A signal is sent on to all ranks, which raise KeyboardInterrupt, or note it where they
+hold signals (runtime/signals.py); a second signal ends all processes.
 
 Ranks end with the process that started them, however that ends: each has a connection to it that then closes.
 """
@@ -41,7 +41,7 @@ ENDING_S = 10.0
 
 
 class Failure(NamedTuple):
-    """What ended a rank. message: one line; trace: its traceback, if this is a bug.
+    """The failure that ended a rank. message: one line; trace: its traceback, if this is a bug.
 
     because_of: another rank that ended before, if that is the reason. is_reported: by the rank itself.
     """
@@ -61,9 +61,9 @@ def launch(
     function, args, results: what can be pickled. One rank runs in this process, several in processes of their own.
     transport: "shm" or "tcp", on the cpu device, or in the simulator if this process has it; "peer" or "nccl", on GPUs
     of this host. gpus: the number of each rank's GPU (placement.py), by default its rank; all processes see all GPUs.
-    What ahead_of_time has been given is compiled before, once for all ranks, which share the cache. timeout_s: see
-    Communicator. piece_bytes: of shm and tcp. Raises RankError for the first rank that fails; KeyboardInterrupt
-    after a signal.
+    Kernels given to ahead_of_time are compiled before, once for all ranks, which share the cache. timeout_s: see
+    Communicator. piece_bytes: bytes of a piece of shm and tcp. Raises RankError for the first rank that fails;
+    KeyboardInterrupt after a signal.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"launch: transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
@@ -88,7 +88,8 @@ def launch(
 class Ranks:
     """The processes of a run on this host, and what they have reported.
 
-    links: of their ranks. place: (transport, the number of each rank's GPU, None of ranks elsewhere). call: pickled.
+    links: those of their ranks. place: (transport, the number of each rank's GPU, None for ranks elsewhere). call:
+    pickled.
     """
 
     def __init__(self, links, place, call):
@@ -196,7 +197,7 @@ class Ranks:
 
 
 def how_ended(code):
-    """What the exit code of a process says, as the end of a sentence: str."""
+    """The meaning of a process's exit code, as the end of a sentence: str."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 

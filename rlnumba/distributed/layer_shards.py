@@ -1,4 +1,4 @@
-"""Weights of which each of R ranks has a part of every layer, and all of one layer at a time.
+"""Weights in parts: each of R ranks has a part of every layer, and all of one layer at a time.
 
 ZeRO, stage 3 (Rajbhandari et al. 2020), for models whose weights are too large for each GPU.
 
@@ -8,7 +8,7 @@ ZeRO, stage 3 (Rajbhandari et al. 2020), for models whose weights are too large 
     rest                   embedding, heads, norms and biases: on every rank
     the optimizer's part   contiguous, as in stage 2: what a rank updates and writes into checkpoints
 
-What is computed, and in which order gradients are added, is that of stage 2, so the bits are its bits.
+The computation, and the order in which gradients are added, are those of stage 2, so the bits are its bits.
 
 All ranks gather and fold together. A rank without a micro-batch in a round takes part in both without computing
 (zero.py:ShardedOptimizer.take_part). Outside of training ranks compute as many forward passes each
@@ -30,8 +30,8 @@ PIECE = 16 << 20
 class LayerShards(Weights):
     """The Weights of one rank. flat: the optimizer's part of this rank, elements [first, first + n) of the model.
 
-    communicator: of the ranks, which all make theirs at the same time. layers: of all layers the same memory, valid for
-    the layer that `layer` was called for last. is_trained: whether there is such a part; flat is empty otherwise.
+    communicator: that of the ranks, which all make theirs at the same time. layers: all use the same memory, which
+    holds the layer that `layer` was called for last. is_trained: whether there is such a part; flat is empty otherwise.
     """
 
     def __init__(self, config, dtype="float32", region="weights", shard=None, communicator=None, is_trained=True):
@@ -78,7 +78,7 @@ class LayerShards(Weights):
         return found
 
     def init_score(self, head_init, seed):
-        """As of Weights."""
+        """The same as Weights.init_score; the values go to the optimizer's part, too."""
         super().init_score(head_init, seed)
         self._copy(*self._rest[1], [self.spans()[0]])
 

@@ -40,7 +40,7 @@ class MessageCommunicator(Communicator):
     def __init__(self, rank, world_size, timeout_s, connections):
         super().__init__(rank, world_size, timeout_s)
         self._connections = connections
-        # Ranks that have sent FAILED; those that have not answered in time, of which no message is whole any more.
+        # Ranks that have sent FAILED; those that have not answered in time, whose messages are not whole any more.
         self._failed_ranks, self._silent_ranks = set(), set()
         for connection in connections.values():
             limit_waiting(connection, timeout_s)

@@ -27,7 +27,7 @@ DESCRIPTION_BYTES = 512
 
 
 def unique_id():
-    """What one process makes, and hands to all ranks: see NcclCommunicator. That process must outlive their start."""
+    """An identifier for all ranks: see NcclCommunicator. The process that makes it must outlive their start."""
     from cupy.cuda import nccl
 
     return nccl.get_unique_id()
@@ -47,7 +47,7 @@ class NcclCommunicator(Communicator):
 
         self._cupy, self._nccl, self._piece_bytes = cupy, nccl, -(-piece_bytes // 256) * 256
         self._connection = nccl.NcclCommunicator(world_size, identifier, rank)
-        # Of a fold: a piece from each rank.
+        # A piece of a fold from each rank.
         self._pieces = cupy.empty((world_size, self._piece_bytes), np.uint8)
         self._watchdog = Watchdog(timeout_s, failed)
 

@@ -55,7 +55,7 @@ COUNTERS = 4
 UINT32 = 1 << 32
 # Seconds in which the work of a GPU ends after an error, unless it waits for what a rank that failed did not begin.
 SETTLE_S = 20.0
-# What ranks are in while they map memory.
+# The operation that ranks are in while they map memory.
 CONNECT = Operation("connect", 0, "")
 
 
@@ -175,7 +175,7 @@ class PeerCommunicator(Communicator):
         return finish
 
     def _add_what_arrives(self, ranges, gradient, accumulated, start, count, is_first):
-        """The fold of any gradients, of which each rank sends the others their parts."""
+        """The fold of any gradients: each rank sends the others their parts of its gradient."""
         length = self._memory.piece_bytes // 4
         for first in range(0, max(each.size for each in ranges), length):
             for other in self._others(1) if gradient is not None else ():
@@ -257,7 +257,7 @@ class Arena:
     It holds, from the start: counters of pieces that arrived from each rank, of own pieces that each rank has released,
     of folds for which each rank's gradient is complete, and of those for which each rank has read this one's; the inbox
     of small gathers; the slots. gathers: SmallGathers; gradients: the SharedGradients beside it. first: the counters'
-    start; epoch: of small gathers.
+    start; epoch: that of small gathers.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class Arena:
         cupy.cuda.Device().synchronize()
         offers = control.exchange(CONNECT, (runtime.getDevice(), runtime.ipcGetMemHandle(self._own)))
         self._bases = [self._own if r == rank else self._map(*offer) for r, offer in enumerate(offers)]
-        # Of pieces from each rank, as arrays: making one asks the driver about its address.
+        # Slots of pieces from each rank, as arrays: making one asks the driver about its address.
         self._slots = [
             [
                 array_at(self._slot_address(self._own, source, slot), self.piece_bytes, np.uint8, self)
@@ -426,7 +426,7 @@ def arena_bytes(world_size, piece_bytes=PIECE_BYTES, small_bytes=SMALL_BYTES):
 
 
 def _offsets(world_size, small_bytes):
-    """Where the inbox and the slots begin in an Arena, after the counters."""
+    """The offsets of the inbox and of the slots in an Arena, after the counters."""
     inbox = _aligned(COUNTERS * 4 * world_size)
     return inbox, inbox + _aligned(inbox_bytes(world_size, capacity_of(small_bytes)))
 

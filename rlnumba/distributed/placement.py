@@ -1,7 +1,7 @@
-"""Which GPU of this host each rank uses.
+"""The GPU of this host that each rank uses.
 
 Rank r has GPU r, of those that the environment lets a process see. RLNUMBA_RANKS_PER_GPU=K allows that up to K ranks
-share a GPU, where there are fewer GPUs than ranks: for tests and for trying out, since they run in time slices.
+share a GPU, if there are fewer GPUs than ranks: for tests and for trying out, since they run in time slices.
 """
 
 import os
@@ -13,9 +13,9 @@ RANKS_PER_GPU = "RLNUMBA_RANKS_PER_GPU"
 
 
 def placement(count, key):
-    """Where `launch` is to start `count` ranks, as its keywords: on GPUs of this host or, of the cpu device, anywhere.
+    """Keywords that make `launch` start `count` ranks: on GPUs of this host or, on the cpu device, anywhere.
 
-    key: what asks for so many. Raises ConfigError as gpus_of_ranks.
+    key: the option that asks for so many. Raises ConfigError as gpus_of_ranks.
     """
     if device.name() != "cuda" or count == 1:
         return {}
@@ -41,14 +41,14 @@ def gpus_of_ranks(count, key):
 
 
 def num_sharing(count):
-    """How many of `count` processes share a GPU of this machine, as far as RLNUMBA_RANKS_PER_GPU allows it: int."""
+    """The number of `count` processes that share a GPU of this machine, as RLNUMBA_RANKS_PER_GPU allows it: int."""
     if device.name() != "cuda":
         return 1
     return min(-(-count // device.gpu_count()), most_ranks_per_gpu())
 
 
 def most_ranks_per_gpu():
-    """How many ranks may share a GPU: int. Raises ConfigError for another value of RLNUMBA_RANKS_PER_GPU."""
+    """The most ranks that may share a GPU: int. Raises ConfigError for another value of RLNUMBA_RANKS_PER_GPU."""
     text = os.environ.get(RANKS_PER_GPU) or "1"
     if not text.isdecimal() or int(text) == 0:
         raise ConfigError(f"{RANKS_PER_GPU} must be an integer of at least 1, got {text!r}")

@@ -1,4 +1,4 @@
-"""Ranks that move nothing: of a plan of memory, and of a list of the kernels that real ones launch."""
+"""Ranks that move nothing: for a plan of memory, and for a list of the kernels that real ones launch."""
 
 import numpy as np
 

@@ -2,8 +2,8 @@
 
 A socket takes about 200 KB before they are read. The trainer reads in a thread, while its main thread has the
 interpreter's lock most of the time: a process that sends long completions would wait for it, and its GPU with it. So a
-thread writes here. `send` pickles the message, which may change afterwards. What cannot be written because the other
-process has ended is dropped: `poll` and `recv` find out.
+thread writes here. `send` pickles the message, which may change afterwards. Messages that cannot be written because the
+other process has ended are dropped: `poll` and `recv` find out.
 """
 
 import queue

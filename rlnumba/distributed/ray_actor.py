@@ -21,7 +21,7 @@ from rlnumba.runtime.environment import versions_of_results
 
 
 class Beginning(NamedTuple):
-    """What an actor says of itself: its incarnation, its node's id and name, and {package: version}."""
+    """An actor's answer to `begin`: its incarnation, its node's id and name, and {package: version}."""
 
     incarnation: str
     node_id: str
@@ -34,7 +34,7 @@ class OtherIncarnation(Exception):
 
 
 class EngineActor:
-    """What Ray starts; its methods run in threads of their own."""
+    """The actor that Ray starts; its methods run in threads of their own."""
 
     def __init__(self):
         self.incarnation, self.mailbox, self.staging = None, Mailbox(), None
@@ -51,7 +51,7 @@ class EngineActor:
             os._exit(1)
         if setup.device == "cuda" and setup.gpu is None:
             gpus = list(map(visible_index, ray.get_gpu_ids()))
-            # Of processes that share GPUs there are fewer.
+            # Ray has chosen fewer GPUs if processes share them.
             first, *others = (gpus[index % len(gpus)] for index in range(1 + len(setup.followers)))
             setup = setup._replace(gpu=first, followers=tuple((gpu, setup.num_sharing) for gpu in others))
         nbytes, slots, _ = setup.staging
@@ -71,7 +71,7 @@ class EngineActor:
             self.mailbox.put(message)
 
     def take(self, incarnation):
-        """What the Server has sent since the last call: list; waits a second for something."""
+        """The messages that the Server has sent since the last call: list; waits a second for one."""
         self._check(incarnation)
         return self.mailbox.sent()
 
@@ -89,7 +89,7 @@ class EngineActor:
 
     def _serve(self, setup):
         serve(self.mailbox, lambda: setup)
-        # What it has sent last is taken before the process ends; the trainer ends it earlier.
+        # The last messages are taken before the process ends; the trainer ends it earlier.
         threading.Event().wait(2 * HEARTBEAT_S)
         os._exit(1)
 
@@ -107,7 +107,7 @@ class Mailbox:
         self._inbox, self._outbox, self._next = queue.SimpleQueue(), queue.SimpleQueue(), []
 
     def __reduce__(self):
-        # A follower of an engine is given its leader's connection, to keep it open: of this one it gets an empty one.
+        # A follower of an engine is given its leader's connection, to keep it open: here it gets an empty one.
         return Mailbox, ()
 
     def poll(self, timeout=0.0):
@@ -134,7 +134,7 @@ class Mailbox:
         self._inbox.put(message)
 
     def sent(self):
-        """What was given to `send`: list; waits HEARTBEAT_S for something."""
+        """The messages that were given to `send`: list; waits HEARTBEAT_S for one."""
         found = []
         try:
             found.append(self._outbox.get(timeout=HEARTBEAT_S))

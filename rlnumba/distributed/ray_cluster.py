@@ -53,7 +53,7 @@ def package():
 
 
 def call(actor, method, *arguments, timeout_s):
-    """What a method of an actor returns. Raises what it raises, ActorEnded, and NoAnswer after timeout_s seconds."""
+    """The result of an actor's method. Raises what it raises, ActorEnded, and NoAnswer after timeout_s seconds."""
     ray = package()
     try:
         return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout_s)
@@ -68,10 +68,10 @@ def call(actor, method, *arguments, timeout_s):
 def connected(key, num_nodes, processes, on_gpus, is_one_here=False):
     """In the block this process is connected to a Ray cluster with num_nodes nodes, as `key` asks for.
 
-    processes: of each node. on_gpus: whether these need GPUs, or are processes of the CPU. is_one_here: whether this
-    node is one of them, of which Ray needs none. A cluster of this host alone is started where RAY_ADDRESS names none,
-    and none runs here. A connection that there was before stays. Raises UserError where there is no cluster at
-    RAY_ADDRESS, or it has fewer nodes.
+    processes: the number on each node. on_gpus: whether these need GPUs, or are processes of the CPU. is_one_here:
+    whether this node is one of them; Ray needs no processes on it. A cluster of this host alone is started where
+    RAY_ADDRESS names none, and none runs here. A connection that there was before stays. Raises UserError where there
+    is no cluster at RAY_ADDRESS, or it has fewer nodes.
     """
     global _is_of_this_process
     ray = package()
@@ -204,7 +204,7 @@ class Places:
     def __init__(self, deploy, on_gpus):
         key, each = "deploy.num_infer_nodes", deploy.engines_per_node
         self._bundles = Bundles(key, deploy.num_infer_nodes, each, deploy.tensor_parallel_size, on_gpus, "SPREAD")
-        # Of each engine: its bundle and placement group.
+        # The bundle and the placement group of each engine.
         self._places = [(index // each, self._bundles.first) for index in range(deploy.num_engines)]
 
     def options(self, index):
@@ -215,7 +215,7 @@ class Places:
     def leave(self, index, node_id):
         """Give an engine another place: its node has not answered, and gets no engines any more.
 
-        What the engine had there stays taken, since Ray does not know that the node is frozen.
+        The engine's resources there stay taken, since Ray does not know that the node is frozen.
         """
         self._places[index] = 0, self._bundles.add(1, 1, without=[node_id])
 

@@ -1,7 +1,7 @@
 """Inference engines on the nodes of a Ray cluster, as Engines has processes.
 
-An engine is an actor (ray_actor.EngineActor). What it gets and sends are the messages of any inference process;
-weights go through Ray's object store, which copies them to a node once, and groups with what calls return.
+An engine is an actor (ray_actor.EngineActor). It gets and sends the messages of any inference process; weights go
+through Ray's object store, which copies them to a node once, and groups with what calls return.
 
 | what ends                   | how it is noticed                       | what takes its place                        |
 | --------------------------- | --------------------------------------- | ------------------------------------------- |
@@ -39,7 +39,7 @@ ENDING_S = 5.0
 class RayEngines:
     """Starts the engines of a run: `start` is what Engines takes; `close` gives their places back.
 
-    deploy: DeployConfig; on_gpus: as of Places; limits: Limits.
+    deploy: DeployConfig; on_gpus: the same as that of Places; limits: Limits.
     """
 
     def __init__(self, deploy, on_gpus, limits):
@@ -153,7 +153,7 @@ class RayProcess(Process):
 
 
 class Room(NamedTuple):
-    """Of an ObjectSender, what a WeightSender's staging says of itself."""
+    """The size of an ObjectSender's staging, as a WeightSender's Staging has it: bytes of a version, and versions."""
 
     nbytes: int
     slots: int

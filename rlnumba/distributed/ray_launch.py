@@ -27,7 +27,7 @@ START_S = 300.0
 
 
 class Lost(NamedTuple):
-    """What a RankError says, to be sent; notes: list of str."""
+    """The contents of a RankError, to be sent; notes: list of str."""
 
     rank: int
     message: str
@@ -53,7 +53,7 @@ class Lost(NamedTuple):
 
 
 class RankHost:
-    """What Ray starts on a node: its methods run in threads of their own."""
+    """The actor that Ray starts on a node: its methods run in threads of their own."""
 
     def host(self):
         """The address of this node."""
@@ -62,7 +62,8 @@ class RankHost:
     def run(self, links, transport, function, kernels):
         """Run the ranks of these TcpLinks: {rank: pickled result}, or Lost for the first that fails.
 
-        transport, function: as of Ranks. kernels: that they launch, (module, request) of ahead_of_time.start, or None.
+        transport, function: those of Ranks. kernels: (module, request) of ahead_of_time.start for the kernels that they
+        launch, or None.
         """
         gpus = {}
         if transport != "tcp":
@@ -84,7 +85,7 @@ class RankHost:
 class OtherNode:
     """The ranks of another node, whose RankHost runs them.
 
-    arguments: of its `run`. results: {rank: pickled result}, or lost: Lost, once they are known.
+    arguments: those of its `run`. results: {rank: pickled result}, or lost: Lost, once they are known.
     """
 
     def __init__(self, actor, links, *arguments):

@@ -10,7 +10,7 @@
               a rank that has few takes over sequences of one that has many, with the tokens that they have
 
 A completion depends on seed, prompt, index and position alone, so which rank draws it, in how many pieces, is no part
-of it, and the ranks draw what one would. What is decided here follows from what all ranks know, the same on each.
+of it, and the ranks draw what one would. Decisions here follow from what all ranks know, and are the same on each.
 """
 
 import copy
@@ -37,8 +37,8 @@ LOST_S = 5.0
 # so few none is taken over. The cpu device takes as much longer as there are more.
 FEW_ON_GPU = 8
 # Tokens that a sequence must be able to get to be taken over, on a GPU: its keys and values are computed again, which
-# takes about as long as so many decode steps. Where all are as long, ranks would otherwise exchange them at the very
-# end. Not tuned.
+# takes about as long as so many decode steps. If all are as long, ranks would otherwise exchange them at the very end.
+# Not tuned.
 LEAST_LEFT_ON_GPU = 64
 
 
@@ -47,10 +47,10 @@ SCORED_TOKENS = 32768
 
 
 def launch_replicas(function, count, key, *arguments, **options):
-    """What function(communicator, *arguments) returns on rank 0 of `count` processes, each with a whole model.
+    """The result of function(communicator, *arguments) on rank 0 of `count` processes, each with a whole model.
 
-    key: the option that asks for so many. options: of `launch`. Raises ConfigError where there are no devices for
-    them, RankError for the first rank that fails.
+    key: the option that asks for so many. options: keywords of `launch`. Raises ConfigError where there are no devices
+    for them, RankError for the first rank that fails.
     """
     return launch(function, count, *arguments, **placement(count, key), **options)[0]
 
@@ -58,8 +58,8 @@ def launch_replicas(function, count, key, *arguments, **options):
 def generate(communicator, folder, base, dtype, tokenizer_folders, config, prompts, params, where, progress):
     """LLM.generate of a model's folder, on all ranks: its result on rank 0, None on others.
 
-    base, dtype: as of load_model. tokenizer_folders: of which the first has the tokenizer that has one; where: a name
-    for each prompt, of the UserError for one that cannot be run.
+    base, dtype: arguments of load_model. tokenizer_folders: the first of them that has a tokenizer gives it; where: a
+    name for each prompt, for the UserError for one that cannot be run.
     """
     tokenizer = next(filter(None, map(Tokenizer.from_folder, tokenizer_folders)), None)
     llm = llm_on_ranks(LLM(load_model(folder, dtype, base=base), tokenizer, config), communicator)
@@ -72,9 +72,10 @@ def generate(communicator, folder, base, dtype, tokenizer_folders, config, promp
 
 
 def score(communicator, function, folder, base, dtype, heads, sequences, *arguments):
-    """[function(model, sequences, *arguments) of all sequences] on rank 0, of which each rank computes a part.
+    """[function(model, sequences, *arguments) of all sequences] on rank 0; each rank computes a part of it.
 
-    function: returns a value for each of the sequences that it is given. folder, base, dtype, heads: as of load_model.
+    function: returns a value for each of the sequences that it is given. folder, base, dtype, heads: arguments of
+    load_model.
     """
     model, lengths = load_model(folder, dtype, heads, base=base), list(map(len, sequences))
     rank, count = communicator.rank, communicator.world_size
@@ -94,14 +95,14 @@ def llm_on_ranks(llm, communicator):
 
 
 class RoundOutput(NamedTuple):
-    """What all ranks have drawn in a step: list of FinishedCompletion, in the order of the ranks, and tokens."""
+    """The completions of all ranks in a step: list of FinishedCompletion, in the order of the ranks, and tokens."""
 
     finished: list
     num_tokens: int
 
 
 class EngineOnRanks:
-    """As Engine, for the ranks of a Communicator; see the module's docstring. A step returns a RoundOutput."""
+    """An Engine of the ranks of a Communicator; see the module's docstring. A step returns a RoundOutput."""
 
     def __init__(self, engine, communicator):
         self.engine, self.communicator, self.config = engine, communicator, engine.config
@@ -119,7 +120,7 @@ class EngineOnRanks:
         return bool(self.unfinished)
 
     def add_request(self, request_id, prompt, params=None, adapter_id=-1):
-        """As Engine's; no rank begins with it before the next step."""
+        """Queue a request, as Engine.add_request does; no rank begins with it before the next step."""
         params = params or SamplingParams()
         if request_id in self.unfinished:
             raise ValueError(f"add_request: {request_id!r} is unfinished")
@@ -131,7 +132,7 @@ class EngineOnRanks:
         return prompt
 
     def step(self):
-        """What the ranks draw in ROUND_S seconds, or less if they have finished: RoundOutput. Raises as Engine's."""
+        """Draw for ROUND_S seconds, or less if the ranks have finished: RoundOutput. Raises as Engine.step."""
         self._distribute()
         until, finished, num_tokens = time.monotonic() + ROUND_S, [], 0
         while self.engine.has_unfinished:
@@ -160,7 +161,7 @@ class EngineOnRanks:
         return time.monotonic() - self.drawn_at
 
     def _check_progress(self, waited_s):
-        """Raise CommunicationError, on all ranks, where completions will never come. waited_s: of all ranks."""
+        """Raise CommunicationError, on all ranks, if completions will never come. waited_s: the ranks' least."""
         limit_s = self.communicator.timeout_s if any(self.loads) else LOST_S
         if not self.unfinished or waited_s <= limit_s:
             return
@@ -191,7 +192,7 @@ class EngineOnRanks:
         count = sum(n for source, _, n in moves if source == rank)
         moved = self.communicator.objects(self.engine.move_out(count, least_left))
         for source, target, count in moves:
-            # What had ended when its engine stopped, or is about to, is not moved.
+            # Sequences that had ended when their engine stopped, or are about to, are not moved.
             sequences, moved[source] = moved[source][:count], moved[source][count:]
             self.loads[source] -= len(sequences)
             self.loads[target] += len(sequences)
@@ -199,31 +200,31 @@ class EngineOnRanks:
                 self.engine.move_in(sequences)
 
     def abort(self, request_id):
-        """As Engine's."""
+        """Drop what is unfinished of a request, as Engine.abort does."""
         self.engine.abort(request_id)
         self.unfinished.pop(request_id, None)
         self.added = [each for each in self.added if each[0] != request_id]
 
     def reset(self):
-        """As Engine's."""
+        """Drop all requests and the content of the cache, as Engine.reset does."""
         self.engine.reset()
         self._start()
 
     def update_weights(self, version):
-        """As Engine's."""
+        """Sample from weights that were changed in place, of this policy version; see Engine.update_weights."""
         self.engine.update_weights(version)
 
     def sleep(self):
-        """As Engine's."""
+        """Let others use the memory of the KV cache, as Engine.sleep does."""
         self.engine.sleep()
 
     def wake(self):
-        """As Engine's."""
+        """Take the memory of the KV cache again, as Engine.wake does."""
         self.engine.wake()
 
 
 def shares(loads, count):
-    """How many of `count` new sequences each rank gets, so that the largest load is as small as can be: list.
+    """The number of `count` new sequences that each rank gets, so that the largest load is as small as can be: list.
 
     loads: sequences that each rank has.
     """

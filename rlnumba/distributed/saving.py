@@ -47,7 +47,7 @@ class SharedSaver(checkpoint.Saver):
         check_is_one_folder(self.output_dir, communicator)
 
     def save(self, step, model, tokenizer, trainer_state, keep_last=None, keep=None):
-        """As Saver.save. trainer_state: on other ranks than the first only its ArrayParts are used."""
+        """The same as Saver.save, but only the ArrayParts of trainer_state are used on other ranks than the first."""
         self.wait()
         rank, world_size, arrays = self.communicator.rank, self.communicator.world_size, {}
         part = Part.of(model.weights.size, rank, world_size)
@@ -79,7 +79,7 @@ class SharedSaver(checkpoint.Saver):
         self._start(write)
 
     def _write_part(self, partial, parts):
-        """What another rank than the first does; its errors become rank 0's."""
+        """Write the part of another rank than the first; its errors become rank 0's."""
         problem = ""
         try:
             self._wait_for(partial / CREATED, 0)

@@ -1,6 +1,6 @@
 """Gradients that other GPUs of the host have mapped, and the staging to which a rank copies what it reads of theirs.
 
-Shared arrays get allocations of their own from cudaMalloc, of which a handle is exchanged. The staging has num_slots
+Shared arrays get allocations of their own from cudaMalloc, whose handles are exchanged. The staging has num_slots
 slots of piece_bytes for each other rank: as many as hold a rank's part of all that is shared, so that no copy waits for
 an addition, but not more than STAGING_BYTES in all.
 """
@@ -21,21 +21,25 @@ REGION = "peer"
 
 
 class SharedGradients:
-    """Of a rank on a GPU. map_memory(gpu, handle): this process's address of another one's allocation."""
+    """The shared gradients and the staging of a rank on a GPU.
+
+    map_memory(gpu, handle): this process's address of another one's allocation.
+    """
 
     def __init__(self, rank, world_size, map_memory, piece_bytes=PIECE_BYTES):
         cupy = device.xp()
         self._cupy, self._rank, self._world_size = cupy, rank, world_size
         self._map, self._most_piece_bytes = map_memory, piece_bytes
-        # Of each allocation: that of this rank, and each rank's address in this process.
+        # Each allocation: that of this rank, and each rank's address in this process.
         self._allocations = []
-        # Of each source: a stream, and for each slot an array, events after the copy to it and the addition from it.
+        # A stream for each source, and for each of its slots an array, events after the copy to it and the addition
+        # from it.
         self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(world_size)]
         self._staging, self._slots, self._copied, self._added = None, [], [], []
         self.piece_bytes = self.num_slots = 0
 
     def share(self, exchange, make):
-        """make(), whose arrays get allocations of their own, which all ranks map. exchange(value): of all ranks."""
+        """make(), whose arrays get allocations of their own that all ranks map. exchange(value): all ranks' values."""
         own = []
 
         def allocate(nbytes):
@@ -81,7 +85,7 @@ class SharedGradients:
         return (self._world_size - 1) * self.num_slots * self.piece_bytes
 
     def addresses(self):
-        """What this process has mapped of the other ranks: a list."""
+        """The addresses at which this process has mapped memory of the other ranks: a list."""
         return [
             address
             for _, addresses in self._allocations
@@ -90,7 +94,7 @@ class SharedGradients:
         ]
 
     def close(self):
-        """Forget all memory, of which this process maps nothing any more, nor others what is shared here."""
+        """Forget all memory: this process maps none of it any more, nor do others map what is shared here."""
         self._allocations.clear()
         track(REGION, -self._staging_bytes())
         self._staging, self._slots, self.num_slots = None, [], 0
@@ -123,13 +127,13 @@ class SharedGradients:
         self._copied[source][slot].record(stream)
 
     def copied(self, rank, slot, nbytes):
-        """What was copied last to a slot, (nbytes,) uint8, to be used on the current stream until `added`."""
+        """The bytes that were copied last to a slot, (nbytes,) uint8, for the current stream to use until `added`."""
         source = self._row(rank)
         current().wait_event(self._cupy.cuda.get_current_stream(), self._copied[source][slot])
         return self._slots[source][slot][:nbytes]
 
     def added(self, rank, slot):
-        """What the current stream has got so far reads the slot no more."""
+        """Record that the current stream reads the slot no more, once its work so far has ended."""
         self._added[self._row(rank)][slot].record(self._cupy.cuda.get_current_stream())
 
     def _row(self, rank):

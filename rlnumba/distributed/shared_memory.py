@@ -38,9 +38,9 @@ ALIGNMENT = 64
 
 
 class Link:
-    """What a process needs to become a rank; can be sent to a process that is being spawned.
+    """Connections and memory that make a process a rank; can be sent to a process that is being spawned.
 
-    connections: to the other ranks, by rank. descriptor: of the file that all ranks map.
+    connections: to the other ranks, by rank. descriptor: that of the file that all ranks map.
     """
 
     def __init__(self, rank, world_size, descriptor, connections, piece_bytes, timeout_s):

@@ -1,7 +1,7 @@
 """Gathers that are one kernel each (kernels/peer_gather.py, kernels/peer_rmsnorm.py), which CUDA graphs may capture.
 
 Every rank calls the same methods in the same order, for arrays of the same shapes; each has an inbox in its memory that
-the others write. Where a method does not take an array, on any rank, the transport copies it in another way.
+the others write. An array that a method does not take, on any rank, is copied by the transport in another way.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ def capacity_of(nbytes):
 
 @dataclass(frozen=True)
 class SmallGathers:
-    """What a rank's kernels need: inboxes of packets for arrays of `most_bytes`."""
+    """The gathers of a rank, with inboxes of packets for arrays of `most_bytes`."""
 
     inboxes: Inboxes
     most_bytes: int
@@ -37,7 +37,7 @@ class SmallGathers:
     def gather_columns(self, array, out, columns, row_width=None):
         """Gather columns, a model.shard.Columns, by several launches if they are many: whether they are whole words.
 
-        row_width: of an exchange of rows, see peer_gather.
+        row_width: that of an exchange of rows, see peer_gather.
         """
         layout = _layout_of(array, out, columns)
         if layout is not None:
@@ -54,7 +54,7 @@ class SmallGathers:
 
 
 def _layout_of(array, out, columns):
-    """The Layout of the rows that all ranks have together, of which `array` has some columns; None if not in words."""
+    """The Layout of the rows that all ranks have together; `array` has some of their columns. None if not in words."""
     sizes = np.array(columns) * array.itemsize
     sizes[1] = 0
     if any(sizes % 4) or not _has_whole_words(0, array, out):

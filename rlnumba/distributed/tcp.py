@@ -3,8 +3,8 @@
     Meeting(host, world_size)    in the process that starts the ranks: hands each the addresses of all
     TcpLink(...).connect()       in each rank
 
-It copies the bytes that shm does, and adds in the same order: a run on several hosts has the bits of one. What a rank
-sends is written by a thread for each connection, so all ranks may send before they receive.
+It copies the bytes that shm does, and adds in the same order: a run on several hosts has the bits of one. A thread for
+each connection writes what a rank sends, so all ranks may send before they receive.
 
 A process listens on the address of its host that the other ranks use, and on no other. A process that connects must
 show that it has the key of the run, and so must the process that listens; each such handshake has a thread and a time
@@ -65,7 +65,7 @@ class Meeting:
         self._listener.close()
 
     def links(self, hosts, timeout_s=TIMEOUT_S, piece_bytes=PIECE_BYTES):
-        """The TcpLinks of all ranks. hosts: of each rank, the name by which others reach it."""
+        """The TcpLinks of all ranks. hosts: the name by which others reach each rank."""
         shared = len(hosts), self.address, self.key, piece_bytes, timeout_s
         return [TcpLink(rank, host, *shared) for rank, host in enumerate(hosts)]
 
@@ -84,7 +84,7 @@ class Meeting:
 
 
 class TcpLink(NamedTuple):
-    """What a process needs to become a rank."""
+    """Addresses, key and settings that make a process a rank."""
 
     rank: int
     host: str

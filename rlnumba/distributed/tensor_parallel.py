@@ -54,9 +54,9 @@ SHARED_ROWS = 8
 
 
 class TensorParallel:
-    """What the ranks of a Communicator do together in the forward of one model: Transformer.ranks.
+    """Operations of the ranks of a Communicator in the forward of one model: Transformer.ranks.
 
-    vocab_size: of the model. All ranks call each method at the same time, but for `end`. memory: an Arena, inside its
+    vocab_size: the model's. All ranks call each method at the same time, but for `end`. memory: an Arena, inside its
     scope, or HeapAllocator.
     """
 
@@ -97,11 +97,11 @@ class TensorParallel:
         self.communicator.gather_columns(part, out, vocabulary(self.vocab_size, self.count))
 
     def own_rows(self, count):
-        """Which of `count` rows this rank samples: a slice; None where all ranks sample all, because they are few."""
+        """The rows, of `count`, that this rank samples: a slice; None if all ranks sample all, because they are few."""
         return None if count < SHARED_ROWS else _shares(count, self.count).of(self.rank)
 
     def logits_of_own_rows(self, hidden, lm_head, out, memory):
-        """As `logits`, of this rank's own_rows of the hidden states alone."""
+        """The same as `logits`, but only of this rank's own_rows of the hidden states."""
         part = memory.empty((len(hidden), len(lm_head)), np.float32)
         linear(hidden, lm_head, part)
         row_width = _shares(len(hidden), self.count).width
@@ -114,7 +114,7 @@ class TensorParallel:
         self.communicator.gather_columns(own, whole, _shares(count, self.count))
         for array, row in zip(outputs, whole, strict=True):
             array.view(np.int32)[...] = row
-        # As in own_columns.
+        # CuPy's kernel is not one after which the next may start early.
         current().serialize_next()
 
     def linear_logp(self, hidden, lm_head, ids, temperature, logp, lse, entropy, top1):
@@ -127,7 +127,7 @@ class TensorParallel:
             logp_of_logits(z[:count], ids[rows], temperature, *of_rows)
 
     def compare_steps(self, state):
-        """Count a decode step, whose DecodeState this is; of every COMPARED_STEPS-th one, compare it between the ranks.
+        """Count a decode step, whose DecodeState this is; every COMPARED_STEPS-th one is compared between the ranks.
 
         Each rank makes a step's arrays from those of the step before. Raises UserError, on all ranks, where they
         differ: in the blocks of keys and values that they read, or in the tokens that they have sampled.
@@ -179,15 +179,15 @@ def on_ranks(function, count, folder, base, dtype, heads, *arguments):
     """function(model, *arguments) on `count` ranks, each with its shard of the model in a folder: the result of rank 0.
 
     function, arguments: what can be pickled; progress, the last of them, is None on other ranks. folder, base, dtype,
-    heads: as of load_model. Raises RankError for the first rank that fails, ConfigError where there are no devices for
-    all.
+    heads: arguments of load_model. Raises RankError for the first rank that fails, ConfigError where there are no
+    devices for all.
     """
     place = placement(count, "tensor_parallel_size")
     return launch(_with_shard, count, function, folder, base, dtype, heads, arguments, **place)[0]
 
 
 def _with_shard(communicator, function, folder, base, dtype, heads, arguments):
-    """What each rank does."""
+    """The work of each rank of on_ranks: load its shard of the model and call function(model, *arguments)."""
     shard = Shard(communicator.rank, communicator.world_size)
     model = load_model(folder, dtype, heads, base=base, shard=shard)
     model.ranks = TensorParallel(communicator, model.config.vocab_size)
@@ -199,8 +199,10 @@ def _with_shard(communicator, function, folder, base, dtype, heads, arguments):
 
 
 def compile_parts_ahead(count, config, dtype, engine, lengths, params, scored=(), scores_whole=False):
-    """As engine.llm.compile_ahead, for `count` ranks with a part of the model each. scores_whole: this process scores
-    the same sequences with all of it."""
+    """The same as engine.llm.compile_ahead, but for `count` ranks with a part of the model each.
+
+    scores_whole: whether this process scores the same sequences with all of it.
+    """
     if lengths or scored:
         whole = kernel_request(config, dtype, None, engine, lengths, params, scored)
         compile_list(KERNEL_LIST, (count, whole, scores_whole))
@@ -219,7 +221,7 @@ def generate(model, tokenizer_folder, config, prompts, params, progress=None):
 def check_agreement(count, folder, base=None, dtype=None, max_tokens=48, temperature=1.0, seed=0, progress=None):
     """engine.check.check_agreement of a rollout on `count` ranks with the training forward of one: Agreement.
 
-    folder, base, dtype: as of load_model. Beside the log-probs, whole rows of logits are compared, those of each
+    folder, base, dtype: arguments of load_model. Beside the log-probs, whole rows of logits are compared, those of each
     sequence's last token.
     """
     base_folder, adapter_folder = find_base(folder, base)

@@ -9,12 +9,12 @@
     checksums of what arrived            <-
 
 On GPUs the memory is of cudaMalloc, which other processes can map by a handle, and DMA engines write it: neither
-side's kernels wait. What is written is not live; only WeightReceiver.apply copies it to the weights' addresses. There
-is room for one version, so a rank writes the next one after the process has taken this one. The layout is compared
-before the first byte is written.
+side's kernels wait. The written bytes are not live; only WeightReceiver.apply copies them to the weights' addresses.
+There is room for one version, so a rank writes the next one after the process has taken this one. The layout is
+compared before the first byte is written.
 
-Ranks have all weights after an optimizer step, so a process that is started later gets them from rank 0 alone. Where
-each rank has a part of them (layer_shards.py), a bucket lies within one part, whose rank copies it, and rank 0 asks the
+Ranks have all weights after an optimizer step, so a process that is started later gets them from rank 0 alone. If each
+rank has a part of them (layer_shards.py), a bucket lies within one part, whose rank copies it, and rank 0 asks the
 others (Again) for what such a process gets. Older versions are kept nowhere. The memory of a process that has ended is
 given back when the ranks unmap it: rank 0 where it waits for groups, others at the next push. On the cpu device the
 memory is a file without a name of the inference process, which ranks open by /proc.
@@ -39,15 +39,15 @@ from rlnumba.runtime.memory import BLOCK_BYTES, OutOfMemory, array_at, track
 
 # Buckets begin at multiples of this many bytes.
 ALIGNMENT = 256
-# Of cudaDeviceGetAttribute, cudaDevAttrIpcEventSupport: whether processes can share what is on a GPU.
+# cudaDevAttrIpcEventSupport, for cudaDeviceGetAttribute: whether processes can share what is on a GPU.
 IPC_ATTRIBUTE = 125
 
 
 class Offer(NamedTuple):
     """From an inference process: its staging may be written.
 
-    layout: of what it expects. nbytes: of it. gpu: its number, None on the cpu device. process: its id. handle: of the
-    memory, on the cpu device a file descriptor of that process.
+    layout: that of the weights it expects. nbytes: their bytes. gpu: its number, None on the cpu device. process: its
+    id. handle: that of the memory, on the cpu device a file descriptor of that process.
     """
 
     layout: str
@@ -81,7 +81,7 @@ def can_share(gpu):
 class OwnStaging:
     """Memory of this process for one version of what is trained, a Weights or an Adapter; see weight_sync.Staging.
 
-    Of a shard, for the whole model's, of which the other processes of the engine copy theirs (Mapping).
+    The leader of a tensor-parallel engine stages the whole model; each follower copies its shard (Mapping).
     """
 
     def __init__(self, trained, bucket_bytes):
@@ -111,7 +111,7 @@ class OwnStaging:
         return self._memory
 
     def begin_checksums(self, version, dtype, bucket_bytes):
-        """As Staging's, beside what the current stream does."""
+        """The same as Staging.begin_checksums, but on a stream of their own, beside what the current stream does."""
         parts = buckets_of(self._memory, bucket_bytes)
         if device.name() != "cuda":
             checksums = Checksums(parts).read()
@@ -152,7 +152,7 @@ class Checksums:
         self._partials = device.xp().zeros((len(parts), BLOCKS), np.int64)
         for part, partials in zip(parts, self._partials, strict=True):
             checksum(part[: part.size - part.size % 8].view(np.int64), partials)
-        # Of an array whose bytes 8 does not divide, the last ones, filled up with zeros.
+        # The last bytes of each array whose number of bytes 8 does not divide, filled up with zeros.
         self._rests = {}
         for index, part in enumerate(parts):
             if part.size % 8:
@@ -206,7 +206,7 @@ class Mapping:
             self._memory[first : first + source.nbytes] = source
 
     def load(self, version, flat, ranges):
-        """As OwnStaging's."""
+        """Copy Ranges of the memory to the weights (n,), on the current stream."""
         load(self._memory, flat, ranges)
 
     def synchronize(self):
@@ -224,8 +224,8 @@ class Mapping:
 class WeightPusher:
     """A trainer rank's side; on rank 0 it takes the place of a WeightSender.
 
-    trained: a Weights or an Adapter, the same on all ranks after a step, or LayerShards. communicator: of the ranks, or
-    None. Other ranks than 0 call take_part as often as rank 0 calls `write`, and when it says Again.
+    trained: a Weights or an Adapter, the same on all ranks after a step, or LayerShards. communicator: that of the
+    ranks, or None. Other ranks than 0 call take_part as often as rank 0 calls `write`, and when it says Again.
     """
 
     needs_offers = True
@@ -262,8 +262,8 @@ class WeightPusher:
         return self._written(version, self._copy_together((offers, list(offers))))
 
     def write_again(self, version, offers, numbers):
-        """As `write`, to processes of these numbers; the weights are still those of `version`. By this rank alone, if
-        it has them."""
+        """The same as `write`, but to the processes of these numbers; the weights are still those of `version`. This
+        rank alone copies them, if it has them all."""
         if self.is_in_parts:
             self.communicator.objects(Again())
             return self._written(version, self._copy_together((offers, list(numbers))))
@@ -276,7 +276,7 @@ class WeightPusher:
         self._copy_together(None)
 
     def _copy_together(self, wanted):
-        """Copy what each rank copies: what all have found, a list. wanted: of rank 0, (offers, numbers of those that
+        """Copy what each rank copies: what all have found, a list. wanted: on rank 0, (offers, numbers of those that
         are written to)."""
         offers, numbers = self.communicator.objects(wanted)[0]
         left_out = self._map(offers)
@@ -285,7 +285,7 @@ class WeightPusher:
         return self.communicator.objects((left_out, *found))
 
     def messages(self, version):
-        """What is sent for the newest version: list of Begin, Bucket, ..., Finish."""
+        """The messages to send for the newest version: list of Begin, Bucket, ..., Finish."""
         return self._messages[version]
 
     def unmap_others(self, offers):

@@ -1,4 +1,4 @@
-"""Where a shard's weights are in those of the whole model: what a process of a tensor-parallel engine copies of a push.
+"""The places of a shard's weights in those of the whole model: the part of a push that one process of an engine copies.
 
 Weights, or an adapter, are sent whole, and all engines read the same bytes. A shard has whole rows of the matrices
 (model/shard.py), which are contiguous there, too, so each process copies ranges.
@@ -14,8 +14,8 @@ from rlnumba.runtime import device
 
 
 def whole_of(trained):
-    """(elements of the flat buffer, decay_end) of the whole model of which `trained`, a Weights or Adapter, may be a
-    shard."""
+    """(elements of the flat buffer, decay_end) of the whole model; `trained`, a Weights or Adapter, may be a shard of
+    it."""
     if is_in_parts(trained):
         return trained.size, trained.decay_end
     if trained.shard == WHOLE:
@@ -45,7 +45,7 @@ def whole_bytes(trained):
 def host_part(trained, first, count):
     """Elements first, first + 1, ... of all that is trained, on the host: (count,); fewer at the end.
 
-    Of what is in parts, on rank 0 alone; other ranks call this with the same arguments.
+    If it is in parts, only rank 0 gets them; other ranks call this with the same arguments.
     """
     count = min(count, whole_of(trained)[0] - first)
     if is_in_parts(trained):

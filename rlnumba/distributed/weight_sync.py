@@ -8,8 +8,8 @@
                                              else v is ready
                                              apply(v): staging -> the weights' fixed addresses, between two steps
 
-Until `apply` the old weights are the live ones, and after a refusal they stay so. Of a model with an adapter the
-adapter alone is sent. Staging is here memory of the host that all processes share, with room for several versions:
+Until `apply` the old weights are the live ones, and after a refusal they stay so. A model with an adapter sends the
+adapter alone. Staging is here memory of the host that all processes share, with room for several versions:
 while one is written, others can be read, also by a process that has just been started. weight_push.py has staging in
 the memory of the inference processes' GPUs.
 """
@@ -76,9 +76,9 @@ class Again(NamedTuple):
 
 
 def layout_of(trained, bucket_bytes):
-    """In which two layouts of trained weights, of a Weights or an Adapter, and of their buckets differ: str.
+    """A description of trained weights, of a Weights or an Adapter, and of their buckets, equal for equal layouts: str.
 
-    Of a shard, the whole model's.
+    A shard has the whole model's.
     """
     config, dtype, (size, decay_end) = trained.config, trained.flat.dtype, whole_of(trained)
     name = f"{kind_of(trained)} {config.architecture} {dtype} {size} {decay_end}"
@@ -92,7 +92,7 @@ def buckets_of(array, bucket_bytes):
 
 
 def host_buckets(trained, bucket_bytes):
-    """Yields buckets_of all that is trained, on the host; each is None on other ranks than 0, of what is in parts."""
+    """Yields buckets_of all that is trained, on the host; each is None on other ranks than 0 if it is in parts."""
     device.synchronize()
     step = max(bucket_bytes // trained.flat.itemsize, 1)
     for first in range(0, whole_of(trained)[0], step):
@@ -100,7 +100,7 @@ def host_buckets(trained, bucket_bytes):
 
 
 def messages_of(version, layout, checksums):
-    """What is sent for a version whose buckets, in staging, have these checksums: list."""
+    """The messages to send for a version whose buckets, in staging, have these checksums: list."""
     begin = Begin(version, layout, len(checksums))
     return [begin, *(Bucket(version, *each) for each in enumerate(checksums)), Finish(version)]
 
@@ -138,9 +138,9 @@ def checksums_of(parts):
 
 
 class WeightSender:
-    """The trainer's side. trained: a Weights or an Adapter; bucket_bytes: of a part.
+    """The trainer's side. trained: a Weights or an Adapter; bucket_bytes: bytes of a bucket.
 
-    Of weights that ranks have in parts, rank 0's: others have a PartSender.
+    It is on rank 0 if ranks have the weights in parts; the others have a PartSender.
     """
 
     # Whether processes have staging of their own, in which this then writes (weight_push.WeightPusher).
@@ -178,13 +178,13 @@ class WeightSender:
         return {}
 
     def write_again(self, version, offers=None, numbers=None):
-        """As `write`, for a version that processes have refused."""
+        """The same as `write`, for a version that processes have refused."""
         if is_in_parts(self.trained):
             self.trained.communicator.objects(Again())
         return self.write(version)
 
     def messages(self, version):
-        """What is sent for a version in staging: list of Begin, Bucket, ..., Finish."""
+        """The messages to send for a version in staging: list of Begin, Bucket, ..., Finish."""
         return self._messages[version]
 
 
@@ -215,7 +215,7 @@ class WeightReceiver:
     def __init__(self, trained, staging, bucket_bytes, version=-1):
         self.trained, self.staging, self.version, self.bucket_bytes = trained, staging, version, bucket_bytes
         self._ranges = ranges_of(trained)
-        # Of the version that is arriving: its Begin, the checksums of its buckets so far, and those of staging.
+        # The version that is arriving: its Begin, the checksums of its buckets so far, and those of staging.
         self._begin, self._arrived, self._read = None, {}, None
         self.ready = []
 

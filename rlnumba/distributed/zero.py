@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 
 class _Flat(NamedTuple):
-    """What an Optimizer reads of weights or gradients."""
+    """The part of weights or gradients that an Optimizer reads."""
 
     flat: object
     decay_end: int = 0
@@ -68,7 +68,7 @@ class ShardedOptimizer(Optimizer):
     """AdamW for one model on the ranks of a Communicator, all of which call each method at the same time.
 
     weights: as Optimizer's, the same on all ranks; options: its keywords. grads.flat is this rank's part of the step's
-    gradient, which `fold` writes. state: of this rank's part.
+    gradient, which `fold` writes. state: that of this rank's part.
     """
 
     def __init__(self, weights, communicator, **options):
@@ -83,12 +83,12 @@ class ShardedOptimizer(Optimizer):
         weakref.finalize(self, memory.track, "grads", -grads.flat.nbytes)
         own = _Flat(self._own_weights(), decay_end)
         super().__init__(own, grads, **options, first_element=part.start)
-        # Of all ranks' parts, each as long as the first, which is the longest.
+        # The sums of all ranks' parts, each as long as the first, which is the longest.
         self._own_sums = device.xp().zeros(reduce.num_segments(self.parts[0].size), np.float32)
         self._sums = device.xp().zeros((world_size, len(self._own_sums)), np.float32)
 
     def _size(self):
-        """How many parameters there are."""
+        """The number of parameters."""
         return self.model_weights.flat.shape[0]
 
     def _own_weights(self):
@@ -108,16 +108,17 @@ class ShardedOptimizer(Optimizer):
         return self.communicator.begin_fold(gradient, self.grads.flat, self.part.start, count, is_first)
 
     def begin_fold_part(self, start, gradient, count, is_first):
-        """As begin_fold, of the elements start, start + 1, ... alone: gradient (n,) f32, the same n on all ranks."""
+        """The same as begin_fold, but for the elements start, start + 1, ... alone: gradient (n,) f32, the same n on
+        all ranks."""
         lower = min(max(start, self.part.start), start + len(gradient))
         upper = max(min(start + len(gradient), self.part.stop), lower)
         own = slice(lower - self.part.start, upper - self.part.start) if lower < upper else slice(0)
         return self.communicator.begin_fold(gradient, self.grads.flat[own], lower - start, count, is_first)
 
     def take_part(self, grads, fold_part, before=()):
-        """What a rank without a micro-batch does in a round: it folds as those that have one, and gathers layers.
+        """Join the collectives of a round without a micro-batch: fold as the ranks that have one, and gather layers.
 
-        before: Weights of which the others do a forward first.
+        before: Weights with which the others do a forward first.
         """
         for weights in (*before, self.model_weights):
             for index in range(len(weights.layers)):
@@ -129,7 +130,7 @@ class ShardedOptimizer(Optimizer):
                 fold_part(*part)
 
     def step(self, learning_rate):
-        """As Optimizer's; then all ranks have all weights."""
+        """The same as Optimizer.step, after which all ranks have all weights."""
         norm = super().step(learning_rate)
         self.gather_weights()
         return norm
@@ -164,7 +165,8 @@ class ShardedOptimizer(Optimizer):
             self.model_weights.flat[first : first + len(values)] = values
 
     def state_dict(self):
-        """As Optimizer's, each array an ArrayPart: those of all ranks make up what one rank has, with its bits."""
+        """The same as Optimizer.state_dict, but each array is an ArrayPart: those of all ranks make up what one rank
+        has, with its bits."""
         self._join()
         size = self._size()
         arrays = {

@@ -64,7 +64,7 @@ class BlockManager:
         return matched
 
     def count_free(self, blocks):
-        """How many of these blocks are in the free list: `acquire` shortens it by that many."""
+        """The number of these blocks that are in the free list: `acquire` shortens it by that many."""
         return [self.ref_count[block] for block in blocks].count(0)
 
     def acquire(self, blocks):
@@ -108,7 +108,7 @@ class BlockManager:
     def register(self, blocks, hashes, token_ids):
         """Record the hashes and the token ids, (K, block_size), of K full, computed blocks.
 
-        Of blocks with one hash the first keeps it.
+        The first of several blocks with one hash keeps it.
         """
         kept = []
         for i, (block, new_hash) in enumerate(zip(blocks, hashes, strict=True)):

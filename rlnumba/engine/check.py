@@ -1,6 +1,6 @@
 """Do rollout and training agree? The engine's log-probs are compared with the training forward's, bit by bit.
 
-Where they differ, one sequence is run again through both, and the first operator, in the order of a forward pass, whose
+If they differ, one sequence is run again through both, and the first operator, in the order of a forward pass, whose
 output differs is named.
 """
 
@@ -36,7 +36,7 @@ class Agreement:
 class Rollout(NamedTuple):
     """A prompt with its completion, token_ids (list), of which the first prompt_length are the prompt's.
 
-    logprobs: of the completion, (C,) float32.
+    logprobs: those of the completion, (C,) float32.
     """
 
     token_ids: list[int]
@@ -47,7 +47,8 @@ class Rollout(NamedTuple):
 def check_agreement(model, config=None, max_tokens=48, temperature=1.0, seed=0, progress=None):
     """Generate from random prompts and compare the log-probs with the training forward's: Agreement.
 
-    config: EngineConfig; max_tokens: of a completion, fewer where max_model_len is short; progress: as in LLM.generate.
+    config: EngineConfig; max_tokens: the most of a completion, fewer where max_model_len is short; progress: as in
+    LLM.generate.
     """
     llm = LLM(model, None, config)
     rollouts = draw_rollouts(llm, max_tokens, temperature, seed, progress)
@@ -161,7 +162,8 @@ def _training_outputs(model, token_ids, copies):
 
 
 def _rollout_outputs(model, token_ids, prompt_length, copies):
-    """As the engine computes them: the prompt in one step, then token by token, over a paged cache."""
+    """The operators' outputs as the engine computes them: the prompt in one step, then token by token, over a paged
+    cache."""
     blocks = -(-len(token_ids) // BLOCK_SIZE)
     cache = KVCache(model.config, blocks * copies, BLOCK_SIZE, model.dtype)
     cache.take()

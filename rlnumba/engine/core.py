@@ -14,8 +14,8 @@ Weights are read in place: after writing them, call `update_weights` with the ne
 All device work runs in the engine's own Context, on its own stream. While sequences decode, the device is one or two
 steps ahead of what `step` has returned (run_ahead.py). Once has_unfinished is False after a step, and after
 `synchronize`, `sleep`, `update_weights` and `reset`, all work on that stream has ended, so the weights may be written
-on any stream; while requests are unfinished, call `synchronize` first. What it found computed is returned by the next
-steps. In the other direction, `update_weights` and `wake` make the engine's stream wait for the caller's current
+on any stream; while requests are unfinished, call `synchronize` first. The next steps return what it found computed.
+In the other direction, `update_weights` and `wake` make the engine's stream wait for the caller's current
 context: call them in the one that wrote the weights.
 """
 
@@ -82,10 +82,11 @@ class FinishedCompletion(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a step sampled: the completions that ended, and the tokens of all, these included.
+    """The tokens that a step sampled, and the completions that ended with it.
 
-    sequences (D,) object, token_ids (D,) int32, logprobs (D,) float32: of the D tokens that were sampled, from the
-    weights of policy_version. Where drafts were accepted a sequence has several, one after the other.
+    sequences (D,) object, token_ids (D,) int32, logprobs (D,) float32: an entry for each of the D tokens that were
+    sampled from the weights of policy_version, those of completions that ended included. A sequence whose drafts were
+    accepted has several, one after the other.
     """
 
     finished: list[FinishedCompletion]
@@ -95,7 +96,7 @@ class StepOutput(NamedTuple):
     policy_version: int
 
     def without(self, request_id):
-        """What is left of it without a request."""
+        """The output without the tokens and completions of a request."""
         return self._part(lambda each: each.request_id != request_id)
 
     def only(self, request_id):
@@ -170,7 +171,7 @@ def completion_texts(tokenizer, sequences):
     for i, (sequence, ids) in enumerate(zip(sequences, token_ids, strict=True)):
         ends = stop_string_positions(tokenizer, sequence.params, ids, texts[i])
         found = [(end, stop) for end, stop in zip(ends, sequence.params.stop, strict=True) if end >= 0]
-        # Of several, the one that begins first, and of these the one that is named first.
+        # The one of several that begins first counts, and of these the one that is named first.
         end, stop = min(found, key=lambda each: each[0], default=(None, None))
         texts[i] = texts[i][:end], stop
     return texts
@@ -194,7 +195,7 @@ def stop_reason(tokenizer, sequence, stop, eos_token_ids):
 
 
 def stop_string_positions(tokenizer, params, token_ids, text):
-    """Where each stop string begins in the text of token_ids, -1 where it does not occur: list of int.
+    """The place where each stop string begins in the text of token_ids, -1 if it does not occur: list of int.
 
     One that ends within the text of the first min_tokens tokens does not count.
     """
@@ -266,7 +267,7 @@ class Engine:
         # Computed, and recorded, but not yet returned by `step`.
         self.outputs: deque[StepOutput] = deque()
         self.speculator.reset()
-        # Of the last step: (whether it was to have drafts, its size), and when it was recorded.
+        # (whether the last step was to have drafts, its size), and when it was recorded.
         self.last_step = None, 0.0
 
     @property
@@ -276,7 +277,8 @@ class Engine:
 
     @property
     def num_preemptions(self):
-        """How often a running sequence gave its blocks up because there were too few, since the start or `reset`."""
+        """The number of times that a running sequence gave its blocks up because there were too few, since the start or
+        `reset`."""
         return self.scheduler.num_preemptions
 
     @property
@@ -350,7 +352,7 @@ class Engine:
 
         unfinished = [sequence for of_request in self.requests.values() for sequence in of_request.values()]
         movable = [each for each in reversed(unfinished) if each.length_limit - length_of(each) >= least_left]
-        # Of those with as many, the last that were added.
+        # The last that were added go first among those with as many.
         return self._remove(sorted(movable, key=lambda each: length_of(each) - len(each.prompt))[:count])
 
     def interrupt(self, request_id):
@@ -535,7 +537,7 @@ class Engine:
         self.blocks_wanted -= blocks_needed(sequence.length_limit, BLOCK_SIZE) + 1
 
     def _capacity(self):
-        """How many blocks the cache can have at most: inf where it grows with the requests."""
+        """The most blocks that the cache can have: inf where it grows with the requests."""
         if self.config.num_gpu_blocks_override is not None:
             return self.config.num_gpu_blocks_override
         if device.name() != "cuda":
@@ -545,7 +547,8 @@ class Engine:
         return self.blocks.num_blocks
 
     def _blocks_to_have(self):
-        """How many blocks the cache must have for the next step; where it grows, as many as can be used later, too."""
+        """The number of blocks that the cache must have for the next step; where it grows, as many as can be used
+        later, too."""
         if (capacity := self._capacity()) < math.inf:
             return capacity
         # One block more for each sequence, so that admission finds its reserve.
@@ -566,7 +569,7 @@ class Engine:
         self.is_asleep = False
 
     def _gpu_blocks(self):
-        """How many blocks the engine's share of the GPU's memory holds beside everything else of the engine."""
+        """The number of blocks that fit into the engine's share of the GPU's memory beside all else of the engine."""
         num_blocks = self.config.num_gpu_blocks_override
         if num_blocks is not None:
             self.runner.reserve_workspace(num_blocks * BLOCK_SIZE)
@@ -578,8 +581,8 @@ class Engine:
         return min(self._blocks_beside(workspace), most)
 
     def _blocks_beside(self, workspace):
-        """How many blocks fit beside weights, activations and `workspace` bytes; DeviceError if none do."""
-        # What engines that sleep have lent counts as free.
+        """The number of blocks that fit beside weights, activations and `workspace` bytes; DeviceError if none do."""
+        # Memory that sleeping engines have lent counts as free.
         memory.reclaim()
         device.xp().get_default_memory_pool().free_all_blocks()
         free, total = device.memory_info()

@@ -1,6 +1,6 @@
 """Sampling as a model's card recommends it: the keys of generation_config.json, as SamplingParams.
 
-As in transformers, temperature and filters count where `do_sample` is true; the ids that end a completion are in
+Temperature and filters count where `do_sample` is true, as in transformers; the ids that end a completion are in
 ModelConfig.
 """
 
@@ -18,7 +18,7 @@ ALWAYS = {
     "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
 }
-# What changes a completion in transformers and is not computed here, with the values that ask for nothing.
+# Keys that change a completion in transformers and are not computed here, with the values that ask for nothing.
 NOT_COMPUTED = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "typical_p", "encoder_repetition_penalty"), (1,)),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), (0,)),

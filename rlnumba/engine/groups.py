@@ -73,7 +73,7 @@ class GroupEngine:
         self._begin()
 
     def update_weights(self, version, keep_cache=False):
-        """As Engine.update_weights; then groups begin that have waited for this version."""
+        """The same as Engine.update_weights, after which the groups begin that have waited for this version."""
         self.engine.update_weights(version, keep_cache)
         self._begin()
 

@@ -1,8 +1,8 @@
-"""Which kernels an engine is going to launch: its steps of all sizes, run without memory (runtime/shapes.py).
+"""The kernels that an engine is going to launch: its steps of all sizes, run without memory (runtime/shapes.py).
 
 Prefill is listed in steps as large as the engine's, padded as these are, or in every bucket where sequences begin at
 any time; decode and steps with drafts in every bucket of rows, since the GEMM's configuration follows from the number
-of rows. What is listed is compiled by runtime/ahead_of_time.py.
+of rows. runtime/ahead_of_time.py compiles the kernels of the list.
 """
 
 from dataclasses import replace
@@ -70,7 +70,7 @@ class Request(NamedTuple):
 
 
 def extras_of(all_params):
-    """What some of these SamplingParams ask for beside tokens and their log-probs: tuple of names."""
+    """The extras that some of these SamplingParams ask for beside tokens and their log-probs: tuple of names."""
     found = {
         "replay": any(params.logit_thresholds for params in all_params),
         "repetition": any(params.repetition_penalty != 1 for params in all_params),
@@ -173,8 +173,8 @@ def padded(shape, max_padded):
 def prefill_shapes(request, lengths, max_padded, most_rows, longest):
     """The StepShapes of the steps that compute prompts of these lengths with all of their completions: the first one,
     and one of each number of tokens that the GEMM has another config for, between those of the shortest prompts and of
-    the longest, and of the prompts that are left. Where sequences begin at any time, up to the largest step's, beside
-    mixed_shapes."""
+    the longest, and of the prompts that are left. If sequences begin at any time, the numbers go up to the largest
+    step's, beside mixed_shapes."""
     max_tokens, length = request.engine.max_num_batched_tokens, int(np.median(lengths))
 
     def tokens_of(groups, length):

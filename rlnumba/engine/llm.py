@@ -77,8 +77,8 @@ class LLM:
     def generate(self, prompts, params=None, progress=None, finished=None, adapters=None, failed=None, **others):
         """The completions of each prompt, in the order of the prompts: list of RequestOutput.
 
-        As in vLLM, one has request_id, prompt, prompt_token_ids, finished and outputs (also `completions`), and each of
-        these index, text, token_ids, logprobs, cumulative_logprob, finish_reason and stop_reason.
+        A RequestOutput has request_id, prompt, prompt_token_ids, finished and outputs (also `completions`), as in vLLM,
+        and each of these index, text, token_ids, logprobs, cumulative_logprob, finish_reason and stop_reason.
         prompts: lists of token ids or, with a tokenizer, texts, or vLLM's dicts {"prompt": text} and
         {"prompt_token_ids": ids}; one that is in no list is a list of one. params: a SamplingParams for all, or one for
         each; sampling_params is the same.
@@ -126,7 +126,8 @@ class LLM:
                         damaged.add(index)
                         failed(index, error)
                     engine.reset()
-                    # What they had drawn is drawn again: a token depends on its prompt, index and position alone.
+                    # Their tokens are drawn again, with the same result: they depend on prompt, index and position
+                    # alone.
                     for index, output in enumerate(outputs):
                         missing = [i for i, each in enumerate(output.completions) if each is None]
                         if missing and index not in damaged:
@@ -243,6 +244,6 @@ def compile_list(module, request):
 
 
 def kernel_request(config, dtype, lora, engine, lengths, params, scored=()):
-    """What engine/kernel_list.py takes, for the arguments of compile_ahead."""
+    """The arguments of compile_ahead as engine/kernel_list.py takes them."""
     n, max_tokens = (max([getattr(p, name) for p in params], default=1) for name in ("n", "max_tokens"))
     return config, dtype, lora, engine, tuple(lengths), n, max_tokens, extras_of(params), tuple(scored)

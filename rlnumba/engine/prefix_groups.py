@@ -18,7 +18,7 @@ MIN_SAVED_SHARE = 1 / 8
 class PrefixGroups:
     """order (B,): the step's sequences, those of a group next to each other. The arrays below are in this order.
 
-    shared_prefix_lens, group_sizes (B,) int32 and max_group_size: as paged_attention takes them.
+    shared_prefix_lens, group_sizes (B,) int32 and max_group_size: arguments of paged_attention.
     """
 
     order: np.ndarray
@@ -28,7 +28,7 @@ class PrefixGroups:
 
 
 def shared_segments(block_tables, num_segments, blocks_per_segment):
-    """Which sequences share their first segments: [(sequences, ids)], of which entry d is about the first d + 1.
+    """The sequences that share their first segments: [(sequences, ids)]; entry d is about the first d + 1 segments.
 
     block_tables (B, W) int32; num_segments (B,): whole segments of each sequence. Sequences with equal ids have the
     same blocks there; sequences that share them with no other are not listed.

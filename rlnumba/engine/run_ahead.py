@@ -6,16 +6,16 @@
 
 The device makes each step's arrays from the last one's (kernels/decode_state.py), so while the host records the results
 of one step, it computes another. Between two steps the host uploads only blocks for tokens to come, several for each
-sequence at a time, and sequences that it ended itself: aborted ones, and those whose text has a stop string. What was
-sampled for them after that is dropped. A sequence that ended keeps its row, which then is as good as padding.
+sequence at a time, and sequences that it ended itself: aborted ones, and those whose text has a stop string. Tokens
+sampled for them after that are dropped. A sequence that ended keeps its row, which then is as good as padding.
 
-Where more sequences wait than rows are free, these stay free for some steps, so that several are admitted at once: one
-sequence or many, the steps in flight have to be read, and the step that computes the prompts is waited for.
+Free rows stay free for some steps while more sequences wait than rows are free, so that several are admitted at once:
+one sequence or many, the steps in flight have to be read, and the step that computes the prompts is waited for.
 
 No further step is launched, and those in flight are read, where the scheduler is to choose the rows again:
 - waiting sequences can be admitted, and free rows have cost as much by now as that will;
-- so many sequences have ended, so many steps ago, that their rows have cost as much as putting the others together
-  again; or, without graphs, more than 1/16 of them have ended;
+- the rows of ended sequences have cost as much as putting the others together again (a repack); or, without graphs,
+  more than 1/16 of the sequences have ended;
 - the longest context outgrows the graph, or there are too few free blocks;
 - no sequence would be live in another step.
 """
@@ -66,7 +66,7 @@ class RunAhead:
         # Whether waiting sequences are admitted as long as they can be, and without graphs they always are; bytes that
         # free rows have cost since they were not, while more sequences waited.
         self.admits, self.admits_always, self.missed = True, runner.eager or not enabled, 0
-        # What edit_decode_state is to change before the next step, arrays (E, 3).
+        # Edits that edit_decode_state is to make before the next step, arrays (E, 3).
         self.edits = []
 
     def schedule(self):
@@ -164,7 +164,7 @@ class RunAhead:
         return not self.has_ended
 
     def _count_to_repack(self):
-        """How many more steps these rows are to have before those that still run are put together again."""
+        """The number of further steps that these rows are to have before those that still run are repacked."""
         total, left = len(self.rows), len(self.open)
         if self.runner.eager:
             return 0 if total - left > total * MAX_ENDED_SHARE else math.inf
@@ -199,9 +199,9 @@ class RunAhead:
         return self.scheduler.can_admit(len(self.in_flight))
 
     def _count_launches(self):
-        """How many steps can be launched without a further look; allocates blocks for tokens to come if that is 0.
+        """The number of steps to launch without a further look; allocates blocks for tokens to come if that is 0.
 
-        A step with L tokens of a row before it needs blocks for L + 1, of which its successor's slot is computed.
+        A step with L tokens of a row before it needs blocks for L + 1: the slot of its successor is computed from them.
         """
         table, rows, size = self.scheduler.table, self.open_rows, self.scheduler.blocks.block_size
         # Tokens of a row before the next step, if it is live then, and before its last one.

@@ -70,7 +70,8 @@ READ_BY_ATTENTION = ("slot_mapping", "block_tables", "cu_seqlens", "context_lens
 class PagedAttention:
     """The transformer's attention backend over the paged cache: K and V of the step are written, then read.
 
-    cache: a KVCache; arrays: of step_arrays, on the device; max_group_size: of prefix groups, if the arrays have them.
+    cache: a KVCache; arrays: those of step_arrays, on the device; max_group_size: the bound of prefix groups' sizes, if
+    the arrays have groups.
     """
 
     def __init__(self, cache, config, arrays, max_seqlen_q, max_context_len, max_group_size=1):
@@ -86,7 +87,7 @@ class PagedAttention:
         )
 
     def forward(self, layer, qkv, w, ctx, out):
-        """As PackedAttention.forward, but k and v are written to the layer's cache and read there.
+        """The same as PackedAttention.forward, but k and v are written to the layer's cache and read there.
 
         Returns q, the layer's caches and None; for q None as well where attention computes it from qkv.
         """
@@ -166,7 +167,7 @@ class Upload:
 
 
 class GraphKey(NamedTuple):
-    """What a captured graph is for: the shape of the step, and the names and widths of its arrays."""
+    """The key of a captured graph: the shape of the step, and the names and widths of its arrays."""
 
     shape: StepShape
     arrays: tuple
@@ -224,7 +225,8 @@ class Runner:
         rows = prefill_rows_of(max_num_seqs)
         self.max_verified = bucket_of(min(max_num_seqs, MAX_NUM_SEQS)) * longest_verified
         self.results = device.xp().empty((3, max(rows, self.max_verified)), np.int32)
-        # Of decode steps the same, in turn; and what the host changes before a step (edit_decode_state).
+        # The same three rows of decode steps, a slot a step in turn; and edits of the host before a step
+        # (edit_decode_state).
         self.published = memory.shared_with_host((MAX_IN_FLIGHT, 3, rows), np.int32)
         self.edits = memory.shared_with_host((MAX_IN_FLIGHT, rows * (RESERVED_TOKENS // block_size + 3), 3), np.int32)
         self.events = []
@@ -234,7 +236,7 @@ class Runner:
         self.decode, self.num_launched = None, 0
         # StepGraphs by GraphKey, the latest used last, and the addresses of the buffers that they were captured with.
         self.graphs, self.graph_addresses = OrderedDict(), None
-        # How often steps ran as they are, were captured, and replayed.
+        # Numbers of steps that were replayed, captured, and run as they are.
         self.counts = {"replayed": 0, "captured": 0, "eager": 0}
         self.max_prefill_tokens = most_prefill_tokens(model.config, max_num_batched_tokens)
 
@@ -246,7 +248,7 @@ class Runner:
 
     @property
     def heads(self):
-        """What operators over the cache are chosen by: (dtype's name, H, HK, E, block_size)."""
+        """The sizes by which operators over the cache are chosen: (dtype's name, H, HK, E, block_size)."""
         config, element = self.model.config, self.model.dtype.name
         return element, config.num_attention_heads, config.num_key_value_heads, config.head_dim, self.block_size
 
@@ -408,7 +410,7 @@ class Runner:
         return self.decode.shape.max_context_len
 
     def step_bytes(self, tokens):
-        """What a decode step of sequences with so many tokens together costs, in bytes moved."""
+        """The cost of a decode step of sequences with so many tokens together, in bytes moved."""
         return self.model.nbytes + tokens * self.block_bytes // self.block_size + self._launch_bytes
 
     @property
@@ -417,9 +419,9 @@ class Runner:
         return self.model.config.num_hidden_layers * LAYER_KERNELS * LAUNCH_BYTES
 
     def wasted_bytes(self, left, kept_tokens):
-        """What a current decode step costs more than one of the `left` sequences that still run, in bytes moved.
+        """Bytes that a current decode step moves beyond those of a step with the `left` sequences that still run.
 
-        kept_tokens: of contexts that attention still reads, of sequences that ended.
+        kept_tokens: tokens of ended sequences' contexts that attention still reads.
         """
         config, shape = self.model.config, self.decode.shape
         rows, smaller = shape.rows, bucket_of(left)
@@ -520,7 +522,7 @@ class Runner:
                 step_graph.graph, step_graph.tensor_maps = stream.end_capture(), tensor_maps
 
     def _addresses(self):
-        """What changes with the buffers that graphs read and write; the cache's addresses never do."""
+        """A value that changes with the buffers that graphs read and write; the cache's addresses never change."""
         return self.upload.generation, self.arena.address
 
     def compute(self, arrays, shape):

@@ -18,7 +18,7 @@ LOGITS_BYTES = 256 << 20
 
 @dataclass
 class SamplingInputs:
-    """What `sample` takes for the B rows of a step that sample a token: arrays of the device.
+    """Arrays of the device that `sample_tokens` takes for the B rows of a step that sample a token.
 
     rows (B,) int32: the row of each in the hidden states; None where it is row b. penalty (B,) float32 and history
     (B, T) int32, padded with -1: None where no sequence has a repetition penalty. presence, frequency (B,) float32
@@ -49,7 +49,7 @@ def sample_tokens(hidden, model, inputs, arena, token_ids, logprobs, thresholds=
 
     With inputs.replay thresholds (B,) float32 are, too: the smallest logit that the filters kept. hidden (N, D), of the
     Transformer `model`; inputs: SamplingInputs. arena: where logits and gathered rows are allocated, in a scope of its
-    own. Of a model that is cut over several ranks each may sample some of the rows.
+    own. Each rank of a model that is cut over several may sample some of the rows.
     """
     total, vocab_size = len(inputs.temperature), model.config.vocab_size
     outputs = (token_ids, logprobs) if inputs.replay is None else (token_ids, logprobs, thresholds)

@@ -11,9 +11,9 @@ the front of the queue, with the tokens it has, and is computed again later, fro
 there. The oldest always advances, so every sequence ends. None of this changes a text: a token's value depends on the
 tokens before it alone.
 
-Of the sequences of one prompt (its n completions) the first to be admitted is the prefix leader: the others match its
-full blocks in the cache and compute only the tail, in the same step if that has room for the leader's whole prompt (in
-every layer keys and values are written before attention reads any), else once the prompt is computed. A step in which
+The first sequence of a prompt (of its n completions) to be admitted is the prefix leader: the others match its full
+blocks in the cache and compute only the tail, in the same step if that has room for the leader's whole prompt (in every
+layer keys and values are written before attention reads any), else once the prompt is computed. A step in which
 all running sequences lack one token is ordered by prefix groups, if attention can make use of them (prefix_groups.py).
 """
 
@@ -30,7 +30,7 @@ from rlnumba.engine.sequence import Sequence
 
 
 class EndConditions(NamedTuple):
-    """What ends D sequences: stop_ids (D, S), length_limit (D,), and the indices of those that have stop strings."""
+    """Conditions that end D sequences: stop_ids (D, S), length_limit (D,), indices of those that have stop strings."""
 
     stop_ids: np.ndarray
     length_limit: np.ndarray
@@ -170,8 +170,8 @@ class Scheduler:
     def add_drafts(self, step, drafts):
         """A decode step that also computes drafts, a list of token ids for each of its sequences; else the step itself.
 
-        They are cut to the free blocks, the token budget, and one token less than the sequence may still get. What is
-        computed for a draft that is not accepted is overwritten: the next tokens have its positions.
+        They are cut to the free blocks, the token budget, and one token less than the sequence may still get. Keys and
+        values of a draft that is not accepted are overwritten: the next tokens have its positions.
         """
         table, size = self.table, self.blocks.block_size
         counts, num_free = step.counts.copy(), self.blocks.num_free
@@ -210,7 +210,7 @@ class Scheduler:
         counts = 1 + np.cumprod(accepted, axis=1).sum(axis=1)
         for i in np.flatnonzero(table.has_stop_strings[rows] & (counts > 1)).tolist():
             row = rows[i]
-            # What was sampled before an accepted draft is in the table, as that draft.
+            # A token that was sampled before an accepted draft is in the table, as that draft.
             ids = table.token_ids[row, table.prompt_length[row] : table.length[row] + counts[i] - 1]
             for end in range(len(ids) - counts[i] + 2, len(ids) + 1):
                 if self.has_stop_string(table.sequences[row], ids[:end]):
@@ -222,8 +222,8 @@ class Scheduler:
     def update(self, step, token_ids, logprobs, thresholds=None):
         """Record a computed step: tokens (D,) int32 and log-probs (D,) float32 of the D tokens that it samples.
 
-        thresholds (D,) float32: the smallest logits that filters kept, where a sequence wants them. Of a step with
-        drafts, what `accept` left. Returns the sequences that end with it.
+        thresholds (D,) float32: the smallest logits that filters kept, where a sequence wants them. A step with drafts
+        gives what `accept` left. Returns the sequences that end with it.
         """
         table, size = self.table, self.blocks.block_size
         computed = step.starts + step.counts
@@ -387,7 +387,7 @@ class Scheduler:
                 found = self._hashes(sequence.token_ids, (length - 1) // size, salt)
                 self.hashed = sequence.token_ids, salt, found
             hashes = self.hashed[2]
-        # What was acquired is matched again: others of a request need not be compared.
+        # The blocks that were acquired are matched again: others of a request need not be compared.
         matched = self.matched[1] if self.matched[0] is hashes else blocks.match(hashes, sequence.token_ids)
         needed = -(-length // size) - len(matched)
         # A free block for each running sequence, which will need one soon, keeps admission from causing preemption.
@@ -437,7 +437,7 @@ class Scheduler:
         self.release_waiters(sequence)
 
     def _salt(self, sequence):
-        """What the hash of a first block follows: the policy version, and the adapter if there is one."""
+        """The salt of a first block's hash: the policy version, and the adapter if there is one."""
         if sequence.adapter_id < 0:
             return self.policy_version
         return block_hash(self.policy_version, np.array([-1 - sequence.adapter_id]))

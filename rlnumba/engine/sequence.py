@@ -25,7 +25,7 @@ def _is_number(value):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are sampled and when it ends; the names and defaults are vLLM's.
+    """Settings of one request: how its tokens are sampled and when it ends. The names and defaults are vLLM's.
 
     temperature: logits are divided by it; 0 takes the largest, the lowest id on ties. min_p, top_k, top_p: filters in
     this order, ties at a boundary all kept; 0 (also None), 0 (also -1) and 1 switch them off. repetition_penalty:
@@ -119,7 +119,7 @@ class LazyList:
 
     def __get__(self, instance, owner=None):
         if instance is None:
-            # Where the dataclass asks for the field's default.
+            # The dataclass asks for the field's default.
             if self.default is None:
                 raise AttributeError(self.name)
             return self.default
@@ -145,8 +145,8 @@ class LazyList:
 class Completion:
     """One completion: token_ids, and of each token its log-prob and the policy version that it was sampled from.
 
-    logprobs: of the distribution sampled from (after temperature and filters). finish_reason: "stop" or "length". The
-    token that stops a completion is the last of token_ids and not part of text. index: among those of its prompt.
+    logprobs: those of the distribution sampled from (after temperature and filters). finish_reason: "stop" or "length".
+    The token that stops a completion is the last of token_ids and not part of text. index: among those of its prompt.
     stop_reason: the stop string or the id of stop_token_ids that ended it, None for EOS and "length". thresholds: array
     of the smallest logit that the filters kept for each token, -inf without filters; None unless logit_thresholds asked
     for it.
@@ -231,7 +231,7 @@ class Sequence:
         self.length_limit, self.stop_ids = length_limit, stop_ids
         self.token_ids = prompt
         self.logprobs = np.zeros(len(prompt), np.float32)
-        # As logprobs; empty unless the request wants them.
+        # A value a token, like logprobs; empty unless the request wants them.
         self.thresholds = np.zeros(len(prompt) if params.logit_thresholds else 0, np.float32)
         self.policy_versions = np.zeros(0, np.int32)
         self.finish_reason = self.row = None

@@ -1,9 +1,9 @@
 """Speculative decoding: which drafts steps verify, and when that is faster than decode.
 
 A step with drafts computes, of each sequence, the last token and up to k drafts of those after it, and samples at all
-of these positions. Noise depends on the position alone, and the bits of a row on the tokens before it alone: where a
-draft equals the token sampled before it, the next sample is the one that decode would have drawn. So the text is the
-same, log-probs included, and a sequence gets 1 to k + 1 tokens from a step.
+of these positions. Noise depends on the position alone, and the bits of a row on the tokens before it alone: if a draft
+equals the token sampled before it, the next sample is the one that decode would have drawn. So the text is the same,
+log-probs included, and a sequence gets 1 to k + 1 tokens from a step.
 
 Such a step takes longer than one of decode, and the host must read its results before the next one. Whether it pays
 depends on the text, and is measured: the seconds of a step of each kind, and the tokens that a sequence gets from a

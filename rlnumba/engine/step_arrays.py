@@ -17,9 +17,9 @@ def max_group_size_of(step):
 def step_arrays(step, table, block_size, with_adapters=False):
     """{name: array} of a step of B sequences and N tokens, D of them sampled, for the model, the cache and the sampler.
 
-    Of the tokens: input_ids, position_ids, slot_mapping (N,) int32, and with_adapters adapter_ids. Of the sequences:
+    Tokens have input_ids, position_ids, slot_mapping (N,) int32, and with_adapters adapter_ids. Sequences have
     block_tables (B, W), cu_seqlens (B + 1,), context_lens (B,) int32, in the order of step.rows, and in a step with
-    prefix groups shared_prefix_lens, group_sizes (B,) int32. Of the sampled tokens: the fields of SamplingInputs.
+    prefix groups shared_prefix_lens, group_sizes (B,) int32. Sampled tokens have the fields of SamplingInputs.
     """
     rows, counts = step.rows, step.counts
     ends = np.cumsum(counts)
@@ -86,7 +86,7 @@ def penalty_arrays(table, sampled, lengths):
 def decode_arrays(step, table, max_blocks):
     """{name: array} that a decode step has beside or instead of step_arrays': the other fields of DecodeState.
 
-    Of the block tables the first max_blocks columns, with blocks for tokens to come.
+    The block tables have their first max_blocks columns, with blocks for tokens to come.
     """
     rows = step.rows
     return {

@@ -12,21 +12,22 @@ import numpy as np
 # Padding costs at most half of a small batch and 15 rows of a large one; nano-vllm's choice.
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 16
-# Of steps with prefill, in which any number of sequences decodes beside those that begin: each pair of buckets, of
-# sequences and of tokens, is a graph, whose first two steps the host launches kernel by kernel.
+# Buckets of steps with prefill, in which any number of sequences decodes beside those that begin: each pair of buckets,
+# of sequences and of tokens, is a graph, whose first two steps the host launches kernel by kernel.
 PREFILL_BUCKETS, PREFILL_BUCKET_STEP = (*SMALL_BUCKETS, 16, 32), 64
 SMALLEST_CONTEXT = 256
 # The smallest step between buckets of tokens, and the smallest bound of a sequence's tokens in a step of several.
 SMALLEST_TOKENS = 16
-# The longest prefill steps that are graphs: of so many tokens, and so long contexts, which bound attention's workspace.
+# The longest prefill steps that are graphs: they have so many tokens, and so long contexts, which bound attention's
+# workspace.
 MAX_PREFILL_TOKENS, MAX_PREFILL_CONTEXT = 4096, 4096
 # Tokens times weights of a layer that an H200 multiplies in 0.2 ms, in which the host launches the layer's eight
 # kernels. Beyond, padding costs time, and a graph saves none.
 LAYER_PRODUCTS = 6 * 10**10
 # The values of padding where they are not 0: no slot, a prefix group of its own, no adapter, no token.
 PADDING = dict.fromkeys(("slot_mapping", "adapter_ids", "history", "banned", "stop_ids"), -1) | {"group_sizes": 1}
-# Arrays of which there is an entry for each token, and for each sequence; those that padding does not lengthen so. The
-# others are of sampled tokens; in decode all of these are as many.
+# Arrays with an entry for each token, and for each sequence; those that padding does not lengthen so. The others have
+# an entry for each sampled token; in decode all of these are as many.
 OF_TOKENS = ("input_ids", "position_ids", "slot_mapping", "adapter_ids")
 OF_SEQUENCES = ("block_tables", "context_lens")
 OF_STEP = ("cu_seqlens", "num_steps")
@@ -38,7 +39,7 @@ def bucket_of(rows):
 
 
 def prefill_rows_of(rows):
-    """As bucket_of, for a step with prefill; at least as many."""
+    """The smallest bucket of sequences that holds this many, for a step with prefill."""
     step = PREFILL_BUCKET_STEP
     return next((bucket for bucket in PREFILL_BUCKETS if rows <= bucket), -(-rows // step) * step)
 
@@ -57,8 +58,8 @@ def token_bucket_of(tokens):
 class StepShape(NamedTuple):
     """Sizes of a step: sequences, tokens of all, tokens that are sampled, and bounds of what its arrays hold.
 
-    max_seqlen_q, max_context_len: tokens of a sequence in this step, and with all before it. max_group_size: of prefix
-    groups, 1 without any.
+    max_seqlen_q, max_context_len: tokens of a sequence in this step, and with all before it. max_group_size: sequences
+    of a prefix group, 1 without any.
     """
 
     rows: int
@@ -74,7 +75,7 @@ class StepShape(NamedTuple):
         return StepShape(rows, rows, rows, 1, context_bucket_of(self.max_context_len), self.max_group_size)
 
     def of_drafts(self, longest_verified):
-        """The bucket of steps with drafts: of each sequence as many tokens as any may have, and all are sampled."""
+        """The bucket of steps with drafts: each sequence has as many tokens as any may have, and all are sampled."""
         rows = bucket_of(self.rows)
         tokens = rows * longest_verified
         return StepShape(rows, tokens, tokens, longest_verified, context_bucket_of(self.max_context_len))

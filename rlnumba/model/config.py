@@ -15,13 +15,14 @@ from rlnumba.kernels.nn.rope import ROPE_TYPES, RopeScaling
 from rlnumba.runtime import device
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
-# What reads the hidden states: a language-model head, a head of one output ("score": a reward model, a critic), or, in
-# a policy that shares its trunk with its critic, both. The second is transformers' ...ForSequenceClassification.
+# The heads that read the hidden states: a language-model head, a head of one output ("score": a reward model, a
+# critic), or, in a policy that shares its trunk with its critic, both. The second is transformers'
+# ...ForSequenceClassification.
 LM_HEAD, SCORE_HEAD = ("lm",), ("score",)
 HEADS = (LM_HEAD, SCORE_HEAD, LM_HEAD + SCORE_HEAD)
 
 ROPE_FIELDS = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
-# Of RopeScaling, but for its first field, rope_type.
+# The fields of RopeScaling, but for its first one, rope_type.
 SCALING_FIELDS = tuple(field.name for field in fields(RopeScaling))[1:]
 # Keys of config.json that are fields under the same name, in the order in which they are written.
 SIZES = (
@@ -66,7 +67,7 @@ class ModelConfig:
 
     @property
     def scale(self):
-        """What attention multiplies q . k by: 1 / sqrt(head_dim)."""
+        """The factor by which attention multiplies q . k: 1 / sqrt(head_dim)."""
         return self.head_dim**-0.5
 
     def ending_at(self, token_id):
@@ -107,7 +108,7 @@ class ModelConfig:
         _refuse_unsupported(raw, model_type, source)
         sizes = {name: _count(raw, name, source) for name in SIZES[:5]}
         heads = sizes["num_attention_heads"]
-        # Where a key is absent, the default of transformers' own class for this model type applies.
+        # The default of transformers' own class for this model type applies if a key is absent.
         kv_heads = _count(raw, "num_key_value_heads", source, heads if model_type == "llama" else _REQUIRED)
         default = 128 if model_type == "qwen3" else sizes["hidden_size"] // heads
         head_dim = _count(raw, "head_dim", source, default)
@@ -319,7 +320,8 @@ def _rope(raw, source):
         return theta, None
     settings = {field: _scaling_value(rope, field, where) for field in SCALING_FIELDS}
     if kind in ("llama3", "yarn"):
-        # As transformers: a key of the whole model goes first; without any, the model was trained with all positions.
+        # A key of the whole model goes first, as in transformers. Without any, the model was trained with all
+        # positions.
         positions = _count(raw, "max_position_embeddings", source)
         original = _count(raw, "original_max_position_embeddings", source, settings["original_max_position_embeddings"])
         settings["original_max_position_embeddings"] = original = original or positions

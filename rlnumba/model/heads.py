@@ -1,7 +1,7 @@
 """The heads: log-probs of chosen next tokens, or one number for chosen tokens, from hidden states; and the gradients.
 
 Only the rows that predict a target reach the (V, D) matrix: T of the N hidden states, gathered before and scattered
-after. Where the derivative of the loss by each log-prob is known beforehand, forward and backward are one call that
+after. If the derivative of the loss by each log-prob is known beforehand, forward and backward are one call that
 takes fewer GEMMs (kernels/logprob/ops.py).
 
 The head of one output, a reward model's or a critic's, reads its rows of the hidden states where they are. A policy
@@ -19,7 +19,7 @@ from rlnumba.kernels.nn.scalar_head import scalar_head, scalar_head_backward
 
 @dataclass
 class SavedHead:
-    """What lm_head_backward reads: rows, target_ids (T,) i32, hidden (T, D) gathered, lse, entropy (T,) f32, and N."""
+    """Inputs of lm_head_backward: rows, target_ids (T,) i32, hidden (T, D) gathered, lse, entropy (T,) f32, and N."""
 
     rows: object
     target_ids: object
@@ -87,7 +87,7 @@ def _scattered(values, rows, count, arena):
 
 @dataclass
 class SavedValueHead:
-    """What value_head_backward reads: rows (T,) i32 and hidden (N, D), all of it."""
+    """Inputs of value_head_backward: rows (T,) i32 and hidden (N, D), all of it."""
 
     rows: object
     hidden: object

@@ -1,10 +1,10 @@
-"""Gradients of which those of one layer exist at a time, for an optimizer step inside the backward.
+"""Gradients of one layer at a time, for an optimizer step inside the backward.
 
     update(start, gradients) for: an untied LM head, the layers from the last to the first, then all the rest
 
 A layer's matrices, nearly all parameters, have gradients in the model's dtype in a buffer that the layers share: they
-are written by one backward and read by one update, so nothing is added to them and nothing needs float32. What a
-backward adds to more than once, or in parts, is float32: the embedding and heads, norms and biases.
+are written by one backward and read by one update, so nothing is added to them and nothing needs float32. Gradients to
+which a backward adds more than once, or in parts, are float32: those of the embedding and heads, norms and biases.
 Source: Lv et al. 2023, arXiv 2306.09782 (LOMO), for the order; torchtune's optimizer_in_bwd.
 """
 
@@ -25,8 +25,8 @@ BEFORE, AFTER = "before", "after"
 class LayerGradients:
     """Gradients of a model's Weights: layers, norm, embed_tokens, lm_head and score are views, as there.
 
-    buffers: of a layer's matrices, which the layers take in turn. An untied LM head and the embedding share memory.
-    adds: whether those of the matrices are float32 as all others, to which a backward adds.
+    buffers: how many a layer's matrices have; the layers use them in turn. An untied LM head and the embedding share
+    memory. adds: whether those of the matrices are float32 as all others, to which a backward adds.
     """
 
     def __init__(self, weights, buffers=1, adds=False):
@@ -78,7 +78,7 @@ class LayerGradients:
             fill(0.0, self._layers[index][1])
 
     def head(self):
-        """Of an untied LM head, else None."""
+        """(first element, gradients (n,)) of an untied LM head; None without one."""
         return self._head
 
     def begin_embedding(self):
@@ -87,7 +87,7 @@ class LayerGradients:
             fill(0.0, self._embedding[1])
 
     def rest(self):
-        """Of the embedding, of biases and norms, of a score head: list."""
+        """(first element, gradients (n,)) of the embedding, of biases and norms, and of a score head: list."""
         return [part for part in (self._embedding, self._vectors, self._score) if part is not None]
 
 

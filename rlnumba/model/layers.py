@@ -3,8 +3,8 @@
     h = x + o_proj(attention(rope(norm?(q, k)), v)),  q | k | v = qkv_proj(rmsnorm(x))
     y = h + down_proj(silu(gate) * up),               gate | up = gate_up_proj(rmsnorm(h))
 
-The residual stream x -> h -> y stays in the compute dtype and is added in the epilogue of the GEMM before it. Of
-several ranks each has its columns of it, and norms gather the rows.
+The residual stream x -> h -> y stays in the compute dtype and is added in the epilogue of the GEMM before it. Each of
+several ranks has its columns of it, and norms gather the rows.
 A block's forward returns what its backward reads, as a tuple that only the backward below it unpacks. Outputs of the
 modules `recomputed` are None there, and the backward computes them again: no GEMM but an adapter's.
 A backward overwrites the gradient of a block's output with that of its input: `dx` is dy on entry.
@@ -26,7 +26,7 @@ from rlnumba.model.lora import LoraContext
 from rlnumba.runtime import device
 
 F32 = np.dtype(np.float32)
-# What may be computed again in the backward, of each layer: its two norms, the norms and rotations of q and k, SwiGLU.
+# Parts of a layer that the backward may compute again: its two norms, the norms and rotations of q and k, SwiGLU.
 MODULES = frozenset(RECOMPUTE_MODULES)
 
 
@@ -42,7 +42,7 @@ class HeapAllocator:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What the layers of one forward share: `ctx` below.
+    """Arguments that all layers of one forward share: `ctx` below.
 
     rope: (cos, sin) tables; attention: the attention backend; memory: an Arena or HeapAllocator; lora: the LoraContext
     of the model's adapter, or None. adds_gradients: whether the gradients of layers' matrices are added to what is
@@ -109,7 +109,7 @@ def _linear(layer, name, x, w, ctx, y, residual=None):
 
 
 def _linear_to_residual(layer, name, x, w, ctx, y, residual):
-    """_linear of o or down. Of several ranks each has some columns of x, and of the residual stream, y, its own."""
+    """_linear of o or down. Each of several ranks has some columns of x, and its own of the residual stream, y."""
     if ctx.ranks is not None:
         x = ctx.ranks.gather_columns(x, ctx.memory.empty((x.shape[0], x.shape[1] * ctx.ranks.count), x.dtype))
     return _linear(layer, name, x, w, ctx, y, residual)

@@ -55,7 +55,7 @@ READ = (
 WITHOUT_EFFECT = ("peft_version", "inference_mode", "auto_mapping", "megatron_core", "qalora_group_size")
 # PEFT's target_modules of the architectures here where a configuration has none.
 PEFT_TARGET_MODULES = ("q_proj", "v_proj")
-# Of the other keys these values mean that an option is off, besides null, false and empty ones.
+# Values of the other keys that mean that an option is off, besides null, false and empty ones.
 OFF = {"bias": ("none",), "init_lora_weights": (True, "gaussian"), "revision": ("main",)}
 
 
@@ -86,7 +86,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the matrices of a fused projection lie: rows M, inputs D and columns C, the blocks, offsets in flat."""
+    """The place of a fused projection's matrices: rows M, inputs D and columns C, the blocks, offsets in flat."""
 
     name: str
     rows: int
@@ -137,10 +137,10 @@ def resolve_targets(config, targets, where):
 
 @dataclass(frozen=True)
 class Places:
-    """Where an adapter of a model, or of a shard of it, lies in its flat buffer.
+    """The places of an adapter's matrices in its flat buffer; the adapter is a model's, or that of a shard of it.
 
-    config: the whole model's; layouts: of the fused projections that have an adapter; score_offset: of the score head,
-    if there is one; size: of flat.
+    config: the whole model's; layouts: those of the fused projections that have an adapter; score_offset: where the
+    score head begins, if there is one; size: elements of flat.
     """
 
     config: object
@@ -273,7 +273,7 @@ class Adapter:
             keep_blocks(first_columns, self.lora.r, matrix)
 
     def tensors(self, flat):
-        """As Places.tensors."""
+        """(name in PEFT's file, view) of every tensor in flat, a NumPy array of a whole model's adapter."""
         return self.places.tensors(flat)
 
     def set_flat(self, host):
@@ -474,7 +474,7 @@ def save_adapter(adapter, folder, heads=None):
     heads: of the model that is saved, by default all; without "score" that head is left out.
     """
     folder, lora, heads = Path(folder), adapter.lora, heads or adapter.config.heads
-    # Of a host_copy nothing waits for the device: another thread may be capturing a graph, which that would end.
+    # A host_copy waits for no device work: another thread may be capturing a graph, which that would end.
     tensors = dict(adapter.tensors(device.to_host(adapter.values).astype(np.float32, copy=False)))
     if "score" not in heads:
         tensors.pop(SCORE, None)
@@ -556,9 +556,9 @@ def merge(weights, adapter):
 
 
 class Dropout(NamedTuple):
-    """Which elements of the adapters' inputs are dropped in a forward: p, and what the masks follow from.
+    """The dropout of the adapters' inputs in a forward: the probability p, and three numbers that decide the masks.
 
-    seed: of the run; step: of the optimizer; micro_batch: of the step.
+    seed: the run's; step: the optimizer step's number; micro_batch: its number in the step.
     """
 
     p: float

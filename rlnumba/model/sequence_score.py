@@ -1,7 +1,7 @@
 """One number for a sequence: the score head's output at its last token that is not padding.
 
-As transformers' ...ForSequenceClassification reads it. Padding is known by its id, so that a sequence that ends in the
-padding token itself, as where EOS serves for it, is read at the token before.
+It is read where transformers' ...ForSequenceClassification reads it. Padding is known by its id, so that a sequence
+that ends in the padding token itself, as where EOS serves for it, is read at the token before.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from rlnumba.runtime import device
 def score_rows(sequences, pad_token_id):
     """(B,) int32 on the host: where each of these token id lists, laid end to end, is read.
 
-    Of padding alone it is the first token. pad_token_id: None where the model has none.
+    A sequence of padding alone is read at its first token. pad_token_id: None where the model has none.
     """
     rows, start = np.zeros(len(sequences), np.int32), 0
     for index, ids in enumerate(sequences):

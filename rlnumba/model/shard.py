@@ -32,7 +32,7 @@ class Range(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Which of `total` columns each rank has: rank r those from start(r) to start(r + 1), in the order of the ranks.
+    """The columns, of `total`, that each rank has: rank r those from start(r) to start(r + 1), in the ranks' order.
 
     start(r) = r width + min(r, longer) extra, but at most total.
     """
@@ -90,7 +90,7 @@ class Shard:
         return replace(config, **{name: getattr(config, name) // self.count for name in names})
 
     def rows(self, source, count):
-        """Which of the `count` rows of a checkpoint's tensor this part has: a slice."""
+        """The rows that this part has, of the `count` rows of a checkpoint's tensor: a slice."""
         if source.startswith("lm_head."):
             return self.tokens(count)
         if "_proj." not in source:

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rlnumba.errors import UserError
 from rlnumba.model.config import read_json
 
-# What a tokenizer consists of on disk; `save` writes those that there were.
+# Files of a tokenizer on disk; `save` writes those that there were.
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
@@ -68,7 +68,7 @@ class Tokenizer:
         self.special_ids = {t.content: id for id, t in self.backend.get_added_tokens_decoder().items() if t.special}
         self._clean_up = settings.get("clean_up_tokenization_spaces") and not is_bpe
         self._compiled = {}
-        # What `save` writes: the folder may have changed or gone by then.
+        # Contents that `save` writes: the folder may have changed or gone by then.
         self._files = self._read_files()
 
     def __getstate__(self):

@@ -44,10 +44,11 @@ F32 = np.dtype(np.float32)
 
 @dataclass
 class Tape:
-    """What a forward leaves for its backward. recompute: keep only every layer's input (gradient checkpointing).
+    """Arrays that a forward leaves for its backward. recompute: keep only every layer's input (gradient checkpointing).
 
     dropout: the Dropout of the adapter's inputs, or None. Without recompute: modules, those of layers.MODULES whose
-    outputs are not kept but computed again; num_layers, of how many layers, from the first on, only the input is kept.
+    outputs are not kept but computed again; num_layers, the number of layers, from the first on, that keep only their
+    input.
     """
 
     recompute: bool = False
@@ -61,7 +62,7 @@ class Tape:
     num_layers: int = 0
 
     def keeps_input_only(self, index):
-        """Whether of this layer only the input is kept."""
+        """Whether only the input of this layer is kept."""
         return self.recompute or index < self.num_layers
 
 
@@ -84,7 +85,7 @@ class Transformer:
 
     @property
     def trained(self):
-        """What an optimizer updates: the Adapter if there is one, else the Weights."""
+        """The parameters that an optimizer updates: the Adapter if there is one, else the Weights."""
         return self.weights if self.adapter is None else self.adapter
 
     @property
@@ -158,8 +159,8 @@ class Transformer:
         return hidden
 
     def logits(self, hidden, out, memory=None):
-        """Write the logits (N, V) float32 of hidden states (N, D), of which ranks compute their columns in memory of an
-        Arena, inside its scope."""
+        """Write the logits (N, V) float32 of hidden states (N, D). Each of several ranks computes its columns of them
+        in memory of an Arena, inside its scope."""
         if self.ranks is None:
             linear(hidden, self.lm_head, out)
         else:
@@ -204,7 +205,7 @@ class Transformer:
             if ctx.lora is not None:
                 grads.zero_outside_blocks()
             else:
-                # As in transformers: a padding token inside a text has its embedding, which is not trained.
+                # A padding token inside a text has its embedding, which is not trained, as in transformers.
                 embed_grads = grads.embed_tokens if embed_grads is None else embed_grads
                 embedding_backward(tape.input_ids, dx, embed_grads, config.pad_token_id, tape.token_list)
         tape.last, tape.token_list = (), None
@@ -344,7 +345,7 @@ def find_model(path_or_hub_id, weights=True):
 def find_base(path_or_hub_id, base=None):
     """(folder of a model, folder of an adapter on it or None), from the path or hub id of a model or an adapter.
 
-    base: of the adapter, by default what its adapter_config.json names. UserError if a folder is not there.
+    base: that of the adapter, by default what its adapter_config.json names. UserError if a folder is not there.
     """
     folder = find_model(path_or_hub_id)
     if not is_adapter(folder):
@@ -378,7 +379,7 @@ def load_model(
     dtype: "float32", "bfloat16" or "float16"; by default the checkpoint's, and float32 on the cpu device, which
     has no other (ConfigError). heads: those of the result, one of HEADS; others in the folder are dropped. head_init,
     seed: the values of a score head that the folder does not have, "zeros" or "normal" (Weights.init_score). base: as
-    find_base takes it. shard: the part of the model, and of the adapter, to read, of which the caller sets `ranks`.
+    find_base takes it. shard: the part of the model, and of the adapter, to read; the caller sets the model's `ranks`.
     make_weights: as load_weights takes it. Raises UserError naming the file, key or tensor at fault, or
     a folder without a language-model head where one is wanted.
     """
@@ -423,7 +424,7 @@ def with_adapters(model, folders):
 
 
 def host_copy(model, part=slice(None)):
-    """A copy of a model, for saving alone, of which what is saved is on the host and does not change any more.
+    """A copy of a model, for saving alone: what is saved is on the host and does not change any more.
 
     part: the elements of weights.flat that are copied; an adapter is copied whole.
     """
@@ -439,8 +440,9 @@ def save_model(model, folder, tokenizer=None, dtype=None, heads=None, write_weig
     """Write a Hugging Face folder that transformers and vLLM load: config.json, generation_config.json,
     *.safetensors in `dtype` (default: the model's), and the tokenizer's files if one is given.
 
-    heads: those that are written, by default all; with both, transformers loads the causal language model. Of a model
-    with an adapter, PEFT's folder of the adapter instead. write_weights: create_weights, to write no values yet.
+    heads: those that are written, by default all; with both, transformers loads the causal language model. A model
+    with an adapter is written as PEFT's folder of the adapter instead. write_weights: create_weights, to write no
+    values yet.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -32,16 +32,16 @@ ALIGNMENT, MATRIX_ALIGNMENT = 128, 256
 # Rows of two matrices that are on the host at one time.
 COMPARED_ROWS = 4096
 
-# As transformers' save_pretrained in version 4: more than this many bytes of tensors become several files.
+# More than this many bytes of tensors become several files, as in transformers' save_pretrained of version 4.
 SHARD_BYTES = 5_000_000_000
 
-# Of the seed's random streams the one of a new score head.
+# The one of the seed's random streams that a new score head is drawn from.
 HEAD_STREAM = 0x5C02E
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
-# Of a checkpoint's matrices and norms: by safetensors' names.
+# The dtypes of a checkpoint's matrices and norms, by safetensors' names.
 DTYPES = {"F32": device.dtype("float32"), "F16": device.dtype("float16"), "BF16": device.dtype("bfloat16")}
 
 
@@ -80,7 +80,7 @@ NOT_TRAINED = LayerWeights(*[None] * len(LayerWeights._fields))
 def parameters(config, shard=WHOLE):
     """Every Parameter of a model, or of its shard, in the order of the flat buffer: what decays first.
 
-    config: of the whole model.
+    config: that of the whole model.
     """
     D, E, F, V = config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size
 
@@ -129,8 +129,8 @@ class Weights:
 
     flat: (n,), n = size, its first element number `first`, 0, of the model's. decay_end: elements [0, decay_end) are
     matrices, to which weight decay applies. layers[i]: the LayerWeights of layer i. lm_head: (V, D), the embedding if
-    tied; score: (1, D); None for a head that the model does not have. config: of the whole model, of which these are
-    the shard's weights. region: of memory.report().
+    tied; score: (1, D); None for a head that the model does not have. config: the whole model's; these are the weights
+    of its `shard`. region: one of memory.report().
     """
 
     def __init__(self, config, dtype="float32", region="weights", shard=WHOLE):
@@ -165,7 +165,7 @@ class Weights:
         return self.layers[index]
 
     def spans(self):
-        """[(number of the first element, array)] of what there is of the flat buffer."""
+        """[(number of the first element, array)] of the parts of the flat buffer that there are."""
         return [(self.first, self.flat)]
 
     def __getitem__(self, name):
@@ -194,7 +194,7 @@ class Weights:
                 yield source, start - at, self.flat[start:stop]
 
     def host_copy(self, part=slice(None)):
-        """A copy on the host, for saving alone, of all elements or of a part, of which only `parts` are used."""
+        """A copy on the host, for saving alone, of all elements or of a part; only its `parts` are used."""
         copied, (start, stop, _) = copy.copy(self), part.indices(self.size)
         copied.flat, copied.first = device.host_copy(self.flat[start - self.first : stop - self.first]), start
         copied.views = None
@@ -239,10 +239,10 @@ def load_weights(folder, config, dtype=None, heads=None, shard=WHOLE, make_weigh
     """The Weights of a folder's *.safetensors (one file, or several with an index), in `dtype` (config.dtype).
 
     config: that of the folder. heads: those of the Weights, if not the folder's; a head not in the folder is zeros.
-    shard: of the model, whose rows alone are read. make_weights: of a subclass, of which what `spans` says is read.
-    Names, shapes and dtypes are checked before memory is allocated; tensors are copied from the mapped files. Raises
-    UserError, one line, for a damaged or missing file and for a tensor that is missing, unknown, or of another shape
-    or dtype than it should be, with the names.
+    shard: the part of the model whose rows alone are read. make_weights: Weights or a subclass; the parts that its
+    `spans` names are read. Names, shapes and dtypes are checked before memory is allocated; tensors are copied from the
+    mapped files. Raises UserError, one line, for a damaged or missing file and for a tensor that is missing, unknown,
+    or of another shape or dtype than it should be, with the names.
     """
     folder = Path(folder)
     files = _open_checkpoint(folder)

@@ -36,7 +36,7 @@ class Background:
         self._raise_error()
 
     def close(self):
-        """As `flush`; the thread ends."""
+        """End the thread when all calls are done. Raises what one of them raised."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join()

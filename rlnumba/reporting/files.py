@@ -11,13 +11,13 @@ from rlnumba.config import to_toml
 from rlnumba.data.values import as_json
 from rlnumba.errors import ConfigError, UserError
 
-# What a run writes in its folder.
+# Files and folders that a run writes in its own folder.
 RUN_FILES = (
     *("config.toml", "metrics.jsonl", "completions.jsonl", "completions"),
     *("checkpoints", "final", "curves.png", "tensorboard", "wandb", "wandb_id"),
 )
 
-# What a model's folder has, by the ends of names.
+# The files of a model's folder, by the ends of their names.
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 
 
@@ -64,7 +64,7 @@ def is_run_folder(path):
 def replacing(path):
     """A text file that replaces `path` when the block ends without an error, and is removed otherwise.
 
-    Of a symbolic link, the target is replaced. Raises UserError naming the path if it cannot be written.
+    The target of a symbolic link is replaced. Raises UserError naming the path if it cannot be written.
     """
     path, temporary = Path(path), None
     # A device or a pipe, such as /dev/null, is written to instead.

@@ -4,8 +4,8 @@ metrics.jsonl has one JSON object per optimizer step, with TRL's metric names; v
 null, so that every line is JSON. A resumed run truncates it to the checkpoint's step. TensorBoard, Weights & Biases and
 trackio get the same numbers (trackers.py).
 
-All of this is written by a thread of its own (background.py), in the order of the calls. What a checkpoint's steps have
-logged must be on the disk before the checkpoint is: flush, then save.
+All of this is written by a thread of its own (background.py), in the order of the calls. Lines of a checkpoint's steps
+must be on the disk before the checkpoint is: flush, then save.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard files, Weights & Biases, trackio, as train.report_to says.
+"""Trackers that get the metrics besides metrics.jsonl: TensorBoard, Weights & Biases, trackio, as train.report_to says.
 
 Each tracker has log(step, metrics) for numbers by name, and close(failed). wandb and trackio are imported here alone,
 and configured by their own environment variables (WANDB_MODE, WANDB_PROJECT, TRACKIO_DIR, ...).
@@ -17,7 +17,7 @@ PROJECT = "rlnumba"
 
 
 def check_installed(names):
-    """Raise UserError for a tracker whose package is missing. names: of train.report_to."""
+    """Raise UserError for a tracker whose package is missing. names: those of train.report_to."""
     for name in names:
         packages = PACKAGES.get(name, ())
         if packages and not any(importlib.util.find_spec(package) for package in packages):
@@ -25,7 +25,7 @@ def check_installed(names):
 
 
 def open_trackers(names, folder, start_step, run_name=None, project=None, config=None):
-    """The trackers of a run in `folder`. names: of train.report_to; "auto" is TensorBoard where it is installed.
+    """The trackers of a run in `folder`. names: those of train.report_to; "auto" is TensorBoard where it is installed.
 
     start_step: steps done, of a resumed run. run_name: by default the folder's. config: dict, shown beside the curves.
     """

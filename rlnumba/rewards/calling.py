@@ -43,7 +43,7 @@ class RewardError(UserError):
 
 
 class TrainerState(NamedTuple):
-    """What reward functions get of the run as `trainer_state`; the names are transformers'."""
+    """The run's state that reward functions get as `trainer_state`; the names are transformers'."""
 
     global_step: int
     max_steps: int
@@ -156,7 +156,7 @@ class Rewards:
         return None not in self.specs
 
     def ready(self, pending):
-        """Of each of a list of Pending, whether the workers have all values, or know that there are none: list."""
+        """Whether the workers have all values, or know that there are none, for each of a list of Pending: list."""
         return [group.answers is not None or all(call.done() for call in group.calls.values()) for group in pending]
 
     def _answer(self, pending):

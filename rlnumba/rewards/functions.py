@@ -46,7 +46,7 @@ def accuracy_reward(completions, **columns):
     cannot be parsed. An answer that takes longer than SECONDS_PER_ANSWER to compare gets 0.0.
 
     The reference is the first of the columns solution, answer, ground_truth, final_answer (after `####` where there is
-    one). The completion's answer must be LaTeX, \boxed{} first. As in TRL.
+    one). The completion's answer must be LaTeX, \boxed{} first. Source: TRL.
     """
     math_verify = import_math_verify()
     from latex2sympy2_extended import NormalizationConfig
@@ -75,7 +75,7 @@ def accuracy_reward(completions, **columns):
 
 
 def think_format_reward(completions, **columns):
-    """1.0 where the completion is <think>...</think> and then anything, with one opening tag; else 0.0. As in TRL."""
+    """1.0 where the completion is <think>...</think> and then anything, with one opening tag; else 0.0. Source: TRL."""
     pattern = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL)
     return [1.0 if pattern.match(text) else 0.0 for text in texts_of(completions)]
 

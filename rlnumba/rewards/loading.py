@@ -21,7 +21,7 @@ from rlnumba.rewards.gym import gym
 
 # Names without arguments.
 BUILT_IN = built_in.BUILT_IN | {"gym": gym}
-# By which name each function was found.
+# The name by which each function was found.
 _resolved = weakref.WeakKeyDictionary()
 
 
@@ -136,7 +136,7 @@ def _find(path):
 
 
 def load_object(path, key):
-    """What file.py:name or package.module:name is. `key` begins the message of an error: ConfigError or UserError."""
+    """The object file.py:name or package.module:name. `key` begins an error's message: ConfigError or UserError."""
     source, _, name = (part.strip() for part in path.rpartition(":" if ":" in path else "."))
     if not source:
         raise ConfigError(f"{key}: {path!r} must be file.py:name or package.module:name")
@@ -160,7 +160,7 @@ def _module_of_file(source, key):
     spec = importlib.util.spec_from_file_location(module_name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
-    # As in a script, files of the same folder can be imported.
+    # Files of the same folder can be imported, as in a script.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:

@@ -35,7 +35,7 @@ MOST_WORKERS = 8
 MESSAGE_S = 0.01
 # Most bytes of a message with answers.
 LONGEST_MESSAGE = 1 << 30
-# What keeps a process or a thread from starting: files, processes, memory, threads.
+# Errors that keep a process or a thread from starting: too few files, processes, threads, or too little memory.
 CANNOT_START = (OSError, RuntimeError, MemoryError)
 MAIN = "import sys; sys.path[:] = {path!r}; from rlnumba.rewards.worker import main; main({descriptor})"
 
@@ -48,8 +48,9 @@ def num_workers():
 
 @dataclass
 class Answer:
-    """What one call gave. values: (n,) float64, or None with `error`, its message; failed_call: whether the function
-    raised, hung or crashed, so that the completions may be tried one by one; extra, metrics: what it logged."""
+    """The result of one call. values: (n,) float64, or None with `error`, its message; failed_call: whether the
+    function raised, hung or crashed, so that the completions may be tried one by one; extra, metrics: what it
+    logged."""
 
     values: np.ndarray | None
     error: str | None = None
@@ -101,7 +102,7 @@ class Workers:
     """The worker processes of a run's reward functions.
 
     specs: by which name (see loading.resolve) a process finds each function, None for those that are never called
-    here; names: of the functions, for messages.
+    here; names: the functions', for messages.
     """
 
     def __init__(self, specs, names):

@@ -25,8 +25,8 @@ from rlnumba.runtime import device, memory
 from rlnumba.runtime.shapes import shapes_only
 from rlnumba.trainers import sft
 from rlnumba.trainers.core import Policy
-from rlnumba.trainers.plan import CONTEXT_BYTES, operator_bytes, take_step
-from rlnumba.trainers.planned import Step
+from rlnumba.trainers.plan import CONTEXT_BYTES, operator_bytes
+from rlnumba.trainers.planned import Step, take_step
 
 GIB = 2**30
 IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}

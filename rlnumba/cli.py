@@ -599,7 +599,7 @@ def _trainer(kind, purpose, files):
         _log_device()
         from rlnumba.trainers.every import TRAINERS
         from rlnumba.trainers.fit import fit_to_device
-        from rlnumba.trainers.plan import advise
+        from rlnumba.trainers.plan_savings import advise
         from rlnumba.trainers.run_folder import owner_of
         from rlnumba.trainers.run_inputs import located
 
@@ -617,7 +617,8 @@ def _trainer(kind, purpose, files):
 
 def _print_ranks(kind, run):
     """Print, as comments of TOML, what each rank of a run does and the memory that it takes."""
-    from rlnumba.trainers.plan import Planner, describe_ranks
+    from rlnumba.trainers.plan import Planner
+    from rlnumba.trainers.plan_text import describe_ranks
 
     planner = Planner(kind, run, device.name() == "cuda", device.memory_info()[1])
     click.echo("\n# GiB by region, planned:")
@@ -753,7 +754,8 @@ def plan(config, trainer, gpu_memory, fit, overrides):
     --fit it prints the keys with which the run fits a GPU, and the TOML of the fastest (docs/memory.md).
     """
     from rlnumba.trainers.fit import available_bytes, planned_choice
-    from rlnumba.trainers.plan import Planner, describe
+    from rlnumba.trainers.plan import Planner
+    from rlnumba.trainers.plan_text import describe
 
     runs = runs_of_any_trainer(config, trainer, parse_overrides(overrides))
     on_gpu = gpu_memory is not None or device.name() == "cuda"

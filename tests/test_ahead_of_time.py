@@ -417,7 +417,7 @@ with sampled_rows(1024):
     step = plan.step_of(planner, run)
     for length in range(1, 49):
         with launches_only(GPUS["h200"]) as found:
-            policy, _ = plan.make_policies(planner.config, "bfloat16", run, step)
+            policy, _ = planned.make_policies(planner.config, "bfloat16", run, step)
             with policy.context.use():
                 rollouts = planned.invented_rollouts(run.train, step.prompts, length, 512)
                 grpo.add_logprobs(policy, rollouts, on_policy=True)

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 READ_ELSEWHERE = {"padding_free", "gpus_per_node", "launcher"}
 # Where all keys are read, and what plans a run of any trainer.
 OF_ALL_KEYS = ("rlnumba.config.keys", "rlnumba.config.reading", "rlnumba.config.writing")
-OF_ALL_TRAINERS = ("rlnumba.trainers.plan", "rlnumba.trainers.fit", "rlnumba.trainers.kernel_list")
+OF_PLANS = "plan", "plan_savings", "plan_text", "fit", "kernel_list"
+OF_ALL_TRAINERS = tuple(f"rlnumba.trainers.{name}" for name in OF_PLANS)
 
 
 @functools.cache

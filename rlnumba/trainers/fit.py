@@ -11,6 +11,7 @@ from dataclasses import replace
 from rlnumba.errors import DeviceError
 from rlnumba.runtime import device, memory
 from rlnumba.trainers.plan import CONTEXT_BYTES, OF_PHASES, Planner, amount
+from rlnumba.trainers.plan_savings import savings
 from rlnumba.trainers.run_folder import log
 
 # Share of a plan that is left free where there is a choice: it is as accurate as that.
@@ -159,7 +160,7 @@ def does_not_fit(planner, plan, available):
     largest = sorted(regions.items(), key=lambda pair: -pair[1])
     text = f"the run needs {amount(plan.needed)} of GPU memory, and {amount(available)} are there: "
     text += ", ".join(f"{name} {amount(size)}" for name, size in largest)
-    savings = planner.savings(plan)[:NAMED_SWITCHES]
-    if savings:
-        text += "; what saves most: " + ", ".join(f"{switch} {amount(saved)}" for switch, saved in savings)
+    found = savings(planner, plan)[:NAMED_SWITCHES]
+    if found:
+        text += "; what saves most: " + ", ".join(f"{switch} {amount(saved)}" for switch, saved in found)
     return text + " (rlnumba plan --fit has keys that fit)"

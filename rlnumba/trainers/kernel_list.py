@@ -18,9 +18,9 @@ from rlnumba.model.lora import lora_of_run
 from rlnumba.runtime import device
 from rlnumba.runtime.buckets import bucket_of
 from rlnumba.runtime.shapes import launches_only
-from rlnumba.trainers import plan
 from rlnumba.trainers.micro_batch import target_bucket_of
-from rlnumba.trainers.planned import invented_rollouts
+from rlnumba.trainers.plan import Planner, step_of
+from rlnumba.trainers.planned import invented_rollouts, make_policies
 from rlnumba.trainers.prompt_run import sampling_params
 
 # Completions are also taken to have max_completion_length divided by these.
@@ -40,8 +40,8 @@ def list_signatures(request, properties):
     train = run.train
     num_prompts = train.prompts_per_rollout if run.generates else 0
     with sampled_rows(max(SAMPLED_ROWS, 8 * train.per_device_train_batch_size, num_prompts)):
-        planner = plan.Planner(kind, run, True, 64 * GIB)
-        step, dtype = plan.step_of(planner, run), train.dtype or planner.config.dtype
+        planner = Planner(kind, run, True, 64 * GIB)
+        step, dtype = step_of(planner, run), train.dtype or planner.config.dtype
         config = planner.config
         if run.lora is not None:
             lora = replace(lora_of_run(run.lora, config), init=None)
@@ -56,7 +56,7 @@ def list_signatures(request, properties):
                 # Of weights that are pushed.
                 checksum(*(device.xp().empty(size, np.int64) for size in (1, BLOCKS)))
         with launches_only(properties) as of_steps:
-            policy, critic = plan.make_policies(config, dtype, run, step)
+            policy, critic = make_policies(config, dtype, run, step)
             with policy.context.use():
                 if train.accumulates_gradients and policy.grads.lm_head is not None:
                     # What a step launches from its second micro-batch on.
@@ -65,15 +65,15 @@ def list_signatures(request, properties):
             if step.rehearse is not None:
                 # Of a run that recomputes the first layers alone, some layers do not stand for all.
                 some = config if train.recompute_num_layers else kernel_list.short(config)
-                policy, critic = plan.make_policies(some, dtype, run, step)
+                policy, critic = make_policies(some, dtype, run, step)
                 with policy.context.use():
                     for rollouts, every_form in other_rollouts(planner.trainer, train, step.prompts):
                         launch(step.rehearse(policy, critic, rollouts, every_form))
             if train.chooses_activations:
                 # Of its modes, "full" and "minimal" have the same kernels, and "selective" has one of its own.
                 selective = replace(run, train=replace(train, activation_memory="selective"))
-                selective_step = plan.step_of(planner, selective)
-                policy, critic = plan.make_policies(kernel_list.short(config), dtype, selective, step)
+                selective_step = step_of(planner, selective)
+                policy, critic = make_policies(kernel_list.short(config), dtype, selective, step)
                 with policy.context.use():
                     launch(selective_step.calls(policy, critic))
     return [of_engine, of_steps]

@@ -1,4 +1,4 @@
-"""What a run's memory will be, by region, before anything is loaded; and which switch would save how much.
+"""What a run's memory will be, by region, before anything is loaded.
 
 The run's own classes are made, and its largest micro-batch goes forward and backward, with arrays that have no memory
 and operators that compute nothing (runtime/shapes.py). So the regions are those of memory.report() and of the metrics
@@ -15,14 +15,12 @@ parts (deploy.zero_stage 3) have no engine.
 
 import dataclasses
 import os
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 
 from rlnumba import data
-from rlnumba.config.lora import LoraConfig
 from rlnumba.distributed.peer import arena_bytes
-from rlnumba.distributed.placement import gpus_of_ranks, num_sharing
+from rlnumba.distributed.placement import num_sharing
 from rlnumba.distributed.planned_rank import PlannedRank
 from rlnumba.distributed.shared_gradients import staging_bytes
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
@@ -30,24 +28,22 @@ from rlnumba.engine.parallel_size import weights_bytes
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed, tokens_of_group
 from rlnumba.engine.speculation import longest_verified
-from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.attention.ops import attention_backward_nbytes
 from rlnumba.kernels.logprob import chunked
-from rlnumba.model.lora import Adapter, Places, lora_of_run
+from rlnumba.model.lora import Places, lora_of_run
 from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, find_model, read_config
 from rlnumba.model.weights import Weights
 from rlnumba.optim import CHUNK, STREAMS
-from rlnumba.runtime import device, signals
+from rlnumba.runtime import device
 from rlnumba.runtime.context import Context
-from rlnumba.runtime.memory import OutOfMemory
 from rlnumba.runtime.shapes import shapes_only
 from rlnumba.trainers import graphs, kept_data
-from rlnumba.trainers.core import Policy
 from rlnumba.trainers.engine_size import with_engine_size
 from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.loading import weights_of
+from rlnumba.trainers.planned import adapter_of, take_step
 from rlnumba.trainers.prompt_run import check_sampling
 
 GIB = 2**30
@@ -61,8 +57,6 @@ OF_INFERENCE = ("weights", "adapter", "engine activations", "attention", "kv", "
 REPORTED_PROMPTS = 4
 # What a phase gives to the other one, where they take turns.
 OF_PHASES = {"training": ("activations", "operators"), "generation": ("engine activations", "kv")}
-# A switch that saves less than this share of all regions is not listed.
-WORTH_LISTING = 0.005
 
 
 @dataclass(frozen=True)
@@ -293,93 +287,12 @@ class Planner:
                 kept_data.keep(key, self._rows[key])
         return self._rows[key]
 
-    def savings(self, plan):
-        """[(switch, bytes saved)] of what would change the total, the most first: `plan` is that of the run."""
-        found = []
-        for switch, changes in _switches(self.trainer, self.run, self.on_gpu, self.config.dtype):
-            try:
-                saved = plan.total - self.plan(with_changes(self.run, changes)).total
-            except ConfigError:
-                continue
-            if saved > WORTH_LISTING * sum(plan.regions.values()):
-                found.append((switch, saved))
-        return sorted(found, key=lambda pair: -pair[1])
-
-
-def with_changes(run, changes):
-    """A Run with {section: {key: value}, or "lora": LoraConfig}. Raises ConfigError for keys that contradict others."""
-    sections = {
-        name: keys if name == "lora" else dataclasses.replace(getattr(run, name), **keys)
-        for name, keys in changes.items()
-    }
-    return dataclasses.replace(run, **sections)
-
-
-class _EndOfStep(Exception):
-    """Ends a train_step before the weights are updated and the metrics are computed, of which there is nothing."""
-
-
-def _end_of_step(learning_rate):
-    raise _EndOfStep
-
-
-def take_step(config, dtype, run, step, communicator=None):
-    """Make the policy of a run, and a critic, and take the Step.
-
-    Returns how many parameters of each this rank updates, a list; the bytes of these and of their state, which are
-    copied to the host for a checkpoint; the bytes of the policy's alone; Policy.folds_layers. The arguments are
-    make_policies'. To be called within shapes_only.
-    """
-    policy, critic = make_policies(config, dtype, run, step, communicator)
-    policy.step = _end_of_step
-    if communicator is not None:
-        # The step has one micro-batch, which is that of rank 0.
-        communicator.rank = 0
-    with signals.held():
-        for call in step.calls(policy, critic):
-            with suppress(_EndOfStep):
-                call()
-    optimizers = [each.optimizer for each in (policy, critic) if each is not None]
-    nbytes = sum(array.nbytes for each in optimizers for array in (each.weights.flat, *each.state.values()))
-    trained = [each.weights.flat.shape[0] for each in optimizers]
-    return trained, nbytes, policy.optimizer.weights.flat.nbytes, policy.folds_layers
-
-
-def make_policies(config, dtype, run, step, communicator=None):
-    """(Policy, the critic's Policy or None) of a run, with weights that nothing was read into, for a Step.
-
-    run: of its attributes train, lora and deploy are read. communicator: as of Policy.
-    """
-    config = dataclasses.replace(config, heads=step.models.heads)
-    model = Transformer(config, weights_of(run, communicator)(config, dtype))
-    model.adapter = _adapter(run, config, dtype, "adapter")
-    reference = None
-    if step.models.has_reference:
-        # With an adapter, the reference is the model without it.
-        reference = model.without_adapter()
-        if run.lora is None:
-            kind = weights_of(run, communicator, is_trained=False)
-            reference = Transformer(config, kind(config, dtype, region="reference"))
-    policy, critic = Policy(model, run.train, reference, communicator=communicator), None
-    if step.models.critic is not None:
-        model = Transformer(step.models.critic, Weights(step.models.critic, dtype))
-        critic = Policy(model, run.train, communicator=communicator)
-        critic.arena = policy.arena
-    return policy, critic
-
-
-def _adapter(run, config, dtype, region):
-    """The Adapter of a run with [lora], else None."""
-    if run.lora is None:
-        return None
-    return Adapter(config, lora_of_run(run.lora, config), dtype, region=region)
-
 
 def _generate(planner, dtype, run, prompts):
     """Let the engine's largest step reserve its activations: bytes of attention's workspace on a GPU."""
     config, engine = planner.config, run.engine
     model = Transformer(config, Weights(config, dtype, region=SHARED))
-    model.adapter = _adapter(run, config, dtype, SHARED)
+    model.adapter = adapter_of(run, config, dtype, SHARED)
     seqs, tokens = engine.max_num_seqs, engine.max_num_batched_tokens
     if not planner.on_gpu:
         # Of several ranks, each has its share of the completions, and rank 0 draws those of the report at the end.
@@ -436,189 +349,6 @@ def step_of(planner, run):
     return planner.trainer.planned_step(planner, run)
 
 
-def _switches(trainer, run, on_gpu, model_dtype):
-    """(switch as one would write it, {section: {key: value}, or "lora": LoraConfig}) of what may save memory."""
-    train, found = run.train, []
-
-    def add(section, **keys):
-        text = ", ".join(f"{section}.{key} = {shown(value)}" for key, value in keys.items())
-        found.append((text, {section: keys}))
-
-    dtype = train.dtype or (model_dtype if on_gpu else "float32")
-    if run.lora is None and trainer.trains_lm_head:
-        found.append((f"[lora] with r = {LoraConfig().r}", {"lora": LoraConfig()}))
-    if train.kept_activations == "full":
-        add("train", activation_memory="selective")
-        add("train", activation_memory="selective", recompute_modules=["norm", "swiglu"])
-    if train.kept_activations != "minimal":
-        minimal = {"gradient_checkpointing": True} if train.activation_memory == "auto" else {}
-        layers = {"recompute_num_layers": 0} if train.recompute_num_layers else {}
-        add("train", **(minimal or {"activation_memory": "minimal"}), **layers)
-    for optim in ("adamw_bf16", "adamw_8bit"):
-        if train.optim == "adamw_torch":
-            add("train", optim=optim)
-    if not train.offload_optimizer and on_gpu:
-        add("train", offload_optimizer=True)
-    if not train.optimizer_in_backward and run.lora is None and train.backward_passes == 1:
-        add("train", optimizer_in_backward=True, max_grad_norm=0.0)
-    if dtype == "bfloat16" and train.master_weights:
-        add("train", master_weights=False)
-    if dtype == "float32" and on_gpu:
-        add("train", dtype="bfloat16")
-    generates = run.generates and not run.deploy.num_infer_gpus
-    if run.num_ranks > 1 and run.deploy.zero_stage == 2 and not generates and run.lora is None:
-        add("deploy", zero_stage=3)
-    if halved := halved_batch(train):
-        add("train", **halved)
-    for name in ("max_completion_length", "max_length"):
-        if getattr(train, name, None) and getattr(train, name) > 1:
-            add("train", **{name: getattr(train, name) // 2})
-    if getattr(train, "beta", 0) and run.lora is None:
-        add("train", beta=0.0)
-    if run.generates and on_gpu:
-        add("engine", gpu_memory_utilization=round(run.engine.gpu_memory_utilization / 2, 3))
-    return found
-
-
-def halved_batch(train):
-    """Keys of [train] for micro-batches of half the rows, as many of which are in an optimizer step and a generation:
-    dict, empty where their number is odd."""
-    size = train.per_device_train_batch_size
-    if size % 2:
-        return {}
-    found = {"per_device_train_batch_size": size // 2}
-    if train.global_batch_size is None:
-        found["gradient_accumulation_steps"] = 2 * train.gradient_accumulation_steps
-    if getattr(train, "steps_per_generation", None):
-        found["steps_per_generation"] = 2 * train.steps_per_generation
-    return found
-
-
-def shown(value):
-    """The value of a key as one would write it: str."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(shown, value))}]"
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
-
-
 def amount(nbytes):
     """Bytes as text: GiB with two places, below 0.1 GiB MiB."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.2f} MiB"
-
-
-def describe(planner, plan):
-    """The lines that `rlnumba plan` prints: list of str."""
-    regions = plan.regions | plan.extra
-    lines = [f"{name:<20}{amount(size):>12}   {plan.notes.get(name, '')}".rstrip() for name, size in regions.items()]
-    # The processes of the cpu device share its memory, and so may those of a GPU.
-    num_processes = planner.num_sharing if planner.on_gpu else planner.run.num_ranks
-    share = f"{num_processes * plan.total / planner.total_bytes:.0%} of {amount(planner.total_bytes)}"
-    share += f" for all {num_processes} processes" if num_processes > 1 else ""
-    if plan.takes_turns:
-        lines += [f"{phase:<20}{amount(size):>12}   {_lacks(phase)}" for phase, size in plan.phases.items()]
-    lines.append(f"{'total':<20}{amount(plan.total):>12}   {share}")
-    if plan.host:
-        lines.append(f"{'host memory':<20}{amount(plan.host):>12}   moments and master, page-locked")
-    part = f"1/{planner.run.num_ranks} of " if planner.run.num_ranks > 1 else ""
-    what = f"a copy of {part}weights, moments and master while they are written"
-    lines.append(f"{'host, checkpoint':<20}{amount(plan.checkpoint):>12}   {what}")
-    lines += _describe_disk(planner.run, plan)
-    if planner.run.deploy.num_infer_gpus:
-        lines += ["", *_describe_inference(planner, plan)]
-    savings = planner.savings(plan)
-    if savings:
-        lines += ["", "what would save memory, each alone:"]
-        lines += [f"{amount(saved):>12}   {switch}" for switch, saved in savings]
-    return lines
-
-
-def _describe_disk(run, plan):
-    """The lines about what a run writes: list of str."""
-    train, final = run.train, plan.final * run.num_ranks
-    checkpoint = final if train.save_only_model else plan.checkpoint * run.num_ranks
-    kept = "all are kept" if train.save_total_limit is None else f"the newest {train.save_total_limit} are kept"
-    limit = f"{kept} (train.save_total_limit)"
-    return [
-        f"{'disk, checkpoint':<20}{amount(checkpoint):>12}   each; {limit}",
-        f"{'disk, final':<20}{amount(final):>12}   what is trained, without its state",
-    ]
-
-
-def _lacks(phase):
-    """The regions that a phase of a run whose phases take turns does without: str."""
-    (others,) = (names for name, names in OF_PHASES.items() if name != phase)
-    return f"all but {' and '.join(others)}"
-
-
-def _describe_inference(planner, plan):
-    """The lines about inference processes: list of str."""
-    deploy, regions = planner.run.deploy, planner.engine_regions(plan)
-    size = deploy.tensor_parallel_size
-    cut = f", {size} of them an engine, each with a part of the model" if size > 1 else ""
-    where = ""
-    if deploy.num_infer_nodes:
-        where = f" on {deploy.num_infer_nodes} nodes of Ray, {deploy.engines_per_node} actors each"
-    lines = [f"each of {deploy.num_infer_gpus} inference processes{where}{cut}:"]
-    lines += [f"{name:<20}{amount(nbytes):>12}" for name, nbytes in regions.items() if nbytes]
-    return [*lines, f"{'total':<20}{amount(sum(regions.values())):>12}"]
-
-
-def describe_ranks(planner):
-    """A line for each rank and inference process of a run, below the headings: GPU, role, GiB by region; list of str.
-
-    An inference process has the engine's regions alone; where several are one engine, its role says which part it has.
-    On Ray the nodes are said, too, and an engine is an actor; Ray chooses the GPUs of all nodes but this one, train 0.
-    """
-    run = planner.run
-    num_infer, size = run.deploy.num_infer_gpus, run.deploy.tensor_parallel_size
-    is_on_ray = run.deploy.launcher == "ray"
-    plans = [planner.plan(rank=rank) for rank in range(run.num_ranks)]
-    role = "train, generate" if run.generates and not num_infer else "train"
-    per_node = run.num_ranks // run.deploy.num_train_nodes
-    nodes = [f"train {rank // per_node}" for rank in range(run.num_ranks)]
-    of_all = [(str(rank), nodes[rank], role, plan.regions | plan.extra, plan.total) for rank, plan in enumerate(plans)]
-    num_here = per_node + (0 if is_on_ray else num_infer)
-    if num_infer:
-        of_engine = planner.engine_regions(plans[0])
-        roles = ["generate"] if size == 1 else [f"generate {part + 1}/{size}" for part in range(size)]
-        for index in range(run.deploy.num_engines):
-            who = "-", ""
-            if is_on_ray:
-                who = f"actor {index}", f"infer {index // run.deploy.engines_per_node}"
-            of_all += [(*who, role, of_engine, sum(of_engine.values())) for role in roles]
-    names = list(dict.fromkeys(name for *_, regions, _ in of_all for name in regions))
-    rows = [["rank", "node", "GPU", "role", *names, "total"]]
-    key = "deploy.num_train_gpus" + (" + deploy.num_infer_gpus" if num_infer and not is_on_ray else "")
-    gpus = gpus_of_ranks(num_here, key) if planner.on_gpu else ["none"] * num_here
-    gpus += ["any" if planner.on_gpu else "none"] * (len(of_all) - num_here)
-    for (rank, node, role, regions, total), gpu in zip(of_all, gpus, strict=True):
-        sizes = [*(regions.get(name, 0) for name in names), total]
-        rows.append([rank, node, str(gpu), role, *(f"{size / GIB:.3f}" for size in sizes)])
-    if not is_on_ray:
-        rows = [[rank, *rest] for rank, _, *rest in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
-
-
-@contextmanager
-def advise(kind, run):
-    """An allocation that fails inside becomes a DeviceError of one line that names the switch that would save most."""
-    try:
-        yield
-    except (MemoryError, OutOfMemory) as error:
-        reason = str(error)
-        if not isinstance(error, OutOfMemory):
-            reason = f"out of memory in an operator's own arrays: {reason}"
-        raise DeviceError(f"{reason}; {_advice(kind, run)}") from error
-
-
-def _advice(kind, run):
-    try:
-        planner = Planner(kind, run, device.name() == "cuda", device.memory_info()[1])
-        savings = planner.savings(planner.plan())
-    except UserError as error:
-        return f"rlnumba plan has no advice: {error}"
-    if not savings:
-        return "no switch of rlnumba plan saves memory here"
-    switch, saved = savings[0]
-    return f"{switch} would save {amount(saved)} (rlnumba plan lists others)"

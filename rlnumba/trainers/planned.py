@@ -3,7 +3,9 @@
 Both make the policy of the run, and let the trainer's own code take the steps of a Step on arrays without memory.
 """
 
+import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +13,13 @@ import numpy as np
 from rlnumba.engine.core import longest_sequence
 from rlnumba.errors import UserError
 from rlnumba.model.config import LM_HEAD, ModelConfig
+from rlnumba.model.lora import Adapter, lora_of_run
+from rlnumba.model.transformer import Transformer
+from rlnumba.model.weights import Weights
+from rlnumba.runtime import signals
 from rlnumba.trainers import rollout
+from rlnumba.trainers.core import Policy
+from rlnumba.trainers.loading import weights_of
 
 
 class Models(NamedTuple):
@@ -68,3 +76,63 @@ def invented_rollouts(train, prompt_lengths, completion_length, rows):
         ref_logprobs=none,
         thresholds=zeros if train.sampling_mask_replay else none,
     )
+
+
+class _EndOfStep(Exception):
+    """Ends a train_step before the weights are updated and the metrics are computed, of which there is nothing."""
+
+
+def _end_of_step(learning_rate):
+    raise _EndOfStep
+
+
+def take_step(config, dtype, run, step, communicator=None):
+    """Make the policy of a run, and a critic, and take the Step.
+
+    Returns how many parameters of each this rank updates, a list; the bytes of these and of their state, which are
+    copied to the host for a checkpoint; the bytes of the policy's alone; Policy.folds_layers. The arguments are
+    make_policies'. To be called within shapes_only.
+    """
+    policy, critic = make_policies(config, dtype, run, step, communicator)
+    policy.step = _end_of_step
+    if communicator is not None:
+        # The step has one micro-batch, which is that of rank 0.
+        communicator.rank = 0
+    with signals.held():
+        for call in step.calls(policy, critic):
+            with suppress(_EndOfStep):
+                call()
+    optimizers = [each.optimizer for each in (policy, critic) if each is not None]
+    nbytes = sum(array.nbytes for each in optimizers for array in (each.weights.flat, *each.state.values()))
+    trained = [each.weights.flat.shape[0] for each in optimizers]
+    return trained, nbytes, policy.optimizer.weights.flat.nbytes, policy.folds_layers
+
+
+def make_policies(config, dtype, run, step, communicator=None):
+    """(Policy, the critic's Policy or None) of a run, with weights that nothing was read into, for a Step.
+
+    run: of its attributes train, lora and deploy are read. communicator: as of Policy.
+    """
+    config = dataclasses.replace(config, heads=step.models.heads)
+    model = Transformer(config, weights_of(run, communicator)(config, dtype))
+    model.adapter = adapter_of(run, config, dtype, "adapter")
+    reference = None
+    if step.models.has_reference:
+        # With an adapter, the reference is the model without it.
+        reference = model.without_adapter()
+        if run.lora is None:
+            kind = weights_of(run, communicator, is_trained=False)
+            reference = Transformer(config, kind(config, dtype, region="reference"))
+    policy, critic = Policy(model, run.train, reference, communicator=communicator), None
+    if step.models.critic is not None:
+        model = Transformer(step.models.critic, Weights(step.models.critic, dtype))
+        critic = Policy(model, run.train, communicator=communicator)
+        critic.arena = policy.arena
+    return policy, critic
+
+
+def adapter_of(run, config, dtype, region):
+    """The Adapter of a run with [lora], else None."""
+    if run.lora is None:
+        return None
+    return Adapter(config, lora_of_run(run.lora, config), dtype, region=region)

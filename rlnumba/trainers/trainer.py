@@ -43,7 +43,7 @@ from rlnumba.trainers.callbacks import TrainerState, given
 from rlnumba.trainers.eval import run_eval
 from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.fit import fit_to_device
-from rlnumba.trainers.plan import advise
+from rlnumba.trainers.plan_savings import advise
 from rlnumba.trainers.ranks import resolve_if_named, train_on_ranks
 from rlnumba.trainers.run_folder import log, owner_of
 from rlnumba.trainers.run_inputs import located

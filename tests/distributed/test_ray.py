@@ -25,7 +25,8 @@ from rlnumba.distributed.ray_launch import launch_on_nodes
 from rlnumba.errors import ConfigError, RankError, UserError
 from rlnumba.trainers.callbacks import TrainerCallback, given
 from rlnumba.trainers.grpo import run_grpo
-from rlnumba.trainers.plan import Planner, describe_ranks
+from rlnumba.trainers.plan import Planner
+from rlnumba.trainers.plan_text import describe_ranks
 from rlnumba.trainers.ranks import train_on_ranks
 from tests.distributed import ranks
 from tests.distributed.test_asynchronous import final_of, metrics_of, run_of, train, trained_prompts

@@ -16,6 +16,7 @@ from rlnumba.trainers import fit, fit_choices, kept_data, sft
 from rlnumba.trainers.fit import activation_modes, available_bytes, fit_to_device, has_headroom
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.plan import CONTEXT_BYTES, Plan, Planner
+from rlnumba.trainers.plan_savings import savings
 from rlnumba.trainers.sft import num_tokens, run_sft
 from tests.trainers.runs import MODEL, grpo_run, sft_run
 
@@ -119,7 +120,7 @@ def test_an_explicit_choice_is_kept_and_refused_where_it_does_not_fit(planner_of
     line = str(error.value)
     assert line.startswith("the run needs 0.") and "\n" not in line
     assert " GiB are there: CUDA context 0.59 GiB, " in line
-    switches = planner.savings(plan)[: fit.NAMED_SWITCHES]
+    switches = savings(planner, plan)[: fit.NAMED_SWITCHES]
     found = line.partition("what saves most: ")[2].removesuffix(" (rlnumba plan --fit has keys that fit)")
     assert found == ", ".join(f"{switch} {fit.amount(saved)}" for switch, saved in switches) and len(switches) == 3
     assert ("gradient_checkpointing = true" in line) == (keys == {"gradient_checkpointing": False})

@@ -25,7 +25,9 @@ from rlnumba.runtime.shapes import ShapeOnly, shapes_only
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
-from rlnumba.trainers.plan import Planner, advise, describe
+from rlnumba.trainers.plan import Planner
+from rlnumba.trainers.plan_savings import advise, savings
+from rlnumba.trainers.plan_text import describe
 from rlnumba.trainers.ppo import run_ppo
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.rloo import run_rloo
@@ -323,12 +325,12 @@ def test_a_model_of_8b_for_a_gpu(tmp_path):
     head = 4 * 151_936 * 4096
     assert plan.regions["grads"] == 4 * elements + head and plan.regions["moments"] == 12 * elements
     assert plan.total > 80 * GIB
-    savings = dict(planner.savings(plan))
-    assert savings['train.optim = "adamw_8bit"'] == 6 * elements - elements // 32
-    assert savings["train.master_weights = false"] == 4 * elements
+    saved = dict(savings(planner, plan))
+    assert saved['train.optim = "adamw_8bit"'] == 6 * elements - elements // 32
+    assert saved["train.master_weights = false"] == 4 * elements
     # What is left is two chunks of float32 m, v and master.
-    assert savings["train.offload_optimizer = true"] == 12 * elements - 2 * 12 * (1 << 24)
-    assert [*savings.values()] == sorted(savings.values(), reverse=True)
+    assert saved["train.offload_optimizer = true"] == 12 * elements - 2 * 12 * (1 << 24)
+    assert [*saved.values()] == sorted(saved.values(), reverse=True)
 
 
 def test_the_share_of_the_engine(tmp_path):
@@ -500,7 +502,7 @@ def test_a_model_of_8b_on_several_gpus(tmp_path):
         deploy = DeployConfig(num_train_gpus=4, zero_stage=stage)
         planner = Planner("sft", dataclasses.replace(run, deploy=deploy), True, 400 * GIB)
         plans[stage] = planner.plan()
-        assert ("deploy.zero_stage = 3" in dict(planner.savings(plans[stage]))) == (stage == 2)
+        assert ("deploy.zero_stage = 3" in dict(savings(planner, plans[stage]))) == (stage == 2)
         text = "\n".join(describe(planner, plans[stage]))
         assert "a copy of 1/4 of weights, moments and master" in text
         # Segments are not cut: the first parts are a little longer.

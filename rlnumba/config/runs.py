@@ -9,7 +9,7 @@ from rlnumba.config.rloo import RLOORun
 from rlnumba.config.schema import Run
 from rlnumba.config.sft import SFTRun
 
-# By the trainer's name.
+# The Runs by the trainer's name.
 RUNS = {each.trainer: each for each in (SFTRun, GRPORun, RLOORun, PPORun, DPORun, KTORun, RewardRun)}
 # Messages name the trainers that read a key.
 Run.of_all_trainers = tuple(RUNS.values())

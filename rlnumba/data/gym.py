@@ -57,8 +57,8 @@ def gym_rows(path, arguments, key="data.gym"):
     """The problems of a dataset of reasoning-gym: list of (row, where), as read_rows.
 
     A row has `question`, `answer` (the reference's, None where many are right), `metadata`, and `gym_dataset`, from
-    which `scorer` finds its dataset. key: of the arguments, for messages. Raises ConfigError, naming it, for an unknown
-    dataset or argument, UserError without the package.
+    which `scorer` finds its dataset. key: that of the arguments, for messages. Raises ConfigError, naming it, for an
+    unknown dataset or argument, UserError without the package.
     """
     name = str(path).removeprefix(GYM)
     dataset = create(name, arguments, key)

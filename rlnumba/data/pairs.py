@@ -3,7 +3,7 @@
     file -> read_dataset -> the sides of a row -> tokenize_pair        (load_pairs does all)
 
 A row is {"prompt", "chosen", "rejected"}, each a string or a list of messages. Without a prompt the common beginning of
-the two sides is the prompt: of message lists in whole messages, of strings in whole tokens.
+the two sides is the prompt, in whole messages if they are lists of them, in whole tokens if they are strings.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """A prompt and its two completions as token ids, not truncated; margin: of the row, or None; where: file and line.
+    """A prompt and its two completions as token ids, not truncated; margin: the row's, or None; where: file and line.
 
     prompt_ids is empty where the completions of a row without a prompt differ in their first token.
     """
@@ -72,7 +72,7 @@ def load_pairs(
     model_limit: the model's longest sequence in tokens. eos_token_ids: the ids that end a sequence of the model.
     too_long: what max_length does. "truncate": dropped are pairs whose prompt alone fills it, unless truncation_mode is
     keep_end; longer sequences are left to `truncated`. "drop": dropped are pairs with a longer sequence.
-    for_eval: as read_dataset. Raises UserError naming file and line.
+    for_eval: read_dataset's. Raises UserError naming file and line.
     """
     if tokenizer is None:
         raise UserError("a preference dataset needs a tokenizer, and the model folder has no tokenizer.json")

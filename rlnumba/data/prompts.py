@@ -172,7 +172,7 @@ def _columns_of(row):
 def load_prompts(path, data, tokenizer, model_limit, vocab_size, for_eval=None):
     """The prompts of a file: PromptData. The first row's columns decide for all.
 
-    data: DataConfig; for_eval: as read_dataset. model_limit: the model's longest sequence in tokens, prompt and
+    data: DataConfig; for_eval: read_dataset's. model_limit: the model's longest sequence in tokens, prompt and
     completion. Prompts longer than data.max_prompt_length are dropped and counted; one that leaves no room for a
     completion is a UserError unless max_prompt_length is set. Every column but the prompt is passed to the rewards,
     with two additions: `ground_truth` from verl's reward_model, `solution` from GSM8K's `#### n` or from

@@ -103,7 +103,7 @@ def load_sft(path, data, train, tokenizer, model_limit, vocab_size, eos_token_id
     """The rows of a file ready to train on: SFTData.
 
     data, train: DataConfig and SFTConfig. model_limit: the model's longest sequence in tokens. eos_token_ids: the ids
-    that end a sequence of the model; the tokenizer's own is the one appended. for_eval: as read_dataset. Raises
+    that end a sequence of the model; the tokenizer's own is the one appended. for_eval: read_dataset's. Raises
     UserError naming file and line.
     """
     if tokenizer is None:

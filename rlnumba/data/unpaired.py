@@ -61,7 +61,7 @@ def load_unpaired(path, data, train, tokenizer, model_limit, vocab_size, eos_tok
 
     data: DataConfig; train: a section with max_length, beyond which sequences lose their end; rows whose prompt alone
     fills it are dropped. model_limit: the model's longest sequence in tokens. eos_token_ids: the ids that end one. The
-    chosen completions of every BLOCK rows of pairs come first. for_eval: as read_dataset. Raises UserError naming
+    chosen completions of every BLOCK rows of pairs come first. for_eval: read_dataset's. Raises UserError naming
     file and line.
     """
     if tokenizer is None:

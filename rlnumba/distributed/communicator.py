@@ -124,8 +124,8 @@ class Communicator:
     def exchange_rows(self, array, out, columns, row_width):
         """out[:, columns.of(r)] = this rank's rows of rank r's array: those from rank row_width on, at most row_width.
 
-        array (N, C) and columns: as gather_columns', whose result has the rows of all ranks; out (rows, columns.total)
-        of array's dtype, written. Raises as gather.
+        array (N, C), columns: arguments of gather_columns, whose result has the rows of all ranks; out (rows,
+        columns.total) of array's dtype, written. Raises as gather.
         """
         _check_contiguous("gather", array=array, out=out)
         first = min(self.rank * row_width, len(array))
@@ -225,12 +225,12 @@ class Communicator:
         self._sequence, self._pair_sequences = 0, [0] * self.world_size
 
     def _begin_fold(self, *arguments):
-        """All of it at once."""
+        """Fold all at once; the second half, which is returned, does nothing."""
         self._fold(*arguments)
         return lambda: None
 
     def _gather_columns(self, operation, array, out, columns):
-        """By a gather of arrays as large as the largest."""
+        """Gather columns as arrays as large as the largest rank's."""
         parts = [columns.of(rank) for rank in range(self.world_size)]
         largest = len(array) * max(part.stop - part.start for part in parts)
         xp = device.xp()
@@ -242,7 +242,7 @@ class Communicator:
             out[:, part] = values[: shape[0] * shape[1]].reshape(shape)
 
     def _exchange_rows(self, operation, array, out, columns, row_width):
-        """By a gather of all rows."""
+        """Gather the columns of all rows, and copy this rank's rows."""
         whole = device.xp().empty((len(array), columns.total), array.dtype)
         self._gather_columns(operation, array, whole, columns)
         first = min(self.rank * row_width, len(array))

@@ -74,7 +74,7 @@ def identity_of(source):
 
 
 class Failed(NamedTuple):
-    """From an inference process, which then ends: a failure that would come again. trace: that of a bug, else None."""
+    """The last message of an inference process: a failure that would come again. trace: that of a bug, else None."""
 
     message: str
     trace: str | None

@@ -58,13 +58,13 @@ class Setup(NamedTuple):
 
 
 class Interrupt(NamedTuple):
-    """To an inference process: give this group back."""
+    """A message to an inference process that asks for a group back."""
 
     number: int
 
 
 class Alive(NamedTuple):
-    """From an inference process, since its start: tokens sampled, seconds in decode steps, and without any group."""
+    """A sign of life: tokens sampled since the start, seconds in decode steps, and seconds without any group."""
 
     num_tokens: int
     busy_s: float
@@ -72,26 +72,26 @@ class Alive(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """To the trainer: groups of these numbers, a list, are being computed, and have waited until now."""
+    """A message to the trainer: the groups of these numbers are being computed from now on, and have waited before."""
 
     numbers: list
 
 
 class Done(NamedTuple):
-    """From an inference process: a GroupRequest, complete, or as far as it was when it was interrupted."""
+    """A GroupRequest that an inference process returns, complete, or as far as it was when it was interrupted."""
 
     request: GroupRequest
 
 
 class Updated(NamedTuple):
-    """From an inference process: the weights of a version are live; for them no kernel ran for so many seconds."""
+    """A message to the trainer: the weights of a version are live; for them no kernel ran for so many seconds."""
 
     version: int
     pause_s: float
 
 
 class Refused(NamedTuple):
-    """From an inference process: the weights of a version were not taken."""
+    """A message to the trainer: the weights of a version were not taken."""
 
     version: int
     reason: str

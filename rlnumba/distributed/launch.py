@@ -94,7 +94,7 @@ class Ranks:
 
     def __init__(self, links, place, call):
         self._results, self._failures, self._ended_at = {}, {}, {}
-        # By rank.
+        # Connections that reports come by, and processes, by rank.
         self._reports, self._processes, outputs = {}, {}, {}
         context = get_context("spawn")
         for link in links:

@@ -25,8 +25,8 @@ from rlnumba.distributed.communicator import add_in_order
 class PulledFold:
     """One fold, begun by the constructor.
 
-    memory: the rank's peer.Arena. number: of this fold, in 32 bits. places: where each rank's gradient is, as
-    SharedGradients.place_of says, of those that have one. gradient, accumulated, start, is_first: as Communicator.fold.
+    memory: the rank's peer.Arena. number: that of this fold, in 32 bits. places: results of SharedGradients.place_of
+    for the gradients of ranks that have one. gradient, accumulated, start, is_first: arguments of Communicator.fold.
     """
 
     def __init__(self, memory, number, places, gradient, accumulated, start, is_first):

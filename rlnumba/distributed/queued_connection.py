@@ -19,7 +19,7 @@ class QueuedConnection:
         self.poll, self.recv = connection.poll, connection.recv
 
     def __reduce__(self):
-        # To a process that is being started; it has a thread of its own.
+        # The process that is being started and gets this has a thread of its own.
         return QueuedConnection, (self._connection,)
 
     def send(self, message):

@@ -127,7 +127,7 @@ class Mailbox:
         self._outbox.put(message)
 
     def finish(self, timeout_s):
-        """Nothing: `sent` has what was sent."""
+        """Do nothing: `sent` has what was sent."""
 
     def put(self, message):
         """A message for `recv`."""

@@ -145,8 +145,8 @@ def _check_nodes(nodes, key, num_nodes, processes, resource, here):
 class Bundles:
     """Room on num_nodes nodes for `count` actors on each, of `size` processes each: a placement group, and more.
 
-    key: what asks for the nodes. on_gpus: whether processes need GPUs. strategy: of the placement group; without: ids
-    of nodes that are not taken. A context manager. Raises UserError where no room becomes free.
+    key: what asks for the nodes. on_gpus: whether processes need GPUs. strategy: that of the placement group; without:
+    ids of nodes that are not taken. A context manager. Raises UserError where no room becomes free.
     """
 
     def __init__(self, key, num_nodes, count, size, on_gpus, strategy, without=()):
@@ -198,7 +198,7 @@ class Places:
     """Places for a run's inference engines: a placement group with a bundle for the engines of each node.
 
     Bundles are on nodes of their own where there are enough (SPREAD), and one whose node ends moves to another node
-    that has room. on_gpus: as of `connected`. Raises UserError where no room becomes free.
+    that has room. on_gpus: whether engines need GPUs. Raises UserError where no room becomes free.
     """
 
     def __init__(self, deploy, on_gpus):

@@ -70,7 +70,7 @@ class SharedSaver(checkpoint.Saver):
                 try:
                     fill(partial, parts, self.communicator)
                 finally:
-                    # Also where this rank has failed: others may be writing.
+                    # The others may be writing even if this rank has failed.
                     problems = self._wait_for_others(partial)
                 if problems:
                     raise UserError(problems[0])

@@ -123,7 +123,7 @@ class TcpLink(NamedTuple):
         return connections
 
     def close(self):
-        """Nothing: it holds nothing open."""
+        """Do nothing: it holds nothing open."""
 
 
 class Listener:

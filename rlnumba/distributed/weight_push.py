@@ -44,7 +44,7 @@ IPC_ATTRIBUTE = 125
 
 
 class Offer(NamedTuple):
-    """From an inference process: its staging may be written.
+    """A message to the trainer: the staging of this inference process may be written.
 
     layout: that of the weights it expects. nbytes: their bytes. gpu: its number, None on the cpu device. process: its
     id. handle: that of the memory, on the cpu device a file descriptor of that process.

@@ -72,7 +72,7 @@ class Finish(NamedTuple):
 
 
 class Again(NamedTuple):
-    """From rank 0 of the trainer to others, which have parts of the weights: they are sent once more, by take_part."""
+    """Rank 0's message to other ranks, which have parts of the weights: they are sent once more, by take_part."""
 
 
 def layout_of(trained, bucket_bytes):
@@ -149,7 +149,7 @@ class WeightSender:
     def __init__(self, trained, slots, bucket_bytes):
         self.trained, self.bucket_bytes = trained, bucket_bytes
         self.staging = Staging(whole_bytes(trained), slots)
-        # By version, of those that are in staging.
+        # The messages of each version that is in staging.
         self._messages = {}
 
     @property
@@ -202,14 +202,13 @@ class PartSender:
             pass
 
     def close(self):
-        """Nothing: rank 0 has the memory."""
+        """Do nothing: rank 0 has the memory."""
 
 
 class WeightReceiver:
-    """The side of an inference process. trained: as the sender's, or a shard of it; bucket_bytes: the same; version:
-    that is live.
+    """The side of an inference process. trained: weights like the sender's, or a shard of them; bucket_bytes: the same.
 
-    staging: a Staging, or what has its methods.
+    version: the one that is live. staging: a Staging, or what has its methods.
     """
 
     def __init__(self, trained, staging, bucket_bytes, version=-1):

@@ -115,7 +115,8 @@ def first_difference(model, token_ids, prompt_length, copies):
 def _outputs(tape, hidden, slots=None):
     """(name, array of the device) of every operator's output in the order of a forward, from its tape.
 
-    slots: of this forward's keys and values, if it wrote them to a cache. q is None where attention made it from qkv.
+    slots: those of this forward's keys and values, if it wrote them to a cache. q is None where attention made it from
+    qkv.
     """
     outputs = []
     for index, (attention_saved, mlp_saved) in enumerate(tape.layers):

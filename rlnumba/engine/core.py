@@ -56,7 +56,7 @@ SPECIAL_TOKENS = 16
 class PromptError(UserError):
     """A prompt that cannot be run, or whose log-probs are no numbers: the id of its request and the reason.
 
-    request_ids: of all prompts of a step with that reason, the first among them.
+    request_ids: those of all prompts of a step with that reason, the first among them.
     """
 
     def __init__(self, request_id, reason, request_ids=()):
@@ -295,7 +295,7 @@ class Engine:
         """Queue the params.n completions of a prompt, and return its token ids: (P,) int32.
 
         request_id: hashable, of no unfinished request (ValueError). prompt: token ids or, with a tokenizer, a text.
-        adapter_id: in the model's AdapterStack, -1 for none. indices: of those completions alone, by default all.
+        adapter_id: an index of the model's AdapterStack, -1 for none. indices: completions to queue, by default all.
         Raises PromptError (empty, too long, an id outside of the vocabulary) and ConfigError; nothing is queued then.
         """
         params = params or SamplingParams()

@@ -16,7 +16,7 @@ from rlnumba.engine.sequence import Completion, SamplingParams, Sequence
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """The params.n completions of a prompt. number: of the group; version: of the oldest weights that may begin it.
+    """The params.n completions of a prompt. number: the group's; version: the oldest weights that may begin it.
 
     done, begun: what an earlier attempt has finished, {index: Completion}, and the Sequences that it has begun.
     """

@@ -51,10 +51,11 @@ SCORED_TOKENS = 8192
 class Request(NamedTuple):
     """An engine and what it is given at once; or sequences that are scored.
 
-    model, dtype: of the weights, with an adapter of the settings lora, a tuple of them for batches of several adapters,
-    or None. prompt_lengths: tokens of each prompt, () where nothing is generated; n: completions of each; max_tokens:
-    of a completion; extras: the names of extras_of. scored: tokens of sequences whose log-probs the training forward
-    computes, or their scores where the model has no other head. mixes: whether sequences begin while others decode.
+    model, dtype: those of the weights, with an adapter of the settings lora, a tuple of them for batches of several
+    adapters, or None. prompt_lengths: tokens of each prompt, () where nothing is generated; n: completions of each;
+    max_tokens: the most of a completion; extras: the names of extras_of. scored: tokens of sequences whose log-probs
+    the training forward computes, or their scores where the model has no other head. mixes: whether sequences begin
+    while others decode.
     """
 
     model: ModelConfig
@@ -130,7 +131,7 @@ def launch_scores(request, make_model=model_of):
 
 
 def launch_steps(request, make_model=model_of):
-    """Run the steps of all sizes that a Request leads to, inside launches_only. make_model: as model_of."""
+    """Run the steps of all sizes that a Request leads to, inside launches_only. make_model: model_of, or the like."""
     engine = request.engine
     limit = longest_sequence(request.model, engine)
     lengths = [min(length, limit) for length in request.prompt_lengths]

@@ -44,7 +44,7 @@ class LLM:
 
     model: a Transformer, or a Hugging Face folder or hub id, also a PEFT adapter's, whose tokenizer is then the
     default. tokenizer: a Tokenizer, or the folder or hub id that has one. config: an EngineConfig; its keys may also be
-    given one by one, as in vLLM: LLM(folder, max_model_len=1024). dtype: of the weights, by default the checkpoint's.
+    given one by one, as in vLLM: LLM(folder, max_model_len=1024). dtype: the weights', by default the checkpoint's.
     update_weights, needed after every change of the weights, sleep and wake are Engine's. adapters: {name: PEFT adapter
     folder} of adapters on the model, which itself has none, for generate's `adapters`. engine: what has an Engine's
     methods and is to be used in its place, for a model whose weights are not all there.
@@ -229,9 +229,9 @@ def _text_and_prompt(index, prompt):
 def compile_ahead(config, dtype, lora, engine, lengths, params, scored=()):
     """Have the kernels of what a process does first compiled on all cores, before its weights are read.
 
-    config, dtype: of the model; lora: a LoraConfig, a tuple of them for several adapters, or None; engine:
+    config, dtype: the model's; lora: a LoraConfig, a tuple of them for several adapters, or None; engine:
     EngineConfig; lengths: tokens of each prompt that is completed with `params`, SamplingParams of each; scored: tokens
-    of each sequence that is scored. Does nothing in a process of which a trainer has done it, with its own kernels.
+    of each sequence that is scored. Does nothing in a process whose trainer has done it, with its own kernels.
     """
     if lengths or scored:
         compile_list("rlnumba.engine.kernel_list", kernel_request(config, dtype, lora, engine, lengths, params, scored))

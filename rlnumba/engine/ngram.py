@@ -18,9 +18,9 @@ class NgramIndex:
 
     def __init__(self, prompt, shortest, longest):
         self.prompt, self.num_entered = prompt, 0
-        # By completion: prompt and completion.
+        # The prompt with the completion so far, by completion.
         self.texts = {}
-        # By length, the longest first: {n-gram: (a text in which it occurred, the index of the token that followed)}.
+        # {n-gram: (a text in which it occurred, the index of the token that followed)} by length, the longest first.
         self.followers = {length: {} for length in range(longest, shortest - 1, -1)}
 
     def enter_prompt(self, count):

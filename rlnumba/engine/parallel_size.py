@@ -1,4 +1,4 @@
-"""On how many GPUs one model is to be: `auto`, and what is said about a number that was asked for.
+"""The number of GPUs that one model is cut over: `auto`, and what is said about a number that was asked for.
 
 A product on R GPUs takes nearly an R-th of the time, its gathers take as long on every model. So R is the smallest that
 the model fits in, with room for keys and values; more engines, of fewer GPUs each, make more tokens.
@@ -55,9 +55,10 @@ def smallest_size(config, dtype, engine_bytes, on_gpu):
 
 
 def choose_size(asked, config, dtype, engine_bytes, on_gpu):
-    """On how many GPUs a model is to be: `asked`, or for 0 ("auto") the smallest that fits; checked, int.
+    """The number of GPUs that a model is cut over: `asked`, or for 0 ("auto") the smallest that fits; checked, int.
 
-    engine_bytes: of a GPU for the engine. Raises ConfigError for a number that the model cannot be cut into.
+    engine_bytes: bytes of a GPU that the engine may use. Raises ConfigError for a number that the model cannot be cut
+    into.
     """
     size = asked or smallest_size(config, dtype, engine_bytes, on_gpu)
     shard = Shard(0, size)

@@ -132,7 +132,7 @@ class Upload:
         self.host = cupyx.empty_pinned(words, np.int32)
         self.device = device.xp().empty(words, np.int32)
         self.generation += 1
-        # By names and shapes: (words, views of the host's memory, views of the device's).
+        # (words, views of the host's memory, views of the device's) by names and shapes.
         self.layouts = {}
 
     def send(self, arrays):

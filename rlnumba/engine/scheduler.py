@@ -38,7 +38,7 @@ class EndConditions(NamedTuple):
 
     @classmethod
     def of(cls, table, rows):
-        """Those of rows of the table."""
+        """The EndConditions of rows of the table."""
         return cls(
             table.stop_ids[rows], table.length_limit[rows], np.flatnonzero(table.has_stop_strings[rows]).tolist()
         )
@@ -48,9 +48,9 @@ class EndConditions(NamedTuple):
 class SchedulerOutput:
     """The work of one step, an entry of each array a sequence: tokens [start, start + count) of table row `row`.
 
-    samples: whether a token is sampled after the last of them; sampled_rows: the rows where it is. prefix_groups: of
-    the sequences, which are in its order; None where they share little, and where a sequence has more tokens than one.
-    end_conditions: of the sampled rows, where several steps of the same rows have them in common.
+    samples: whether a token is sampled after the last of them; sampled_rows: the rows where it is. prefix_groups:
+    those of the sequences, which are in its order; None where they share little, and where a sequence has more tokens
+    than one. end_conditions: those of the sampled rows, where several steps of the same rows have them in common.
     has_drafts: all tokens of a sequence but the first are drafts, and a token is sampled after each of its tokens:
     sampled_rows has its row once for each.
     """
@@ -84,8 +84,8 @@ def blocks_needed(length_limit, block_size):
 
 
 def tokens_of_group(prompt_length, n, block_size, prefix_caching):
-    """Tokens that a step computes of a prompt and its n completions, which begin with it: of all but the first what is
-    left of the prompt after its last full block, or all of it without prefix caching."""
+    """Tokens that a step computes of a prompt and its n completions, which begin with it: the whole prompt for the
+    first one, for each other what is left of it after its last full block, or all of it without prefix caching."""
     tail = (prompt_length - 1) % block_size + 1 if prefix_caching else prompt_length
     return prompt_length + (n - 1) * tail
 
@@ -95,7 +95,7 @@ class Scheduler:
 
     table: SequenceTable of the running sequences; blocks: BlockManager of the cache. budget: most tokens of a
     step; not smaller than the table has rows. prefix_caching: whether blocks are hashed and matched;
-    policy_version: of the weights that tokens are sampled from, which salts the hashes. has_stop_string(sequence,
+    policy_version: that of the weights that tokens are sampled from, which salts the hashes. has_stop_string(sequence,
     completion ids so far): called after each token of a sequence with stop strings. sharing: attention's PrefixSharing.
     """
 
@@ -110,7 +110,7 @@ class Scheduler:
         self.has_stop_string = has_stop_string
         self.sharing = sharing if sharing and sharing.sizes else None
         self.waiting: deque[Sequence] = deque()
-        # By prompt, while a prefix leader computes it: the sequences that wait for that.
+        # The sequences that wait for a prefix leader to compute their prompt, by prompt.
         self.waiting_on_prefix: dict[bytes, list[Sequence]] = {}
         # Rows of the table in the order of admission.
         self.running = np.zeros(0, np.int64)

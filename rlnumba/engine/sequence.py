@@ -255,8 +255,8 @@ class SequenceTable:
 
     token_ids, logprobs, thresholds: (R, max_length). length: tokens of a sequence; num_computed: those of them whose K
     and V are in the cache. block_tables (R, W): its num_blocks blocks of the cache, the first num_registered of which
-    the block manager can match; last_hash: of the last of these. sequences (R,): Sequence or None. The rest: what the
-    sampler and the end of a sequence need.
+    the block manager can match; last_hash: that of the last of these. sequences (R,): Sequence or None. The rest: what
+    the sampler and the end of a sequence need.
     """
 
     def __init__(self, num_rows, block_size, max_length=0):

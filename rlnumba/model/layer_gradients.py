@@ -16,9 +16,9 @@ from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.model.weights import LayerWeights
 from rlnumba.runtime import device, memory
 
-# Those with the lowest and the highest place of a layer's.
+# The matrices with the lowest and the highest offset of a layer's.
 FIRST_MATRIX, LAST_MATRIX = "qkv", "down"
-# In place of a layer's number: before the layers' backward, and after it.
+# Words in place of a layer's number: before the layers' backward, and after it.
 BEFORE, AFTER = "before", "after"
 
 

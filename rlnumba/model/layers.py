@@ -168,8 +168,8 @@ def _scope(ctx, name, recomputed):
 def attention_block(layer, x, w, ctx, h, recomputed=()):
     """h = x + o_proj(attention(...rmsnorm(x)...)).
 
-    layer: its index; x, h: (N, D), of several ranks this rank's columns; w: LayerWeights; recomputed: of MODULES.
-    Writes h; returns what the backward reads.
+    layer: its index; x, h: (N, D), or this rank's columns if there are several; w: LayerWeights; recomputed: some of
+    MODULES. Writes h; returns what the backward reads.
     """
     config, empty, N = ctx.config, ctx.memory.empty, x.shape[0]
     H, HK, E = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -213,8 +213,8 @@ def attention_block_backward(layer, dx, w, grads, ctx, saved):
 def mlp_block(layer, h, w, ctx, y, recomputed=()):
     """y = h + down_proj(silu(gate) * up).
 
-    h, y: (N, D), of several ranks this rank's columns. Writes y unless it is None (recomputation for the backward,
-    which does not read y); recomputed: of MODULES; returns what the backward reads.
+    h, y: (N, D), or this rank's columns if there are several. Writes y unless it is None (recomputation for the
+    backward, which does not read y); recomputed: some of MODULES; returns what the backward reads.
     """
     config, empty = ctx.config, ctx.memory.empty
     N, F = h.shape[0], config.intermediate_size

@@ -110,8 +110,8 @@ def _modules(config, shard=WHOLE):
 def resolve_targets(config, targets, where):
     """The modules of a layer that target_modules means, such as "q_proj", in the model's order: list of str.
 
-    targets: as PEFT's: names or ends of names, "all-linear", or one regular expression for whole names. where: of an
-    error, which is raised if one of them matches nothing, or only some of the layers.
+    targets: names or ends of names, "all-linear", or one regular expression for whole names, as in PEFT. where: the
+    beginning of the ConfigError that is raised if one of them matches nothing, or only some of the layers.
     """
     names = [name for _, rows in _modules(config).values() for name in rows]
     if targets == ALL_LINEAR or list(targets) == [ALL_LINEAR]:
@@ -216,11 +216,11 @@ class Adapter:
     """A model's adapter, zeros at first: one flat array of `dtype` on the device, and its views.
 
     config: the base's ModelConfig, of the whole model; lora: a LoraConfig; base: path or hub id of the base, for
-    adapter_config.json. shard: of the model, whose adapter is not trained. flat (n,), decay_end: as those of Weights.
-    master: (n,) float32, of which a 16-bit flat is the rounding: on the host as drawn or read, in training the
-    optimizer's; None where there is none. layers[i]: the LayerAdapter of layer i. scales: (1,) float32. score: (1, D),
-    or None where the model has no such head. region: of memory.report(). Raises ConfigError for target modules that the
-    model does not have.
+    adapter_config.json. shard: a part of the model, whose adapter is not trained. flat (n,), decay_end: like those of
+    Weights. master: (n,) float32 values that a 16-bit flat is rounded from: on the host as drawn or read, in training
+    the optimizer's; None where there are none. layers[i]: the LayerAdapter of layer i. scales: (1,) float32. score:
+    (1, D), or None where the model has no such head. region: one of memory.report(). Raises ConfigError for target
+    modules that the model does not have.
     """
 
     # The embedding and the head have no gradient.
@@ -308,9 +308,9 @@ class Adapter:
 class AdapterStack:
     """Several adapters of one base side by side, for batches whose rows have different ones; copies, not for training.
 
-    adapters: of one config and dtype, without score heads. Rows of A and columns of B of a projection are those of
-    adapter 0, then of adapter 1, and so on, as many of each as the largest has. layers, scales: as an Adapter's. loras:
-    the LoraConfig of each.
+    adapters: they have one config and dtype, and no score heads. Rows of A and columns of B of a projection are those
+    of adapter 0, then of adapter 1, and so on, as many of each as the largest has. layers, scales: like an Adapter's.
+    loras: the LoraConfig of each.
     """
 
     embed_tokens = norm = lm_head = score = None
@@ -405,7 +405,7 @@ def _modules_to_save(raw):
 
 
 def adapter_heads(folder, config):
-    """The heads of a model with the adapter in a folder; config: of the base."""
+    """The heads of a model with the adapter in a folder; config: the base's."""
     raw, _ = read_adapter_config(folder)
     if not _modules_to_save(raw):
         return config.heads
@@ -471,7 +471,7 @@ def _lora_keys(raw, config, path):
 def save_adapter(adapter, folder, heads=None):
     """Write adapter_config.json and adapter_model.safetensors, as PEFT does, in float32.
 
-    heads: of the model that is saved, by default all; without "score" that head is left out.
+    heads: those of the model that is saved, by default all; without "score" that head is left out.
     """
     folder, lora, heads = Path(folder), adapter.lora, heads or adapter.config.heads
     # A host_copy waits for no device work: another thread may be capturing a graph, which that would end.
@@ -527,7 +527,7 @@ def lora_of_run(lora, config):
 def adapter_of_run(lora, weights, dtype, base, seed):
     """The Adapter that a run with this [lora] section starts from: a new one, or that of lora.init.
 
-    weights: of the base, or a shard's; a score head that lora.init does not have is theirs. Raises as lora_of_run and
+    weights: the base's, or a shard's; a score head that lora.init does not have is theirs. Raises as lora_of_run and
     load_adapter.
     """
     settings = lora_of_run(lora, weights.config)
@@ -576,8 +576,8 @@ class Dropout(NamedTuple):
 class LoraContext:
     """The adapters of one forward.
 
-    layers: LayerAdapters; scales, adapter_ids: of scale_adapters, the latter None with one adapter; dropout: a Dropout
-    or None; grads: in the backward, the Adapter that gradients are added to.
+    layers: LayerAdapters; scales, adapter_ids: arguments of scale_adapters, the latter None with one adapter; dropout:
+    a Dropout or None; grads: in the backward, the Adapter that gradients are added to.
     """
 
     layers: list

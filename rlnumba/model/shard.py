@@ -48,7 +48,7 @@ class Columns(NamedTuple):
         return Columns(total // count, 0, 0, total)
 
     def of(self, rank):
-        """Those of a rank: a slice."""
+        """The columns of a rank: a slice."""
         return slice(*(min(r * self.width + min(r, self.longer) * self.extra, self.total) for r in (rank, rank + 1)))
 
 

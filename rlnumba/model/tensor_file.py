@@ -44,7 +44,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 class Stored:
     """One tensor of a safetensors file: its header, and read(), which returns its values in a new array.
 
-    begin, end: of its bytes in the file.
+    begin, end: where its bytes begin and end in the file.
     """
 
     path: Path
@@ -55,13 +55,13 @@ class Stored:
     end: int
 
     def values_in(self, mapped):
-        """Its values in the mapped bytes of the file, which are not copied."""
+        """The tensor's values in the mapped bytes of the file, which are not copied."""
         return mapped[self.begin : self.end].view(_DTYPES[self.dtype]).reshape(self.shape)
 
     def write(self, descriptor, values, first=0):
         """Write elements first, first + 1, ... of the tensor, from an array of NumPy or of the device, converted.
 
-        descriptor: of the open file. At most PIECE_BYTES are copied at a time.
+        descriptor: that of the open file. At most PIECE_BYTES are copied at a time.
         """
         values, dtype = values.reshape(-1), _DTYPES[self.dtype]
         length = PIECE_BYTES // dtype.itemsize
@@ -120,8 +120,8 @@ def create_tensors(path, tensors, metadata=None):
 def write_tensors(path, arrays, metadata=None, dtype=None):
     """Write {name: array} as a safetensors file under a temporary name, flush it, and rename it into place.
 
-    arrays: of NumPy or of the device; a piece at a time is copied to the host. metadata: dict of str, or None. dtype:
-    of all tensors, by default each has its array's. Raises UserError naming the file if it cannot be written.
+    arrays: NumPy's or the device's; a piece at a time is copied to the host. metadata: dict of str, or None. dtype:
+    that of all tensors, by default each has its array's. Raises UserError naming the file if it cannot be written.
     """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")

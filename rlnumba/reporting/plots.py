@@ -30,7 +30,7 @@ PANELS = (
     ("learning_rate", "learning rate", False),
 )
 MOST_PANELS = 6
-# Those of an asynchronous run are all drawn beside them.
+# Panels of an asynchronous run, all drawn beside the others.
 ASYNC_PANELS = (
     ("token_staleness/mean", "age of a token's weights, steps", False),
     ("wait_for_batch_s", "wait for completions, s", False),

@@ -359,7 +359,7 @@ def is_async(function):
 
 
 def _accepted_keywords(function, keywords):
-    """Those of the keywords that the function accepts, in lists of its own: dict."""
+    """The keywords that the function accepts, in lists of its own: dict."""
     keywords = {name: list(value) if isinstance(value, list) else value for name, value in keywords.items()}
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -174,7 +174,7 @@ class Workers:
             if len(calls) > 1 and not process.ended:
                 answers = process.call_all(calls)
             if answers is None:
-                # Also where one of them ended the process: it is not known which.
+                # One of several may have ended the process: it is not known which.
                 answers = []
                 for call in calls:
                     if process.ended and not self._closed:
@@ -228,7 +228,7 @@ class Process:
         # Why it could not be started, and why it was killed; None where neither is so.
         self.failure = self._killed_for = None
         self.ended = False
-        # By number of the message: what waits for its answers, and completions of each of its calls.
+        # What waits for a message's answers, and completions of each of its calls, by the message's number.
         self._lock, self._futures, self._sizes, self._number = threading.Lock(), {}, {}, 0
         try:
             self._begin(specs)

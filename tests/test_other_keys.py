@@ -27,6 +27,7 @@ hub_model_id = "me/model"
 warmup_ratio = 0.1
 num_generations_eval = 4
 logging_strategy = "steps"
+logging_dir = "logs"
 eval_strategy = "epoch"
 dataloader_num_workers = 4
 gradient_checkpointing_kwargs = {use_reentrant = false}
@@ -49,7 +50,7 @@ def test_a_script_of_trl(load, capsys):
     assert run.train.report_to == []
     lines = capsys.readouterr().err.splitlines()
     assert [line.removeprefix("rlnumba: warning: train.").split()[0] for line in lines] == [
-        *("use_vllm", "vllm_mode", "hub_model_id", "dataloader_num_workers"),
+        *("use_vllm", "vllm_mode", "hub_model_id", "logging_dir", "dataloader_num_workers"),
         "gradient_checkpointing_kwargs",
     ]
     assert lines[0] == ("rlnumba: warning: train.use_vllm has no effect: rlnumba generates with an engine of its own")

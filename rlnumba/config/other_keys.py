@@ -16,6 +16,7 @@ NUMBA = "every kernel is compiled by Numba"
 CONSOLE = "the console shows one line a step, or every logging_steps"
 MODEL = "models are read by rlnumba itself, from safetensors"
 RECOMPUTES = "there is one way to recompute layers; activation_memory says how much of them is kept"
+LOG_FOLDER = "everything is written into output_dir, TensorBoard's files too"
 LOGGING = "metrics.jsonl has every step, and the console a line every logging_steps"
 DELAY = "eval_steps and eval_strategy say when a run evaluates, and eval_on_start whether it begins with that"
 ALWAYS = "it is so in every run"
@@ -43,6 +44,7 @@ WITHOUT_EFFECT = {
         MODEL: "trust_remote_code cast_lm_head_to_fp32 disable_dropout",
         RECOMPUTES: "gradient_checkpointing_kwargs",
         LOGGING: "logging_strategy",
+        LOG_FOLDER: "logging_dir",
         DELAY: "eval_delay",
         ALWAYS: "full_determinism do_train do_eval do_predict restore_callback_states_from_checkpoint",
         DATA: "dataset_text_field dataset_kwargs label_names include_for_metrics prediction_loss_only",

@@ -229,7 +229,8 @@ def test_damage_a_killed_engine_and_a_frozen_node_do_not_change_the_result(
     nodes.thaw()
     assert (final, trained_prompts(run)) == (synchronous[0], synchronous[2])
     assert [row["loss"] for row in metrics] == [row["loss"] for row in synchronous[1]]
-    assert len(damaged) == 8 and len(before) == 2
+    # Besides seven versions and the damaged bucket once more, each new engine may be sent what the others have by then.
+    assert 8 <= len(damaged) <= 10 and len(before) == 2
     lines = capfd.readouterr().err
     assert "its actor on node" in lines and "has ended; starting it anew" in lines
     assert re.search(f"no sign of life for {PATIENCE_S:g} s .*; starting it anew", lines)

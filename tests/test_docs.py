@@ -14,7 +14,8 @@ What a fence holds, by its language:
     toml      loads as a run; where keys are missing, an example's stand in. `# name.toml`: saved, for bash
     json      is JSON
 
-Pictures are drawn by docs/make_pictures.py, every page is linked from docs/README.md, and the layouts that pictures
+A page opens with the question that it answers. Pictures are drawn by docs/make_pictures.py, every page is linked from
+docs/README.md, and the layouts that pictures
 show are those of the instructions' twins.
 
 RLNUMBA_UPDATE_DOCS=1 writes what the python blocks print now into the text blocks.
@@ -48,7 +49,12 @@ from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [page for page in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))) if page.is_file()]
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/*.md", "rlnumba/**/*.md")
+    for page in sorted(ROOT.glob(pattern))
+    if page.is_file()
+]
 LANGUAGES = {"", "python", "python no-run", "text", "console", "diff", "bash", "sh", "toml", "json"}
 # Where the consoles on the pages were recorded.
 RECORDED_AT = "/home/reader/rlnumba"
@@ -366,6 +372,33 @@ def definitions(path):
 
     visit(ast.parse(path.read_text()).body, "")
     return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != ROOT / "README.md"], ids=lambda page: page.name)
+def test_a_page_opens_with_its_question(page):
+    """The first sentence below the title ends with a question mark."""
+    assert opens_with_question(page.read_text()), f"{page.name}: the first sentence must be the page's question"
+
+
+def opens_with_question(text):
+    """Whether the first sentence of a page's first paragraph is a question."""
+    title, paragraph = text.split("\n\n")[:2]
+    sentence = re.match(r"[^#`|!].*?[.?!](?=\s|$)", paragraph, re.DOTALL)
+    return title.startswith("# ") and sentence is not None and sentence[0].endswith("?")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_question"),
+    [
+        ("# GEMM\n\nHow are 0.95 of cuBLAS's\nspeed reached? By TMA.\n", True),
+        ("# GEMM\n\nThis is a page. Is it?\n", False),
+        ("# GEMM\n\n## Why?\n\nHow is that?\n", False),
+        ("# GEMM\n\n| question? |\n", False),
+        ("How does it work?\n\nHow does it work?\n", False),
+    ],
+)
+def test_questions_are_recognised(text, is_question):
+    assert opens_with_question(text) == is_question
 
 
 def test_every_page_is_linked():

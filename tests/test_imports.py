@@ -1,9 +1,10 @@
-"""What imports what: the layers, the one door to the device, and imports that load nothing heavy."""
+"""What imports what: layers, the one door to the device, imports that load nothing heavy; and the maps of these."""
 
 import ast
 import functools
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -98,6 +99,16 @@ def _is_below(package, importer):
     return LAYERS[package] <= LAYERS[importer]
 
 
+def test_the_maps_of_the_package_name_each_layer():
+    """README's layout names every package and module, and CONTRIBUTING's table has each in its layer."""
+    names = {name for name in LAYERS if not name.startswith("__")}
+    on_map = set(re.findall(r"`rlnumba/(\w+)(?:/|\.py)`", (ROOT / "README.md").read_text()))
+    assert on_map == names
+    rows = re.findall(r"(?m)^\| (\d) \| (.*?) \|", (ROOT / "CONTRIBUTING.md").read_text())
+    table = {name: int(layer) for layer, cell in rows for name in re.findall(r"`(\w+)/?`", cell)}
+    assert table == {name: LAYERS[name] for name in names}
+
+
 def test_an_operator_imports_no_other_operators_kernels():
     wrong = []
     for module, path in modules():
@@ -109,6 +120,38 @@ def test_an_operator_imports_no_other_operators_kernels():
             if target[1] not in SHARED_KERNELS | {operator} and (operator, imported) not in BETWEEN_OPERATORS:
                 wrong.append(f"{module}:{line}: imports {imported} of another operator")
     assert not wrong, "\n".join(wrong)
+
+
+def files_on_map(text):
+    """The files that a map of the kernels names in backticks, relative to rlnumba/kernels.
+
+    Below a heading `## folder/` a name without a slash is of that folder. Patterns and files elsewhere are left out.
+    """
+    found, folder = set(), ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            heading = re.fullmatch(r"## (\w+/)", line)
+            folder = heading[1] if heading else ""
+        names = re.findall(r"`((?:\w+/)*\w+\.py)`", line)
+        found |= {name if "/" in name else folder + name for name in names if name.split("/")[0] not in ELSEWHERE}
+    return found
+
+
+# Folders of the repository whose files the map names by their whole path.
+ELSEWHERE = {"rlnumba", "tests"}
+
+
+def test_names_on_a_map_are_those_of_their_folder():
+    text = "`b.py` `a/*.py` `rlnumba/c.py`\n## gemm/\n| `ops.py` | `nn/x.py:f` | [`y.py`](y.py)\n## Others\n`z.py`"
+    assert files_on_map(text) == {"b.py", "gemm/ops.py", "gemm/y.py", "z.py"}
+
+
+def test_the_map_of_the_kernels_names_each_module():
+    kernels = PACKAGE / "kernels"
+    there = {str(path.relative_to(kernels)) for path in kernels.rglob("*.py") if path.name != "__init__.py"}
+    named = files_on_map((kernels / "README.md").read_text())
+    assert sorted(there - named) == [], "modules that kernels/README.md does not name"
+    assert sorted(named - there) == [], "files in kernels/README.md that do not exist"
 
 
 def test_no_cycles_within_a_package():

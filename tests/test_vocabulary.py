@@ -13,6 +13,7 @@ FILES = [
         "docs/*",
         "examples/**/*",
         "rlnumba/**/*.py",
+        "rlnumba/**/*.md",
         "tests/**/*.py",
         "bench/**/*.py",
         "bench/*.md",

@@ -207,14 +207,14 @@ def measure(chosen, model, folder, device_name):
     run, found = run_of(chosen, model, folder), {"error": None, "mode": "", "taken": 0, "planned": 0}
     train = {"sft": run_sft, "grpo": run_grpo}[chosen.kind]
     total = device.memory_info()[1]
-    ballast = ballast_for(Planner(chosen.kind, run, True, total), chosen.share) if on_gpu else 0
+    ballast = ballast_for(Planner(run, True, total), chosen.share) if on_gpu else 0
     found["given"] = available = available_bytes(*device.memory_info())
     try:
-        run = fit_to_device(chosen.kind, run)
+        run = fit_to_device(run)
         found["mode"] = run.train.kept_activations
         if found["mode"] == "selective":
             found["mode"] += f" {'+'.join(run.train.recompute_modules)} {run.train.recompute_num_layers or ''}".rstrip()
-        plan = Planner(chosen.kind, run, on_gpu, total).plan()
+        plan = Planner(run, on_gpu, total).plan()
         least, most = (size - spare for size in planned_range(plan, available))
         with Peak() if on_gpu else contextlib.nullcontext() as peak, memory.separate_report() as regions:
             train(run)

@@ -592,7 +592,7 @@ def _trainer(kind, purpose, files):
         if dry_run:
             click.echo(to_toml(run), nl=False)
             if run.num_ranks > 1 or run.deploy.num_infer_gpus:
-                _print_ranks(kind, run)
+                _print_ranks(run)
             return
         if run.gemm != "cublas":
             ahead_of_time.prepare("rlnumba.trainers.kernel_list")
@@ -605,22 +605,22 @@ def _trainer(kind, purpose, files):
 
         with owner_of(run):
             if run.num_ranks == 1:
-                run = fit_to_device(kind, located(run))
-            with advise(kind, run):
+                run = fit_to_device(located(run))
+            with advise(run):
                 if run.num_ranks == 1:
                     TRAINERS[kind].train(run, resume_step or resume)
                 else:
                     from rlnumba.trainers.ranks import train_on_ranks
 
-                    train_on_ranks(kind, run, resume_step or resume)
+                    train_on_ranks(run, resume_step or resume)
 
 
-def _print_ranks(kind, run):
+def _print_ranks(run):
     """Print, as comments of TOML, what each rank of a run does and the memory that it takes."""
     from rlnumba.trainers.plan import Planner
     from rlnumba.trainers.plan_text import describe_ranks
 
-    planner = Planner(kind, run, device.name() == "cuda", device.memory_info()[1])
+    planner = Planner(run, device.name() == "cuda", device.memory_info()[1])
     click.echo("\n# GiB by region, planned:")
     for line in describe_ranks(planner):
         click.echo(f"# {line}")
@@ -649,7 +649,7 @@ def evaluate(config, trainer, model, output, dtype, overrides):
         from rlnumba.reporting.files import check_output
 
         check_output(output, {})
-        inputs = {f"--config {path}": path for path in config} | {"data.eval": runs[0][1].data.eval}
+        inputs = {f"--config {path}": path for path in config} | {"data.eval": runs[0].data.eval}
         for name in ("metrics.json", "completions.jsonl"):
             check_output(Path(output) / name, inputs)
     _log_device()
@@ -658,12 +658,12 @@ def evaluate(config, trainer, model, output, dtype, overrides):
 
     progress = _Progress()
 
-    def evaluated(kind, run):
-        return run, run_eval(run, model, output, dtype, progress, kind)
+    def evaluated(run):
+        return run, run_eval(run, model, output, dtype, progress)
 
-    kind, (run, found), others = first_readable(runs, evaluated, RowError)
-    name = describe_model(kind, run, model)
-    progress.end(f"evaluated {name} as {kind} does in {time.monotonic() - progress.started:.1f} s{others}")
+    (run, found), others = first_readable(runs, evaluated, RowError)
+    name = describe_model(run, model)
+    progress.end(f"evaluated {name} as {run.trainer} does in {time.monotonic() - progress.started:.1f} s{others}")
     for name, value in found.items():
         click.echo(f"{name:<40} {value:.6g}")
     if not any(value for name, value in found.items() if "avg@" in name or "pass@" in name) and run.generates:
@@ -766,14 +766,14 @@ def plan(config, trainer, gpu_memory, fit, overrides):
         _print_choices(runs, free, total)
         return
 
-    def planned(kind, run):
-        planner = Planner(kind, run, on_gpu, total)
+    def planned(run):
+        planner = Planner(run, on_gpu, total)
         return planner, *planned_choice(planner, available_bytes(free, total, planner.num_sharing))
 
-    kind, (planner, found, choice), others = first_readable(runs, planned)
+    (planner, found, choice), others = first_readable(runs, planned)
     where = "a GPU" if on_gpu else "the cpu device"
     ranks = f", each of {planner.run.num_ranks} ranks" if planner.run.num_ranks > 1 else ""
-    click.echo(f"{kind} of {planner.run.model} on {where}{ranks}{others}")
+    click.echo(f"{planner.run.trainer} of {planner.run.model} on {where}{ranks}{others}")
     click.echo("\n".join(describe(planner, found)))
     if choice is not None:
         click.echo(f"\n{choice}")
@@ -785,15 +785,15 @@ def _print_choices(runs, free, total):
     from rlnumba.trainers.fit_choices import describe_choices, fastest_choices
     from rlnumba.trainers.plan import Planner, amount, step_of
 
-    def readable(kind, run):
-        planner = Planner(kind, run, True, total)
+    def readable(run):
+        planner = Planner(run, True, total)
         step_of(planner, planner.run)
         return run, planner
 
-    kind, (run, planner), others = first_readable(runs, readable)
+    (run, planner), others = first_readable(runs, readable)
     available = available_bytes(free, total, planner.num_sharing)
     choices = fastest_choices(planner, run, available)
-    click.echo(f"{kind} of {run.model} on a GPU with {amount(available)}{others}\n")
+    click.echo(f"{run.trainer} of {run.model} on a GPU with {amount(available)}{others}\n")
     click.echo("\n".join(describe_choices(choices)))
 
 
@@ -825,10 +825,10 @@ def compile_kernels(config, trainer, gpu, overrides):
     from rlnumba.trainers.kernel_list import list_signatures
     from rlnumba.trainers.run_folder import KERNEL_LIST, kernel_request
 
-    def listed(kind, run):
-        return run, list_signatures(kernel_request(kind, run), properties)
+    def listed(run):
+        return run, list_signatures(kernel_request(run), properties)
 
-    kind, (run, stages), others = first_readable(runs, listed)
+    (run, stages), others = first_readable(runs, listed)
     missing = compile_pool.missing_of(stages, properties.capability)
     if missing and not folders.can_be_written(cache.folder()):
         raise UserError(f"compile: {cache.folder()} cannot be written; RLNUMBA_CACHE_DIR names another folder")
@@ -836,34 +836,34 @@ def compile_kernels(config, trainer, gpu, overrides):
         compile_pool.warm_up()
     for done, _ in enumerate(compile_pool.compile_all(missing, properties.capability), start=1):
         progress(f"{done}/{len(missing)} kernels")
-    cache.note_list_compiled(cache.list_path(KERNEL_LIST, kernel_request(kind, run), properties))
+    cache.note_list_compiled(cache.list_path(KERNEL_LIST, kernel_request(run), properties))
     seconds = time.monotonic() - progress.started
     found = len({signature for stage in stages for signature in stage}) - len(missing)
-    compiled = f"{kind}: {len(missing)} kernels compiled in {seconds:.1f} s, {found} were in the cache"
+    compiled = f"{run.trainer}: {len(missing)} kernels compiled in {seconds:.1f} s, {found} were in the cache"
     progress.end(compiled + others)
 
 
 def first_readable(runs, work, unreadable=UserError):
-    """(trainer, work(trainer, run), a note that names the other trainers) of the first of `runs` that can be read.
+    """(work(run), a note that names the other trainers) of the first of `runs` that can be read.
 
     runs: of runs_of_any_trainer. The rows of the first may be those of another trainer that reads the file: an
     `unreadable` error of its work is raised only if the others fail, too.
     """
     problems = []
-    for index, (kind, run) in enumerate(runs):
+    for index, run in enumerate(runs):
         try:
-            found = work(kind, run)
+            found = work(run)
         except unreadable as error:
             problems.append(error)
             continue
-        others = [name for name, _ in runs[index + 1 :]]
+        others = [each.trainer for each in runs[index + 1 :]]
         also = " or ".join(f"--trainer {name}" for name in others)
-        return kind, found, f"; read as a file of {kind}, which {also} changes" if others else ""
+        return found, f"; read as a file of {run.trainer}, which {also} changes" if others else ""
     raise problems[0]
 
 
 def runs_of_any_trainer(config, trainer, overrides):
-    """[(trainer, Run)] of the trainer named, or of all that read the files.
+    """[Run] of the trainer named, or of all that read the files.
 
     Raises the ConfigError of the one that knows most of their keys if none does.
     """
@@ -874,7 +874,7 @@ def runs_of_any_trainer(config, trainer, overrides):
     found, problems = [], {}
     for kind in RUNS if trainer is None else (trainer,):
         try:
-            found.append((kind, load_run(kind, config, overrides)))
+            found.append(load_run(kind, config, overrides))
         except ConfigError as error:
             problems[kind] = error
     if not found:

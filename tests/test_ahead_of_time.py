@@ -302,14 +302,14 @@ from rlnumba.trainers.kernel_list import list_signatures
 
 for kind, path in json.loads(sys.argv[1]):
     run = load_run(kind, path, [("train.dtype", "bfloat16")])
-    stages = list_signatures((kind, run), GPUS["h200"])
+    stages = list_signatures(run, GPUS["h200"])
     print(json.dumps(sorted({name for stage in stages for _, name, _, _ in stage})))
 run = load_run("sft", sys.argv[2], [("train.dtype", "bfloat16"), ("model", sys.argv[3])])
 modes = [{"activation_memory": mode} for mode in ("full", "selective", "minimal")]
 modes += [{"activation_memory": "selective", "recompute_modules": ["norm"], "recompute_num_layers": 1}]
 run = dataclasses.replace(run, train=dataclasses.replace(run.train, gradient_checkpointing=None))
 runs = [run, *(dataclasses.replace(run, train=dataclasses.replace(run.train, **mode)) for mode in modes)]
-of_auto, *of_modes = [set(list_signatures(("sft", run), GPUS["h200"])[1]) for run in runs]
+of_auto, *of_modes = [set(list_signatures(run, GPUS["h200"])[1]) for run in runs]
 print(json.dumps([of_auto == set.union(*of_modes), of_auto > of_modes[0], of_auto > of_modes[1]]))
 """
 RUNS = {"grpo": "quickstart.toml", "rloo": "rloo.toml", "ppo": "ppo.toml", "reward": "reward.toml"}
@@ -338,7 +338,7 @@ from rlnumba.trainers.run_folder import kernel_request
 def listed(max_staleness=2, **deploy):
     options = [("model", sys.argv[2]), ("train.dtype", "bfloat16"), ("async.max_staleness", str(max_staleness))]
     options += [(f"deploy.{name}", str(value)) for name, value in deploy.items()]
-    stages = list_signatures(kernel_request("grpo", load_run("grpo", sys.argv[1], options)), GPUS["h200"])
+    stages = list_signatures(kernel_request(load_run("grpo", sys.argv[1], options)), GPUS["h200"])
     return [set(stage) for stage in stages]
 
 one, two = listed(num_train_gpus=1), listed(num_train_gpus=2, num_infer_gpus=2)
@@ -376,7 +376,7 @@ def test_an_asynchronous_run_lists_the_kernels_of_old_completions_and_of_parts_o
 def request_of(kind, *options):
     """What KERNEL_LIST is asked for a run of an example."""
     run = load_run(kind, str(ROOT / "examples" / RUNS.get(kind, "sft.toml")), options)
-    return kernel_request(kind, run)
+    return kernel_request(run)
 
 
 OF_ANY_RUN = [("output_dir", "other"), ("train.learning_rate", "1e-3"), ("train.run_name", "other")]
@@ -410,10 +410,10 @@ options = [("train.dtype", "bfloat16"), ("train.max_completion_length", "48"), (
 # With a reference model, whose log-probs the loss of each micro-batch reads.
 options += [("train.per_device_train_batch_size", "512"), ("model", sys.argv[2]), ("train.beta", "0.1")]
 run = load_run("grpo", sys.argv[1], options)
-listed = set(kernel_list.list_signatures(("grpo", run), GPUS["h200"])[1])
+listed = set(kernel_list.list_signatures(run, GPUS["h200"])[1])
 lacking = {}
 with sampled_rows(1024):
-    planner = plan.Planner("grpo", run, True, 64 << 30)
+    planner = plan.Planner(run, True, 64 << 30)
     step = plan.step_of(planner, run)
     for length in range(1, 49):
         with launches_only(GPUS["h200"]) as found:

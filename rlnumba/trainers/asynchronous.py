@@ -433,7 +433,7 @@ class RemoteEngines:
         if is_on_ray:
             self._nodes = RayEngines(deploy, on_gpus, limits)
             start, sender_class = self._nodes.start, ObjectSender
-            kernels = KERNEL_LIST, kernel_request(run.trainer, run)
+            kernels = KERNEL_LIST, kernel_request(run)
         elif on_gpus:
             # Once for all processes, which share the cache.
             ahead_of_time.finish()

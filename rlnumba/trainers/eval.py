@@ -20,13 +20,13 @@ from rlnumba.trainers.ranks import check_picklable, resolve_if_named
 from rlnumba.trainers.run_folder import silence, start_compiling
 
 
-def run_eval(run, model=None, output=None, dtype=None, status=None, kind="grpo", reward_funcs=()):
+def run_eval(run, model=None, output=None, dtype=None, status=None, reward_funcs=()):
     """Evaluate a folder of a model or adapter on a run's data.eval: metrics by name.
 
-    kind: the trainer's name. model: the folder or hub id, by default the run's. output: None, or a folder, in which
-    metrics.json and, of prompts, completions.jsonl are written. reward_funcs: functions or names, in place of those
-    that the run names. Raises ConfigError without data.eval, and RowError, before any weights are loaded, for
-    rows that a trainer on rows cannot read.
+    model: the folder or hub id, by default the run's. output: None, or a folder, in which metrics.json and, of prompts,
+    completions.jsonl are written. reward_funcs: functions or names, in place of those that the run names. Raises
+    ConfigError without data.eval, and RowError, before any weights are loaded, for rows that a trainer on rows cannot
+    read.
     """
     if run.data.eval is None:
         raise ConfigError("eval: data.eval is not set; give --data.eval FILE")
@@ -34,13 +34,13 @@ def run_eval(run, model=None, output=None, dtype=None, status=None, kind="grpo",
         run = replace(run, train=replace(run.train, dtype=dtype))
     if run.num_ranks > 1:
         # Here, because an error of a rank is a RankError.
-        TRAINERS[kind].check_eval_data(run)
-        start_compiling(kind, run)
+        TRAINERS[run.trainer].check_eval_data(run)
+        start_compiling(run)
     limits = {"timeout_s": run.deploy.dist_timeout_seconds}
     if run.num_ranks > 1:
         for each in reward_funcs:
             check_picklable(each, run.num_ranks)
-    arguments = "deploy.num_train_gpus", kind, run, model, status, list(reward_funcs)
+    arguments = "deploy.num_train_gpus", run, model, status, list(reward_funcs)
     found, completions = launch_replicas(evaluate, run.num_ranks, *arguments, **limits)
     if output is not None:
         make_folder(output)
@@ -52,7 +52,7 @@ def run_eval(run, model=None, output=None, dtype=None, status=None, kind="grpo",
     return found
 
 
-def describe_model(kind, run, model=None):
+def describe_model(run, model=None):
     """The model that run_eval has evaluated, for the same arguments: "model DIR" or "adapter DIR on base DIR"."""
     name = model or run.model
     folder = find_model(name)
@@ -61,11 +61,11 @@ def describe_model(kind, run, model=None):
     return f"adapter {name} on base {find_base(folder)[0] if run.generates else run.model}"
 
 
-def evaluate(communicator, kind, run, model, status, reward_funcs):
+def evaluate(communicator, run, model, status, reward_funcs):
     """(metrics by name, lines of completions.jsonl), on each rank. The arguments are run_eval's."""
     gemm.set_backend(run.gemm)
     if communicator.rank:
         silence()
-        return TRAINERS[kind].evaluate(run, model, None, communicator)
+        return TRAINERS[run.trainer].evaluate(run, model, None, communicator)
     functions = [resolve_if_named(each) for each in reward_funcs]
-    return TRAINERS[kind].evaluate(run, model, status, communicator, functions)
+    return TRAINERS[run.trainer].evaluate(run, model, status, communicator, functions)

@@ -1,6 +1,6 @@
 """Whether a run fits its GPU, and which activations it keeps: decided by its plan, before anything is compiled.
 
-    run = fit_to_device("grpo", run)          train.activation_memory is no "auto" any more, or DeviceError
+    run = fit_to_device(run)          train.activation_memory is no "auto" any more, or DeviceError
 
 Of the modes the one that recomputes least and fits is taken. The gradients have the same bits in each, so that a run
 may be resumed on another GPU with another mode. Besides a plan 5 % of it are left free, as far as it may be wrong.
@@ -24,10 +24,10 @@ CHOSEN_KEYS = ("activation_memory", "recompute_modules", "recompute_num_layers")
 NAMED_SWITCHES = 3
 
 
-def fit_to_device(kind, run, communicator=None):
+def fit_to_device(run, communicator=None):
     """The Run with the activations that it keeps on this process's GPU; on the cpu device as it is, which keeps all.
 
-    kind: "sft", "grpo", ... communicator: of the ranks that train together, which all call this and get the same; the
+    communicator: of the ranks that train together, which all call this and get the same; the
     least free memory of theirs decides. Prints what was chosen and why. Raises DeviceError for a run that does not fit
     the GPU, and what Planner raises.
     """
@@ -36,7 +36,7 @@ def fit_to_device(kind, run, communicator=None):
     # What was freed, or is lent by engines that sleep, is there for the run.
     memory.reclaim()
     device.xp().get_default_memory_pool().free_all_blocks()
-    planner = Planner(kind, run, True, device.memory_info()[1], keeps_data=True)
+    planner = Planner(run, True, device.memory_info()[1], keeps_data=True)
     available = available_bytes(*device.memory_info(), planner.num_sharing)
     is_first = True
     if communicator is not None:

@@ -17,9 +17,9 @@ WITHOUT_EFFECT_ON_ROWS = {
 _kept = None
 
 
-def rows_key(kind, run):
-    """The key of the rows of a trainer's run, kind "sft" or another: what they follow from, str."""
-    return repr((kind, run.model, run.data, replace(run.train, **WITHOUT_EFFECT_ON_ROWS)))
+def rows_key(run):
+    """The key of the rows of a run: what they follow from, str."""
+    return repr((run.trainer, run.model, run.data, replace(run.train, **WITHOUT_EFFECT_ON_ROWS)))
 
 
 def prompts_key(run, limit):

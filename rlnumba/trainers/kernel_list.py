@@ -30,17 +30,16 @@ GIB = 1 << 30
 SAMPLED_ROWS = 256
 
 
-def list_signatures(request, properties):
+def list_signatures(run, properties):
     """The kernels that a run needs on a GPU of these device.Properties: two lists of signatures, those of the engine
     and those of the optimizer steps.
 
-    request: (trainer's name, Run). Raises UserError for a model or data that the run could not read.
+    Raises UserError for a model or data that the run could not read.
     """
-    kind, run = request
     train = run.train
     num_prompts = train.prompts_per_rollout if run.generates else 0
     with sampled_rows(max(SAMPLED_ROWS, 8 * train.per_device_train_batch_size, num_prompts)):
-        planner = Planner(kind, run, True, 64 * GIB)
+        planner = Planner(run, True, 64 * GIB)
         step, dtype = step_of(planner, run), train.dtype or planner.config.dtype
         config = planner.config
         if run.lora is not None:

@@ -111,16 +111,16 @@ class Plan:
 class Planner:
     """Plans of one run and of variants of it. on_gpu: whether for a GPU of total_bytes, else for the cpu device.
 
-    kind: "sft", "grpo", ... keeps_data: whether what is read is kept for the run itself, which begins next
+    keeps_data: whether what is read is kept for the run itself, which begins next
     (kept_data.py). Raises UserError for a model, a tokenizer or data that the run could not read, and for parameters of
     sampling that it could not take.
     """
 
-    def __init__(self, kind, run, on_gpu, total_bytes, keeps_data=False):
+    def __init__(self, run, on_gpu, total_bytes, keeps_data=False):
         run = with_engine_size(run.on_ranks(), on_gpu, total_bytes)
         # Of processes that share a GPU each has a part of its memory.
         self.num_sharing = num_sharing(run.num_ranks + run.deploy.num_infer_gpus)
-        self.kind, self.trainer, self.run = kind, TRAINERS[kind], run
+        self.trainer, self.run = TRAINERS[run.trainer], run
         self.on_gpu, self.total_bytes = on_gpu, total_bytes
         self.keeps_data = keeps_data
         if run.generates:
@@ -280,10 +280,10 @@ class Planner:
 
     def rows(self, run):
         """The rows of a run whose trainer has a file of them, read once for all variants that read the same."""
-        key = kept_data.rows_key(self.kind, run)
+        key = kept_data.rows_key(run)
         if key not in self._rows:
             self._rows[key] = self.trainer.load_rows(run.data.train, run, self, self.tokenizer)
-            if self.keeps_data and key == kept_data.rows_key(self.kind, self.run):
+            if self.keeps_data and key == kept_data.rows_key(self.run):
                 kept_data.keep(key, self._rows[key])
         return self._rows[key]
 

@@ -101,7 +101,7 @@ def shown(value):
 
 
 @contextmanager
-def advise(kind, run):
+def advise(run):
     """An allocation that fails inside becomes a DeviceError of one line that names the switch that would save most."""
     try:
         yield
@@ -109,12 +109,12 @@ def advise(kind, run):
         reason = str(error)
         if not isinstance(error, OutOfMemory):
             reason = f"out of memory in an operator's own arrays: {reason}"
-        raise DeviceError(f"{reason}; {_advice(kind, run)}") from error
+        raise DeviceError(f"{reason}; {_advice(run)}") from error
 
 
-def _advice(kind, run):
+def _advice(run):
     try:
-        planner = Planner(kind, run, device.name() == "cuda", device.memory_info()[1])
+        planner = Planner(run, device.name() == "cuda", device.memory_info()[1])
         found = savings(planner, planner.plan())
     except UserError as error:
         return f"rlnumba plan has no advice: {error}"

@@ -82,11 +82,6 @@ class TrainerOnPrompts(NamedTuple):
     has_graphs: bool = False
 
     @property
-    def name(self):
-        """The name of the command: str."""
-        return self.run_class.trainer
-
-    @property
     def trains_lm_head(self):
         """Whether the policy is a language model: bool."""
         return True
@@ -106,7 +101,7 @@ class TrainerOnPrompts(NamedTuple):
             owner_of(run, communicator),
             nodes_of(run, communicator),
             WaitingProcesses(processes_of(run, communicator)) as waiting,
-            begin_run(self.name, run, resume, communicator) as folder,
+            begin_run(run, resume, communicator) as folder,
         ):
             return PromptLoop(self, folder, reward_funcs, communicator, waiting).train()
 

@@ -23,8 +23,8 @@ from rlnumba.trainers.run_folder import RESUMES, log, owner_of, start_compiling
 from rlnumba.trainers.run_inputs import located
 
 
-def train_on_ranks(kind, run, resume, reward_funcs=(), callbacks=()):
-    """Train a run on run.num_ranks processes, of which the first writes its folder: the TrainerState; kind: "sft", ...
+def train_on_ranks(run, resume, reward_funcs=(), callbacks=()):
+    """Train a run on run.num_ranks processes, of which the first writes its folder: the TrainerState.
 
     reward_funcs: functions, or names of [rewards], where run.rewards.funcs is not enough to find them; callbacks: as
     `given` takes them. Raises RankError for the first rank that fails, ConfigError where there are no devices for all,
@@ -35,9 +35,9 @@ def train_on_ranks(kind, run, resume, reward_funcs=(), callbacks=()):
     place = placement(count // num_nodes, "deploy.num_train_gpus")
     for each in (*reward_funcs, *callbacks):
         check_picklable(each, count)
-    arguments = kind, run, resume, list(reward_funcs), list(callbacks)
+    arguments = run, resume, list(reward_funcs), list(callbacks)
     with owner_of(run), last_checkpoint_named(run.output_dir):
-        start_compiling(kind, run)
+        start_compiling(run)
         if num_nodes > 1:
             return launch_on_nodes(_train, count, num_nodes, *arguments, timeout_s=timeout_s)[0]
         return launch(_train, count, *arguments, timeout_s=timeout_s, **place)[0]
@@ -56,14 +56,14 @@ def last_checkpoint_named(output_dir):
         raise
 
 
-def _train(communicator, kind, run, resume, reward_funcs, callbacks):
+def _train(communicator, run, resume, reward_funcs, callbacks):
     """Train on one rank; the first returns the TrainerState."""
     check_equal(communicator, facts_of(run))
-    run = fit_to_device(kind, located(run), communicator)
+    run = fit_to_device(located(run), communicator)
     functions = [resolve_if_named(each) for each in reward_funcs]
     # Callbacks are called once.
     with given(callbacks if communicator.rank == 0 else ()):
-        state = TRAINERS[kind].train(run, resume, functions, communicator)
+        state = TRAINERS[run.trainer].train(run, resume, functions, communicator)
     return state if communicator.rank == 0 else None
 
 

@@ -70,11 +70,6 @@ class TrainerOnRows(NamedTuple):
     num_sequences: Callable = len
 
     @property
-    def name(self):
-        """The name of the command: str."""
-        return self.run_class.trainer
-
-    @property
     def trains_lm_head(self):
         """Whether the policy is a language model: bool."""
         return self.models.heads == LM_HEAD
@@ -85,10 +80,10 @@ class TrainerOnRows(NamedTuple):
         resume: True to continue from the newest readable checkpoint there, an int from that of this step. reward_funcs:
         there are none. communicator: of the ranks that train together and call this with the same arguments, or None.
         """
-        with begin_run(self.name, run, resume, communicator) as folder:
+        with begin_run(run, resume, communicator) as folder:
             run = folder.run
             policy, tokenizer = self.load(run, folder)
-            rows = training_rows(self.name, self.load_rows, run, policy.model, tokenizer)
+            rows = training_rows(self.load_rows, run, policy.model, tokenizer)
             eval_rows = None
             if run.data.eval:
                 eval_rows = self.load_rows(run.data.eval, run, policy.model, tokenizer, for_eval=True)
@@ -151,9 +146,9 @@ def micro_batches_of(rows, train):
     return [rows[first : first + size] for first in range(0, len(rows), size)]
 
 
-def training_rows(kind, load_rows, run, model, tokenizer):
-    """The rows that a run trains on: those that its plan has read, else load_rows(...) of the trainer `kind`."""
-    rows = kept_data.taken(kept_data.rows_key(kind, run))
+def training_rows(load_rows, run, model, tokenizer):
+    """The rows that a run trains on: those that its plan has read, else load_rows(...)."""
+    rows = kept_data.taken(kept_data.rows_key(run))
     return load_rows(run.data.train, run, model, tokenizer) if rows is None else rows
 
 

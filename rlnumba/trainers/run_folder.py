@@ -46,8 +46,8 @@ RESUMES = "--resume", "in Python train(resume_from_checkpoint=True)"
 KERNEL_LIST = "rlnumba.trainers.kernel_list"
 
 
-def kernel_request(trainer, run):
-    """What KERNEL_LIST takes: (trainer, Run), without what its kernels do not depend on.
+def kernel_request(run):
+    """What KERNEL_LIST takes: the Run without what its kernels do not depend on.
 
     So a run for whose like all kernels were compiled begins without a list of them (runtime/ahead_of_time.py).
     """
@@ -57,14 +57,14 @@ def kernel_request(trainer, run):
     if isinstance(run, PromptRun):
         # Rows of a file have a largest micro-batch by their order, and by how far it is followed; completions do not.
         train, run = replace(train, max_steps=1, num_train_epochs=1.0), replace(run, seed=0)
-    return trainer, replace(run, output_dir="-", train=train, deploy=type(run.deploy)(**cut))
+    return replace(run, output_dir="-", train=train, deploy=type(run.deploy)(**cut))
 
 
-def start_compiling(trainer, run):
+def start_compiling(run):
     """Set the run's GEMM backend, and have what the cache lacks of its kernels compiled on all cores."""
     gemm.set_backend(run.gemm)
     if device.name() == "cuda" and gemm.backend() == "native":
-        ahead_of_time.start(KERNEL_LIST, kernel_request(trainer, run))
+        ahead_of_time.start(KERNEL_LIST, kernel_request(run))
 
 
 def owner_of(run, communicator=None):
@@ -73,7 +73,7 @@ def owner_of(run, communicator=None):
 
 
 @contextmanager
-def begin_run(trainer, run, resume, communicator=None):
+def begin_run(run, resume, communicator=None):
     """A block that has the RunFolder of a run, whose `run` is to be used: inputs may have other paths there.
 
     What the cache lacks of the run's kernels is compiled on all cores. communicator: of the ranks that train together,
@@ -83,12 +83,12 @@ def begin_run(trainer, run, resume, communicator=None):
         inside = SetAside(run.output_dir)
         reads_own_folder = any(inside.within(path) for path in paths_of(run))
         if not reads_own_folder:
-            start_compiling(trainer, run)
+            start_compiling(run)
         kind = RunFolder if communicator is None or communicator.rank == 0 else ReadFolder
-        folder = kind(trainer, run, resume, communicator)
+        folder = kind(run, resume, communicator)
         if reads_own_folder:
             # Another process reads the model's configuration for it, where it is by now.
-            start_compiling(trainer, folder.run)
+            start_compiling(folder.run)
         try:
             yield folder
         except BaseException:
@@ -99,17 +99,17 @@ def begin_run(trainer, run, resume, communicator=None):
 class RunFolder:
     """A run's output_dir: finds the checkpoint to resume from, writes metrics, checkpoints and the final model.
 
-    trainer: "sft", "grpo"; resume: True for the newest readable checkpoint (without any, the run starts afresh and
-    logs it), or the step of a checkpoint, an int. model_folder: that checkpoint's folder, or None. state: its trainer
-    state, or None. step: optimizer steps done. run: with the paths that its inputs have by now (run_inputs.py).
+    resume: True for the newest readable checkpoint (without any, the run starts afresh and logs it), or the step of a
+    checkpoint, an int. model_folder: that checkpoint's folder, or None. state: its trainer state, or None. step:
+    optimizer steps done. run: with the paths that its inputs have by now (run_inputs.py).
     communicator: of the ranks that train together, this one the first, or None. Raises UserError if the folder cannot
     be written to, holds checkpoints of which none is readable, not that of the step, or those of another trainer.
     """
 
     is_first_rank = True
 
-    def __init__(self, trainer, run, resume, communicator=None):
-        self.trainer, self.run, self.path, self.communicator = trainer, run, Path(run.output_dir), communicator
+    def __init__(self, run, resume, communicator=None):
+        self.run, self.path, self.communicator = run, Path(run.output_dir), communicator
         self.is_alone = communicator is None or communicator.world_size == 1
         # Of `sharing`.
         self._problem = None
@@ -124,8 +124,8 @@ class RunFolder:
         self.step, self.state = 0, None
         if self.model_folder is not None:
             self.step, self.state = checkpoint.load(self.model_folder)
-            if self.state["trainer"] != trainer:
-                raise UserError(f"{self.model_folder}: a checkpoint of {self.state['trainer']}, not of {trainer}")
+            if self.state["trainer"] != run.trainer:
+                raise UserError(f"{self.model_folder}: a checkpoint of {self.state['trainer']}, not of {run.trainer}")
         elif resume:
             log(f"{self.path} holds no checkpoint: starting afresh")
         self.set_aside = self.decided(self._find_inputs() if self.is_first_rank else None)
@@ -310,7 +310,7 @@ class RunFolder:
             return
         train = self.run.train
         tracked = self.callbacks.state_dict()
-        state = {"trainer": self.trainer, **state} | ({"callbacks": tracked} if tracked else {})
+        state = {"trainer": self.run.trainer, **state} | ({"callbacks": tracked} if tracked else {})
         if self.is_first_rank:
             state["run"] = self.digest
         if self.set_aside.moved:
@@ -413,10 +413,10 @@ class ReadFolder(RunFolder):
 
     is_first_rank = False
 
-    def __init__(self, trainer, run, resume, communicator):
+    def __init__(self, run, resume, communicator):
         silence()
         # Callbacks are called once.
-        super().__init__(trainer, replace(run, train=replace(run.train, callbacks=[])), resume, communicator)
+        super().__init__(replace(run, train=replace(run.train, callbacks=[])), resume, communicator)
 
     def writer(self, total_steps):
         """What is used as the MetricsWriter."""

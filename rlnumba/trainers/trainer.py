@@ -194,10 +194,10 @@ class Trainer:
             self._write_rows(run, self.datasets)
             self._state, self._has_begun = None, True
             if run.num_ranks > 1:
-                state = train_on_ranks(self.trainer.name, run, resume, self.given_funcs, self.callbacks)
+                state = train_on_ranks(run, resume, self.given_funcs, self.callbacks)
             else:
-                run = fit_to_device(self.trainer.name, located(run))
-                with advise(self.trainer.name, run), given(self.callbacks):
+                run = fit_to_device(located(run))
+                with advise(run), given(self.callbacks):
                     state = self.trainer.train(run, resume, self._reward_functions())
         self._state, seconds = state, time.monotonic() - started
         losses = [row["loss"] for row in state.log_history if "loss" in row]
@@ -260,7 +260,7 @@ class Trainer:
             raise UserError("evaluate: the trainer has no eval_dataset, and none is given")
         self._write_rows(run, datasets)
         trained = None if self._state is None else self.model
-        return run_eval(run, trained, kind=self.trainer.name, reward_funcs=self.given_funcs)
+        return run_eval(run, trained, reward_funcs=self.given_funcs)
 
     def save_model(self, output_dir=None):
         """Copy the trained model, a Hugging Face folder, to output_dir; None: nothing, for it is in `model` already."""
@@ -388,7 +388,7 @@ class RowTrainer(Trainer):
     ):  # fmt: skip
         if engine is not None:
             raise ConfigError(
-                f"engine: {self.trainer.name} generates nothing; the section [engine] is of "
+                f"engine: {self.trainer.run_class.trainer} generates nothing; the section [engine] is of "
                 f"{and_list([name for name, each in RUNS.items() if each.generates])}"
             )
         datasets = {"train": train_dataset, "eval": eval_dataset}

@@ -284,7 +284,7 @@ def test_two_ranks_train_an_adapter_with_the_completions_of_one_engine(tmp_path,
     )
     run = with_deploy(run, num_train_gpus=2, tensor_parallel_size=tp, update_weights_transport=transport)
     run_grpo(expected)
-    train_on_ranks("grpo", run, False)
+    train_on_ranks(run, False)
     name = "adapter_model.safetensors"
     assert final_of(run, name) == final_of(expected, name) and trained_prompts(run) == trained_prompts(expected)
     assert all(row["weight_pause_time_s"] > 0 for row in metrics_of(run))

@@ -44,7 +44,7 @@ def test_two_ranks_with_parts_of_the_weights_have_the_result_of_one(tmp_path, mo
     deploy = {"num_train_gpus": 2, "zero_stage": 3, "update_weights_transport": transport}
     run = dataclasses.replace(run, deploy=dataclasses.replace(run.deploy, **deploy))
     metrics = train(expected)[1]
-    train_on_ranks("grpo", run, False, callbacks=[KillOnce()])
+    train_on_ranks(run, False, callbacks=[KillOnce()])
     assert final_of(run) == final_of(expected) and trained_prompts(run) == trained_prompts(expected)
     for name in ("loss", "eval_reward"):
         assert [row.get(name) for row in metrics_of(run)] == [row.get(name) for row in metrics]

@@ -71,6 +71,6 @@ def test_without_staleness_the_result_is_the_synchronous_one(tmp_path, model, ca
     # Together, because each alone is refused.
     deploy = dataclasses.replace(run.deploy, **deploy)
     run = dataclasses.replace(run, deploy=deploy, asynchronous=AsyncConfig(max_staleness=0))
-    train_on_ranks("grpo", run, False)
+    train_on_ranks(run, False)
     assert final_of(run) == final_of(expected) and trained_prompts(run) == trained_prompts(expected)
     assert all(row["weight_pause_time_s"] > 0 for row in metrics_of(run))

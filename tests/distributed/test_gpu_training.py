@@ -65,7 +65,7 @@ def train(kind, run, resume=False):
     if run.num_ranks == 1:
         getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")(run, resume)
     else:
-        train_on_ranks(kind, run, resume)
+        train_on_ranks(run, resume)
     return written(run)
 
 

@@ -249,7 +249,7 @@ def test_ranks_on_two_nodes_have_the_result_of_one(nodes, tmp_path):
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "global_batch_size": 16}
     expected, run = (run_of(tmp_path / name, train=sizes | {"max_steps": 3}) for name in ("one", "two"))
     run = dataclasses.replace(run, deploy=DeployConfig(launcher="ray", num_train_gpus=2, num_train_nodes=2))
-    train_on_ranks("grpo", run, False)
+    train_on_ranks(run, False)
     run_grpo(expected)
     assert final_of(run) == final_of(expected) and trained_prompts(run) == trained_prompts(expected)
     nodes.wait_for_no_actors()
@@ -313,7 +313,7 @@ def test_without_ray_the_line_says_how_to_install_it(monkeypatch, tmp_path):
 def test_a_plan_names_nodes_and_actors(tmp_path):
     run = ray_run(tmp_path / "run")
     run = dataclasses.replace(run, deploy=dataclasses.replace(run.deploy, num_train_gpus=2, num_train_nodes=2))
-    heading, *lines = (line.split() for line in describe_ranks(Planner("grpo", run, False, 1 << 34)))
+    heading, *lines = (line.split() for line in describe_ranks(Planner(run, False, 1 << 34)))
     assert heading[:4] == ["rank", "node", "GPU", "role"]
     assert [line[:5] for line in lines[:2]] == [[str(k), "train", str(k), "none", "train"] for k in range(2)]
     assert [line[:6] for line in lines[2:]] == [["actor", k, "infer", k, "none", "generate"] for k in "01"]

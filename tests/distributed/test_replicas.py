@@ -239,8 +239,8 @@ def test_an_evaluation_has_the_metrics_of_one_process(tmp_path, monkeypatch, kin
     # Ranks are processes of their own elsewhere.
     monkeypatch.setattr(run_folder, "_is_silent", False)
     run = eval_run(kind, tmp_path / "run")
-    expected = run_eval(run, kind=kind, output=tmp_path / "out")
-    for metrics, rows in in_threads.run(evaluate, 2, kind, run, None, None, ()):
+    expected = run_eval(run, output=tmp_path / "out")
+    for metrics, rows in in_threads.run(evaluate, 2, run, None, None, ()):
         assert metrics == expected
         if rows:
             written = lines_of(tmp_path / "out" / "completions.jsonl")
@@ -251,6 +251,6 @@ def test_an_evaluation_has_the_metrics_of_one_process(tmp_path, monkeypatch, kin
 def test_eval_on_ranks(tmp_path):
     one = eval_run("sft", tmp_path)
     two = dataclasses.replace(one, deploy=DeployConfig(num_train_gpus=2))
-    assert run_eval(two, kind="sft") == run_eval(one, kind="sft")
+    assert run_eval(two) == run_eval(one)
     with pytest.raises(RowError, match="none.jsonl"):
-        run_eval(dataclasses.replace(two, data=dataclasses.replace(two.data, eval="none.jsonl")), kind="sft")
+        run_eval(dataclasses.replace(two, data=dataclasses.replace(two.data, eval="none.jsonl")))

@@ -36,7 +36,7 @@ def train(run, resume=False):
     if run.num_ranks == 1:
         run_sft(run, resume)
     else:
-        train_on_ranks("sft", run, resume)
+        train_on_ranks(run, resume)
     return files_of(run)
 
 

@@ -27,9 +27,10 @@ def test_each_run_class_is_listed():
 
 def test_no_other_list_has_trainers_by_name():
     """A trainer is added to the lists of runs.py and every.py; what else depends on it is in its Run or its record."""
-    found = []
-    for path in (ROOT / "rlnumba").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    found, name = [], re.compile(f"[\"'](?:{'|'.join(RUNS)})[\"']")
+    texts = {path: path.read_text() for path in (ROOT / "rlnumba").rglob("*.py")}
+    for path in [path for path, text in texts.items() if name.search(text)]:
+        for node in ast.walk(ast.parse(texts[path])):
             items = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
             if len({each.value for each in items if isinstance(each, ast.Constant)} & set(RUNS)) > 1:
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")

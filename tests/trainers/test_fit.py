@@ -60,7 +60,7 @@ def planner_of(folder, plans, tmp_path):
     def make(**train):
         options = {"gradient_checkpointing": None, "max_steps": 1, "per_device_train_batch_size": 8}
         run = dataclasses.replace(sft_run(tmp_path / "run", **options | train), model=folder)
-        planner = KnownPlanner("sft", run, True, 80 * GIB)
+        planner = KnownPlanner(run, True, 80 * GIB)
         planner.known = plans
         return planner
 
@@ -140,14 +140,14 @@ def test_the_most_frugal_mode_runs_without_headroom_and_is_refused_without_room(
 def test_the_cache_of_keys_and_values_takes_what_there_is(tmp_path):
     """Where it does not share the GPU with training; and a sequence of it must fit."""
     run = grpo_run(tmp_path / "run", gradient_checkpointing=False)
-    plan = Planner("grpo", run, True, 80 * GIB).plan()
+    plan = Planner(run, True, 80 * GIB).plan()
     # Prompts of up to 24 tokens, and 8: of 2 layers, 2 heads of 16 float32 each, k and v.
     assert plan.takes_turns and plan.least_kv == -(-(24 + 8) // 16) * 16 * 2 * 2 * 2 * 16 * 4
     of_generation = plan.phases["generation"] - plan.regions["kv"] + plan.least_kv + (512 << 20)
     assert plan.needed == max(plan.phases["training"], of_generation)
     for keys in ({"enable_sleep_mode": False}, {"num_gpu_blocks_override": 1 << 20}):
         engine = dataclasses.replace(run.engine, **keys)
-        plan = Planner("grpo", dataclasses.replace(run, engine=engine), True, 80 * GIB).plan()
+        plan = Planner(dataclasses.replace(run, engine=engine), True, 80 * GIB).plan()
         assert plan.needed == plan.total
 
 
@@ -205,19 +205,19 @@ def test_ranks_choose_by_the_least_free_memory(planner_of, monkeypatch, capsys):
     free = just_enough(plans[0]) - CONTEXT_BYTES
     gpu = type("Gpu", (), {"name": lambda: "cuda", "memory_info": lambda: (free, 80 * GIB), "xp": lambda: Pool})
     monkeypatch.setattr(fit, "device", gpu)
-    assert fit_to_device("sft", planner.run).train.activation_memory == "full"
+    assert fit_to_device(planner.run).train.activation_memory == "full"
     assert capsys.readouterr().err.startswith("rlnumba: activations: all are kept: ")
     ranks = OfTwoRanks(just_enough(plans[2]))
-    fitted = fit_to_device("sft", planner.run, ranks).train
+    fitted = fit_to_device(planner.run, ranks).train
     assert (fitted.activation_memory, fitted.recompute_modules, fitted.recompute_num_layers) == ("selective", ALL, 0)
     assert "norm, rope, swiglu recomputed: " in capsys.readouterr().err
     ranks.rank = 1
-    fit_to_device("sft", planner.run, ranks)
+    fit_to_device(planner.run, ranks)
     assert not capsys.readouterr().err
     # Its rows were kept for the run.
-    rows = kept_data.taken(kept_data.rows_key("sft", fit.with_train(planner.run, activation_memory="full")))
+    rows = kept_data.taken(kept_data.rows_key(fit.with_train(planner.run, activation_memory="full")))
     assert list(map(num_tokens, rows)) == list(map(num_tokens, planner.rows(planner.run)))
-    assert kept_data.taken(kept_data.rows_key("sft", planner.run)) is None
+    assert kept_data.taken(kept_data.rows_key(planner.run)) is None
 
 
 class Pool:
@@ -228,7 +228,7 @@ class Pool:
 
 def test_a_run_on_the_cpu_device_is_left_as_it_is(planner_of):
     run = planner_of().run
-    assert fit_to_device("sft", run) is run and run.train.kept_activations == "full"
+    assert fit_to_device(run) is run and run.train.kept_activations == "full"
 
 
 def test_the_weights_do_not_depend_on_the_mode(tmp_path):
@@ -261,7 +261,7 @@ class MadeUpPlanner(Planner):
 def test_the_fastest_of_the_keys_that_fit(planner_of, tmp_path):
     """As a search of all schedules finds it; and each choice fits when its lines are in the file."""
     run = planner_of(**ONE_STEP).run
-    planner = MadeUpPlanner("sft", run, True, 80 * GIB)
+    planner = MadeUpPlanner(run, True, 80 * GIB)
     schedules = fit_choices.schedules_of(run.train, planner)
     assert len(schedules) == 7 * 4 * 2
     rate = fit_choices.arithmetic_seconds(planner, planner.plan(), run)
@@ -358,7 +358,7 @@ def test_the_command(planner_of, tmp_path, capfd):
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_a_run_trains_on_what_its_plan_has_read(tmp_path, monkeypatch, kind):
     run = {"sft": sft_run, "grpo": grpo_run}[kind](tmp_path / "run", max_steps=1)
-    Planner(kind, run, True, 80 * GIB, keeps_data=True).plan()
+    Planner(run, True, 80 * GIB, keeps_data=True).plan()
 
     def read_again(*arguments):
         raise AssertionError("the file is read a second time")

@@ -357,7 +357,7 @@ def test_wrong_generation_kwargs_are_named_before_anything_is_loaded(tmp_path, m
         run = grpo_run(tmp_path / "run", generation_kwargs=kwargs)
         return replace(run, data=replace(run.data, eval=run.data.train))
 
-    for start in (grpo.run_grpo, run_eval, lambda run: Planner("grpo", run, False, 1 << 30)):
+    for start in (grpo.run_grpo, run_eval, lambda run: Planner(run, False, 1 << 30)):
         with pytest.raises(ConfigError, match=message):
             start(made())
     assert not (tmp_path / "run").exists()

@@ -147,7 +147,7 @@ def test_grpo_with_a_reference_that_is_the_adapter_switched_off(tmp_path):
     # One model's weights.
     assert memory.report()["weights"] - before == load_model(MODEL).weights.flat.nbytes
     assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 0
-    policy, _ = load_policy(run, RunFolder("grpo", elsewhere(run, tmp_path / "other"), False), reference=True)
+    policy, _ = load_policy(run, RunFolder(elsewhere(run, tmp_path / "other"), False), reference=True)
     assert policy.reference.adapter is None and policy.reference.weights is policy.model.weights
     assert policy.state_dict()["reference"] is None
 

@@ -58,8 +58,8 @@ def taken(train, run):
         return {region: peak for region, (_, peak) in regions.items()}
 
 
-def assert_planned(kind, run, train):
-    assert_taken(Planner(kind, run, False, 16 * GIB).plan(), taken(train, run))
+def assert_planned(run, train):
+    assert_taken(Planner(run, False, 16 * GIB).plan(), taken(train, run))
 
 
 def assert_taken(plan, found):
@@ -86,17 +86,17 @@ def assert_taken(plan, found):
     ids=str,
 )
 def test_sft_takes_what_was_planned(tmp_path, options):
-    assert_planned("sft", sft_run(tmp_path / "run", max_steps=4, **options), run_sft)
+    assert_planned(sft_run(tmp_path / "run", max_steps=4, **options), run_sft)
 
 
 @pytest.mark.parametrize("options", [{}, {"beta": 0.04, "gradient_checkpointing": True, "num_iterations": 2}], ids=str)
 def test_grpo_takes_what_was_planned(tmp_path, options):
-    assert_planned("grpo", grpo_run(tmp_path / "run", max_steps=4, **options), run_grpo)
+    assert_planned(grpo_run(tmp_path / "run", max_steps=4, **options), run_grpo)
 
 
 def test_rloo_takes_what_was_planned(tmp_path):
     # Prompts of one length.
-    assert_planned("rloo", rloo_run(tmp_path / "run", num_prompts=10, max_steps=3), run_rloo)
+    assert_planned(rloo_run(tmp_path / "run", num_prompts=10, max_steps=3), run_rloo)
 
 
 @pytest.mark.parametrize(
@@ -106,25 +106,25 @@ def test_rloo_takes_what_was_planned(tmp_path):
 )
 def test_ppo_takes_what_was_planned(tmp_path, critic, options):
     run = ppo_run(tmp_path / "run", max_steps=2, critic=critic, **options)
-    assert_planned("ppo", run, run_ppo)
+    assert_planned(run, run_ppo)
 
 
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_a_run_with_an_adapter_takes_what_was_planned(tmp_path, kind):
     run = sft_run(tmp_path / "run", max_steps=3) if kind == "sft" else grpo_run(tmp_path / "run", max_steps=3, beta=0.1)
     run = dataclasses.replace(run, lora=LoraConfig(r=4))
-    assert_planned(kind, run, run_sft if kind == "sft" else run_grpo)
+    assert_planned(run, run_sft if kind == "sft" else run_grpo)
 
 
 @pytest.mark.parametrize("kind, options", [("dpo", {}), ("dpo", {"use_weighting": True}), ("kto", {})], ids=str)
 def test_preference_runs_take_what_was_planned(tmp_path, kind, options):
     run = preference_run(kind, tmp_path / "run", max_steps=3, **options)
-    assert_planned(kind, run, run_dpo if kind == "dpo" else run_kto)
+    assert_planned(run, run_dpo if kind == "dpo" else run_kto)
 
 
 @pytest.mark.parametrize("kept", ["full", "minimal"])
 def test_a_reward_model_takes_what_was_planned(tmp_path, kept):
-    assert_planned("reward", reward_run(tmp_path / "run", max_steps=3, activation_memory=kept), run_reward)
+    assert_planned(reward_run(tmp_path / "run", max_steps=3, activation_memory=kept), run_reward)
 
 
 def taken_on_rank(communicator, runs):
@@ -169,7 +169,7 @@ def test_ranks_take_what_was_planned(tmp_path, monkeypatch):
     runs["dpo, parts"] = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=2, zero_stage=3))
     for rank, found in enumerate(launch(taken_on_rank, 2, runs, timeout_s=120)):
         for name, run in runs.items():
-            plan = Planner(name.partition(",")[0], run, False, 16 * GIB).plan(rank=rank)
+            plan = Planner(run, False, 16 * GIB).plan(rank=rank)
             # The largest micro-batches may be those of the other rank, and rank 0 alone draws the report at the end.
             for region in ("activations", *(["engine activations", "kv"] if rank else [])):
                 if region in found[name]:
@@ -184,11 +184,11 @@ def test_the_memory_that_gpus_exchange(tmp_path):
     These are a part of all gradients of each other rank, in pieces of 32 MiB, at most 2 GiB in all.
     """
     for run in (large_run(tmp_path), dataclasses.replace(sft_run(tmp_path / "run"), model=MODEL)):
-        alone = Planner("sft", run, True, 80 * GIB).plan().regions
+        alone = Planner(run, True, 80 * GIB).plan().regions
         assert "peer" not in alone
         for count in (2, 4):
             ranks = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=count))
-            regions = Planner("sft", ranks, True, 80 * GIB).plan().regions
+            regions = Planner(ranks, True, 80 * GIB).plan().regions
             shared = regions["grads"] - 4 * (regions["weights"] // 2) // count
             found = (regions["peer"] - count * (68 << 20)) / (count - 1)
             assert min(shared / count, (2 * GIB - (32 << 20)) / (count - 1)) <= found
@@ -205,9 +205,9 @@ def test_every_trainer_is_planned_on_ranks(tmp_path, monkeypatch, kind):
         run = make[kind](tmp_path / "run", **options | ({"num_mini_batches": 1} if kind == "ppo" else {}))
     else:
         run = preference_run(kind, tmp_path / "run", **options)
-    one = Planner(kind, run, False, GIB).plan().regions
+    one = Planner(run, False, GIB).plan().regions
     three = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=3))
-    planner = Planner(kind, three, False, GIB)
+    planner = Planner(three, False, GIB)
     parts = [planner.plan(rank=rank).regions for rank in range(3)]
     assert sum(part["moments"] for part in parts) == one["moments"]
     assert all(part["weights"] == one["weights"] for part in parts)
@@ -257,7 +257,7 @@ def test_ranks_with_parts_of_the_weights_have_no_engine(tmp_path, on_gpu):
             num_train_gpus=2, num_infer_gpus=1, zero_stage=stage, update_weights_transport="peer" if on_gpu else "shm"
         )
         run = dataclasses.replace(run, deploy=deploy, asynchronous=AsyncConfig())
-        planner = Planner("grpo", run, on_gpu, 2 * GIB)
+        planner = Planner(run, on_gpu, 2 * GIB)
         plans.append(planner.plan().regions)
         engines.append(planner.engine_regions(planner.plan()))
     assert plans[0].keys() - plans[1].keys() == {"engine activations", "kv"}
@@ -271,7 +271,7 @@ def test_parts_of_an_adapter(tmp_path):
     run = dataclasses.replace(run, lora=LoraConfig(r=8), asynchronous=AsyncConfig())
     for size in (1, 2):
         deploy = DeployConfig(num_infer_gpus=2, tensor_parallel_size=size)
-        planner = Planner("grpo", dataclasses.replace(run, deploy=deploy), False, GIB)
+        planner = Planner(dataclasses.replace(run, deploy=deploy), False, GIB)
         adapter = Adapter(config, run.lora, shard=Shard(1, size))
         assert planner.engine_regions(planner.plan())["adapter"] == adapter.nbytes
 
@@ -283,7 +283,7 @@ def test_planning_reads_no_weights_and_leaves_no_trace(tmp_path):
         shutil.copy(path, folder)
     run = dataclasses.replace(sft_run(tmp_path / "run"), model=str(folder))
     linear, before = layers.linear, memory.report()
-    Planner("sft", run, False, GIB).plan()
+    Planner(run, False, GIB).plan()
     assert layers.linear is linear and memory.report() == before and device.name() == "cpu"
     with pytest.raises(RuntimeError, match="in the block"), shapes_only():
         assert layers.linear is not linear and device.name() == "shapes"
@@ -316,7 +316,7 @@ def large_run(tmp_path, **train):
 
 
 def test_a_model_of_8b_for_a_gpu(tmp_path):
-    planner = Planner("sft", large_run(tmp_path), True, 80 * GIB)
+    planner = Planner(large_run(tmp_path), True, 80 * GIB)
     plan = planner.plan()
     # Qwen3-8B has 8,190,735,360 parameters; the golden model's tokenizer ids are below its vocabulary.
     elements = plan.regions["weights"] // 2
@@ -335,7 +335,7 @@ def test_a_model_of_8b_for_a_gpu(tmp_path):
 
 def test_the_share_of_the_engine(tmp_path):
     run = grpo_run(tmp_path / "run")
-    plan = Planner("grpo", run, True, 2 * GIB).plan()
+    plan = Planner(run, True, 2 * GIB).plan()
     engine, weights = run.engine, plan.regions["weights"]
     share = int(2 * GIB * engine.gpu_memory_utilization)
     own = weights + plan.regions["engine activations"]
@@ -347,7 +347,7 @@ def test_the_share_of_the_engine(tmp_path):
 def test_partial_results_of_the_engine(tmp_path):
     """Results of parts of the longest sequences that there may be, of kernels for 16 bits; the cache gets the rest."""
     run = dataclasses.replace(grpo_run(tmp_path / "grpo", dtype="bfloat16"), model=large_run(tmp_path).model)
-    regions = Planner("grpo", run, True, 400 * GIB).plan().regions
+    regions = Planner(run, True, 400 * GIB).plan().regions
     # Decode: a result for each of 40 segments of 1,024 keys, sequence and head, of 128 columns, a maximum and a sum.
     decode = 4 * run.engine.max_num_seqs * 40 * 32 * (128 + 2)
     assert decode <= regions["attention"] < 8 * decode
@@ -355,7 +355,7 @@ def test_partial_results_of_the_engine(tmp_path):
     block = 16 * 2 * 36 * 8 * 128 * 2
     assert regions["kv"] == (int(400 * GIB * run.engine.gpu_memory_utilization) - own) // block * block
     # None of float32, whose kernels keep nothing.
-    assert "attention" not in Planner("grpo", grpo_run(tmp_path / "run"), True, 80 * GIB).plan().regions
+    assert "attention" not in Planner(grpo_run(tmp_path / "run"), True, 80 * GIB).plan().regions
 
 
 def test_operators_of_many_short_sequences(tmp_path):
@@ -367,7 +367,7 @@ def test_operators_of_many_short_sequences(tmp_path):
         train = {"packing": True, "max_length": 64, "per_device_train_batch_size": 4, "dtype": "bfloat16"} | options
         run = large_run(tmp_path, **train)
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, train=str(rows)))
-        plan = Planner("sft", run, True, 80 * GIB).plan()
+        plan = Planner(run, True, 80 * GIB).plan()
         return plan.tokens, plan.extra["operators"]
 
     long_tokens, few = operators(62, 8)
@@ -380,8 +380,8 @@ def test_operators_of_many_short_sequences(tmp_path):
 
 
 def test_phases_that_take_turns_need_the_most_of_them(tmp_path):
-    def plan_of(run, kind="grpo", on_gpu=True):
-        return Planner(kind, run, on_gpu, 2 * GIB).plan()
+    def plan_of(run, on_gpu=True):
+        return Planner(run, on_gpu, 2 * GIB).plan()
 
     run = grpo_run(tmp_path / "run")
     plan, found = plan_of(run), plan_of(run).regions | plan_of(run).extra
@@ -393,7 +393,7 @@ def test_phases_that_take_turns_need_the_most_of_them(tmp_path):
     kept = dataclasses.replace(run, engine=dataclasses.replace(run.engine, enable_sleep_mode=False))
     interleaved = dataclasses.replace(run, asynchronous=AsyncConfig())
     sft = sft_run(tmp_path / "sft", max_steps=2)
-    for plan in (plan_of(kept), plan_of(interleaved), plan_of(run, on_gpu=False), plan_of(sft, "sft")):
+    for plan in (plan_of(kept), plan_of(interleaved), plan_of(run, on_gpu=False), plan_of(sft)):
         total = sum(plan.regions.values()) + sum(plan.extra.values())
         assert plan.phases == {"training": total} and plan.total == total
     apart = dataclasses.replace(interleaved, deploy=DeployConfig(num_infer_gpus=1))
@@ -477,11 +477,11 @@ def test_out_of_memory_names_the_region_and_a_switch(tmp_path, monkeypatch, capf
 def test_out_of_memory_in_an_operator(tmp_path):
     run = sft_run(tmp_path / "run", max_steps=2)
     with pytest.raises(UserError, match="out of memory in an operator's own arrays: 3 bytes; train.* would save"):
-        with advise("sft", run):
+        with advise(run):
             raise MemoryError("3 bytes")
     # A run of which nothing can be planned still ends in one line.
     with pytest.raises(UserError, match="rlnumba plan has no advice: .*no such model folder"):
-        with advise("sft", dataclasses.replace(run, model=str(tmp_path / "none"))):
+        with advise(dataclasses.replace(run, model=str(tmp_path / "none"))):
             raise MemoryError("3 bytes")
 
 
@@ -500,7 +500,7 @@ def test_a_model_of_8b_on_several_gpus(tmp_path):
     plans = {}
     for stage in (2, 3):
         deploy = DeployConfig(num_train_gpus=4, zero_stage=stage)
-        planner = Planner("sft", dataclasses.replace(run, deploy=deploy), True, 400 * GIB)
+        planner = Planner(dataclasses.replace(run, deploy=deploy), True, 400 * GIB)
         plans[stage] = planner.plan()
         assert ("deploy.zero_stage = 3" in dict(savings(planner, plans[stage]))) == (stage == 2)
         text = "\n".join(describe(planner, plans[stage]))

@@ -421,7 +421,7 @@ def test_a_later_run_goes_on_with_the_critic(tmp_path, shared, lora):
     expected = score_sequences(critic, [[5, 6, 7]])[0]
     assert json.loads(output.read_text()) == {"token_ids": [5, 6, 7], "score": pytest.approx(float(expected), rel=1e-6)}
     second = ppo_run(tmp_path / "second", critic={"model": str(folder)}, max_steps=2, save_steps=1)
-    actor, _ = ppo.load(second, RunFolder("ppo", second, False))
+    actor, _ = ppo.load(second, RunFolder(second, False))
     assert_same_bits(actor.critic.model.trained.flat, critic.trained.flat)
     ppo.run_ppo(second)
     ended = load_model(tmp_path / "second" / "final" / "critic", heads=SCORE_HEAD).trained.flat

@@ -289,7 +289,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/run: cannot be written to"):
-        RunFolder("sft", sft_run(tmp_path / "file" / "run"), False)
+        RunFolder(sft_run(tmp_path / "file" / "run"), False)
 
 
 def saved_of(path):
@@ -300,7 +300,7 @@ def saved_of(path):
 def test_a_step_is_saved_once(tmp_path):
     """Its state is always the same, so that a run that ends where it went on keeps the checkpoint that is there."""
     run, model = sft_run(tmp_path / "run", max_steps=2), load_model(MODEL)
-    folder = RunFolder("sft", run, False)
+    folder = RunFolder(run, False)
     folder.save(0, model, None, {"a": 1})
     folder.save(0, model, None, {"a": 2})
     folder.saver.wait()
@@ -309,16 +309,16 @@ def test_a_step_is_saved_once(tmp_path):
     folder.save(1, model, None, {"a": 3})
     assert (folder.step, folder.model_folder.name) == (1, "step-1")
     folder.saver.wait()
-    again = RunFolder("sft", run, True)
+    again = RunFolder(run, True)
     assert (again.step, again.step_chosen, saved_of(again.model_folder)) == (1, False, {"trainer": "sft", "a": 3})
     again.save(1, model, None, {"a": 4})
     assert checkpoint.load(again.model_folder)[1]["a"] == 3
-    chosen = RunFolder("sft", run, 1)
+    chosen = RunFolder(run, 1)
     assert chosen.step_chosen and chosen.model_folder == again.model_folder
 
 
 def test_a_final_model_that_cannot_be_written_is_named(tmp_path):
-    folder = RunFolder("sft", sft_run(tmp_path / "run"), False)
+    folder = RunFolder(sft_run(tmp_path / "run"), False)
     (tmp_path / "run" / "final").write_text("")
     with pytest.raises(UserError) as caught:
         folder.finish(load_model(MODEL), None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlnumba.config import DPORun
+from rlnumba.config.dpo import DPORun
 from rlnumba.data.packing import TokenSequence
 from rlnumba.data.pairs import load_pairs, truncated
 from rlnumba.kernels.logprob.ops import linear_logp

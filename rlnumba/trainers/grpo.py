@@ -17,7 +17,7 @@ from itertools import groupby
 
 import numpy as np
 
-from rlnumba.config import GRPORun
+from rlnumba.config.grpo import GRPORun
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.config import KTORun
+from rlnumba.config.kto import KTORun
 from rlnumba.data.packing import TokenSequence
 from rlnumba.data.pairs import truncated
 from rlnumba.data.unpaired import load_unpaired

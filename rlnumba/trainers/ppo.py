@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.config import PPORun
+from rlnumba.config.ppo import PPORun
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.kernels.nn.reduce import masked_whiten

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlnumba.config import RewardRun
+from rlnumba.config.reward import RewardRun
 from rlnumba.data.pairs import load_pairs
 from rlnumba.kernels.rl.reward_loss import reward_loss
 from rlnumba.model.config import SCORE_HEAD

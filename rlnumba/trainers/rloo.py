@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from rlnumba.config import RLOORun
+from rlnumba.config.rloo import RLOORun
 from rlnumba.kernels.rl.advantage import rloo_advantages
 from rlnumba.runtime import device
 from rlnumba.trainers import rollout

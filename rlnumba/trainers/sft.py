@@ -9,7 +9,7 @@ padding: sequences do not attend to one another, so packing changes which tokens
 
 import numpy as np
 
-from rlnumba.config import SFTRun
+from rlnumba.config.sft import SFTRun
 from rlnumba.data import load_sft
 from rlnumba.runtime import device
 from rlnumba.trainers.core import LateMetrics

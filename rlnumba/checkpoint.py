@@ -47,7 +47,7 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True)
 class ArrayPart:
-    """What this rank has of an array (size,) that the ranks of a run have in parts: its elements from `start` on."""
+    """This rank's part of an array (size,) that the ranks of a run have in parts: its elements from `start` on."""
 
     values: np.ndarray
     start: int
@@ -55,7 +55,7 @@ class ArrayPart:
 
     @property
     def shape(self):
-        """Of the whole array."""
+        """Shape of the whole array."""
         return (self.size,)
 
     @property
@@ -64,7 +64,7 @@ class ArrayPart:
 
     @property
     def nbytes(self):
-        """Of the whole array."""
+        """Bytes of the whole array."""
         return self.size * self.dtype.itemsize
 
 

@@ -52,7 +52,7 @@ PROMPT_COLUMN = click.option("--prompt-column", default="prompt", help="Column o
 CONFIG = click.option("--config", multiple=True, help="A run file; of several, later ones win. Default: options alone.")
 TRAINER = click.option("--trainer", help="Whose file it is. Default: the first that reads it and its data.")
 
-# Of a GPU's memory, for the weights of a model that scores.
+# Share of a GPU's memory for the weights of a model that scores.
 SCORING_SHARE = 0.9
 
 # The exception that a signal raised.
@@ -227,7 +227,7 @@ def _folders(*models):
 def _read_rows(path, column, prompt_column, completion=False):
     """The Rows of a file, each with token ids in `column`, or with a prompt and, if asked for, a completion or a text.
 
-    Of a row that has both, such as a line that `generate` or `score` wrote, the ids count.
+    The ids count if a row has both, such as a line that `generate` or `score` wrote.
     """
     from rlnumba.data import check_messages, check_prompt, read_rows
     from rlnumba.data.formats import chat_cell, json_cell
@@ -513,7 +513,7 @@ def _check_one_kind(tensor_parallel_size, num_gpus):
 
 
 def _choose_ranks(count, config, dtype, share):
-    """How many ranks compute a model: `count`, or for 0 as few as it fits in: int.
+    """The number of ranks that compute a model: `count`, or for 0 as few as it fits in: int.
 
     share: of a GPU's memory, for weights and what is computed. Raises ConfigError if the model cannot be cut so.
     """

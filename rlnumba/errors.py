@@ -40,7 +40,7 @@ class SharedError(UserError):
 
 
 class RankError(UserError):
-    """What ended one rank of a run, with that rank's exit code. rank: its number.
+    """An error that ended one rank of a run, with that rank's exit code. rank: its number.
 
     because_of: another rank that ended before, if that is the reason. is_lost: whether its process has ended without
     a word, and what it had of the run with it.

@@ -239,7 +239,7 @@ class Optimizer:
                     _copy(staged[name].data.ptr, array.ctypes.data, array.nbytes, lane.context.stream)
 
     def state_dict(self):
-        """What a resumed run restores: optim, NumPy arrays of the state (m, v, ..., master), and the counters."""
+        """The state for a resumed run: optim, NumPy arrays of the state (m, v, ..., master), and the counters."""
         arrays = {key: device.host_copy(array) for key, array in self.state.items()}
         return {"optim": self.optim, **arrays, "steps": self.steps, "skipped_steps": self.skipped_steps}
 
@@ -292,7 +292,7 @@ class NormReading:
 
     @property
     def skipped_steps(self):
-        """How many steps have been skipped up to this one."""
+        """The number of steps that have been skipped up to this one."""
         return self._skipped_before + (not self.is_finite)
 
 

@@ -112,7 +112,7 @@ class Pipeline:
 
     def update_weights(self, version):
         """The policy's weights are of another version now: send them to the engines, and admit what may follow."""
-        # What was launched is training, and no part of the push.
+        # Kernels launched before are training, and no part of the push.
         device.synchronize()
         began = time.perf_counter()
         self.engines.push(version)
@@ -140,7 +140,7 @@ class Pipeline:
         """The next prompts of the order: list of indices."""
         if not self.train.dynamic_sampling:
             return self.order.take(count)
-        # As the synchronous run has them: epochs follow one another.
+        # Epochs follow one another, as in the synchronous run.
         chosen = self.order.upcoming(count, count)
         self.order.advance(count)
         return chosen
@@ -195,7 +195,7 @@ class Pipeline:
         return groups if not old else None
 
     def _next_that_differ(self, size):
-        """As _next, once it is known that all of them have rewards that differ, or that no more may be drawn."""
+        """The next groups, or None until all are known to have rewards that differ or no more may be drawn."""
 
         def unknown(groups):
             return [group for group in groups if group.content.differs is None]
@@ -207,7 +207,7 @@ class Pipeline:
             return [group for group, is_ready in zip(complete, ready, strict=True) if is_ready]
 
         groups = self.buffer.next(size, self.engines.wait_s, scored)
-        # Where all are complete, their rewards are waited for.
+        # If all are complete, this waits for their rewards.
         for group in {group.number: group for group in [*scored(), *unknown(groups or ())]}.values():
             self._replace_uniform(group)
         groups = self.buffer.next(size)
@@ -375,7 +375,7 @@ class Pipeline:
 
 
 def encoded(groups):
-    """What Pipeline.state returned as a checkpoint keeps it: list of dict."""
+    """The groups that Pipeline.state returned, as a checkpoint keeps them: list of dict."""
     return [
         {
             "number": number, "prompt": drawn.prompt, "step": drawn.step, "index": drawn.index,
@@ -388,7 +388,7 @@ def encoded(groups):
     ]  # fmt: skip
 
 
-# What a Completion has of each token.
+# Attributes of a Completion that have a value for each token.
 OF_TOKENS = ("token_ids", "logprobs", "policy_versions")
 
 
@@ -512,7 +512,7 @@ class RemoteEngines:
 def pusher_of(run, policy):
     """This rank's WeightPusher, where weights are pushed into memory of the inference processes, else None.
 
-    Where ranks have the weights in parts, other ranks than 0 have a PartSender instead of None. All ranks call this
+    If ranks have the weights in parts, other ranks than 0 have a PartSender instead of None. All ranks call this
     together.
     """
     if not run.deploy.num_infer_gpus:
@@ -598,9 +598,9 @@ class InterleavedEngine:
 
 @dataclass
 class Ahead:
-    """What a trainer's loop has of a Pipeline, on every rank; pipeline is None on other ranks than the first.
+    """The view that a trainer's loop has of a Pipeline, on every rank. Only rank 0 has one; on others pipeline is None.
 
-    rewards: whose names and weights are known on all ranks; make_engines(pipeline): called by `start`. pusher: this
+    rewards: their names and weights are known on all ranks; make_engines(pipeline): called by `start`. pusher: this
     rank's, as far as it takes part where weights are sent: see pusher_of.
     """
 
@@ -648,7 +648,7 @@ class Ahead:
         return indices, rollout.as_generation(chosen, completions, scores, self.rewards.weights, self.llm.tokenizer)
 
     def _of_first_rank(self, value):
-        """What rank 0 has, on all ranks; until then these send their parts of the weights again where it says so."""
+        """The value of rank 0, on all ranks. For each Again before it, they send their parts of the weights again."""
         if self.is_alone:
             return value
         while isinstance(found := self.communicator.objects(value)[0], Again):

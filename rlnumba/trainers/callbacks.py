@@ -23,8 +23,8 @@ _given = ContextVar("callbacks", default=())
 
 @dataclass
 class TrainerControl:
-    """What a callback may set: should_training_stop ends the run after this step, with a checkpoint; should_save and
-    should_evaluate do so at this step."""
+    """Flags that a callback may set: should_training_stop ends the run after this step, with a checkpoint; should_save
+    and should_evaluate do so at this step."""
 
     should_training_stop: bool = False
     should_save: bool = False
@@ -33,7 +33,7 @@ class TrainerControl:
 
 @dataclass
 class TrainerState:
-    """What a callback may read. log_history: the metrics of each step so far, dicts with `step`."""
+    """The state that a callback may read. log_history: the metrics of each step so far, dicts with `step`."""
 
     max_steps: int
     global_step: int = 0
@@ -105,7 +105,7 @@ class Callbacks:
             self.state.best_metric, self.state.best_global_step = saved["best_metric"], saved["best_global_step"]
 
     def state_dict(self):
-        """What a checkpoint keeps: dict, empty where nothing is tracked."""
+        """The state for a checkpoint: dict, empty where nothing is tracked."""
         state = self.state
         best = {"best_metric": state.best_metric, "best_global_step": state.best_global_step}
         return best | {"not_better": self.not_better} if self.tracks_best else {}

@@ -1,4 +1,4 @@
-"""What trainers share: a policy that turns packed batches into log-probs, takes gradients back, and is updated.
+"""The policy that trainers share: it turns packed batches into log-probs, takes gradients back, and is updated.
 
 policy.zero_grad(learning_rate)
 for each micro-batch:
@@ -44,8 +44,8 @@ from rlnumba.runtime.transfer import copy_to_device
 from rlnumba.trainers.graphs import MicroBatchGraphs
 
 F32 = np.dtype(np.float32)
-# Where the gradients of a micro-batch are larger, several ranks fold them layer by layer: they never are there at once.
-# Micro-batches of such models, above 4 B parameters, are too large for CUDA graphs.
+# Larger gradients of a micro-batch are folded layer by layer where there are several ranks: they never are there at
+# once. Micro-batches of such models, above 4 B parameters, are too large for CUDA graphs.
 FOLD_BY_LAYER_BYTES = 16 << 30
 
 
@@ -91,11 +91,11 @@ class Policy:
         self.graphs = MicroBatchGraphs(train, self.has_dropout, model.weights.size, not self.folds_layers)
         # With optimizer_in_backward, of the backward to come.
         self._learning_rate = None
-        # What a loss carries from one step to the next, by name: JSON values, part of the checkpoint.
+        # Values that a loss carries from one step to the next, by name: JSON, part of the checkpoint.
         self.loss_state = {}
         # From the first write of an optimizer step on, until the trainer's loop says that the step is complete.
         self.is_updating = False
-        # What generates with the same weights meanwhile, with before_micro_batch() and before_update(), or None.
+        # A generator that uses the same weights meanwhile, with before_micro_batch() and before_update(), or None.
         self.interleaved = None
 
     def _new_grads(self):
@@ -128,11 +128,11 @@ class Policy:
             self.model.adapter.master = self.optimizer.gathered("master")
 
     def each_micro_batch(self, batches, others=(), before=()):
-        """Iterate over those of a step's micro-batches that this rank computes: of R ranks every R-th.
+        """Iterate over those of a step's micro-batches that this rank computes: every R-th, with R ranks.
 
         batches: a sequence of all of them, the same on every rank, in the order in which their gradients are added.
-        What the block of the loop adds to the gradients is that of one micro-batch. others: further Policies, to whose
-        gradients it adds, too. before: models of which the block does a forward first.
+        The block of the loop adds the gradient of one micro-batch. others: further Policies, to whose gradients it
+        adds, too. before: models that the block runs forward first.
         """
         if self.communicator is None:
             for batch in batches:
@@ -181,9 +181,9 @@ class Policy:
         self._finish_fold = self.optimizer.begin_fold_part(start, gradient, *self._round)
 
     def own(self, parts):
-        """Those of a list of parts of a computation that this rank does: of R ranks every R-th.
+        """This rank's share of a list of parts of a computation: every R-th, with R ranks.
 
-        Where ranks gather layers together, all have as many: some do the last part once more.
+        Ranks that gather layers together all have as many parts: some do the last one once more.
         """
         if self.communicator is None:
             return parts
@@ -212,12 +212,12 @@ class Policy:
         return self.graphs.run(self, function, micro_batch, outputs, constants)
 
     def run_unpadded(self, function, micro_batch, outputs, *constants):
-        """As `run`, never as a graph, for a function that reads from the device."""
+        """Do what `run` does, never as a graph, for a function that reads from the device."""
         return self.graphs.run(self, function, micro_batch, outputs, constants, pads=False)
 
     @property
     def state_of_gradients(self):
-        """What a backward launches depends on it: whether gradients are still zero, so that the head's is written."""
+        """Whether gradients are still zero, so that the head's is written: a backward's launches depend on it."""
         return self._grads_are_zero
 
     @state_of_gradients.setter
@@ -264,7 +264,7 @@ class Policy:
         return tape
 
     def forward(self, batch, logprobs, entropy=None, top1=None):
-        """As `logprobs`; returns what `backward` reads, inside the same scope."""
+        """Compute what `logprobs` does, with a tape; returns what `backward` reads, inside the same scope."""
         tape = self.new_tape()
         return tape, self._forward(self.model, batch, tape, logprobs, entropy, top1)
 
@@ -301,7 +301,7 @@ class Policy:
             value_head_forward(self.model, self._hidden(self.model, batch), batch.rows, values)
 
     def forward_values(self, batch, values):
-        """As `values`; returns what `backward_values` reads, inside the same scope."""
+        """Compute what `values` does, with a tape; returns what `backward_values` reads, inside the same scope."""
         tape = self.new_tape()
         return tape, value_head_forward(self.model, self._hidden(self.model, batch, tape), batch.rows, values)
 
@@ -329,7 +329,7 @@ class Policy:
         self._backward(dhidden, tape, head)
 
     def _head_target(self):
-        """Where a backward, which this begins, writes the LM head's gradient, None where it is not trained.
+        """Begin a backward: the array that it writes the LM head's gradient to, None if the head is not trained.
 
         The head's is a sum of several parts, and a tied embedding's is one more. So from the second micro-batch on they
         are completed in memory of their own.
@@ -474,7 +474,7 @@ class LateMetrics(Mapping):
 
     def _found(self):
         if self._metrics is None:
-            # What it reads from is not needed any more.
+            # The arrays that it reads are not needed any more.
             self._metrics, self._read = self._read(), None
         return self._metrics
 

@@ -146,7 +146,7 @@ class StepLoss:
         return forward, dlogprobs
 
     def read(self):
-        """What `metrics` takes of each micro-batch so far: list; synchronises with the device."""
+        """The results of each micro-batch so far, for `metrics`: list; synchronises with the device."""
         return [
             (device.to_host(stats), part.to_host()) for stats, part in zip(self.stats, self.tokens.parts, strict=True)
         ]

@@ -1,7 +1,7 @@
 """An engine elsewhere: the inference processes of an asynchronous run draw what the trainer's own would.
 
-For ranks that have a part of the weights each (distributed/layer_shards.py), which generate nothing themselves. What is
-drawn so, an evaluation's completions, is not trained on.
+For ranks that have a part of the weights each (distributed/layer_shards.py), which generate nothing themselves. The
+completions drawn so are an evaluation's, and are not trained on.
 
     EngineElsewhere.add_request, on all ranks  ->  GroupsApart.submit, on rank 0  ->  inference processes
     EngineElsewhere.step, on all ranks         <-  what is complete, of rank 0    <-
@@ -23,7 +23,7 @@ from rlnumba.engine.sequence import SamplingParams
 
 
 class EngineElsewhere:
-    """As Engine, on all ranks of an asynchronous run, which make the same calls and have all results.
+    """The interface of Engine, on all ranks of an asynchronous run: all make the same calls and have all results.
 
     model_config: ModelConfig; config: EngineConfig. ahead: the Ahead of the run, to be set before the first request.
     """
@@ -37,7 +37,10 @@ class EngineElsewhere:
         return bool(self.unfinished)
 
     def add_request(self, request_id, prompt, params=None, adapter_id=-1):
-        """As Engine's; prompt: token ids. What cannot be run ends the run where an inference process is given it."""
+        """Add a request as Engine.add_request does; prompt: token ids.
+
+        A request that cannot be run ends the run once an inference process is given it.
+        """
         params = params or SamplingParams()
         if request_id in self.unfinished:
             raise ValueError(f"add_request: {request_id!r} is unfinished")
@@ -47,7 +50,7 @@ class EngineElsewhere:
         return prompt
 
     def step(self):
-        """What has been completed since the last step: RoundOutput. Raises InferenceError."""
+        """The completions that have ended since the last step: RoundOutput. Raises InferenceError."""
         finished = [
             FinishedCompletion(request_id, index, completion)
             for request_id, completions in self.ahead.take_apart()
@@ -58,7 +61,7 @@ class EngineElsewhere:
         return RoundOutput(finished, sum(len(each.completion.token_ids) for each in finished))
 
     def reset(self):
-        """As Engine's."""
+        """Forget all requests, as Engine.reset does."""
         self.unfinished = {}
         self.ahead.forget_apart()
 

@@ -2,7 +2,7 @@
 
     run = fit_to_device(run)          train.activation_memory is no "auto" any more, or DeviceError
 
-Of the modes the one that recomputes least and fits is taken. The gradients have the same bits in each, so that a run
+The mode that recomputes least and fits is taken. The gradients have the same bits in each, so that a run
 may be resumed on another GPU with another mode. Besides a plan 5 % of it are left free, as far as it may be wrong.
 """
 
@@ -33,7 +33,7 @@ def fit_to_device(run, communicator=None):
     """
     if device.name() != "cuda":
         return run
-    # What was freed, or is lent by engines that sleep, is there for the run.
+    # Memory that was freed, or is lent by engines that sleep, is there for the run.
     memory.reclaim()
     device.xp().get_default_memory_pool().free_all_blocks()
     planner = Planner(run, True, device.memory_info()[1], keeps_data=True)

@@ -1,8 +1,8 @@
 """Keys of a run file with which it fits a GPU, the fastest first: `rlnumba plan --fit`.
 
 Each choice is the run with a mode of its activations, micro-batches of a part of the rows, the optimizer's state on the
-GPU or in host memory, and one of VARIANTS. What fits is decided by the plan. Which is the fastest is decided by this
-rule, of seconds of an optimizer step of T tokens and M micro-batches on a GPU, for P parameters:
+GPU or in host memory, and one of VARIANTS. The plan decides what fits. This rule decides what is the fastest: seconds
+of an optimizer step of T tokens and M micro-batches on a GPU, for P parameters:
 
     6 P T r / 4.0e14     arithmetic, at the rate of an H200; r: what recomputation costs, see RECOMPUTED
     14 P M / 4.2e12      each micro-batch reads the weights three times and adds to float32 gradients
@@ -26,15 +26,15 @@ from rlnumba.trainers.plan import GIB, Plan, amount
 from rlnumba.trainers.plan_savings import halved_batch, shown, with_changes
 
 # Seconds relative to those with nothing recomputed: 147.7 ms; 148.4, 149.7 and 184.0 of 8 x 2,048 tokens of
-# Qwen3-0.6B's shape on an H200. Of layers that are recomputed as a whole, each adds its part of the last.
+# Qwen3-0.6B's shape on an H200. Each layer that is recomputed as a whole adds its part of the last.
 RECOMPUTED = {"full": 1.0, "cheapest": 1.005, "selective": 1.014, "minimal": 1.246}
-# Of that H200: arithmetic operations, bytes of its memory and bytes of host memory a second.
+# Rates of the same H200: arithmetic operations, bytes of its memory and bytes of host memory a second.
 OPERATIONS, MEMORY_BYTES, HOST_BYTES = 4.0e14, 4.2e12, 5.0e10
 # Bytes of a parameter that a micro-batch reads and writes, beside what follows from its tokens.
 MICRO_BATCH_BYTES = 14
 # Seconds of a generation whose sequences all have room, relative to the arithmetic of training on them.
 GENERATION = 2.0
-# What a choice does to the weights that the run ends with.
+# Effects of a choice on the weights that the run ends with.
 SAME, ROUNDED, OTHER = "same bits", "rounding", "other result"
 ORDER = (SAME, ROUNDED, OTHER)
 # Parts of the layers that are recomputed as a whole.
@@ -172,7 +172,7 @@ def schedules_of(train, planner):
         keys = {"activation_memory": "selective", "recompute_modules": list(train.recompute_modules)}
         of_modes.append((keys | {"recompute_num_layers": count}, cost))
     of_modes.append(({"activation_memory": "minimal"}, RECOMPUTED["minimal"]))
-    # What the file has of it must not contradict the mode.
+    # A key of the file must not contradict the mode.
     unset = {"recompute_num_layers": 0} if train.recompute_num_layers else {}
     found, batch, pieces = [], {}, 1
     while True:

@@ -12,9 +12,9 @@ false, the same kernels run on the same padded arrays: the bits are equal. Large
 optimizer_in_backward, which update weights, and of dropout, whose masks the host numbers, are neither padded nor
 captured.
 
-What a graph reads and writes stays where it is: inputs and outputs have buffers of the bucket, activations are at the
-beginning of the policy's arena, and what operators allocate for themselves comes from a memory pool of the graphs
-alone. All graphs share both: they run one after the other on one stream.
+Arrays that a graph reads and writes stay where they are: inputs and outputs have buffers of the bucket, activations are
+at the beginning of the policy's arena, and what operators allocate for themselves comes from a memory pool of the
+graphs alone. All graphs share both: they run one after the other on one stream.
 """
 
 import sys
@@ -38,7 +38,7 @@ MAX_PRODUCTS = 8192 * 600_000_000
 MAX_TOKENS = 32768
 # Buckets that are kept, a graph of some MiB each; those of the longest disuse go first.
 MAX_BUCKETS = 32
-# Of the operators' own arrays, all graphs together; what needs more runs without a graph.
+# Bytes of the operators' own arrays, all graphs together; a micro-batch that needs more runs without a graph.
 POOL_BYTES = 2 << 30
 # More tensor maps than one micro-batch asks for.
 TENSOR_MAPS = 1 << 13
@@ -91,7 +91,7 @@ class MicroBatchGraphs:
         self.stream = self.pool = None
         # Whether there is a bucket without a graph for lack of memory, which has been said.
         self.lacks_memory = False
-        # Of micro-batches so far: {"replayed": ..., "captured": ..., "eager": ...}.
+        # Counts of micro-batches so far: {"replayed": ..., "captured": ..., "eager": ...}.
         self.counts = {"replayed": 0, "captured": 0, "eager": 0}
 
     def run(self, policy, function, micro_batch, outputs, constants, pads=True):

@@ -4,7 +4,7 @@
                      shuffled once, cut into rollout_steps micro-batches, each trained on num_iterations times
     optimizer step   gradient_accumulation_steps micro-batches, or those of global_batch_size completions
 
-Engine and policy read the same weights, so nothing is copied between them. Where their arithmetic agrees bit for bit,
+Engine and policy read the same weights, so nothing is copied between them. If their arithmetic agrees bit for bit,
 the sampler's log-probs are the old policy's and need no forward, and on-policy they give the loss's gradient before the
 forward has ended.
 
@@ -112,7 +112,7 @@ def differs(group, train):
 def groups_that_differ(generation, train):
     """The groups of a Generation that a batch of dynamic sampling has: list.
 
-    Where too few groups differ in their rewards, the last uniform ones fill the batch.
+    The last uniform ones fill the batch if too few groups differ in their rewards.
     """
     groups, uniform = ([each for each in generation.groups if differs(each, train) == kind] for kind in (True, False))
     return groups + uniform[len(uniform) - (train.prompts_per_rollout - len(groups)) :]
@@ -212,7 +212,7 @@ def in_order_of_step(policy, micro_batches):
     return zip(*costliest_first(pieces, policy.model.config, lambda pair: pair[0].lengths), strict=True)
 
 
-# Of a micro-batch, on the device: see MicroBatchGraphs.run.
+# Results of a micro-batch, on the device: see MicroBatchGraphs.run.
 OUTPUTS = {"entropy": (None, np.float32), "loss": (1, np.float32), "stats": (METRICS, np.float32)}
 
 
@@ -245,7 +245,7 @@ def optimizer_step(policy, micro_batches, learning_rate, bonus):
         if part.on_policy and gradient_is_known and not part.is_stale:
             readings.append(policy.run(known_gradient_step, batch, OUTPUTS))
         elif selects and not choice.is_made:
-            # Of one micro-batch the forward's entropies choose them.
+            # With one micro-batch, the entropies of its own forward choose the tokens.
             readings.append(policy.run_unpadded(general_step, batch, OUTPUTS, part.on_policy, choice))
         else:
             batch = batch.with_arrays(targets=choice.arrays(tokens))
@@ -297,7 +297,7 @@ class TokenChoice:
         self.num_kept = int(self.kept.sum())
 
     def arrays(self, tokens):
-        """What the loss reads of these tokens, a slice: entropy_mask and dentropy, as far as the loss has them."""
+        """The arrays of these tokens, a slice, for the loss: entropy_mask and dentropy, as far as it has them."""
         found = {} if self.kept is None else {"entropy_mask": self.kept[tokens]}
         if self.coef:
             counted = (self.loss_mask if self.kept is None else self.kept)[tokens]
@@ -349,7 +349,7 @@ def loss_backward(policy, batch, logprobs, old_logprobs, dlogprobs, results, ent
 
 
 def completions_at_once(train, length):
-    """How many completions, with prompts of `length` tokens each, one forward and backward pass has at most: int."""
+    """The most completions that one forward and backward pass has, with prompts of `length` tokens each: int."""
     limit, size = train.max_tokens_per_micro_batch, train.per_device_train_batch_size
     if limit is None:
         return size

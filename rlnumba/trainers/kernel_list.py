@@ -1,4 +1,4 @@
-"""Which kernels a run is going to launch: its steps, run without memory (runtime/shapes.py).
+"""The kernels that a run is going to launch, found by its steps run without memory (runtime/shapes.py).
 
 A trainer on rows takes a step on the rows of its largest micro-batch, by its own train_step; one on prompts takes steps
 on invented completions of several lengths, after the engine's steps of all sizes (engine/kernel_list.py).
@@ -52,24 +52,24 @@ def list_signatures(run, properties):
                 if run.deploy.tensor_parallel_size > 1:
                     kernel_list.launch_steps(request, part_of(run.deploy.tensor_parallel_size))
             if run.deploy.num_infer_gpus:
-                # Of weights that are pushed.
+                # The checksums of weights that are pushed.
                 checksum(*(device.xp().empty(size, np.int64) for size in (1, BLOCKS)))
         with launches_only(properties) as of_steps:
             policy, critic = make_policies(config, dtype, run, step)
             with policy.context.use():
                 if train.accumulates_gradients and policy.grads.lm_head is not None:
-                    # What a step launches from its second micro-batch on.
+                    # A step launches it from its second micro-batch on.
                     accumulate(policy.grads.lm_head, policy.grads.lm_head)
                 launch(step.calls(policy, critic))
             if step.rehearse is not None:
-                # Of a run that recomputes the first layers alone, some layers do not stand for all.
+                # Some layers do not stand for all in a run that recomputes the first layers alone.
                 some = config if train.recompute_num_layers else kernel_list.short(config)
                 policy, critic = make_policies(some, dtype, run, step)
                 with policy.context.use():
                     for rollouts, every_form in other_rollouts(planner.trainer, train, step.prompts):
                         launch(step.rehearse(policy, critic, rollouts, every_form))
             if train.chooses_activations:
-                # Of its modes, "full" and "minimal" have the same kernels, and "selective" has one of its own.
+                # The modes "full" and "minimal" have the same kernels, and "selective" has one of its own.
                 selective = replace(run, train=replace(train, activation_memory="selective"))
                 selective_step = step_of(planner, selective)
                 policy, critic = make_policies(kernel_list.short(config), dtype, selective, step)
@@ -107,7 +107,7 @@ def other_rollouts(trainer, train, prompt_lengths):
 
 
 def num_rows(trainer, train, prompt_lengths, length):
-    """How many completions of this length a micro-batch may have: int."""
+    """The most completions of this length that a micro-batch may have: int."""
     return trainer.completions_at_once(train, max(prompt_lengths) + length)
 
 

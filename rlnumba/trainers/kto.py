@@ -220,7 +220,7 @@ class StepLoss:
         return forward, dlogprobs
 
     def read(self):
-        """What `metrics` takes of each micro-batch so far: list; synchronises with the device."""
+        """The results of each micro-batch so far, for `metrics`: list; synchronises with the device."""
         return [
             (device.to_host(stats), labels, part.to_host())
             for (stats, labels), part in zip(self.stats, self.tokens.parts, strict=True)

@@ -1,4 +1,4 @@
-"""What a trainer starts from: the model of its run, or of the checkpoint that it resumes from, as a Policy."""
+"""The start of a trainer: the model of its run, or of the checkpoint that it resumes from, as a Policy."""
 
 from functools import partial
 from pathlib import Path

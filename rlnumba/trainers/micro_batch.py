@@ -21,7 +21,7 @@ from rlnumba.runtime.buckets import bucket_of, bucket_step
 TILE = 128
 # The smallest step between buckets of sequences.
 SEQUENCES = 8
-# What a padding target has where that is not 0: all logits.
+# Values of a padding target where they are not 0: its threshold keeps all logits.
 PADDING = {"thresholds": -np.inf}
 # Arrays that delimit sequences, (B + 1,).
 BOUNDS = ("cu_seqlens", "completion_bounds")
@@ -69,7 +69,7 @@ class TargetBatch:
 
     @staticmethod
     def of_values(token_ids, lengths, rows):
-        """As `of`, for the values of positions `rows` (T,) i32 and no log-probs."""
+        """A batch for the values of positions `rows` (T,) i32 and no log-probs; the rest is as in `of`."""
         sequences = map(device.asarray, (token_ids, *packed_positions(lengths)))
         return TargetBatch(*sequences, int(np.max(lengths, initial=0)), device.asarray(rows), None)
 
@@ -125,7 +125,7 @@ class MicroBatch:
         if not self.num_tokens:
             raise ValueError("MicroBatch.padded: no sequence")
         num_tokens, num_targets = bucket_of(self.num_tokens, TILE), target_bucket_of(self.num_targets)
-        # Of TILE tokens each, they hold the most padding that the bucket can have.
+        # Padding sequences of TILE tokens each hold the most padding that the bucket can have.
         num_padding = bucket_step(num_tokens, TILE) // TILE
         num_sequences = bucket_of(len(self.sequences["cu_seqlens"]) - 1 + num_padding, SEQUENCES)
         targets = {name: _extended(array, num_targets, PADDING.get(name, 0)) for name, array in self.targets.items()}

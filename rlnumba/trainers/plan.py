@@ -1,4 +1,4 @@
-"""What a run's memory will be, by region, before anything is loaded.
+"""The memory that a run will need, by region, before anything is loaded.
 
 The run's own classes are made, and its largest micro-batch goes forward and backward, with arrays that have no memory
 and operators that compute nothing (runtime/shapes.py). So the regions are those of memory.report() and of the metrics
@@ -8,7 +8,7 @@ On a GPU there is besides what no region counts: the operators' own arrays and t
 that generates and trains in turn lends one phase the memory of the other (runtime/mapped_memory.py), so what it needs
 is the most of its phases.
 
-Of R ranks each has what one has, but for its part of the optimizer's state and of the step's gradient. No part is
+Each of R ranks has what one has, but for its part of the optimizer's state and of the step's gradient. No part is
 larger than the first, so the plan is that of rank 0 unless another one is asked for. Ranks that have the weights in
 parts (deploy.zero_stage 3) have no engine.
 """
@@ -51,11 +51,11 @@ GIB = 2**30
 CONTEXT_BYTES = 600 << 20
 # The region of weights that the engine shares with the policy, which are counted once.
 SHARED = "weights that the engine reads"
-# What an inference process of an asynchronous run has.
+# Regions of an inference process of an asynchronous run.
 OF_INFERENCE = ("weights", "adapter", "engine activations", "attention", "kv", "CUDA context")
-# Of prompt_run.sample_report.
+# Prompts of prompt_run.sample_report.
 REPORTED_PROMPTS = 4
-# What a phase gives to the other one, where they take turns.
+# Regions whose memory a phase gives to the other one, where they take turns.
 OF_PHASES = {"training": ("activations", "operators"), "generation": ("engine activations", "kv")}
 
 
@@ -118,7 +118,7 @@ class Planner:
 
     def __init__(self, run, on_gpu, total_bytes, keeps_data=False):
         run = with_engine_size(run.on_ranks(), on_gpu, total_bytes)
-        # Of processes that share a GPU each has a part of its memory.
+        # Each of the processes that share a GPU has a part of its memory.
         self.num_sharing = num_sharing(run.num_ranks + run.deploy.num_infer_gpus)
         self.trainer, self.run = TRAINERS[run.trainer], run
         self.on_gpu, self.total_bytes = on_gpu, total_bytes
@@ -249,7 +249,7 @@ class Planner:
         elif self.on_gpu:
             # The cache is sized before the first training phase.
             others = sum(regions.values()) - regions.get("activations", 0) + GPU_MARGIN_BYTES + CONTEXT_BYTES
-            # Of processes that share a GPU each has a part of its memory.
+            # Each of the processes that share a GPU has a part of its memory.
             own_bytes = self.total_bytes // self.num_sharing
             share = int(own_bytes * engine.gpu_memory_utilization) - regions["weights"] - regions.get("new weights", 0)
             own = regions["engine activations"] + regions.get("attention", 0)
@@ -274,7 +274,7 @@ class Planner:
         if self.keeps_data and of_data == self.run.data:
             kept_data.keep(kept_data.prompts_key(self.run, limit), found)
         ids = [list(prompt.prompt_token_ids) for prompt in found.prompts]
-        # What the first and the last in alphabetical order have in common, all have.
+        # All prompts begin with what the first and the last in alphabetical order begin with.
         common = len(os.path.commonprefix([min(ids), max(ids)])) if ids else 0
         return list(map(len, ids)), common
 
@@ -295,11 +295,11 @@ def _generate(planner, dtype, run, prompts):
     model.adapter = adapter_of(run, config, dtype, SHARED)
     seqs, tokens = engine.max_num_seqs, engine.max_num_batched_tokens
     if not planner.on_gpu:
-        # Of several ranks, each has its share of the completions, and rank 0 draws those of the report at the end.
+        # Each of several ranks has its share of the completions, and rank 0 draws those of the report at the end.
         n = run.train.num_generations
         seqs = min(seqs, -(-n * len(prompts) // run.num_ranks))
         full, rest = divmod(seqs, n)
-        # What is no whole group may be of two.
+        # The rest that is no whole group may be of two.
         sizes = [n] * full + [rest - rest // 2, rest // 2][: min(rest, 2)]
         _, common = planner.prompts(run.data.max_prompt_length)
         steps = sizes, [1] * REPORTED_PROMPTS

@@ -1,4 +1,4 @@
-"""Which switches of a run would save how much memory, by plans of it with each (plan.py)."""
+"""The memory that each switch of a run would save, by a plan of the run with it (plan.py)."""
 
 import dataclasses
 from contextlib import contextmanager

@@ -120,7 +120,7 @@ class ActorCritic:
         self.critic.backward_values(forward[1], dvalues)
 
     def each_micro_batch(self, batches):
-        """As Policy.each_micro_batch, for what `backward` adds to the gradients of both."""
+        """Iterate as Policy.each_micro_batch does, for what `backward` adds to the gradients of both."""
         return self.policy.each_micro_batch(batches, () if self.critic is None else (self.critic,))
 
     def zero_grad(self, learning_rate=None, critic_learning_rate=None):
@@ -449,7 +449,7 @@ def micro_batch(rollouts, chosen):
 
 
 def _starts(lengths):
-    """Where each of the parts laid end to end begins: (B,) int64."""
+    """The offset at which each of the parts laid end to end begins: (B,) int64."""
     return np.cumsum(lengths, dtype=np.int64) - lengths
 
 
@@ -459,7 +459,7 @@ def _ranges(starts, lengths):
 
 
 def completions_at_once(train, length):
-    """How many completions, with prompts of `length` tokens each, one forward and backward pass has at most: int."""
+    """The most completions that one forward and backward pass has, with prompts of `length` tokens each: int."""
     most = min(train.per_device_train_batch_size, train.mini_batch_size)
     limit = train.max_tokens_per_micro_batch
     return most if limit is None else min(max(limit // length, 1), most)

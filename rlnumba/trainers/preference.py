@@ -1,4 +1,4 @@
-"""What DPO and KTO share: packed completions, the optimizer step, log-probs of the reference, metrics of tokens."""
+"""Parts of both DPO and KTO: packed completions, the optimizer step, log-probs of the reference, metrics of tokens."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from rlnumba.trainers.micro_batch import TargetBatch
 from rlnumba.trainers.run_folder import log
 from rlnumba.trainers.sft import target_batch
 
-# Where a run keeps the log-probs of precompute_ref_log_probs.
+# The file in which a run keeps the log-probs of precompute_ref_log_probs.
 REFERENCE_FILE = "reference_logps.json"
 
 
@@ -84,10 +84,10 @@ def evaluation(loss):
 
 
 class TokenResults(NamedTuple):
-    """Of a micro-batch's T targets, on the device or the host: entropy (T,) f32, top1 and target_ids (T,) i32.
+    """Results of a micro-batch's T targets, on the device or the host: entropy (T,) f32, top1 and target_ids (T,) i32.
 
-    hidden_sums (2, D) f32: of the hidden states that predict those of chosen completions, the first num_chosen, and of
-    the others.
+    hidden_sums (2, D) f32: sums of the hidden states that predict the targets of chosen completions, the first
+    num_chosen, and of those that predict the others.
     """
 
     entropy: object
@@ -163,7 +163,7 @@ def stored_reference_logps(folder, policy, datasets, batch_logps, size, ld_alpha
     (n * len(rows),) log-probs have the rows last. Raises UserError if the file cannot be written.
     """
     path = Path(folder.path) / REFERENCE_FILE
-    # Of the weights the hash that rank 0 has of the run's model.
+    # The hash of the weights is the one that rank 0 has of the run's model.
     reference = folder.decided(folder.digest["inputs"]["model"] if folder.is_first_rank else None)
     reference = hashlib.sha256(f"{reference} {policy.reference.dtype.name} {ld_alpha!r}".encode()).hexdigest()
     known = {}
@@ -201,7 +201,7 @@ def _reference_logps(policy, rows, batch_logps, size, ld_alpha, name):
 
 
 def read_reference_file(path):
-    """What stored_reference_logps wrote: dict, empty if there is no readable file."""
+    """The contents of the file of stored_reference_logps: dict, empty if there is no readable file."""
     try:
         stored = json.loads(path.read_text())
     except (OSError, ValueError):

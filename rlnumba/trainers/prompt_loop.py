@@ -64,7 +64,7 @@ class TrainerOnPrompts(NamedTuple):
     [async] it has the keyword ahead, an Ahead. train_step(policy, micro_batches, learning_rate): LateMetrics, or a
     dict. save_final(folder, policy, tokenizer): writes what a run ends with.
 
-    What a plan and a kernel list need: models_of(run): the Models. completions_at_once(train, length): the most
+    Needed by a plan and a kernel list: models_of(run): the Models. completions_at_once(train, length): the most
     completions that one forward and backward pass has, with prompts of `length` tokens each. rehearse(run, policy,
     critic, rollouts, every_form): functions that compute what goes before an optimizer step on one micro-batch of
     Rollouts, and that take the step, in each form that it may have or in the commonest. has_graphs: whether
@@ -157,7 +157,7 @@ def nodes_of(run, communicator):
 
 
 def processes_of(run, communicator):
-    """How many inference processes this rank starts on its host: int."""
+    """The number of inference processes that this rank starts on its host: int."""
     deploy, is_first = run.deploy, communicator is None or communicator.rank == 0
     return deploy.num_engines if is_first and deploy.num_infer_gpus and deploy.launcher != "ray" else 0
 
@@ -194,7 +194,7 @@ class PromptLoop:
             None if data is None else row_hashes([(each.prompt, each.prompt_token_ids, each.columns) for each in data])
             for data in (self.prompts.prompts, self.eval_data and self.eval_data.prompts)
         ]
-        # Where the prompts are other ones, those that were there before.
+        # {index of a prompt there: its index here} if the prompts are not the checkpoint's, else None.
         self.moved = folder.compare_rows(*hashes)
         self.schedule = self._new_schedule()
         self.state = DataState(prompt_order(self.prompts, run))
@@ -255,7 +255,7 @@ class PromptLoop:
         return ahead
 
     def _completed(self, step):
-        """What a checkpoint keeps of the data after so many steps."""
+        """The state of the data after so many steps, for a checkpoint."""
         schedule = self.schedule
         kept = self.state.state_dict(schedule.within_generation(step))
         within = schedule.micro_steps(step)[0].index % schedule.micro_steps_per_generation
@@ -286,7 +286,7 @@ class PromptLoop:
         return folder.callbacks.state
 
     def _begin(self):
-        """What comes before the first step."""
+        """Do what comes before the first step."""
         step, total_steps = self.folder.step, self.schedule.total_steps
         if self.elsewhere:
             self.ahead.start()
@@ -330,7 +330,7 @@ class PromptLoop:
         return is_last
 
     def _generate(self, trainer_state):
-        """What a step trains on: (list of MicroSteps and their Rollouts, mean metrics of these, tokens generated)."""
+        """The data of a step: (list of MicroSteps and their Rollouts, mean metrics of these, tokens generated)."""
         schedule, state, clock = self.schedule, self.state, self.clock
         parts, metrics, num_generated = [], [], 0
         for micro in schedule.micro_steps(trainer_state.global_step):
@@ -357,7 +357,7 @@ class PromptLoop:
         self.policy.move_reference_if_due(step + 1)
         self.complete, self.policy.is_updating = self._completed(step + 1), False
         (self.ahead or self.llm).update_weights(step + 1)
-        # What was launched counts here.
+        # Kernels that were launched count here.
         device.synchronize()
         return metrics
 
@@ -387,7 +387,7 @@ class PromptLoop:
 
     def _log(self, step, metrics, num_tokens, num_generated):
         """Write the metrics of a step. num_tokens, num_generated: trained on, and generated."""
-        # What follows counts in the next step.
+        # Time from here on counts in the next step.
         metrics |= self.clock.read()
         metrics["perf/throughput"] = num_tokens / metrics["step_time"]
         if num_generated and not self.ahead:
@@ -406,7 +406,7 @@ class PromptLoop:
         self.folder.save(step, self.policy.model, self.tokenizer, state)
 
     def _finish(self):
-        """What comes after the last step: samples of what was learned, and final/."""
+        """Do what comes after the last step: write samples of what was learned, and final/."""
         folder, writer = self.folder, self.writer
         if self.ahead and not self.elsewhere:
             self.ahead.close()

@@ -38,7 +38,7 @@ def curriculum_values(prompts, column):
 
 
 class PromptOrder:
-    """Which prompts come next; the module's docstring has the options.
+    """The order in which prompts are drawn; the module's docstring has the options.
 
     difficulty_weights: None, or of the POOLS: prompts are drawn without replacement, from (seed, number of the draw);
     one that was not sampled yet is normal, and those of weight 0 are taken where there are too few others. solved_at:
@@ -51,7 +51,7 @@ class PromptOrder:
         self.num_prompts, self.shuffle, self.seed = num_prompts, shuffle, seed
         self.epoch, self.position, self.difficulty_weights = epoch, position, difficulty_weights
         self.solved_at, self.curriculum = solved_at, curriculum
-        # What else carries over from generation to generation and is part of the checkpoint: JSON values, and a
+        # Further values that carry over from generation to generation and are part of the checkpoint: JSON, and a
         # ReplayBuffer where there is one.
         self.memory, self.replay_buffer = {}, None
 
@@ -128,7 +128,7 @@ class PromptOrder:
         return pools
 
     def _return_solved(self, count):
-        """Where fewer than `count` prompts are not solved, all come back."""
+        """Make solved prompts available again if fewer than `count` prompts are not solved."""
         if self.num_prompts - len(self.memory.get("solved", ())) < count:
             self.memory["solved"] = []
 

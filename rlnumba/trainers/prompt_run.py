@@ -1,4 +1,4 @@
-"""What runs on prompts have in common beside their loop: prompts, how completions are drawn, what is shown of them.
+"""Common parts of runs on prompts, beside their loop: prompts, how completions are drawn, what is shown of them.
 
 The trainers are grpo.py, rloo.py and ppo.py; prompt_loop.py is their loop.
 """

@@ -1,4 +1,4 @@
-"""Which completions each optimizer step of a run on prompts is trained on, and what of them a checkpoint keeps."""
+"""The completions that each optimizer step of a run on prompts is trained on, and their state in a checkpoint."""
 
 import copy
 import math
@@ -25,7 +25,7 @@ class MicroStep(NamedTuple):
 
 class Start(NamedTuple):
     """The beginning of a schedule: an optimizer step, `epochs` passes over the prompts after the run's beginning, with
-    the micro-step `within` of a generation. Of a run that goes on with other sizes it is the step of the checkpoint."""
+    the micro-step `within` of a generation. In a run that goes on with other sizes it is the step of the checkpoint."""
 
     step: int = 0
     epochs: float = 0.0
@@ -36,7 +36,7 @@ BEGINNING = Start()
 
 
 class MicroBatchSchedule(Schedule):
-    """Which micro-batches make up which optimizer step; an epoch ends without prompts that do not fill a generation."""
+    """The micro-batches of each optimizer step; an epoch ends without prompts that do not fill a generation."""
 
     def __init__(self, train, path, num_prompts, start=BEGINNING):
         if num_prompts < train.prompts_per_rollout:
@@ -91,7 +91,7 @@ class MicroBatchSchedule(Schedule):
 
 
 class DataState:
-    """What the data pipeline carries from one optimizer step to the next: order, tokens seen, generation in use."""
+    """The data pipeline's state between optimizer steps: order, tokens seen, generation in use."""
 
     def __init__(self, order):
         self.order = order

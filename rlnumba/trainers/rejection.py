@@ -13,7 +13,7 @@ and each mode of rollout_rs keeps
 
 The bounds of k1 are those of a ratio, "low_high": log low <= k1 <= log high, and a single number is "1/high_high"; k2
 and k3 have an upper bound. Several modes, separated by commas, all must keep a token, with one threshold for all or one
-each. What is not kept is masked: it has no loss, no KL and is in no denominator.
+each. Tokens that are not kept are masked: they have no loss, no KL and are in no denominator.
 
 With rollout_is_batch_normalize, the weights exp(d) of rollout_is, within its bounds, are divided by their mean over the
 generation's tokens, or sequences. They multiply the advantages in the loss, so it is these that are divided.

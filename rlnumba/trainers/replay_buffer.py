@@ -6,7 +6,7 @@
              the scores, before the generation's own groups enter; without any there, it stays
 
 A group keeps its tokens, its advantages and the log-probs that it was sampled with, so that the importance ratio of the
-loss, which is clipped, corrects for the weights' change since. Where these are not the policy's own (see
+loss, which is clipped, corrects for the weights' change since. If these are not the policy's own (see
 grpo.sampler_is_exact), the old log-probs are computed anew, and the correction between the two is that of
 vllm_importance_sampling_correction or rollout_is.
 
@@ -67,7 +67,7 @@ class ReplayBuffer:
         return [self.entries[i] for i in chosen]
 
     def state(self):
-        """What a checkpoint keeps: list of dict, of arrays that do not change any more."""
+        """The entries as a checkpoint keeps them: list of dict, of arrays that do not change any more."""
         return [vars(entry) | {"rollouts": entry.rollouts.state()} for entry in self.entries]
 
     def load_state(self, state, num_generations):

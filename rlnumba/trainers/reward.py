@@ -121,7 +121,7 @@ class PairScores:
         self.parts.append((losses, kept))
 
     def read(self):
-        """What metrics_of takes of each micro-batch so far: list; synchronises with the device."""
+        """The results of each micro-batch so far, for metrics_of: list; synchronises with the device."""
         return [(device.to_host(losses), device.to_host(rewards)) for losses, rewards in self.parts]
 
 

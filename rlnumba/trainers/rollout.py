@@ -58,7 +58,7 @@ RUN_COLUMNS = ("step", "prompt", "completion", "finish_reason", "reward", "advan
 
 @dataclass
 class Generation:
-    """What one call of the engine generated: a group of Samples for each prompt, and what the rewards logged.
+    """The result of one call of the engine: a group of Samples for each prompt, and what the rewards logged.
 
     num_unused: tokens of further completions, which were not needed; how many depends on how fast the rewards were.
     """
@@ -158,7 +158,7 @@ def as_generation(chosen, completions, scores, weights, tokenizer):
     for i, (prompt, completion) in enumerate(
         (p, c) for p, group in zip(chosen, completions, strict=True) for c in group
     ):
-        # As it is now: the lines are written later, and the user's objects may change until then.
+        # A copy of the present values: the lines are written later, and the user's objects may change until then.
         extra = {column: as_json(values[i]) for column, values in scores.extra.items()}
         reward = float(weighted[i])
         samples.append(Sample(prompt, completion, scores.values[i], reward, extra, pad_token_id=pad_token_id))
@@ -373,8 +373,8 @@ class Rollouts:
     def micro_batch(self):
         """All sequences as a MicroBatch, with what the loss reads.
 
-        Of the targets: loss_mask, rollout_logprobs, and old_logprobs and ref_logprobs where there are any; of the
-        sequences: advantages, and completion_bounds (B + 1,) i32, which cut what is of the targets into completions.
+        The targets have loss_mask, rollout_logprobs, and old_logprobs and ref_logprobs where there are any. The
+        sequences have advantages and completion_bounds (B + 1,) i32, which divide the targets into completions.
         """
         bounds = np.zeros(len(self.completion_lengths) + 1, np.int32)
         np.cumsum(self.completion_lengths, out=bounds[1:])

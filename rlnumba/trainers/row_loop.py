@@ -66,7 +66,7 @@ class TrainerOnRows(NamedTuple):
     prepare: Callable | None = None
     models: Models = Models()
     has_graphs: bool = False
-    # Of a row that is a list of sequences.
+    # Counts the sequences of a row; len where a row is a list of them.
     num_sequences: Callable = len
 
     @property
@@ -251,7 +251,7 @@ def train_on_rows(trainer, folder, policy, tokenizer, schedule, rows, eval_rows)
                     with folder.sharing():
                         callbacks.evaluated(found, policy.model)
             with clock.phase("log"):
-                # What follows counts in the next step.
+                # Time from here on counts in the next step.
                 metrics |= clock.read()
                 metrics["perf/throughput"] = step_tokens / metrics["time/train"]
                 with folder.sharing():

@@ -6,7 +6,7 @@
     rows      a hash of each training row, and one of all held-out rows
     versions  of the packages that bits depend on, and the device
 
-Which keys may change and what that does is in config/resuming.py. The hash of a model is quick also where it has
+Keys that may change, and the effects, are in config/resuming.py. The hash of a model is quick also where it has
 hundreds of gigabytes: of each file of weights it reads the size, the header and SAMPLES blocks at equal distances. So
 it finds another model, or one that was trained on, but not a change of single weights between the blocks.
 """
@@ -33,7 +33,7 @@ from rlnumba.runtime.environment import versions_of_results
 
 # Blocks of a file of weights that its hash reads, and their bytes; the first has the header.
 SAMPLES, BLOCK_BYTES = 64, 16 << 10
-# Of [rlnumba].gemm these are one.
+# Values of [rlnumba].gemm that count as one.
 NATIVE = ("auto", "native", "numba")
 
 
@@ -106,7 +106,7 @@ def files_hash(paths):
 def source_hash(function):
     """A hash of the source file of a reward function, of a model's folder, or None where there is no such file.
 
-    What belongs to this package has its version.
+    The version of this package stands for functions of its own.
     """
     if isinstance(function, ModelReward):
         return model_hash(function.folder)

@@ -39,7 +39,7 @@ ANY_ACTIVATIONS = {
     "recompute_num_layers": 0,
 }  # fmt: skip
 
-# How a message says what goes on with a run, on the command line and in Python.
+# The ways to go on with a run that messages name, on the command line and in Python.
 RESUMES = "--resume", "in Python train(resume_from_checkpoint=True)"
 
 # The module that lists a run's kernels for runtime/ahead_of_time.py.
@@ -47,7 +47,7 @@ KERNEL_LIST = "rlnumba.trainers.kernel_list"
 
 
 def kernel_request(run):
-    """What KERNEL_LIST takes: the Run without what its kernels do not depend on.
+    """The Run for KERNEL_LIST, without what its kernels do not depend on.
 
     So a run for whose like all kernels were compiled begins without a list of them (runtime/ahead_of_time.py).
     """
@@ -68,7 +68,7 @@ def start_compiling(run):
 
 
 def owner_of(run, communicator=None):
-    """A context manager that owns a run's folder. Of several ranks, the process that started them does."""
+    """A context manager that owns a run's folder. With several ranks, the process that started them does."""
     return owned(run.output_dir) if communicator is None or communicator.world_size == 1 else nullcontext()
 
 
@@ -76,7 +76,7 @@ def owner_of(run, communicator=None):
 def begin_run(run, resume, communicator=None):
     """A block that has the RunFolder of a run, whose `run` is to be used: inputs may have other paths there.
 
-    What the cache lacks of the run's kernels is compiled on all cores. communicator: of the ranks that train together,
+    Kernels of the run that the cache lacks are compiled on all cores. communicator: of the ranks that train together,
     or None. Raises UserError where another run has the folder.
     """
     with owner_of(run, communicator):
@@ -111,7 +111,7 @@ class RunFolder:
     def __init__(self, run, resume, communicator=None):
         self.run, self.path, self.communicator = run, Path(run.output_dir), communicator
         self.is_alone = communicator is None or communicator.world_size == 1
-        # Of `sharing`.
+        # The message of an error inside `sharing`, or None.
         self._problem = None
         check_installed(run.train.report_to)
         make_folder(self.path)
@@ -119,7 +119,7 @@ class RunFolder:
         # Rank 0 reads all files to check them.
         self.model_folder = self.decided(self._find_checkpoint(resume) if self.is_first_rank else None)
         self.saver = checkpoint.Saver(self.path) if self.is_alone else SharedSaver(self.path, communicator)
-        # What was moved aside before the run's first write, because the run reads it: {old path: new one}.
+        # Paths moved aside before the run's first write, because the run reads them: {old path: new one}.
         self._moved_early = {}
         self.step, self.state = 0, None
         if self.model_folder is not None:
@@ -130,7 +130,7 @@ class RunFolder:
             log(f"{self.path} holds no checkpoint: starting afresh")
         self.set_aside = self.decided(self._find_inputs() if self.is_first_rank else None)
         self.run = run = with_paths(run, self.set_aside)
-        # What checkpoints keep of the run, on rank 0, and what the one that it goes on from has, or None.
+        # The run's digest for its checkpoints, on rank 0, and the digest in the one that it goes on from, or None.
         self.digest, self.saved = digest_of(run) if self.is_first_rank else {}, (self.state or {}).get("run")
         if self.is_first_rank and self.state is not None:
             self._compare()
@@ -138,14 +138,14 @@ class RunFolder:
         self.callbacks = Callbacks(run, self.path, metric, (self.state or {}).get("callbacks"))
 
     def _find_checkpoint(self, resume):
-        """The folder of the checkpoint to resume from, or None. What a killed process has left of one goes."""
+        """The folder of the checkpoint to resume from, or None. Removes what a killed process has left of one."""
         checkpoint.remove_leftovers(self.path)
         if self.step_chosen:
             return checkpoint.of_step(self.path, resume)
         return checkpoint.latest_readable(self.path) if resume else None
 
     def _find_inputs(self):
-        """The SetAside of this run's inputs. What an earlier run has left is moved now if some of them are among it."""
+        """The SetAside of this run's inputs. Moves what an earlier run has left if some inputs are among it."""
         if self.state is not None:
             return SetAside(self.path, self.state.get("set_aside", ()))
         found = SetAside(self.path)
@@ -351,14 +351,14 @@ class RunFolder:
         except CommunicationError:  # a rank has ended, and its part with it
             return False
         if steps is None:
-            # Where ranks cannot meet, those have that have stopped in the same place.
+            # Ranks that cannot meet have a whole step if they have stopped in the same place.
             return step is not None and isinstance(error, (SharedError, KeyboardInterrupt))
         return step is not None and len(set(steps)) == 1
 
     def _save_after(self, error, interrupted, save):
         """Save the last complete step after an error, which is not hidden by one of saving, unless a user causes it."""
         keeps = self.run.train.save_strategy != "no"
-        # What ends the run is said by the rank that it comes from.
+        # The rank that an error comes from reports it.
         is_known = isinstance(error, UserError) and not isinstance(error, CommunicationError)
         problems = () if interrupted or is_known else (UserError, OSError, MemoryError, RuntimeError)
         try:
@@ -419,7 +419,7 @@ class ReadFolder(RunFolder):
         super().__init__(replace(run, train=replace(run.train, callbacks=[])), resume, communicator)
 
     def writer(self, total_steps):
-        """What is used as the MetricsWriter."""
+        """A writer that is used as the MetricsWriter and writes nothing."""
         return _NoWriter()
 
     def finish(self, model, tokenizer, heads=None):
@@ -522,7 +522,7 @@ class Clock:
 def memory_metrics():
     """{"memory/<region>": peak bytes allocated at one time} of every region, and of all together as perf/peak_memory.
 
-    That is of the device's memory: without "host", what offload_optimizer keeps there.
+    The latter is of the device's memory: without "host", what offload_optimizer keeps there.
     """
     peaks = memory.report()
     return {f"memory/{region}": nbytes for region, nbytes in peaks.items()} | {"perf/peak_memory": memory.peak()}

@@ -40,7 +40,7 @@ def load_rows(path, run, model, tokenizer, for_eval=False):
     return data.rows
 
 
-# Of a micro-batch, on the device: see MicroBatchGraphs.run.
+# Results of a micro-batch, on the device: see MicroBatchGraphs.run.
 OUTPUTS = {"logprobs": (None, np.float32), "entropy": (None, np.float32), "top1": (None, np.int32)}
 
 

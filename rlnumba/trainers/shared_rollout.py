@@ -28,15 +28,15 @@ class RewardsOnRanks:
         return self.communicator.objects(value)[0]
 
     def submit(self, prompts, texts, *group):
-        """As Rewards.submit; on other ranks, a Pending of nothing."""
+        """Call Rewards.submit on rank 0; other ranks get a Pending of nothing."""
         return Pending({}, len(texts), {}) if self.rewards is None else self.rewards.submit(prompts, texts, *group)
 
     def ready(self, pending):
-        """As Rewards.ready."""
+        """Call Rewards.ready on rank 0; all ranks get its result."""
         return self._of_rank_0(None if self.rewards is None else self.rewards.ready(pending))
 
     def collect(self, pending):
-        """As Rewards.collect; on other ranks, Scores with the values alone. Raises SharedRewardError."""
+        """Call Rewards.collect on rank 0; other ranks get Scores with the values alone. Raises SharedRewardError."""
         scores = message = None
         if self.rewards is not None:
             try:

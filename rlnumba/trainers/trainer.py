@@ -84,7 +84,7 @@ OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class OutputArguments:
-    """What the configs of TRL's trainers have besides the keys of [train]."""
+    """The keys of the configs of TRL's trainers besides those of [train]."""
 
     output_dir: str = key("trainer_output", "Folder of the run.", nonempty=True)
     seed: int = key(42, "Seed of everything random in the run.", minimum=0)
@@ -93,7 +93,7 @@ class OutputArguments:
 
 @dataclass(frozen=True)
 class AheadArguments:
-    """What the configs of trainers that generate ahead of training have besides."""
+    """The further key of the configs of trainers that generate ahead of training."""
 
     asynchronous: AsyncConfig | dict | None = key(
         None, "The section [async]: an AsyncConfig, or a dict of its keys, as TRL's AsyncGRPOConfig has them."
@@ -354,7 +354,7 @@ def _section(section_class, value):
     return section_class(**value) if isinstance(value, dict) else value
 
 
-# What help() says of the arguments that all trainers have.
+# The text of help() about the arguments that all trainers have.
 ROWS = """model: a Hugging Face folder or a hub id, also of a PEFT adapter.
     args: {config}; None: its defaults. Its keys may be assigned to until `train`: args.max_steps = 100.
     train_dataset, eval_dataset: a file of rows, the id of a dataset of the hub, or rows themselves: dicts of JSON

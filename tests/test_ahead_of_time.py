@@ -256,6 +256,32 @@ def device_functions(constant):
     return device_function(outer), device_function(with_memory)
 
 
+AT_ONCE = """
+import sys, threading
+from rlnumba.runtime import compile, launch
+from tests.small_kernels import list_signatures
+
+sys.setswitchinterval(1e-6)
+together = threading.Barrier(2)
+
+def lower(module, name, constants, types):
+    kernel = launch.find_kernel(module, name, constants)
+    together.wait()
+    print(len(compile.lower(kernel, types, (9, 0)).get_asm_str(cc=(9, 0))) > 0)
+
+threads = [threading.Thread(target=lower, args=each) for each in list_signatures("", None)[0][:2]]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_two_threads_compile_their_first_kernels_at_the_same_time():
+    found = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, cwd=ROOT)
+    assert found.stdout.split() == ["True", "True"], found.stderr
+
+
 def test_equal_functions(monkeypatch):
     """Functions are equal if their machine code is."""
     constants = [2, 2.0, np.float32(2), np.float64(2), True, 1, 0.0, -0.0, (1, 2), (1, 2.0), ((1,), 2), "2"]

@@ -28,7 +28,7 @@ TILE_ELEMENTS = KEYS * HEAD_DIM
 PADDED = HEAD_DIM + 1
 
 
-@cuda.jit(launch_bounds=(THREADS, 4))
+@cuda.jit(launch_bounds=(THREADS, 3))
 def attention_online_kernel(q, k, v, out, scale):
     """A warp owns out[head, row]."""
     q_rows = cuda.shared.array((ROWS, HEAD_DIM), np.float32)

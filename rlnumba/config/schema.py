@@ -450,6 +450,7 @@ class TrainConfig(Section):
         "Where metrics go besides metrics.jsonl: `tensorboard`, `wandb`, `trackio`, a list of them, `all` or `none`; "
         "`auto` is TensorBoard where it is installed.",
         words={"none": [], "all": list(TRACKERS), **{name: [name] for name in ("auto", *TRACKERS)}},
+        single=True,
     )
     run_name: str | None = key(
         None, "Name of the run in wandb and trackio; None: that of output_dir.", needs=NAMED_RUNS

@@ -85,10 +85,11 @@ def lower(kernel, type_names, capability):
     from numba.cuda.compiler import _compile_pyfunc_with_fixup
     from numba.cuda.core.compiler_lock import global_compiler_lock
 
-    remember_operators()
-    share_equal_functions()
     options = kernel.targetoptions
     with global_compiler_lock, targeting(capability):
+        # In the lock, because they change Numba's registries, as compilations in other threads do.
+        remember_operators()
+        share_equal_functions()
         library, _ = _compile_pyfunc_with_fixup(
             kernel.py_func,
             tuple(parse_type(name) for name in type_names),

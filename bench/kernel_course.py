@@ -5,7 +5,7 @@
 
 GEMM of 8192 x 8192 x 8192 in bfloat16, beside cuBLAS; causal attention of 16 heads of 128 and 8,192 tokens, beside the
 package's own operator. The peer is timed alternately with each step, whose result is checked first: a wrong one ends
-the script. The first steps take most of its time, about a minute.
+the script. The first steps take most of its time.
 """
 
 import ast

@@ -145,14 +145,18 @@ def test_the_process_ends_with_the_one_that_started_it(cache_folder):
 
 
 ENDING = """
-import os, pathlib, sys
+import contextlib, os, pathlib, sys
 from rlnumba.runtime import ahead_of_time, cache, compile, compile_pool, device
 
 device.properties = lambda: device.GPUS["h200"]
 ahead_of_time.start("tests.small_kernels", "request")
 other = pathlib.Path(f"/proc/{ahead_of_time._compiler.process.pid}/fd")
 own = os.readlink("/proc/self/fd/2")
-print("held" if own in map(os.readlink, other.iterdir()) else "not held", file=sys.stderr, flush=True)
+held = set()
+for file in other.iterdir():
+    with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+        held.add(os.readlink(file))
+print("held" if own in held else "not held", file=sys.stderr, flush=True)
 os._exit(130)
 """
 

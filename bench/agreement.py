@@ -21,8 +21,8 @@ from rlnumba.data import Prompt
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device
-from rlnumba.trainers.core import Policy
 from rlnumba.trainers.grpo import host_logprobs
 from rlnumba.trainers.rollout import Rollouts, Sample
 

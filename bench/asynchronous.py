@@ -23,8 +23,8 @@ from report import row
 from shapes import SHAPES, in_own_process, write_model
 
 from rlnumba.config import AsyncConfig, DataConfig, DeployConfig, EngineConfig, GRPOConfig, GRPORun, RewardsConfig
-from rlnumba.distributed.launch import launch
-from rlnumba.distributed.placement import placement
+from rlnumba.parallel.launch import launch
+from rlnumba.parallel.placement import placement
 from rlnumba.runtime import device
 from rlnumba.trainers import rollout
 from rlnumba.trainers.grpo import run_grpo

@@ -34,10 +34,10 @@ from rlnumba.config import DataConfig, EngineConfig, GRPOConfig, GRPORun, Reward
 from rlnumba.config.lora import LoraConfig
 from rlnumba.engine.core import GPU_MARGIN_BYTES
 from rlnumba.errors import UserError
+from rlnumba.runs.planning.fit import HEADROOM, available_bytes, fit_to_device, with_train
+from rlnumba.runs.planning.plan import CONTEXT_BYTES, GIB, Planner
 from rlnumba.runtime import device, memory
-from rlnumba.trainers.fit import HEADROOM, available_bytes, fit_to_device, with_train
 from rlnumba.trainers.grpo import run_grpo
-from rlnumba.trainers.plan import CONTEXT_BYTES, GIB, Planner
 from rlnumba.trainers.sft import run_sft
 
 # Of few layers, so that a step takes seconds at most.

@@ -5,7 +5,7 @@
 
 With RLNUMBA_RANKS_PER_GPU ranks share GPUs, and are measured at their time slices; NCCL refuses that.
 
-Results are compared with NumPy's by tests/distributed/test_peer.py. GB/s are of the bytes that one rank receives.
+Results are compared with NumPy's by tests/parallel/test_peer.py. GB/s are of the bytes that one rank receives.
 """
 
 import argparse
@@ -20,9 +20,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import numpy as np
 from report import row
 
-from rlnumba.distributed import launch
-from rlnumba.distributed.placement import gpus_of_ranks
 from rlnumba.model.shard import Columns
+from rlnumba.parallel import launch
+from rlnumba.parallel.placement import gpus_of_ranks
 from rlnumba.runtime.launch import pdl_scope
 
 LARGE_BYTES, PARAMETERS = 256 << 20, 1 << 28

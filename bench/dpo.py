@@ -26,10 +26,10 @@ from train import print_memory
 from rlnumba.config import DPOConfig, LoraConfig, SFTConfig
 from rlnumba.data import TokenSequence
 from rlnumba.model.lora import Adapter
+from rlnumba.runs.policy import Policy
+from rlnumba.runs.run_folder import Clock
 from rlnumba.runtime import device, memory
 from rlnumba.trainers import dpo, sft
-from rlnumba.trainers.core import Policy
-from rlnumba.trainers.run_folder import Clock
 
 BAR = 1.40
 LEARNING_RATE = 1e-6

@@ -32,7 +32,7 @@ PARTS = {
     "kernels": ("kernels/test_*.py",),
     "engine": ("engine/test_*.py", "model/test_*.py", "test_*.py"),
     "trainers": ("trainers/test_*.py",),
-    "distributed": ("distributed/test_*.py",),
+    "parallel": ("parallel/test_*.py",),
 }
 MOST_SECONDS = 480
 

@@ -23,11 +23,11 @@ from rlnumba.data import Prompt
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.transformer import load_model
+from rlnumba.runs.policy import Policy
+from rlnumba.runs.run_folder import Clock
 from rlnumba.runtime import device
-from rlnumba.trainers.core import Policy
 from rlnumba.trainers.grpo import add_logprobs, train_step
 from rlnumba.trainers.rollout import Rollouts, Sample, derived_seed, set_advantages
-from rlnumba.trainers.run_folder import Clock
 
 
 def argument_parser(description):

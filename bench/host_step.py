@@ -27,11 +27,11 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer
 from rlnumba.model.weights import Weights
 from rlnumba.rewards import TrainerState, load_rewards
+from rlnumba.runs.prompt_order import PromptOrder
+from rlnumba.runs.prompt_schedule import DataState
+from rlnumba.runs.run_folder import Clock
 from rlnumba.runtime import device
 from rlnumba.trainers import grpo
-from rlnumba.trainers.prompt_order import PromptOrder
-from rlnumba.trainers.prompt_schedule import DataState
-from rlnumba.trainers.run_folder import Clock
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
 SEQUENCES, PROMPT, STEPS, REPEAT = (1, 64, 256), 100, 300, 5

@@ -21,7 +21,8 @@ import numpy as np
 
 from rlnumba.kernels.attention import ops as attention_ops
 from rlnumba.kernels.gemm import ops as gemm_ops
-from rlnumba.runtime import compile, device, dispatch
+from rlnumba.runtime import device, dispatch
+from rlnumba.runtime.compile import machine_code
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The steps are no package of their own.
@@ -64,12 +65,12 @@ def registers_of(module, call):
     launched = []
 
     def note(kernel, grid, block, *arguments, **options):
-        launched.append((kernel, tuple(map(compile.type_name, arguments))))
+        launched.append((kernel, tuple(map(machine_code.type_name, arguments))))
 
     with mock.patch.object(module, "launch", note):
         call()
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
-    return max(driver.cuFuncGetAttribute(attribute, compile.load(*what))[1] for what in launched)
+    return max(driver.cuFuncGetAttribute(attribute, machine_code.load(*what))[1] for what in launched)
 
 
 def table(peer, flops, results):

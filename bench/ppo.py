@@ -37,9 +37,9 @@ from rlnumba.config import PPOConfig
 from rlnumba.config.ppo import CriticConfig
 from rlnumba.engine import SamplingParams
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device, memory
 from rlnumba.trainers import ppo
-from rlnumba.trainers.core import Policy
 from rlnumba.trainers.rollout import Rollouts, derived_seed, distinct_params
 
 BAR = 1.35

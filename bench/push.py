@@ -22,17 +22,17 @@ from report import row
 from shapes import SHAPES, random_model
 
 from rlnumba.config import EngineConfig, LoraConfig
-from rlnumba.distributed.inference import Engines, Limits
-from rlnumba.distributed.inference_worker import Setup
-from rlnumba.distributed.launch import launch
-from rlnumba.distributed.placement import gpus_of_ranks
-from rlnumba.distributed.weight_push import WeightPusher
-from rlnumba.distributed.weight_sync import WeightSender
 from rlnumba.engine.groups import GroupRequest
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.model.lora import adapter_of_run
 from rlnumba.model.transformer import load_model, save_model
+from rlnumba.parallel.launch import launch
+from rlnumba.parallel.placement import gpus_of_ranks
 from rlnumba.runtime import device
+from rlnumba.sampling.inference import Engines, Limits
+from rlnumba.sampling.inference_worker import Setup
+from rlnumba.sampling.weights.push import WeightPusher
+from rlnumba.sampling.weights.sync import WeightSender
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
 LIMITS = Limits(timeout_s=3600.0, stale_s=600.0, sync_timeout_s=600.0, max_restarts=0)

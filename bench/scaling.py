@@ -23,8 +23,8 @@ from report import row
 from shapes import SHAPES
 
 from rlnumba.config import DeployConfig
-from rlnumba.distributed.launch import launch
-from rlnumba.distributed.placement import placement
+from rlnumba.parallel.launch import launch
+from rlnumba.parallel.placement import placement
 from rlnumba.runtime import device
 from rlnumba.trainers.grpo import run_grpo
 

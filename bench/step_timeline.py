@@ -24,11 +24,11 @@ from report import row
 from tensor_parallel import on_engine
 
 from rlnumba.config import EngineConfig
-from rlnumba.distributed.tensor_parallel import on_ranks
 from rlnumba.engine import SamplingParams, core
 from rlnumba.engine.runner import MAX_IN_FLIGHT, Runner
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.transformer import load_model
+from rlnumba.parallel.tensor_parallel import on_ranks
 from rlnumba.runtime import device
 
 # The kernel that ends a step.

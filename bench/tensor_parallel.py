@@ -20,10 +20,10 @@ from report import row
 from shapes import SHAPES, in_own_process, write_model
 
 from rlnumba.config import EngineConfig
-from rlnumba.distributed.tensor_parallel import follow, on_ranks
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.transformer import load_model
+from rlnumba.parallel.tensor_parallel import follow, on_ranks
 from rlnumba.runtime import device
 
 # Of the shorter run.

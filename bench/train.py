@@ -27,9 +27,9 @@ from rlnumba.model.heads import lm_head_backward, lm_head_forward
 from rlnumba.model.layer_gradients import backward_and_update
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model, packed_attention
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device, memory
 from rlnumba.trainers import sft
-from rlnumba.trainers.core import Policy
 
 
 def timed(seconds, name, work):

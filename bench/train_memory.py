@@ -21,12 +21,12 @@ from shapes import QWEN3_06B, QWEN3_4B, QWEN3_8B, SHAPES, STORIES_15M, random_mo
 
 from rlnumba.config import SFTConfig
 from rlnumba.data import TokenSequence
+from rlnumba.runs.planning.plan import CONTEXT_BYTES, operator_bytes
+from rlnumba.runs.planning.planned import Step, take_step
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.shapes import shapes_only
 from rlnumba.trainers import sft
-from rlnumba.trainers.core import Policy
-from rlnumba.trainers.plan import CONTEXT_BYTES, operator_bytes
-from rlnumba.trainers.planned import Step, take_step
 
 GIB = 2**30
 IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}

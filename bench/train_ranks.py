@@ -23,8 +23,8 @@ from report import row
 from shapes import SHAPES
 
 from rlnumba.config import DataConfig, DeployConfig, SFTConfig, SFTRun
-from rlnumba.distributed.launch import launch
-from rlnumba.distributed.placement import placement
+from rlnumba.parallel.launch import launch
+from rlnumba.parallel.placement import placement
 from rlnumba.runtime import device
 from rlnumba.trainers.sft import run_sft
 

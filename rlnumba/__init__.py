@@ -14,7 +14,7 @@ set_numba_cache()
 
 _MODULES = {"LLM": "rlnumba.engine", "SamplingParams": "rlnumba.engine"}
 _MODULES |= dict.fromkeys(("LoraConfig", "DeployConfig", "AsyncConfig"), "rlnumba.config")
-_MODULES["TrainerCallback"] = "rlnumba.trainers.callbacks"
+_MODULES["TrainerCallback"] = "rlnumba.runs.callbacks"
 
 
 def _names_of_trainers():

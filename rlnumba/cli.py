@@ -20,7 +20,8 @@ import click
 
 from rlnumba.config.runs import RUNS
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.runtime import ahead_of_time, cache, device, folders, signals
+from rlnumba.runtime import device, folders, signals
+from rlnumba.runtime.compile import ahead_of_time, cache
 
 POSITIVE = click.IntRange(min=1)
 ABOVE_0 = click.FloatRange(min=0, min_open=True)
@@ -367,8 +368,8 @@ def generate(model, base, prompts, prompt_column, output, dtype, tensor_parallel
         if base is None and tensor_parallel_size == 1:
             compile_ahead(*model_and_dtype, None, engine, lengths, [params])
         if tensor_parallel_size > 1:
-            from rlnumba.distributed import tensor_parallel
             from rlnumba.model.config import LM_HEAD
+            from rlnumba.parallel import tensor_parallel
 
             if base is None:
                 tensor_parallel.compile_parts_ahead(tensor_parallel_size, *model_and_dtype, engine, lengths, [params])
@@ -377,7 +378,7 @@ def generate(model, base, prompts, prompt_column, output, dtype, tensor_parallel
             arguments = None if tokenizer is None else folder, engine, ids, params, progress.generated
             outputs = tensor_parallel.on_ranks(tensor_parallel.generate, *shards, *arguments)
         elif num_gpus > 1:
-            from rlnumba.distributed import replicas
+            from rlnumba.sampling import replicas
 
             progress, folders = _Progress(), [each for each in (folder, base) if each is not None]
             of_model = folder, base, dtype, folders, engine
@@ -474,7 +475,7 @@ def score(model, base, source, prompt_column, output, dtype, temperature, tensor
             compile_ahead(*model_and_dtype, None, EngineConfig(), (), (), lengths)
         heads = SCORE_HEAD if classifies else LM_HEAD
         if tensor_parallel_size > 1:
-            from rlnumba.distributed.tensor_parallel import compile_parts_ahead, on_ranks
+            from rlnumba.parallel.tensor_parallel import compile_parts_ahead, on_ranks
 
             if base is None:
                 compile_parts_ahead(tensor_parallel_size, *model_and_dtype, EngineConfig(), (), (), lengths)
@@ -482,7 +483,7 @@ def score(model, base, source, prompt_column, output, dtype, temperature, tensor
             arguments = folder, base, dtype, heads, sequences, temperature or 1.0, progress
             scored = on_ranks(_score_all, tensor_parallel_size, *arguments)
         elif num_gpus > 1:
-            from rlnumba.distributed import replicas
+            from rlnumba.sampling import replicas
 
             progress = _Progress()
             arguments = _score_all, folder, base, dtype, heads, sequences, temperature or 1.0, None
@@ -500,7 +501,7 @@ def score(model, base, source, prompt_column, output, dtype, temperature, tensor
 
 def _prepare_compiling(tensor_parallel_size):
     """Import the compiler meanwhile, with the list of an engine's kernels or of those of a model in parts."""
-    ahead_of_time.prepare(f"rlnumba.{'engine' if tensor_parallel_size == 1 else 'distributed'}.kernel_list")
+    ahead_of_time.prepare(f"rlnumba.{'engine' if tensor_parallel_size == 1 else 'parallel'}.kernel_list")
 
 
 def _check_one_kind(tensor_parallel_size, num_gpus):
@@ -595,13 +596,13 @@ def _trainer(kind, purpose, files):
                 _print_ranks(run)
             return
         if run.gemm != "cublas":
-            ahead_of_time.prepare("rlnumba.trainers.kernel_list")
+            ahead_of_time.prepare("rlnumba.runs.planning.kernel_list")
         _log_device()
+        from rlnumba.runs.planning.fit import fit_to_device
+        from rlnumba.runs.planning.savings import advise
+        from rlnumba.runs.run_folder import owner_of
+        from rlnumba.runs.run_inputs import located
         from rlnumba.trainers.every import TRAINERS
-        from rlnumba.trainers.fit import fit_to_device
-        from rlnumba.trainers.plan_savings import advise
-        from rlnumba.trainers.run_folder import owner_of
-        from rlnumba.trainers.run_inputs import located
 
         with owner_of(run):
             if run.num_ranks == 1:
@@ -610,15 +611,15 @@ def _trainer(kind, purpose, files):
                 if run.num_ranks == 1:
                     TRAINERS[kind].train(run, resume_step or resume)
                 else:
-                    from rlnumba.trainers.ranks import train_on_ranks
+                    from rlnumba.runs.ranks import train_on_ranks
 
                     train_on_ranks(run, resume_step or resume)
 
 
 def _print_ranks(run):
     """Print, as comments of TOML, what each rank of a run does and the memory that it takes."""
-    from rlnumba.trainers.plan import Planner
-    from rlnumba.trainers.plan_text import describe_ranks
+    from rlnumba.runs.planning.plan import Planner
+    from rlnumba.runs.planning.text import describe_ranks
 
     planner = Planner(run, device.name() == "cuda", device.memory_info()[1])
     click.echo("\n# GiB by region, planned:")
@@ -653,8 +654,8 @@ def evaluate(config, trainer, model, output, dtype, overrides):
         for name in ("metrics.json", "completions.jsonl"):
             check_output(Path(output) / name, inputs)
     _log_device()
-    from rlnumba.trainers.eval import describe_model, run_eval
-    from rlnumba.trainers.row_loop import RowError
+    from rlnumba.runs.eval import describe_model, run_eval
+    from rlnumba.runs.row_loop import RowError
 
     progress = _Progress()
 
@@ -716,7 +717,7 @@ def check(model, base, dtype, temperature, max_tokens, seed, tensor_parallel_siz
         share = EngineConfig().gpu_memory_utilization
         tensor_parallel_size = _choose_ranks(tensor_parallel_size, config, dtype, share)
     if tensor_parallel_size > 1:
-        from rlnumba.distributed import tensor_parallel
+        from rlnumba.parallel import tensor_parallel
 
         element, progress = device.dtype(dtype or ("float32" if device.name() == "cpu" else config.dtype)), _Progress()
         options = dtype, max_tokens, temperature, seed, progress.generated
@@ -753,9 +754,9 @@ def plan(config, trainer, gpu_memory, fit, overrides):
     Reads config.json, the tokenizer and the data, and loads no weights; every key of the file is also an option. With
     --fit it prints the keys with which the run fits a GPU, and the TOML of the fastest (docs/memory.md).
     """
-    from rlnumba.trainers.fit import available_bytes, planned_choice
-    from rlnumba.trainers.plan import Planner
-    from rlnumba.trainers.plan_text import describe
+    from rlnumba.runs.planning.fit import available_bytes, planned_choice
+    from rlnumba.runs.planning.plan import Planner
+    from rlnumba.runs.planning.text import describe
 
     runs = runs_of_any_trainer(config, trainer, parse_overrides(overrides))
     on_gpu = gpu_memory is not None or device.name() == "cuda"
@@ -781,9 +782,9 @@ def plan(config, trainer, gpu_memory, fit, overrides):
 
 def _print_choices(runs, free, total):
     """Print the keys with which the first of `runs` that can be read fits a GPU."""
-    from rlnumba.trainers.fit import available_bytes
-    from rlnumba.trainers.fit_choices import describe_choices, fastest_choices
-    from rlnumba.trainers.plan import Planner, amount, step_of
+    from rlnumba.runs.planning.fit import available_bytes
+    from rlnumba.runs.planning.fit_choices import describe_choices, fastest_choices
+    from rlnumba.runs.planning.plan import Planner, amount, step_of
 
     def readable(run):
         planner = Planner(run, True, total)
@@ -813,7 +814,7 @@ def compile_kernels(config, trainer, gpu, overrides):
     cuda12 or cuda13 of this package, which has the compiler. Of the model config.json and the tokenizer are read, and
     of the data the rows; no weights. RLNUMBA_CACHE_DIR names the cache's folder (default ~/.cache/rlnumba).
     """
-    from rlnumba.runtime.compile import check_compiler
+    from rlnumba.runtime.compile.machine_code import check_compiler
 
     check_compiler()
     runs = runs_of_any_trainer(config, trainer, parse_overrides(overrides))
@@ -821,20 +822,20 @@ def compile_kernels(config, trainer, gpu, overrides):
     if properties.capability is None:
         raise UserError("compile: this machine has no GPU; name the one to compile for by --gpu")
     progress = _Progress()
-    from rlnumba.runtime import compile_pool
-    from rlnumba.trainers.kernel_list import list_signatures
-    from rlnumba.trainers.run_folder import KERNEL_LIST, kernel_request
+    from rlnumba.runs.planning.kernel_list import list_signatures
+    from rlnumba.runs.run_folder import KERNEL_LIST, kernel_request
+    from rlnumba.runtime.compile import pool
 
     def listed(run):
         return run, list_signatures(kernel_request(run), properties)
 
     (run, stages), others = first_readable(runs, listed)
-    missing = compile_pool.missing_of(stages, properties.capability)
+    missing = pool.missing_of(stages, properties.capability)
     if missing and not folders.can_be_written(cache.folder()):
         raise UserError(f"compile: {cache.folder()} cannot be written; RLNUMBA_CACHE_DIR names another folder")
     if missing:
-        compile_pool.warm_up()
-    for done, _ in enumerate(compile_pool.compile_all(missing, properties.capability), start=1):
+        pool.warm_up()
+    for done, _ in enumerate(pool.compile_all(missing, properties.capability), start=1):
         progress(f"{done}/{len(missing)} kernels")
     cache.note_list_compiled(cache.list_path(KERNEL_LIST, kernel_request(run), properties))
     seconds = time.monotonic() - progress.started

@@ -32,11 +32,11 @@ import weakref
 import numpy as np
 
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.kernels.adamw import adamw, adamw_scalars, clip
-from rlnumba.kernels.adamw_8bit import BLOCK, ZERO_CODES, adamw_8bit
 from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.nn.reduce import sum_of_squares
-from rlnumba.kernels.nn.stochastic_rounding import rounding_noise
+from rlnumba.kernels.optim.adamw import adamw, adamw_scalars, clip
+from rlnumba.kernels.optim.adamw_8bit import BLOCK, ZERO_CODES, adamw_8bit
+from rlnumba.kernels.optim.stochastic_rounding import rounding_noise
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.context import Context, current
 from rlnumba.runtime.staging import Staged

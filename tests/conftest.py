@@ -132,7 +132,7 @@ def quick_starts(monkeypatch):
     """
     context = processes.Forking()
     # The module: the package has a function of this name.
-    monkeypatch.setattr(importlib.import_module("rlnumba.distributed.launch"), "get_context", lambda kind: context)
+    monkeypatch.setattr(importlib.import_module("rlnumba.parallel.launch"), "get_context", lambda kind: context)
 
 
 @pytest.fixture(scope="module", autouse=True)

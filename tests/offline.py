@@ -15,7 +15,8 @@ import tempfile
 
 import pytest
 
-from rlnumba.runtime import cache, compile, launch
+from rlnumba.runtime import launch
+from rlnumba.runtime.compile import cache, machine_code
 
 
 @functools.cache
@@ -36,7 +37,7 @@ def troubles_of(kernel, types, architecture):
     target = "sm_" + "".join(str(part) for part in architecture)
     what = f"{target} {kernel.py_func.__name__} {types}"
     with collecting_no_garbage():
-        ptx = compile.lower(kernel, tuple(types), (9, 0)).get_asm_str(cc=architecture)
+        ptx = machine_code.lower(kernel, tuple(types), (9, 0)).get_asm_str(cc=architecture)
     troubles = []
     # Hopper and later have programmatic dependent launch; what NVVM leaves of the kernel decides.
     waits = "griddepcontrol.wait" in ptx

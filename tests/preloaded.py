@@ -4,11 +4,11 @@ from numba.core.registry import cpu_target
 
 import rlnumba.cli  # noqa: F401
 import rlnumba.rewards.workers  # noqa: F401
-import rlnumba.trainers.fit  # noqa: F401
+import rlnumba.runs.planning.fit  # noqa: F401
 import rlnumba.trainers.reward  # noqa: F401
 import rlnumba.trainers.rloo  # noqa: F401
-import tests.distributed.test_saving  # noqa: F401
-import tests.distributed.test_trainers  # noqa: F401
+import tests.parallel.test_saving  # noqa: F401
+import tests.parallel.test_trainers  # noqa: F401
 
 # Numba does it before it compiles or reads the first function: half a second.
 cpu_target.typing_context.refresh()

@@ -16,11 +16,12 @@ import pytest
 
 from rlnumba.config import load_run
 from rlnumba.kernels.ptx.warp import device_function
-from rlnumba.runtime import ahead_of_time, cache, compile, compile_pool, device, equal_functions
+from rlnumba.runs.run_folder import kernel_request
+from rlnumba.runtime import device
+from rlnumba.runtime.compile import ahead_of_time, cache, equal_functions, machine_code, pool
+from rlnumba.runtime.compile.equal_functions import function_key
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.equal_functions import function_key
 from rlnumba.runtime.launch import find_kernel
-from rlnumba.trainers.run_folder import kernel_request
 from tests import small_kernels
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -131,7 +132,7 @@ def test_a_list_that_fails_costs_a_line_alone(cache_folder, capfd):
 
 def test_the_process_ends_with_the_one_that_started_it(cache_folder):
     process = subprocess.Popen(
-        [sys.executable, "-m", "rlnumba.runtime.compile_pool", "tests.small_kernels"],
+        [sys.executable, "-m", "rlnumba.runtime.compile.pool", "tests.small_kernels"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True,
     )  # fmt: skip
     pickle.dump(("request", H200, cache_folder / "a.list"), process.stdin)
@@ -146,7 +147,8 @@ def test_the_process_ends_with_the_one_that_started_it(cache_folder):
 
 ENDING = """
 import contextlib, os, pathlib, sys
-from rlnumba.runtime import ahead_of_time, cache, compile, compile_pool, device
+from rlnumba.runtime import device
+from rlnumba.runtime.compile import ahead_of_time, cache, machine_code, pool
 
 device.properties = lambda: device.GPUS["h200"]
 ahead_of_time.start("tests.small_kernels", "request")
@@ -171,10 +173,10 @@ def test_the_process_holds_no_output_of_the_one_that_started_it(cache_folder):
 def test_kernels_go_to_processes_that_may_end(cache_folder, capfd, monkeypatch):
     """A process that dies costs its kernel alone; the others, and what comes after them, are compiled."""
     stages = small_kernels.list_signatures("request", H200)
-    monkeypatch.setattr(compile, "compile_to_cache", dies_of_elementwise)
-    missing = compile_pool.missing_of([stages[0][:2], stages[0][:2]], H200.capability)
+    monkeypatch.setattr(machine_code, "compile_to_cache", dies_of_elementwise)
+    missing = pool.missing_of([stages[0][:2], stages[0][:2]], H200.capability)
     assert len(missing) == 2
-    assert sorted(compile_pool.compile_all(missing, H200.capability, processes=1)) == sorted(missing)
+    assert sorted(pool.compile_all(missing, H200.capability, processes=1)) == sorted(missing)
     gc.unfreeze()
     assert "elementwise_kernel is compiled when it is launched: its process has ended" in capfd.readouterr().err
 
@@ -187,8 +189,8 @@ def dies_of_elementwise(kernel, type_names, capability):
 def test_shortcuts_of_the_compiler_change_no_machine_code(tmp_path):
     """One process remembers operators and shares equal functions, one does neither."""
     pytest.importorskip("cuda.bindings.nvjitlink")
-    forget = "import rlnumba.runtime.compile as compile\n"
-    forget += "compile.remember_operators = compile.share_equal_functions = lambda: None\n"
+    forget = "from rlnumba.runtime.compile import machine_code\n"
+    forget += "machine_code.remember_operators = machine_code.share_equal_functions = lambda: None\n"
     hashes = [
         subprocess.run([sys.executable, "-c", before + HASHED], capture_output=True, text=True, cwd=ROOT, check=True)
         for before in ("", forget)
@@ -199,7 +201,7 @@ def test_shortcuts_of_the_compiler_change_no_machine_code(tmp_path):
 HASHED = """
 import hashlib
 import re
-from rlnumba.runtime import compile
+from rlnumba.runtime.compile import machine_code
 from rlnumba.runtime.device import cuda
 from rlnumba.kernels.nn.reduce import group_mean_std_kernel, sum_kernel
 from rlnumba.kernels.ptx.warp import device_function
@@ -231,9 +233,9 @@ def scaling_kernel(factor, offset):
 
 kernels = (sum_kernel, (F1, "int64", F1)), (group_mean_std_kernel, (F2, F1, F1)), (choosing_kernel, (F1, "int64"))
 for kernel, types in kernels:
-    print(hashlib.sha256(compile.machine_code(kernel, types, (9, 0))[1]).hexdigest())
+    print(hashlib.sha256(machine_code.machine_code(kernel, types, (9, 0))[1]).hexdigest())
 for a, b in ((2, 1), (2, 3), (2, 1), (2.0, 3), (True, 1), (1, 3)):
-    ptx = compile.lower(scaling_kernel(a, b), (F1,), (9, 0)).get_asm_str(cc=(9, 0))
+    ptx = machine_code.lower(scaling_kernel(a, b), (F1,), (9, 0)).get_asm_str(cc=(9, 0))
     # Numba counts the functions that it compiles in their names.
     lines = [line for line in ptx.splitlines() if line.strip() and not line.startswith((".common", "//"))]
     print(hashlib.sha256(re.sub(r"_Z\\w+", "name", "\\n".join(lines)).encode()).hexdigest())
@@ -262,7 +264,8 @@ def device_functions(constant):
 
 AT_ONCE = """
 import sys, threading
-from rlnumba.runtime import compile, launch
+from rlnumba.runtime import launch
+from rlnumba.runtime.compile import machine_code
 from tests.small_kernels import list_signatures
 
 sys.setswitchinterval(1e-6)
@@ -271,7 +274,7 @@ together = threading.Barrier(2)
 def lower(module, name, constants, types):
     kernel = launch.find_kernel(module, name, constants)
     together.wait()
-    print(len(compile.lower(kernel, types, (9, 0)).get_asm_str(cc=(9, 0))) > 0)
+    print(len(machine_code.lower(kernel, types, (9, 0)).get_asm_str(cc=(9, 0))) > 0)
 
 threads = [threading.Thread(target=lower, args=each) for each in list_signatures("", None)[0][:2]]
 for thread in threads:
@@ -328,7 +331,7 @@ LISTED = """
 import dataclasses, json, sys
 from rlnumba.config import load_run
 from rlnumba.runtime.device import GPUS
-from rlnumba.trainers.kernel_list import list_signatures
+from rlnumba.runs.planning.kernel_list import list_signatures
 
 for kind, path in json.loads(sys.argv[1]):
     run = load_run(kind, path, [("train.dtype", "bfloat16")])
@@ -362,8 +365,8 @@ from rlnumba.engine.step_shapes import token_bucket_of
 from rlnumba.kernels.gemm.scheduler import tokens_of_choice
 from rlnumba.kernels.gemm.sm90_config import best_config
 from rlnumba.runtime.device import GPUS
-from rlnumba.trainers.kernel_list import list_signatures
-from rlnumba.trainers.run_folder import kernel_request
+from rlnumba.runs.planning.kernel_list import list_signatures
+from rlnumba.runs.run_folder import kernel_request
 
 def listed(max_staleness=2, **deploy):
     options = [("model", sys.argv[2]), ("train.dtype", "bfloat16"), ("async.max_staleness", str(max_staleness))]
@@ -434,7 +437,8 @@ from rlnumba.config import load_run
 from rlnumba.data.files import sampled_rows
 from rlnumba.runtime.device import GPUS
 from rlnumba.runtime.shapes import launches_only
-from rlnumba.trainers import grpo, kernel_list, plan, planned
+from rlnumba.runs.planning import kernel_list, plan, planned
+from rlnumba.trainers import grpo
 
 options = [("train.dtype", "bfloat16"), ("train.max_completion_length", "48"), ("train.num_generations", "64")]
 # With a reference model, whose log-probs the loss of each micro-batch reads.

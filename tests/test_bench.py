@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rlnumba.trainers.plan import Plan
+from rlnumba.runs.planning.plan import Plan
 
 BENCH = pathlib.Path(__file__).parent.parent / "bench"
 NAMES = sorted(path.stem for path in BENCH.glob("*.py") if "import cupy" not in path.read_text())

@@ -15,7 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from rlnumba.cli import cli
-from rlnumba.runtime import cache, device, folders
+from rlnumba.runtime import device, folders
+from rlnumba.runtime.compile import cache
 
 ROOT = pathlib.Path(__file__).parent.parent
 OTHER = 65534

@@ -12,8 +12,8 @@ from rlnumba.data.gym import arguments_of
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards.calling import Rewards
 from rlnumba.rewards.gym import gym
+from rlnumba.runs.eval import run_eval
 from rlnumba.runtime import device
-from rlnumba.trainers.eval import run_eval
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.ppo import run_ppo
 from tests.trainers.runs import grpo_run, metrics_of, ppo_run

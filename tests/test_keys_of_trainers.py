@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent.parent
 READ_ELSEWHERE = {"padding_free", "gpus_per_node", "launcher"}
 # Where all keys are read, and what plans a run of any trainer.
 OF_ALL_KEYS = ("rlnumba.config.keys", "rlnumba.config.reading", "rlnumba.config.writing")
-OF_PLANS = "plan", "plan_savings", "plan_text", "fit", "kernel_list"
-OF_ALL_TRAINERS = tuple(f"rlnumba.trainers.{name}" for name in OF_PLANS)
+OF_PLANS = "plan", "savings", "text", "fit", "kernel_list"
+OF_ALL_TRAINERS = tuple(f"rlnumba.runs.planning.{name}" for name in OF_PLANS)
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def read_by_config(read):
 
 def starts_of(kind):
     """Where a run of a trainer begins: in its module, and in what starts its ranks."""
-    return (f"rlnumba.trainers.{kind}", f"run_{kind}"), ("rlnumba.trainers.ranks", "train_on_ranks")
+    return (f"rlnumba.trainers.{kind}", f"run_{kind}"), ("rlnumba.runs.ranks", "train_on_ranks")
 
 
 def unread_keys(kind):

@@ -6,7 +6,7 @@ import pytest
 
 from rlnumba.config import TrainConfig
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.kernels.adamw import adamw_ref, adamw_scalars
+from rlnumba.kernels.optim.adamw import adamw_ref, adamw_scalars
 from rlnumba.optim import Optimizer, learning_rate_at
 from rlnumba.runtime import device, memory
 from tests.close import assert_close, assert_same_bits

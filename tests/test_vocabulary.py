@@ -71,13 +71,15 @@ FORBIDDEN = {
 SUBJECT_FIRST = (
     "config",
     "data",
-    "distributed",
     "engine",
     "kernels",
     "model",
+    "parallel",
     "reporting",
     "rewards",
+    "runs",
     "runtime",
+    "sampling",
     "trainers",
 )
 GENITIVE = re.compile(r'"""(Of|As|What|Where|Which|How|Whose|That)\b')

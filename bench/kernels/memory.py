@@ -24,8 +24,6 @@ import cupy
 from harness import copy_gbs, copy_us, graph_time_us, random_array, time_us
 from report import row
 
-from rlnumba.kernels.adamw import adamw, adamw_ref, adamw_scalars
-from rlnumba.kernels.adamw_8bit import ZERO_CODES, adamw_8bit
 from rlnumba.kernels.nn.elementwise import add
 from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tokens
 from rlnumba.kernels.nn.qkv import (
@@ -37,8 +35,10 @@ from rlnumba.kernels.nn.qkv import (
 )
 from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_backward_ref, rmsnorm_ref
 from rlnumba.kernels.nn.rope import rope_table
-from rlnumba.kernels.nn.stochastic_rounding import rounding_noise
 from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward, swiglu_backward_ref, swiglu_ref
+from rlnumba.kernels.optim.adamw import adamw, adamw_ref, adamw_scalars
+from rlnumba.kernels.optim.adamw_8bit import ZERO_CODES, adamw_8bit
+from rlnumba.kernels.optim.stochastic_rounding import rounding_noise
 from rlnumba.optim import MOMENTS
 from rlnumba.runtime import device
 from rlnumba.runtime.launch import pdl_scope

@@ -2,7 +2,7 @@
 
 Prefill is listed in steps as large as the engine's, padded as these are, or in every bucket where sequences begin at
 any time; decode and steps with drafts in every bucket of rows, since the GEMM's configuration follows from the number
-of rows. runtime/ahead_of_time.py compiles the kernels of the list.
+of rows. runtime/compile/ahead_of_time.py compiles the kernels of the list.
 """
 
 from dataclasses import replace

@@ -17,7 +17,8 @@ from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.lora import AdapterStack
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_base, find_model, load_model, with_adapters
-from rlnumba.runtime import ahead_of_time, device
+from rlnumba.runtime import device
+from rlnumba.runtime.compile import ahead_of_time
 
 # Tokens that a prompt given as text is taken to have, where only the size of a step follows from it.
 TEXT_TOKENS = 64

@@ -253,7 +253,7 @@ class Runner:
         return element, config.num_attention_heads, config.num_key_value_heads, config.head_dim, self.block_size
 
     def _lead(self, method, *arguments):
-        """Let the runners of other ranks do the same, if there are any (distributed/tensor_parallel.py)."""
+        """Let the runners of other ranks do the same, if there are any (parallel/tensor_parallel.py)."""
         if self.model.ranks is not None:
             self.model.ranks.lead(method, *arguments)
 

@@ -71,7 +71,7 @@ class Transformer:
 
     generation_config: the contents of generation_config.json, written back by save_model and not read here. adapter: an
     Adapter, which is what is then trained, or an AdapterStack, or None. ranks: None, or what this rank's shard of the
-    model does with the others (distributed/tensor_parallel.py); config and weights are then the shard's. All ranks do
+    model does with the others (parallel/tensor_parallel.py); config and weights are then the shard's. All ranks do
     the same forward at the same time, and have the hidden states of the whole model. There is no backward.
     """
 

@@ -1,8 +1,8 @@
 """The folder in which this process keeps what it compiles: the first of some that it can write.
 
-Two caches: machine code of GPU kernels (runtime/cache.py), and that of the functions of the cpu device, which Numba
-keeps itself, in the folder that the environment names when Numba makes a function. An installation and a home that
-cannot be written, as in a container run by another user, leave the folder for temporary files.
+Two caches: machine code of GPU kernels (runtime/compile/cache.py), and that of the functions of the cpu device, which
+Numba keeps itself, in the folder that the environment names when Numba makes a function. An installation and a home
+that cannot be written, as in a container run by another user, leave the folder for temporary files.
 """
 
 import os

@@ -24,7 +24,7 @@ import numpy as np
 
 from rlnumba.errors import DeviceError
 from rlnumba.runtime import device
-from rlnumba.runtime.compile import load, type_name
+from rlnumba.runtime.compile.machine_code import load, type_name
 from rlnumba.runtime.context import current
 
 DEBUG = int(os.environ.get("RLNUMBA_DEBUG") or 0)

@@ -1,1 +1,1 @@
-"""The trainers: each shows its own loop whole; `core`, `rollout` and `run_folder` are what they share."""
+"""The trainers: a module each, with its batches, its loss and its record; `every.py` lists them."""

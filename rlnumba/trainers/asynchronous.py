@@ -26,25 +26,26 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rlnumba.distributed import ray_cluster
-from rlnumba.distributed.inference import Engines, Limits
-from rlnumba.distributed.inference_group import HeldModel
-from rlnumba.distributed.inference_worker import Alive, Setup
-from rlnumba.distributed.placement import gpus_of_ranks, most_ranks_per_gpu
-from rlnumba.distributed.ray_engines import ObjectSender, RayEngines
-from rlnumba.distributed.weight_push import WeightPusher, can_share
-from rlnumba.distributed.weight_shards import is_in_parts, whole_bytes
-from rlnumba.distributed.weight_sync import Again, PartSender, WeightSender
 from rlnumba.engine.groups import GroupEngine, GroupRequest
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import SharedError, UserError
+from rlnumba.parallel import ray_cluster
+from rlnumba.parallel.placement import gpus_of_ranks, most_ranks_per_gpu
 from rlnumba.rewards import RewardError, TrainerState
 from rlnumba.rewards.calling import Pending
-from rlnumba.runtime import ahead_of_time, device
+from rlnumba.runs.run_folder import KERNEL_LIST, kernel_request
+from rlnumba.runtime import device
+from rlnumba.runtime.compile import ahead_of_time
+from rlnumba.sampling.inference import Engines, Limits
+from rlnumba.sampling.inference_group import HeldModel
+from rlnumba.sampling.inference_worker import Alive, Setup
+from rlnumba.sampling.ray_engines import ObjectSender, RayEngines
+from rlnumba.sampling.weights.push import WeightPusher, can_share
+from rlnumba.sampling.weights.shards import is_in_parts, whole_bytes
+from rlnumba.sampling.weights.sync import Again, PartSender, WeightSender
 from rlnumba.trainers import rollout
 from rlnumba.trainers.engine_elsewhere import GroupsApart
 from rlnumba.trainers.group_buffer import Group, GroupBuffer
-from rlnumba.trainers.run_folder import KERNEL_LIST, kernel_request
 
 # Seconds between two looks at what engines report while the trainer waits for groups.
 POLL_S = 0.1

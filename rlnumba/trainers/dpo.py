@@ -20,9 +20,11 @@ from rlnumba.data.pairs import load_pairs, truncated
 from rlnumba.kernels.logprob.ops import linear_logp
 from rlnumba.kernels.nn.elementwise import add, scale
 from rlnumba.kernels.rl.preference_loss import LOSS, PAIR_STATS, preference_loss, preference_metrics
+from rlnumba.runs.micro_batch import costliest_first
+from rlnumba.runs.planning.planned import Models
+from rlnumba.runs.row_loop import TrainerOnRows, micro_batches_of
+from rlnumba.runs.run_folder import log
 from rlnumba.runtime import device
-from rlnumba.trainers.micro_batch import costliest_first
-from rlnumba.trainers.planned import Models
 from rlnumba.trainers.preference import (
     CompletionBatch,
     TokenMetrics,
@@ -31,8 +33,6 @@ from rlnumba.trainers.preference import (
     optimizer_step,
     stored_reference_logps,
 )
-from rlnumba.trainers.row_loop import TrainerOnRows, micro_batches_of
-from rlnumba.trainers.run_folder import log
 
 
 def run_dpo(run, resume=False, communicator=None):

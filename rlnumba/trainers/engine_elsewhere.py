@@ -1,6 +1,6 @@
 """An engine elsewhere: the inference processes of an asynchronous run draw what the trainer's own would.
 
-For ranks that have a part of the weights each (distributed/layer_shards.py), which generate nothing themselves. The
+For ranks that have a part of the weights each (parallel/layer_shards.py), which generate nothing themselves. The
 completions drawn so are an evaluation's, and are not trained on.
 
     EngineElsewhere.add_request, on all ranks  ->  GroupsApart.submit, on rank 0  ->  inference processes
@@ -15,11 +15,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlnumba.distributed.inference import InferenceError
-from rlnumba.distributed.replicas import RoundOutput
 from rlnumba.engine.core import FinishedCompletion, longest_sequence
 from rlnumba.engine.groups import GroupRequest
 from rlnumba.engine.sequence import SamplingParams
+from rlnumba.sampling.inference import InferenceError
+from rlnumba.sampling.replicas import RoundOutput
 
 
 class EngineElsewhere:

@@ -21,15 +21,15 @@ from rlnumba.config.grpo import GRPORun
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
+from rlnumba.runs.loading import load_policy
+from rlnumba.runs.micro_batch import costliest_first
+from rlnumba.runs.planning.planned import Models
+from rlnumba.runs.policy import LateMetrics
+from rlnumba.runs.prompt_loop import TrainerOnPrompts
+from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.runtime import device
 from rlnumba.trainers import dynamic_sampling, rollout
 from rlnumba.trainers import entropy as entropies
-from rlnumba.trainers.core import LateMetrics
-from rlnumba.trainers.loading import load_policy
-from rlnumba.trainers.micro_batch import costliest_first
-from rlnumba.trainers.planned import Models
-from rlnumba.trainers.prompt_loop import TrainerOnPrompts
-from rlnumba.trainers.prompt_run import sampling_params
 from rlnumba.trainers.rejection import normalize_corrections, reject
 
 

@@ -21,9 +21,11 @@ from rlnumba.data.packing import TokenSequence
 from rlnumba.data.pairs import truncated
 from rlnumba.data.unpaired import load_unpaired
 from rlnumba.kernels.rl.kto_loss import LOSS, STATS, kto_loss, kto_metrics
+from rlnumba.runs.micro_batch import costliest_first
+from rlnumba.runs.planning.planned import Models
+from rlnumba.runs.row_loop import TrainerOnRows, micro_batches_of
+from rlnumba.runs.run_folder import log
 from rlnumba.runtime import device
-from rlnumba.trainers.micro_batch import costliest_first
-from rlnumba.trainers.planned import Models
 from rlnumba.trainers.preference import (
     CompletionBatch,
     TokenMetrics,
@@ -33,8 +35,6 @@ from rlnumba.trainers.preference import (
     sequences_key,
     stored_reference_logps,
 )
-from rlnumba.trainers.row_loop import TrainerOnRows, micro_batches_of
-from rlnumba.trainers.run_folder import log
 
 
 def run_kto(run, resume=False, communicator=None):

@@ -8,7 +8,7 @@
 
 The critic is a model of its own, or a head on the policy's trunk, whose hidden states are then computed once for both.
 Engine and policy read the same weights, so where their arithmetic agrees bit for bit, the sampler's log-probs are the
-old ones. The loop over batches is GRPO's (trainers/prompt_loop.py).
+old ones. The loop over batches is GRPO's (runs/prompt_loop.py).
 
 Sources: Schulman et al. 2017 (arXiv 1707.06347), Ziegler et al. 2019 (arXiv 1909.08593); TRL 1.12's PPOTrainer, whose
 names, defaults and arithmetic these are, but for the score, which stands at the last token. Scaled scores: Zheng et al.
@@ -34,16 +34,16 @@ from rlnumba.kernels.rl.ppo_rewards import ppo_rewards
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.model.transformer import find_model, load_model, read_config
 from rlnumba.optim import learning_rate_at
+from rlnumba.runs.loading import load_policy
+from rlnumba.runs.micro_batch import TargetBatch, costliest_first
+from rlnumba.runs.planning.planned import Models
+from rlnumba.runs.policy import LateMetrics, Policy, epoch_order
+from rlnumba.runs.prompt_loop import TrainerOnPrompts
+from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.transfer import copy_to_device
 from rlnumba.trainers import rollout
-from rlnumba.trainers.core import LateMetrics, Policy, epoch_order
 from rlnumba.trainers.grpo import sampler_is_exact
-from rlnumba.trainers.loading import load_policy
-from rlnumba.trainers.micro_batch import TargetBatch, costliest_first
-from rlnumba.trainers.planned import Models
-from rlnumba.trainers.prompt_loop import TrainerOnPrompts
-from rlnumba.trainers.prompt_run import sampling_params
 
 
 def run_ppo(run, resume=False, reward_funcs=(), communicator=None):

@@ -12,11 +12,11 @@ import numpy as np
 from rlnumba.kernels.nn.reduce import column_sums
 from rlnumba.kernels.rl.preference_loss import sequence_logps
 from rlnumba.reporting.files import replacing
+from rlnumba.runs.loading import load_policy
+from rlnumba.runs.micro_batch import TargetBatch
+from rlnumba.runs.policy import LateMetrics
+from rlnumba.runs.run_folder import log
 from rlnumba.runtime import device
-from rlnumba.trainers.core import LateMetrics
-from rlnumba.trainers.loading import load_policy
-from rlnumba.trainers.micro_batch import TargetBatch
-from rlnumba.trainers.run_folder import log
 from rlnumba.trainers.sft import target_batch
 
 # The file in which a run keeps the log-probs of precompute_ref_log_probs.

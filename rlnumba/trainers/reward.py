@@ -16,13 +16,13 @@ from rlnumba.data.pairs import load_pairs
 from rlnumba.kernels.rl.reward_loss import reward_loss
 from rlnumba.model.config import SCORE_HEAD
 from rlnumba.model.sequence_score import score_rows
+from rlnumba.runs.loading import load_policy
+from rlnumba.runs.micro_batch import TargetBatch, costliest_first
+from rlnumba.runs.planning.planned import Models
+from rlnumba.runs.policy import LateMetrics
+from rlnumba.runs.row_loop import TrainerOnRows, micro_batches_of
+from rlnumba.runs.run_folder import log
 from rlnumba.runtime import device
-from rlnumba.trainers.core import LateMetrics
-from rlnumba.trainers.loading import load_policy
-from rlnumba.trainers.micro_batch import TargetBatch, costliest_first
-from rlnumba.trainers.planned import Models
-from rlnumba.trainers.row_loop import TrainerOnRows, micro_batches_of
-from rlnumba.trainers.run_folder import log
 
 
 def run_reward(run, resume=False, communicator=None):

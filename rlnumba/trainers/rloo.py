@@ -16,6 +16,8 @@ import numpy as np
 
 from rlnumba.config.rloo import RLOORun
 from rlnumba.kernels.rl.advantage import rloo_advantages
+from rlnumba.runs.prompt_loop import TrainerOnPrompts
+from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.runtime import device
 from rlnumba.trainers import rollout
 from rlnumba.trainers.entropy import WithoutBonus
@@ -30,8 +32,6 @@ from rlnumba.trainers.grpo import (
     rehearse_steps,
     sampler_is_exact,
 )
-from rlnumba.trainers.prompt_loop import TrainerOnPrompts
-from rlnumba.trainers.prompt_run import sampling_params
 
 # Added to the standard deviation that normalize_advantages divides by, as in TRL.
 EPSILON = 1e-4

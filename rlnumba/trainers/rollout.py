@@ -18,9 +18,9 @@ from rlnumba.data import Prompt
 from rlnumba.data.values import as_json
 from rlnumba.engine.sequence import Completion
 from rlnumba.kernels.rl.advantage import group_advantages
+from rlnumba.runs.micro_batch import MicroBatch
 from rlnumba.runtime import device
 from rlnumba.trainers.estimators import advantages_of, penalised
-from rlnumba.trainers.micro_batch import MicroBatch
 
 
 def derived_seed(seed, *counters):

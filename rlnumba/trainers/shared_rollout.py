@@ -1,6 +1,6 @@
 """Rewards of the completions that the ranks of a run draw together, computed by one rank for all.
 
-Completions are drawn by all (distributed/replicas.py), and every rank has all of them; rank 0 calls the reward
+Completions are drawn by all (sampling/replicas.py), and every rank has all of them; rank 0 calls the reward
 functions, and then all ranks have the values. Every rank makes the same calls, as those of a Communicator.
 """
 

@@ -38,15 +38,15 @@ from rlnumba.config.runs import RUNS
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.lora import lora_of_peft
 from rlnumba.reporting.files import make_folder, read_metrics, replacing, to_line
+from rlnumba.runs.callbacks import TrainerState, given
+from rlnumba.runs.eval import run_eval
+from rlnumba.runs.planning.fit import fit_to_device
+from rlnumba.runs.planning.savings import advise
+from rlnumba.runs.ranks import resolve_if_named, train_on_ranks
+from rlnumba.runs.run_folder import log, owner_of
+from rlnumba.runs.run_inputs import located
 from rlnumba.runtime import device
-from rlnumba.trainers.callbacks import TrainerState, given
-from rlnumba.trainers.eval import run_eval
 from rlnumba.trainers.every import TRAINERS
-from rlnumba.trainers.fit import fit_to_device
-from rlnumba.trainers.plan_savings import advise
-from rlnumba.trainers.ranks import resolve_if_named, train_on_ranks
-from rlnumba.trainers.run_folder import log, owner_of
-from rlnumba.trainers.run_inputs import located
 
 MODEL_FOLDER = "the tokenizer is read from the model's folder"
 # Arguments of TRL's trainers that change nothing, and why.

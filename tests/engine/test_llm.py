@@ -21,9 +21,9 @@ from rlnumba.model.layers import PackedAttention
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, load_model, pack, score
 from rlnumba.model.weights import Weights
+from rlnumba.runs.micro_batch import TargetBatch
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device, dispatch, memory
-from rlnumba.trainers.core import Policy
-from rlnumba.trainers.micro_batch import TargetBatch
 from tests.close import assert_same_bits
 from tests.kernels.test_paged_attention import shorten_segments
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from rlnumba.kernels.adamw import adamw, adamw_kernel, adamw_ref, adamw_scalars, clip
-from rlnumba.kernels.nn.stochastic_rounding import (
+from rlnumba.kernels.optim.adamw import adamw, adamw_kernel, adamw_ref, adamw_scalars, clip
+from rlnumba.kernels.optim.stochastic_rounding import (
     round_on_cpu,
     rounding_noise,
     stochastic_bfloat16,

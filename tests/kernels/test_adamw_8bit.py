@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from rlnumba.kernels.adamw import adamw_ref, adamw_scalars
-from rlnumba.kernels.adamw_8bit import (
+from rlnumba.kernels.optim.adamw import adamw_ref, adamw_scalars
+from rlnumba.kernels.optim.adamw_8bit import (
     BLOCK,
     ZERO_CODES,
     adamw_8bit,
@@ -13,7 +13,7 @@ from rlnumba.kernels.adamw_8bit import (
     midpoints,
     quantize_ref,
 )
-from rlnumba.kernels.nn.stochastic_rounding import rounding_noise
+from rlnumba.kernels.optim.stochastic_rounding import rounding_noise
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_same_bits
 

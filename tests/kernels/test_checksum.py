@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rlnumba.kernels.checksum import BLOCKS, CHUNK, THREADS, checksum, checksum_kernel, checksum_of, checksum_ref
+from rlnumba.kernels.peer.checksum import BLOCKS, CHUNK, THREADS, checksum, checksum_kernel, checksum_of, checksum_ref
 from rlnumba.runtime import device
-from rlnumba.runtime.compile import type_name
+from rlnumba.runtime.compile.machine_code import type_name
 
 
 def found_of(x):
@@ -32,7 +32,7 @@ def test_the_reference_is_the_definition(rng, size):
 @pytest.mark.parametrize("size", [0, 1, 3, 2 * THREADS * 4 + 700])
 def test_values(rng, monkeypatch, size):
     if device.name() == "sim":
-        monkeypatch.setattr("rlnumba.kernels.checksum.BLOCKS", 2)
+        monkeypatch.setattr("rlnumba.kernels.peer.checksum.BLOCKS", 2)
         monkeypatch.setattr("tests.kernels.test_checksum.BLOCKS", 2)
     for x in (random_of(rng, size), np.full(size, -1, np.int64)):
         assert found_of(x) == checksum_ref(x)

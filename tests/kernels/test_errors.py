@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from rlnumba.config import PolicyLossConfig
-from rlnumba.kernels import checksum, decode_state
-from rlnumba.kernels.adamw import adamw, adamw_scalars
-from rlnumba.kernels.adamw_8bit import adamw_8bit
+from rlnumba.kernels import decode_state
 from rlnumba.kernels.attention import ops as attention
 from rlnumba.kernels.attention import paged as paged_attention
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.logprob import ops as logprob
 from rlnumba.kernels.nn import elementwise, embedding, qkv, reduce, rmsnorm, swiglu
+from rlnumba.kernels.optim.adamw import adamw, adamw_scalars
+from rlnumba.kernels.optim.adamw_8bit import adamw_8bit
+from rlnumba.kernels.peer import checksum
 from rlnumba.kernels.rl import advantage, gae, policy_loss
 from rlnumba.kernels.rl.policy_loss import METRICS
 from rlnumba.kernels.sampling import ops as sampling

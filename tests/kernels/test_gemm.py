@@ -117,7 +117,7 @@ def test_addends_of_cublas(rng, bias, residual):
 @pytest.mark.parametrize("shape", SMALL + [(33, 97, 100), (130, 96, 288), (1, 300, 1000), (2, 7, 16)])
 def test_numpy_device(rng, shape):
     if device.name() != "cpu":
-        pytest.skip("checks kernels/gemm/cpu.py")
+        pytest.skip("checks kernels/cpu/gemm.py")
     run_all(rng, shape, "float32")
 
 
@@ -165,7 +165,7 @@ def test_gemm_can_be_captured_in_a_graph(rng):
 @pytest.mark.parametrize("k", [1, 15, 16, 33, 288, 1031])
 def test_numpy_rows_are_exact_in_any_batch(rng, k):
     if device.name() != "cpu":
-        pytest.skip("checks kernels/gemm/cpu.py")
+        pytest.skip("checks kernels/cpu/gemm.py")
     n = 101 if k < 1000 else 1003
     rows = random(rng, (1000, k), "float32")
     weight, bias = random(rng, (n, k), "float32"), random(rng, n, "float32")
@@ -306,7 +306,7 @@ def test_a_row_depends_on_itself_alone(rng, family, dtype):
 
 def test_order_of_the_sum_is_the_documented_one(rng):
     if device.name() != "cpu":
-        pytest.skip("checks kernels/gemm/cpu.py")
+        pytest.skip("checks kernels/cpu/gemm.py")
     x, weight = random(rng, (1, 50), "float32"), random(rng, (1, 50), "float32")
     lanes = np.zeros(16, np.float32)
     for k in range(50):

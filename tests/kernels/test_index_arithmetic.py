@@ -5,13 +5,13 @@ import re
 import numpy as np
 import pytest
 
-from rlnumba.kernels import adamw
 from rlnumba.kernels.logprob import chunked as logprob
 from rlnumba.kernels.nn import elementwise, embedding, qkv, reduce, rmsnorm, rope, swiglu
+from rlnumba.kernels.optim import adamw
 from rlnumba.kernels.rl import gae, policy_loss
 from rlnumba.kernels.sampling import ops as sampling
 from rlnumba.runtime import device
-from rlnumba.runtime.compile import parse_type, targeting
+from rlnumba.runtime.compile.machine_code import parse_type, targeting
 
 F1, F2, F3, I1 = "float32[::1]", "float32[:,::1]", "float32[:,:,::1]", "int32[::1]"
 H1, H2, H3 = (name.replace("float32", "uint16") for name in (F1, F2, F3))

@@ -12,8 +12,9 @@ import pytest
 from rlnumba.errors import DeviceError
 from rlnumba.kernels.nn.reduce import group_mean_std_kernel
 from rlnumba.kernels.ptx.warp import griddepcontrol_wait
-from rlnumba.runtime import cache, device, launch
-from rlnumba.runtime.cache import PACKAGE, cache_key, imported_files, sources_digest
+from rlnumba.runtime import device, launch
+from rlnumba.runtime.compile import cache
+from rlnumba.runtime.compile.cache import PACKAGE, cache_key, imported_files, sources_digest
 from rlnumba.runtime.context import Context, current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import Parameters

@@ -251,7 +251,7 @@ def test_numpy_rows_score_as_they_are_drawn(rng, temperature):
     """The log-probability a sampler takes from one row's logits is the trainer's, bit for bit."""
     if device.name() != "cpu":
         pytest.skip("on a GPU equal bits need the native GEMM")
-    from rlnumba.kernels.nn.row_sum_cpu import row_terms
+    from rlnumba.kernels.cpu.row_sum import row_terms
 
     hidden = rng.standard_normal((40, 48), np.float32)
     weight = rng.standard_normal((1003, 48), np.float32)
@@ -386,8 +386,8 @@ def test_top1_is_the_lowest_of_equals_in_kernels():
 def test_exponential_is_accurate():
     """Of every float32 in steps of 1e-4 down to where it vanishes: two units in the last place."""
     if device.name() != "cpu":
-        pytest.skip("the polynomial of kernels/simd.py")
-    from rlnumba.kernels.logprob.cpu import logp_backward_rows
+        pytest.skip("the polynomial of kernels/cpu/simd.py")
+    from rlnumba.kernels.cpu.logprob import logp_backward_rows
 
     x = -np.arange(0, 90, 1e-4).astype(np.float32)
     row = np.append(np.float32(0), x)[None]

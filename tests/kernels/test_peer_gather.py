@@ -1,11 +1,11 @@
-"""The gather between GPUs: all ranks in one launch of the simulator; on GPUs see tests/distributed/test_peer.py."""
+"""The gather between GPUs: all ranks in one launch of the simulator; on GPUs see tests/parallel/test_peer.py."""
 
 import numpy as np
 import pytest
 
 from rlnumba.kernels.checks import address
-from rlnumba.kernels.peer_gather import Layout, peer_gather, peer_gather_kernel
-from rlnumba.kernels.peer_inbox import (
+from rlnumba.kernels.peer.gather import Layout, peer_gather, peer_gather_kernel
+from rlnumba.kernels.peer.inbox import (
     EMPTY,
     FIRST_EPOCH,
     OF_VALUES,
@@ -17,7 +17,7 @@ from rlnumba.kernels.peer_inbox import (
     packets_of_kind,
 )
 from rlnumba.runtime import device
-from rlnumba.runtime.compile import type_name
+from rlnumba.runtime.compile.machine_code import type_name
 
 # Packets of a kind from one rank, and words in those with epochs.
 CAPACITY = 300

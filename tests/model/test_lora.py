@@ -18,9 +18,9 @@ from rlnumba.model.layers import MODULES
 from rlnumba.model.lora import Adapter, Dropout, load_adapter, merge
 from rlnumba.model.transformer import Tape, host_copy, load_model, pack, packed_attention, save_model, score
 from rlnumba.model.weights import open_tensors
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.arena import Arena
-from rlnumba.trainers.core import Policy
 from tests.close import assert_close, assert_same_bits
 from tests.model.gradients import gradients_of_logprobs
 from tests.trainers.runs import GOLDEN, MODEL

@@ -24,7 +24,7 @@ from rlnumba.config import (
     SFTConfig,
     SFTRun,
 )
-from rlnumba.trainers.callbacks import TrainerCallback, given
+from rlnumba.runs.callbacks import TrainerCallback, given
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 MODEL = GOLDEN / "tiny-qwen3"

@@ -14,9 +14,9 @@ from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards import TrainerState
 from rlnumba.rewards.calling import Scores
+from rlnumba.runs.prompt_order import PromptOrder
+from rlnumba.runs.prompt_schedule import MicroBatchSchedule
 from rlnumba.trainers.asynchronous import Pipeline, encoded, generations_from
-from rlnumba.trainers.prompt_order import PromptOrder
-from rlnumba.trainers.prompt_schedule import MicroBatchSchedule
 from tests.trainers.runs import grpo_run
 
 NUM_PROMPTS = 12

@@ -9,8 +9,8 @@ import pytest
 from rlnumba import SFTConfig, SFTTrainer, TrainerCallback, checkpoint
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.transformer import load_model
+from rlnumba.runs.callbacks import EVENTS, given
 from rlnumba.trainers import sft
-from rlnumba.trainers.callbacks import EVENTS, given
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.sft import run_sft
 from tests.trainers.runs import MODEL, grpo_run, metrics_of, sft_run

@@ -12,9 +12,9 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.lora import Adapter
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device
 from rlnumba.trainers import dpo, preference
-from rlnumba.trainers.core import Policy
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.preference import REFERENCE_FILE
 from tests.close import assert_same_bits

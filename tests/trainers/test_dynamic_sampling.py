@@ -17,9 +17,9 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import RewardError, Rewards, TrainerState
 from rlnumba.rewards.calling import Pending, Scores
+from rlnumba.runs.prompt_run import prompt_order
+from rlnumba.runs.run_folder import Clock
 from rlnumba.trainers import dynamic_sampling, grpo, rollout
-from rlnumba.trainers.prompt_run import prompt_order
-from rlnumba.trainers.run_folder import Clock
 from tests.trainers.runs import MODEL, grpo_config, grpo_run, metrics_of
 
 PARAMS = SamplingParams(n=2, max_tokens=12, seed=5)

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from rlnumba.config import AsyncConfig, EngineConfig
-from rlnumba.distributed.inference import InferenceError
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import Completion, SamplingParams
+from rlnumba.sampling.inference import InferenceError
 from rlnumba.trainers.engine_elsewhere import EngineElsewhere, GroupsApart
 from tests.engine.test_core import TINY
 from tests.engine.test_llm import make_model

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from rlnumba.errors import ConfigError
-from rlnumba.trainers import grpo, prompt_schedule
+from rlnumba.runs import prompt_schedule
+from rlnumba.trainers import grpo
 from rlnumba.trainers.estimators import advantages_of, penalised
 from rlnumba.trainers.rejection import kept_tokens, mean_correction, reject
 from tests.trainers.runs import grpo_config, grpo_run, metrics_of

@@ -13,13 +13,13 @@ import pytest
 from rlnumba import cli
 from rlnumba.config import EvalConfig, LoraConfig, to_toml
 from rlnumba.errors import ConfigError
-from rlnumba.trainers import evaluation
+from rlnumba.runs import evaluation
+from rlnumba.runs.eval import run_eval
+from rlnumba.runs.prompt_run import eval_params
 from rlnumba.trainers.dpo import run_dpo
-from rlnumba.trainers.eval import run_eval
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
 from rlnumba.trainers.ppo import run_ppo
-from rlnumba.trainers.prompt_run import eval_params
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.rloo import run_rloo
 from rlnumba.trainers.sft import run_sft

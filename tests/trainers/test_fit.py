@@ -11,12 +11,14 @@ from rlnumba.config import GRPOConfig, load_run, to_toml
 from rlnumba.errors import DeviceError
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.weights import write_json
+from rlnumba.runs import kept_data
+from rlnumba.runs.planning import fit, fit_choices
+from rlnumba.runs.planning.fit import activation_modes, available_bytes, fit_to_device, has_headroom
+from rlnumba.runs.planning.plan import CONTEXT_BYTES, Plan, Planner
+from rlnumba.runs.planning.savings import savings
 from rlnumba.runtime import device, memory
-from rlnumba.trainers import fit, fit_choices, kept_data, sft
-from rlnumba.trainers.fit import activation_modes, available_bytes, fit_to_device, has_headroom
+from rlnumba.trainers import sft
 from rlnumba.trainers.grpo import run_grpo
-from rlnumba.trainers.plan import CONTEXT_BYTES, Plan, Planner
-from rlnumba.trainers.plan_savings import savings
 from rlnumba.trainers.sft import num_tokens, run_sft
 from tests.trainers.runs import MODEL, grpo_run, sft_run
 

@@ -12,9 +12,9 @@ from rlnumba.kernels.ptx.warp import flushed
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device, dispatch, memory
 from rlnumba.trainers import sft
-from rlnumba.trainers.core import Policy
 from rlnumba.trainers.sft import target_batch
 from tests.close import assert_same_bits
 from tests.trainers.runs import GOLDEN

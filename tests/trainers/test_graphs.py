@@ -15,11 +15,8 @@ from rlnumba.data import TokenSequence
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
-from rlnumba.runtime import device, memory
-from rlnumba.runtime.mapped_memory import PIECE_BYTES
-from rlnumba.trainers import graphs, grpo, rloo, sft
-from rlnumba.trainers.core import LateMetrics, Policy
-from rlnumba.trainers.micro_batch import (
+from rlnumba.runs import graphs
+from rlnumba.runs.micro_batch import (
     TILE,
     MicroBatch,
     bucket_of,
@@ -27,6 +24,10 @@ from rlnumba.trainers.micro_batch import (
     seqlen_bucket_of,
     target_bucket_of,
 )
+from rlnumba.runs.policy import LateMetrics, Policy
+from rlnumba.runtime import device, memory
+from rlnumba.runtime.mapped_memory import PIECE_BYTES
+from rlnumba.trainers import grpo, rloo, sft
 from rlnumba.trainers.rollout import Rollouts
 from tests.close import assert_same_bits
 from tests.trainers.runs import MODEL, grpo_config

@@ -13,14 +13,16 @@ from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import RewardError, TrainerState
+from rlnumba.runs import policy as policy_module
+from rlnumba.runs import prompt_loop, prompt_run, prompt_schedule
+from rlnumba.runs.eval import run_eval
+from rlnumba.runs.planning.plan import Planner
+from rlnumba.runs.policy import Policy
+from rlnumba.runs.prompt_order import PromptOrder
+from rlnumba.runs.run_folder import Clock
 from rlnumba.runtime import device
-from rlnumba.trainers import core, grpo, prompt_loop, prompt_run, prompt_schedule
-from rlnumba.trainers.core import Policy
-from rlnumba.trainers.eval import run_eval
-from rlnumba.trainers.plan import Planner
-from rlnumba.trainers.prompt_order import PromptOrder
+from rlnumba.trainers import grpo
 from rlnumba.trainers.rollout import Generation, Rollouts, Sample, derived_seed
-from rlnumba.trainers.run_folder import Clock
 from tests.close import assert_close, assert_same_bits
 from tests.trainers.runs import MODEL, golden, grpo_config, grpo_run, metrics_of, metrics_until
 
@@ -204,13 +206,13 @@ def test_old_logprobs_are_recomputed_only_where_needed():
 @pytest.fixture
 def combined_calls(monkeypatch):
     """A list that gets, for every forward and backward of the head at once, the array of its gradient."""
-    called, head = [], core.lm_head_forward_backward
+    called, head = [], policy_module.lm_head_forward_backward
 
     def counted(*arguments, **options):
         called.append(arguments[6])
         return head(*arguments, **options)
 
-    monkeypatch.setattr(core, "lm_head_forward_backward", counted)
+    monkeypatch.setattr(policy_module, "lm_head_forward_backward", counted)
     return called
 
 

@@ -14,9 +14,9 @@ from rlnumba.errors import ConfigError
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device
 from rlnumba.trainers import sft
-from rlnumba.trainers.core import Policy
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.sft import run_sft
 from tests.close import assert_close, assert_same_bits

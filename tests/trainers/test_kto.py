@@ -9,9 +9,9 @@ from rlnumba import KTOConfig, KTOTrainer
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device
 from rlnumba.trainers import kto
-from rlnumba.trainers.core import Policy
 from rlnumba.trainers.kto import run_kto
 from tests.trainers.preference import CASES, cases_of, check_curve
 from tests.trainers.runs import MODEL, PREFERENCE_ROWS, metrics_of, preference_run

@@ -13,16 +13,16 @@ from rlnumba.config import LoraConfig, load_run, to_toml
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.model.weights import open_tensors
+from rlnumba.runs.loading import load_policy
+from rlnumba.runs.policy import Policy
+from rlnumba.runs.run_folder import RunFolder
 from rlnumba.runtime import device, memory
-from rlnumba.trainers.core import Policy
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
-from rlnumba.trainers.loading import load_policy
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.reward_model import RewardModel
 from rlnumba.trainers.rloo import run_rloo
-from rlnumba.trainers.run_folder import RunFolder
 from rlnumba.trainers.sft import run_sft
 from tests.close import assert_same_bits
 from tests.trainers.runs import (

@@ -7,12 +7,12 @@ import threading
 import pytest
 
 from rlnumba.reporting import metrics
-from rlnumba.trainers import run_folder
+from rlnumba.runs import run_folder
+from rlnumba.runs.run_folder import RunFolder
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.ppo import run_ppo
 from rlnumba.trainers.rloo import run_rloo
-from rlnumba.trainers.run_folder import RunFolder
 from rlnumba.trainers.sft import run_sft
 from tests.trainers.runs import grpo_run, metrics_of, ppo_run, preference_run, rloo_run, sft_run
 

@@ -12,7 +12,6 @@ import pytest
 from rlnumba import cli
 from rlnumba.config import AsyncConfig, DeployConfig, to_toml
 from rlnumba.config.lora import LoraConfig
-from rlnumba.distributed import launch
 from rlnumba.errors import UserError
 from rlnumba.kernels.nn import reduce
 from rlnumba.model import layers, transformer
@@ -20,14 +19,15 @@ from rlnumba.model.config import ModelConfig
 from rlnumba.model.lora import Adapter
 from rlnumba.model.shard import Shard
 from rlnumba.model.weights import write_json
+from rlnumba.parallel import launch
+from rlnumba.runs.planning.plan import Planner
+from rlnumba.runs.planning.savings import advise, savings
+from rlnumba.runs.planning.text import describe
 from rlnumba.runtime import arena, device, memory
 from rlnumba.runtime.shapes import ShapeOnly, shapes_only
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
-from rlnumba.trainers.plan import Planner
-from rlnumba.trainers.plan_savings import advise, savings
-from rlnumba.trainers.plan_text import describe
 from rlnumba.trainers.ppo import run_ppo
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.rloo import run_rloo

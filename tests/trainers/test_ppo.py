@@ -17,11 +17,12 @@ from rlnumba.kernels.rl.gae import gae_ref
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.transformer import load_model, save_model
+from rlnumba.runs import prompt_loop
+from rlnumba.runs.policy import Policy
+from rlnumba.runs.run_folder import RunFolder
 from rlnumba.runtime import device
-from rlnumba.trainers import grpo, ppo, prompt_loop
-from rlnumba.trainers.core import Policy
+from rlnumba.trainers import grpo, ppo
 from rlnumba.trainers.rollout import Generation, Rollouts, Sample
-from rlnumba.trainers.run_folder import RunFolder
 from tests.close import assert_close, assert_same_bits
 from tests.trainers.runs import GOLDEN, MODEL, SMALL_PPO, golden, metrics_of, metrics_until, ppo_run
 from tests.trainers.test_grpo import golden_samples

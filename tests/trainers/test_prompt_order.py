@@ -11,7 +11,7 @@ from rlnumba.config import DataConfig
 from rlnumba.data import Prompt, PromptData
 from rlnumba.engine.sequence import Completion
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.trainers.prompt_order import PromptOrder, curriculum_values
+from rlnumba.runs.prompt_order import PromptOrder, curriculum_values
 from rlnumba.trainers.rloo import run_rloo
 from rlnumba.trainers.rollout import Sample
 from tests.trainers.runs import grpo_run, metrics_of, rloo_run

@@ -29,7 +29,7 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.lora import is_adapter
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import functions
-from rlnumba.trainers.callbacks import TrainerCallback
+from rlnumba.runs.callbacks import TrainerCallback
 from tests.trainers.runs import MODEL, PREFERENCE_ROWS
 
 ROWS = [{"prompt": f"what is {i}?", "completion": f" it is {i}"} for i in range(8)]

@@ -17,12 +17,12 @@ from rlnumba.engine.llm import LLM
 from rlnumba.errors import UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.optim import Optimizer
+from rlnumba.runs.run_folder import RunFolder
 from rlnumba.runtime import device
 from rlnumba.trainers import sft
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
-from rlnumba.trainers.run_folder import RunFolder
 from rlnumba.trainers.sft import run_sft
 from tests import processes
 from tests.trainers.runs import MODEL, grpo_run, metrics_of, preference_run, sft_run

@@ -13,9 +13,9 @@ from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model, save_model
 from rlnumba.model.weights import write_json
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device
 from rlnumba.trainers import reward
-from rlnumba.trainers.core import Policy
 from rlnumba.trainers.reward import run_reward
 from tests.close import assert_same_bits
 from tests.trainers.runs import GOLDEN, MODEL, PAIR_ROWS, golden, metrics_of, reward_run

@@ -14,12 +14,13 @@ from rlnumba.engine.sequence import Completion
 from rlnumba.errors import ConfigError
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import TrainerState
+from rlnumba.runs import prompt_loop
+from rlnumba.runs.policy import Policy
+from rlnumba.runs.prompt_order import PromptOrder
+from rlnumba.runs.run_folder import Clock
 from rlnumba.runtime import device
-from rlnumba.trainers import grpo, prompt_loop, rloo
-from rlnumba.trainers.core import Policy
-from rlnumba.trainers.prompt_order import PromptOrder
+from rlnumba.trainers import grpo, rloo
 from rlnumba.trainers.rollout import Generation, Rollouts, Sample
-from rlnumba.trainers.run_folder import Clock
 from tests.close import assert_close, assert_same_bits
 from tests.trainers.runs import GOLDEN, MODEL, SMALL_GRPO, golden, metrics_of, metrics_until, rloo_run
 from tests.trainers.test_grpo import golden_samples

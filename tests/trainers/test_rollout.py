@@ -12,10 +12,11 @@ from rlnumba.errors import ConfigError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import Rewards
+from rlnumba.runs.policy import Policy, epoch_order
+from rlnumba.runs.prompt_order import PromptOrder
+from rlnumba.runs.run_folder import Clock
 from rlnumba.runtime import device
 from rlnumba.trainers import grpo
-from rlnumba.trainers.core import Policy, epoch_order
-from rlnumba.trainers.prompt_order import PromptOrder
 from rlnumba.trainers.rollout import (
     Generation,
     Rollouts,
@@ -28,7 +29,6 @@ from rlnumba.trainers.rollout import (
     is_uniform,
     set_advantages,
 )
-from rlnumba.trainers.run_folder import Clock
 from tests.close import assert_same_bits
 from tests.trainers.runs import MODEL, grpo_config, grpo_run, metrics_of
 

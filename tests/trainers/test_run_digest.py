@@ -20,14 +20,15 @@ from rlnumba.model.transformer import load_model
 from rlnumba.reporting import metrics
 from rlnumba.rewards.calling import ModelReward
 from rlnumba.rewards.functions import accuracy_reward
-from rlnumba.trainers import run_digest, sft
-from rlnumba.trainers.core import epoch_order
+from rlnumba.runs import run_digest
+from rlnumba.runs.policy import epoch_order
+from rlnumba.runs.prompt_order import PromptOrder
+from rlnumba.runs.prompt_schedule import MicroBatchSchedule, Start
+from rlnumba.runs.row_loop import RowSchedule
+from rlnumba.runs.run_digest import keys_of_run, model_hash, new_indices, row_hashes, source_hash
+from rlnumba.trainers import sft
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
-from rlnumba.trainers.prompt_order import PromptOrder
-from rlnumba.trainers.prompt_schedule import MicroBatchSchedule, Start
-from rlnumba.trainers.row_loop import RowSchedule
-from rlnumba.trainers.run_digest import keys_of_run, model_hash, new_indices, row_hashes, source_hash
 from rlnumba.trainers.sft import run_sft
 from tests.trainers.runs import MODEL, SFT_ROWS, grpo_config, grpo_run, metrics_of, preference_run, sft_run
 from tests.trainers.test_resume import hash_of
@@ -261,7 +262,7 @@ def test_reference_logps_are_those_of_the_reference(tmp_path, capsys, monkeypatc
     assert "computing them again" not in capsys.readouterr().err
     shutil.copytree(MODEL, tmp_path / "other")
     shutil.copy(tmp_path / "run" / "final" / "model.safetensors", tmp_path / "other")
-    monkeypatch.setattr("rlnumba.trainers.run_folder.check_keys", lambda *arguments: [])
+    monkeypatch.setattr("rlnumba.runs.run_folder.check_keys", lambda *arguments: [])
     run_dpo(replace(run, model=str(tmp_path / "other"), train=replace(run.train, max_steps=3)), resume=True)
     assert "does not have this reference's log-probs: computing them again" in capsys.readouterr().err
 

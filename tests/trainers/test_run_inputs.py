@@ -8,9 +8,9 @@ import pytest
 from rlnumba.config import DataConfig, LoraConfig, load_run
 from rlnumba.errors import UserError
 from rlnumba.model.transformer import load_model
+from rlnumba.runs.run_inputs import PATH_KEYS, SetAside, earlier_folders, paths_of, with_paths
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
-from rlnumba.trainers.run_inputs import PATH_KEYS, SetAside, earlier_folders, paths_of, with_paths
 from rlnumba.trainers.sft import run_sft
 from tests.trainers.runs import MODEL, grpo_run, ppo_run, preference_run, sft_run
 from tests.trainers.test_resume import elsewhere, hash_of

@@ -11,9 +11,11 @@ from rlnumba.errors import UserError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.optim import learning_rate_at
+from rlnumba.runs import policy as policy_module
+from rlnumba.runs import run_folder
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device, memory
-from rlnumba.trainers import core, run_folder, sft
-from rlnumba.trainers.core import Policy
+from rlnumba.trainers import sft
 from tests.close import assert_same_bits
 from tests.trainers.runs import MODEL, SFT_ROWS, golden, metrics_of, sft_run
 
@@ -95,13 +97,13 @@ def test_micro_batches_and_checkpointing_change_nothing_but_rounding(tmp_path):
 @pytest.mark.parametrize(("loss_type", "together"), [("nll", True), ("chunked_nll", True), ("dft", False)])
 def test_forward_and_gradient_of_the_head_at_once(tmp_path, monkeypatch, loss_type, together):
     """Where each target's factor is known beforehand, which dft's is not."""
-    targets, head = [], core.lm_head_forward_backward
+    targets, head = [], policy_module.lm_head_forward_backward
 
     def counted(*arguments, **options):
         targets.append(arguments[6])
         return head(*arguments, **options)
 
-    monkeypatch.setattr(core, "lm_head_forward_backward", counted)
+    monkeypatch.setattr(policy_module, "lm_head_forward_backward", counted)
 
     sft.run_sft(sft_run(tmp_path / "run", max_steps=1, loss_type=loss_type))
     # The head's gradient of the second of two micro-batches is completed elsewhere.
@@ -110,10 +112,12 @@ def test_forward_and_gradient_of_the_head_at_once(tmp_path, monkeypatch, loss_ty
 
 
 def test_shuffling_draws_a_new_order_each_epoch_from_the_seed(tmp_path):
-    orders = [core.epoch_order(37, True, seed, epoch).tolist() for seed, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))]
+    orders = [
+        policy_module.epoch_order(37, True, seed, epoch).tolist() for seed, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))
+    ]
     assert sorted(orders[0]) == list(range(37))
     assert orders[0] != orders[1] and orders[0] != orders[2] and orders[0] == orders[3]
-    assert core.epoch_order(3, False, 1, 5).tolist() == [0, 1, 2]
+    assert policy_module.epoch_order(3, False, 1, 5).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -25,7 +25,7 @@ PATIENCE_S = 300
 ANNOUNCING = """
 import sys
 from contextlib import contextmanager
-from rlnumba.trainers import run_folder
+from rlnumba.runs import run_folder
 phase = run_folder.Clock.phase
 
 @contextmanager
@@ -41,7 +41,7 @@ run_folder.Clock.phase = announced
 SIGNALLING = """
 import os, threading
 from contextlib import contextmanager
-from rlnumba.trainers import run_folder
+from rlnumba.runs import run_folder
 phase = run_folder.Clock.phase
 begun, timers = [], []
 

@@ -16,7 +16,7 @@ from rlnumba.config import load_run
 from rlnumba.errors import ConfigError
 from rlnumba.rewards import RewardError
 from rlnumba.rewards.functions import think_format_reward
-from rlnumba.trainers.callbacks import TrainerCallback
+from rlnumba.runs.callbacks import TrainerCallback
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.reward import run_reward
 from rlnumba.trainers.sft import run_sft

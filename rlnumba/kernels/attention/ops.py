@@ -18,13 +18,14 @@ every sum is taken in a fixed order, so equal inputs give equal bits, and a row'
 Sources: Dao et al. 2022 (FlashAttention), algorithms 1 and 4; Dao 2023; Shah et al. 2024.
 """
 
-from rlnumba.kernels.attention import cpu, sm80_tiles, sm90_forward
+from rlnumba.kernels.attention import sm80_tiles, sm90_forward
 from rlnumba.kernels.attention.simt import attention_backward_simt, attention_simt
 from rlnumba.kernels.attention.sm80_backward import attention_backward_sm80
 from rlnumba.kernels.attention.sm80_forward import attention_sm80
 from rlnumba.kernels.attention.sm90_backward import attention_backward_sm90, backward_nbytes
 from rlnumba.kernels.attention.sm90_forward import attention_sm90
 from rlnumba.kernels.checks import F32, FLOATS, check, check_bounds, check_chunks
+from rlnumba.kernels.cpu import attention as cpu
 from rlnumba.runtime import device, dispatch
 
 MAX_HEAD_DIM = 256

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.attention import cpu as attention_cpu
 from rlnumba.kernels.attention import sm80_decode, sm90_paged
 from rlnumba.kernels.attention.ops import attention_family, check_heads
 from rlnumba.kernels.attention.reference import attention_ref
@@ -24,6 +23,7 @@ from rlnumba.kernels.attention.sm90_decode_consumer import decode_config as sm90
 from rlnumba.kernels.attention.softmax import TILE_KEYS
 from rlnumba.kernels.attention.split_kv import Workspace
 from rlnumba.kernels.checks import FLOATS, I32, check, check_chunks
+from rlnumba.kernels.cpu import attention as attention_cpu
 from rlnumba.kernels.nn.qkv import check_projection, qkv_split_to_cache
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current

@@ -13,7 +13,7 @@ rounded.
 x (M, K), weight (N, K), out (M, N). Sums are float32 whatever the arrays hold; gradients of weights and
 biases are float32 arrays that accumulate. GEMM backends:
 
-    cpu      on the cpu device: kernels/gemm/cpu.py, one fixed order a row
+    cpu      on the cpu device: kernels/cpu/gemm.py, one fixed order a row
     cublas   on a GPU: a row's bits may depend on the number of rows
     native   our kernels, on a GPU and in the simulator: K in one ascending order a row. 16-bit GEMMs run in sm90.py or
              sm80.py, as runtime/dispatch.py says for the GPU, if all rows are whole 16-byte pieces (N and K multiples
@@ -24,7 +24,8 @@ import numpy as np
 
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.checks import F32, FLOATS, address, check, is_16_byte_aligned
-from rlnumba.kernels.gemm import cpu, cublas, simt
+from rlnumba.kernels.cpu import gemm as cpu
+from rlnumba.kernels.gemm import cublas, simt
 from rlnumba.kernels.gemm import sm80 as gemm_sm80
 from rlnumba.kernels.gemm import sm90 as gemm_sm90
 from rlnumba.kernels.nn.swiglu import swiglu, swiglu_ref

@@ -9,8 +9,9 @@ import math
 
 import numpy as np
 
+from rlnumba.kernels.cpu import logprob as cpu
 from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
-from rlnumba.kernels.logprob import IGNORED, cpu, kernel_outputs, slices
+from rlnumba.kernels.logprob import IGNORED, kernel_outputs, slices
 from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.nn.row_sum import GROUPS, LOG2_E, ROW_THREADS, row_terms_function
 from rlnumba.kernels.ptx.warp import device_function, exp2, vector_access, widen

@@ -18,7 +18,7 @@ import functools
 import numpy as np
 
 from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all
-from rlnumba.kernels.nn import qkv_cpu
+from rlnumba.kernels.cpu import qkv as qkv_cpu
 from rlnumba.kernels.nn.rmsnorm import add_partials, rmsnorm_backward_ref, rmsnorm_ref
 from rlnumba.kernels.nn.rope import check_tables, head_access, head_shape, in_halves, rope_ref, rotate
 from rlnumba.kernels.ptx.warp import (

@@ -1,7 +1,7 @@
 """One order in which kernels add up a row of logits: largest, log-sum-exp, entropy, the same bits everywhere.
 
 The kernels that draw a token (kernels/sampling) and those that score it (kernels/logprob) must get the same bits. So
-all kernels reduce a row by the functions here; on the cpu device row_sum_cpu.py does. A sum is a triple: the largest
+all kernels reduce a row by the functions here; on the cpu device cpu/row_sum.py does. A sum is a triple: the largest
 logit m of a set, the sum of e = 2^x over it, x = (z - m) factor with factor = log2(e) / T, and for the entropy the sum
 of e x. Its order is that in which wgmma leaves 256 columns of a tile in the registers of four threads, a quad:
 

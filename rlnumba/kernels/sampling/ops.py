@@ -33,10 +33,11 @@ import math
 import numpy as np
 
 from rlnumba.kernels.checks import F32, I32, check, check_all
+from rlnumba.kernels.cpu import sampling as cpu
 from rlnumba.kernels.nn.row_sum import GROUPS, ROW_THREADS, TILE_COLUMNS, row_terms_function
 from rlnumba.kernels.philox import philox_ref
 from rlnumba.kernels.ptx.warp import access_length, griddepcontrol_launch_dependents, griddepcontrol_wait
-from rlnumba.kernels.sampling import cpu, scan
+from rlnumba.kernels.sampling import scan
 from rlnumba.kernels.sampling.draw import DRAW_THREADS, SEGMENT, SEGMENT_NOISE, TOKEN_NOISE, draw_kernel
 from rlnumba.kernels.sampling.scan import SCAN_THREADS, Workspace, blocks_per_row, sample_rank, scan_kernel
 from rlnumba.runtime import device

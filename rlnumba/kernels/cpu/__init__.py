@@ -1,0 +1,1 @@
+"""Operators of the cpu device, compiled by Numba: the implementation beside each operator's kernels."""

@@ -1,0 +1,265 @@
+"""Tensor-parallel inference: each rank has a shard of the model (model/shard.py); the bits are those of one rank.
+
+    every layer     GATHER and norm -> qkv of own heads -> attention -> GATHER -> own columns of o + residual
+                    GATHER and norm -> gate and up of own columns -> SwiGLU -> GATHER -> own columns of down + residual
+    head            logits of own tiles -> GATHER -> whole rows, of many each rank's own ones -> tokens -> GATHER
+
+Gathers copy, and no rank adds what another one has computed: there are no sums over ranks, whose order would have to
+be that of one rank's GEMM. Each rank has its columns of the residual stream; norms are computed of whole rows, by all
+ranks, of few rows in the kernel that gathers them (kernels/peer/rmsnorm.py).
+
+Two ways to run ranks:
+
+    generation      rank 0 has the engine; the others call the same methods of their runners (lead, follow)
+    scoring         all ranks do the same calls
+
+Whole rows of logits reach the rank that samples them, of few rows every rank, and all have all tokens. So each makes
+the next decode step's arrays itself, and on GPUs each replays CUDA graphs of its own, which contain the gathers:
+between two decode steps ranks exchange nothing but which step it is, and now and then a hash of these arrays, which
+must be equal.
+
+A rank is a process, on the cpu device or with a GPU (placement.py).
+"""
+
+import numpy as np
+import xxhash
+
+from rlnumba.config import EngineConfig
+from rlnumba.engine.check import Agreement, compare, draw_rollouts, requests
+from rlnumba.engine.core import Engine
+from rlnumba.engine.llm import LLM, compile_list, kernel_request
+from rlnumba.errors import UserError
+from rlnumba.kernels.gemm.ops import linear
+from rlnumba.kernels.logprob import slices
+from rlnumba.kernels.logprob.chunked import forward_rows, logp_of_logits
+from rlnumba.kernels.nn.rmsnorm import rmsnorm
+from rlnumba.model.config import LM_HEAD
+from rlnumba.model.layers import HeapAllocator, PackedAttention
+from rlnumba.model.shard import Columns, Shard, vocabulary
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import find_base, load_model, pack, read_config
+from rlnumba.parallel.communicator import as_bytes
+from rlnumba.parallel.launch import launch
+from rlnumba.parallel.placement import placement
+from rlnumba.runtime import device
+from rlnumba.runtime.context import current
+
+# The module that lists the kernels of ranks.
+KERNEL_LIST = "rlnumba.parallel.kernel_list"
+# Decode steps between two comparisons, each of which waits for the device once.
+COMPARED_STEPS = 256
+# Rows from which on each rank samples some of them. It then receives an R-th of the logits, 2 us a row less of a
+# vocabulary of 152k at R = 2 and 150 GB/s, and one exchange more, of 6 us. Not tuned.
+SHARED_ROWS = 8
+
+
+class TensorParallel:
+    """Operations of the ranks of a Communicator in the forward of one model: Transformer.ranks.
+
+    vocab_size: the model's. All ranks call each method at the same time, but for `end`. memory: an Arena, inside its
+    scope, or HeapAllocator.
+    """
+
+    def __init__(self, communicator, vocab_size):
+        self.communicator, self.vocab_size = communicator, vocab_size
+        self.rank, self.count = communicator.rank, communicator.world_size
+        self.num_steps = 0
+
+    def gather_columns(self, part, out):
+        """Write and return out (N, C), whose columns are those of the ranks' parts (N, C / count), in their order."""
+        self.communicator.gather_columns(part, out, Columns.equal(out.shape[1], self.count))
+        return out
+
+    def rmsnorm(self, part, weight, eps, out, memory):
+        """out (N, D) = rmsnorm (kernels/nn/rmsnorm.py) of rows; part (N, D / count): this rank's columns of them."""
+        if self.communicator.gather_rmsnorm(part, weight, eps, out):
+            return
+        with memory.scope():
+            rows = self.gather_columns(part, memory.empty(out.shape, out.dtype))
+            rmsnorm(rows, weight, eps, out, memory.empty((len(out),), np.float32))
+
+    def own_columns(self, x, memory):
+        """A copy (N, C / count) of this rank's columns of x (N, C)."""
+        columns = Columns.equal(x.shape[1], self.count).of(self.rank)
+        part = memory.empty((x.shape[0], columns.stop - columns.start), x.dtype)
+        if x.itemsize < 4:  # CuPy copies word by word
+            part.view(np.int32)[...] = x.view(np.int32)[:, columns.start // 2 : columns.stop // 2]
+        else:
+            part[...] = x[:, columns]
+        # CuPy's kernel is not one after which the next may start early.
+        current().serialize_next()
+        return part
+
+    def logits(self, hidden, lm_head, out, memory):
+        """Write the logits (N, V) float32 of hidden states (N, D). lm_head: this rank's rows of the head."""
+        part = memory.empty((len(hidden), len(lm_head)), np.float32)
+        linear(hidden, lm_head, part)
+        self.communicator.gather_columns(part, out, vocabulary(self.vocab_size, self.count))
+
+    def own_rows(self, count):
+        """The rows, of `count`, that this rank samples: a slice; None if all ranks sample all, because they are few."""
+        return None if count < SHARED_ROWS else _shares(count, self.count).of(self.rank)
+
+    def logits_of_own_rows(self, hidden, lm_head, out, memory):
+        """The same as `logits`, but only of this rank's own_rows of the hidden states."""
+        part = memory.empty((len(hidden), len(lm_head)), np.float32)
+        linear(hidden, lm_head, part)
+        row_width = _shares(len(hidden), self.count).width
+        self.communicator.exchange_rows(part, out, vocabulary(self.vocab_size, self.count), row_width)
+
+    def gather_rows(self, own, outputs, memory):
+        """Write a list of arrays (N,) of 32-bit elements from what each rank has of its own_rows: own (A, n) int32."""
+        count = len(outputs[0])
+        whole = memory.empty((len(outputs), count), np.int32)
+        self.communicator.gather_columns(own, whole, _shares(count, self.count))
+        for array, row in zip(outputs, whole, strict=True):
+            array.view(np.int32)[...] = row
+        # CuPy's kernel is not one after which the next may start early.
+        current().serialize_next()
+
+    def linear_logp(self, hidden, lm_head, ids, temperature, logp, lse, entropy, top1):
+        """kernels.logprob.ops.linear_logp, with its bits. lm_head: this rank's rows of the head."""
+        step = forward_rows(self.vocab_size)
+        z = device.xp().empty((min(step, len(hidden)), self.vocab_size), np.float32)
+        for rows, count in slices(len(hidden), step):
+            self.logits(hidden[rows], lm_head, z[:count], HeapAllocator())
+            of_rows = (array[rows] for array in (logp, lse, entropy, top1))
+            logp_of_logits(z[:count], ids[rows], temperature, *of_rows)
+
+    def compare_steps(self, state):
+        """Count a decode step, whose DecodeState this is; every COMPARED_STEPS-th one is compared between the ranks.
+
+        Each rank makes a step's arrays from those of the step before. Raises UserError, on all ranks, where they
+        differ: in the blocks of keys and values that they read, or in the tokens that they have sampled.
+        """
+        self.num_steps += 1
+        if self.num_steps % COMPARED_STEPS:
+            return
+        hashes = {
+            name: xxhash.xxh64_intdigest(as_bytes(np.ascontiguousarray(device.to_host(array))))
+            for name, array in (("block tables", state.block_tables), ("tokens", state.input_ids))
+        }
+        for rank, found in enumerate(self.communicator.objects(hashes)):
+            for name, expected in hashes.items() if rank != self.rank else ():
+                if found[name] != expected:
+                    ranks = "rank {} and rank {}".format(*sorted((rank, self.rank)))
+                    raise UserError(f"decode step {self.num_steps}: {ranks} of the model have different {name}")
+
+    def lead(self, method, *arguments):
+        """On rank 0, let the other ranks call a method of their runners, too, by its name; they `follow`."""
+        if self.rank == 0:
+            self.communicator.objects((method, arguments))
+
+    def end(self):
+        """Let the other ranks return from `follow`. Rank 0 alone."""
+        self.communicator.objects(None)
+
+
+def _shares(count, ranks):
+    """The Columns of `count` things that each of the ranks has, in one row: nearly the same number."""
+    return Columns(-(-count // ranks), 0, 0, count)
+
+
+def follow(model, config, others=None):
+    """Do the steps of rank 0's engine until it calls `end`. config: its EngineConfig.
+
+    others: {name: function} of what it leads beside the methods of its runner.
+    """
+    engine, others = Engine(model, None, config), others or {}
+    while (call := model.ranks.communicator.objects(None)[0]) is not None:
+        method, arguments = call
+        if method != "repeat":
+            # Rank 0 has read the results of its last step, so the memory that the host's arrays go through is free.
+            engine.runner.synchronize()
+        (others.get(method) or getattr(engine.runner, method))(*arguments)
+    engine.runner.synchronize()
+
+
+def on_ranks(function, count, folder, base, dtype, heads, *arguments):
+    """function(model, *arguments) on `count` ranks, each with its shard of the model in a folder: the result of rank 0.
+
+    function, arguments: what can be pickled; progress, the last of them, is None on other ranks. folder, base, dtype,
+    heads: arguments of load_model. Raises RankError for the first rank that fails, ConfigError where there are no
+    devices for all.
+    """
+    place = placement(count, "tensor_parallel_size")
+    return launch(_with_shard, count, function, folder, base, dtype, heads, arguments, **place)[0]
+
+
+def _with_shard(communicator, function, folder, base, dtype, heads, arguments):
+    """The work of each rank of on_ranks: load its shard of the model and call function(model, *arguments)."""
+    shard = Shard(communicator.rank, communicator.world_size)
+    model = load_model(folder, dtype, heads, base=base, shard=shard)
+    model.ranks = TensorParallel(communicator, model.config.vocab_size)
+    if shard.rank:
+        *arguments, _ = arguments
+        function(model, *arguments, None)
+        return None
+    return function(model, *arguments)
+
+
+def compile_parts_ahead(count, config, dtype, engine, lengths, params, scored=(), scores_whole=False):
+    """The same as engine.llm.compile_ahead, but for `count` ranks with a part of the model each.
+
+    scores_whole: whether this process scores the same sequences with all of it.
+    """
+    if lengths or scored:
+        whole = kernel_request(config, dtype, None, engine, lengths, params, scored)
+        compile_list(KERNEL_LIST, (count, whole, scores_whole))
+
+
+def generate(model, tokenizer_folder, config, prompts, params, progress=None):
+    """LLM.generate on all ranks: its result on rank 0. tokenizer_folder: None for no texts."""
+    if model.ranks.rank:
+        return follow(model, config)
+    llm = LLM(model, tokenizer_folder and Tokenizer.from_folder(tokenizer_folder), config)
+    outputs = llm.generate(prompts, params, progress)
+    model.ranks.end()
+    return outputs
+
+
+def check_agreement(count, folder, base=None, dtype=None, max_tokens=48, temperature=1.0, seed=0, progress=None):
+    """engine.check.check_agreement of a rollout on `count` ranks with the training forward of one: Agreement.
+
+    folder, base, dtype: arguments of load_model. Beside the log-probs, whole rows of logits are compared, those of each
+    sequence's last token.
+    """
+    base_folder, adapter_folder = find_base(folder, base)
+    config = read_config(base_folder, adapter_folder)
+    prompts, params = requests(config, config.num_positions, max_tokens, temperature, seed)
+    lengths = [len(prompt) for prompt in prompts]
+    scored = [length + max_tokens for length in lengths for _ in range(params.n)]
+    if adapter_folder is None:
+        compile_parts_ahead(count, config, dtype or config.dtype, EngineConfig(), lengths, [params], scored, True)
+    rollouts, rows = on_ranks(_rollouts, count, folder, base, dtype, LM_HEAD, max_tokens, temperature, seed, progress)
+    model = load_model(folder, dtype, base=base)
+    tokens, equal, largest, worst = compare(model, rollouts, temperature)
+    rows_differ = last_logits(model, rollouts).tobytes() != rows.tobytes()
+    operator = None
+    if worst is not None:
+        operator = f"the forward on {count} ranks (without --tp, check names an operator that differs on one)"
+    elif rows_differ:
+        operator = f"the logits of other tokens, on {count} ranks"
+    return Agreement(tokens, equal, largest, operator)
+
+
+def _rollouts(model, max_tokens, temperature, seed, progress):
+    """(rollouts of rank 0's engine, last_logits of them) on each rank."""
+    rollouts = None
+    if model.ranks.rank:
+        follow(model, None)
+    else:
+        rollouts = draw_rollouts(LLM(model), max_tokens, temperature, seed, progress)
+        model.ranks.end()
+    rollouts = model.ranks.communicator.objects(rollouts)[0]
+    return rollouts, last_logits(model, rollouts)
+
+
+def last_logits(model, rollouts):
+    """The logits (B, V) float32, on the host, after the last token of each rollout (engine.check.Rollout)."""
+    batch, xp = pack([each.token_ids for each in rollouts]), device.xp()
+    attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale)
+    hidden = model.forward(batch.input_ids, batch.position_ids, attention)
+    logits = xp.empty((len(rollouts), model.config.vocab_size), np.float32)
+    model.logits(xp.ascontiguousarray(hidden[batch.cu_seqlens[1:] - 1]), logits)
+    return device.to_host(logits)

@@ -1,0 +1,224 @@
+"""Micro-batches as CUDA graphs: forward, loss and backward are one launch, which takes the host microseconds.
+
+    read = policy.run(function, micro_batch, {"loss": (1, np.float32), "entropy": (None, np.float32)})
+    ...
+    read()["loss"]                                        waits for this micro-batch alone
+
+Some 900 kernels of a micro-batch take the host 30 ms to launch, and below some 4,000 tokens of Qwen3-0.6B the GPU less
+to compute. So a micro-batch of at most max_tokens() tokens is padded to the shape of a bucket (micro_batch.py) and,
+from the second of a bucket on, runs as a graph. The first one runs as it is, which compiles kernels and sizes the
+arena; a run whose every micro-batch has another shape therefore captures nothing. Without graphs, train.cuda_graphs =
+false, the same kernels run on the same padded arrays: the bits are equal. Larger micro-batches, those of
+optimizer_in_backward, which update weights, and of dropout, whose masks the host numbers, are neither padded nor
+captured.
+
+Arrays that a graph reads and writes stay where they are: inputs and outputs have buffers of the bucket, activations are
+at the beginning of the policy's arena, and what operators allocate for themselves comes from a memory pool of the
+graphs alone. All graphs share both: they run one after the other on one stream.
+"""
+
+import sys
+from collections import OrderedDict
+from contextlib import suppress
+
+import numpy as np
+
+from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
+from rlnumba.runtime import device, memory, signals
+from rlnumba.runtime.compile.pool import one_line
+from rlnumba.runtime.context import current
+from rlnumba.runtime.launch import DEBUG
+from rlnumba.runtime.staging import Staged
+from rlnumba.runs.micro_batch import DeviceBatch
+
+# Tokens times parameters: above it the GPU takes longer than the host, and padding would cost time. It is 8,192 tokens
+# of Qwen3-0.6B; an H200 takes 151 ms for twice as many, and the host 30 to launch the kernels.
+MAX_PRODUCTS = 8192 * 600_000_000
+# However small the model.
+MAX_TOKENS = 32768
+# Buckets that are kept, a graph of some MiB each; those of the longest disuse go first.
+MAX_BUCKETS = 32
+# Bytes of the operators' own arrays, all graphs together; a micro-batch that needs more runs without a graph.
+POOL_BYTES = 2 << 30
+# More tensor maps than one micro-batch asks for.
+TENSOR_MAPS = 1 << 13
+
+
+def has_graphs(train, lora):
+    """Whether a run with these sections, lora being None or a LoraConfig, has graphs of its micro-batches on a GPU."""
+    return train.cuda_graphs and not train.optimizer_in_backward and (lora is None or not lora.lora_dropout)
+
+
+def max_tokens(num_parameters):
+    """The most tokens of a micro-batch that runs as a graph, for a model of so many parameters."""
+    return min(MAX_PRODUCTS // num_parameters, MAX_TOKENS)
+
+
+class Bucket:
+    """Micro-batches of one shape: their buffers on the device and, once it is captured, their graph."""
+
+    def __init__(self, inputs, outputs):
+        self.inputs, self.outputs = Staged(inputs), Staged(outputs)
+        # Whether one has run without a graph, which sizes the arena; the free bytes of the device when there was too
+        # little for a capture, None before that.
+        self.has_run, self.lacked_bytes = False, None
+        # The graph and the tensor maps that it reads, the Context that has them, and the state of the policy that the
+        # function leaves.
+        self.graph, self.tensor_maps, self.context, self.after = None, (), None, None
+
+    def drop_graph(self):
+        """Forget the graph."""
+        if self.graph is not None:
+            # Another context may be the current one where memory is reclaimed.
+            with self.context.use():
+                release_tensor_maps(self.tensor_maps)
+        self.graph, self.tensor_maps = None, ()
+
+
+class MicroBatchGraphs:
+    """The graphs of one policy.
+
+    train: its [train] section; has_dropout: whether its training forward has dropout; num_parameters: of its model.
+    pads: whether micro-batches get the shape of a bucket; captures: whether these may become graphs.
+    """
+
+    def __init__(self, train, has_dropout, num_parameters, captures=True):
+        self.max_tokens = max_tokens(num_parameters)
+        is_gpu = device.name() == "cuda" or device.properties().capability is not None
+        self.pads = is_gpu and not train.optimizer_in_backward and not has_dropout
+        self.captures = captures and train.cuda_graphs and device.name() == "cuda" and not DEBUG
+        self.buckets = OrderedDict()
+        self.stream = self.pool = None
+        # Whether there is a bucket without a graph for lack of memory, which has been said.
+        self.lacks_memory = False
+        # Counts of micro-batches so far: {"replayed": ..., "captured": ..., "eager": ...}.
+        self.counts = {"replayed": 0, "captured": 0, "eager": 0}
+
+    def run(self, policy, function, micro_batch, outputs, constants, pads=True):
+        """Call function(policy, batch, results, *constants), or replay what it launched for a batch of this bucket.
+
+        function: of a module, launches kernels and reads nothing back; batch: the DeviceBatch of the MicroBatch;
+        results: {name: array} on the device, of `outputs`, {name: (length, dtype)}, length None for one of each target.
+        constants: a tuple, hashable; pads: False for a function that does read from the device, which is then neither
+        padded nor captured. Returns a function that waits for the results: {name: NumPy array}, without padding.
+        """
+        if pads and self.pads and 0 < micro_batch.num_tokens <= self.max_tokens:
+            micro_batch = micro_batch.padded()
+        arrays = micro_batch.arrays
+        num_rows = len(micro_batch.targets["rows"])
+        layouts = (
+            {name: (array.shape, array.dtype) for name, array in arrays.items()},
+            {name: ((num_rows if n is None else n,), np.dtype(dtype)) for name, (n, dtype) in outputs.items()},
+        )
+        if micro_batch.is_padded:
+            # A graph cannot wait for other ranks between its forward and its backward.
+            policy.begin_gradients()
+            shapes = *(tuple(layout.items()) for layout in layouts), micro_batch.max_seqlen
+            bucket = self._bucket((function, constants, shapes, policy.state_of_gradients), layouts)
+        else:
+            bucket = Bucket(*layouts)
+        bucket.inputs.send(arrays)
+        batch = DeviceBatch.of(micro_batch, bucket.inputs.arrays)
+
+        def compute():
+            with policy.scope():
+                function(policy, batch, bucket.outputs.arrays, *constants)
+
+        if not (micro_batch.is_padded and self.captures and self._replay(policy, bucket, compute)):
+            compute()
+            bucket.has_run = True
+            self.counts["eager"] += 1
+        read, count = bucket.outputs.read(), micro_batch.num_targets
+        of_targets = [name for name, (length, _) in outputs.items() if length is None]
+
+        def results():
+            found = read()
+            return found | {name: found[name][:count] for name in of_targets}
+
+        return results
+
+    def _bucket(self, key, layouts):
+        bucket = self.buckets.get(key)
+        if bucket is None:
+            bucket = self.buckets[key] = Bucket(*layouts)
+            if len(self.buckets) > MAX_BUCKETS:
+                _, oldest = self.buckets.popitem(last=False)
+                oldest.drop_graph()
+        self.buckets.move_to_end(key)
+        return bucket
+
+    def _replay(self, policy, bucket, compute):
+        """Launch the bucket's graph, captured if it has none; False if it must run without one."""
+        if bucket.graph is None and not (bucket.has_run and self._has_room(bucket)):
+            return False
+        # The graph reads and writes activations where they were when it was captured: their memory is there inside.
+        with policy.scope():
+            if bucket.graph is None:
+                state = policy.state_of_gradients
+                self._capture(policy, bucket, compute)
+                if bucket.graph is None:
+                    policy.state_of_gradients = state
+                    return False
+                bucket.after = policy.state_of_gradients
+                self.counts["captured"] += 1
+            else:
+                self.counts["replayed"] += 1
+            bucket.graph.launch()
+            policy.state_of_gradients = bucket.after
+        return True
+
+    def _capture(self, policy, bucket, compute):
+        """Record what compute() launches as the bucket's graph; without memory for it, there is none."""
+        import cupy
+
+        if self.stream is None:
+            # The default stream cannot be captured. A graph is launched on whichever stream is current.
+            self.stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+            self.pool.set_limit(size=POOL_BYTES)
+        before = self.pool.total_bytes()
+        reserve_tensor_maps(TENSOR_MAPS)
+        # Nothing can be copied from the device while a stream captures, not even a checkpoint.
+        with signals.held(), self.stream, cupy.cuda.using_allocator(self.pool.malloc), keep_tensor_maps() as maps:
+            self.stream.begin_capture()
+            try:
+                compute()
+            except BaseException as error:
+                with suppress(cupy.cuda.runtime.CUDARuntimeError):
+                    self.stream.end_capture()
+                release_tensor_maps(maps)
+                if not isinstance(error, MemoryError):
+                    raise
+                self._make_room(bucket, error)
+            else:
+                bucket.graph, bucket.tensor_maps, bucket.context = self.stream.end_capture(), maps, current()
+        memory.track("graphs", self.pool.total_bytes() - before)
+        # An engine that wakes may need the memory. Capturing again takes longer than what else there is to lend.
+        memory.lend(self, is_costly=True)
+
+    def _has_room(self, bucket):
+        """Whether a capture of a bucket may have the memory for it: at first, and once more of it is free than when
+        there was too little."""
+        lacked = bucket.lacked_bytes
+        return lacked is None or device.memory_info()[0] >= lacked + memory.MARGIN_BYTES
+
+    def _make_room(self, bucket, error):
+        """After a capture that lacked memory: what others have lent may be enough when the next one comes."""
+        memory.take_back(self)
+        if memory.reclaim(POOL_BYTES):
+            bucket.lacked_bytes = None
+            return
+        bucket.lacked_bytes = device.memory_info()[0]
+        if not self.lacks_memory:
+            self.lacks_memory = True
+            text = f"rlnumba: some micro-batches run slower, without CUDA graphs: {one_line(error)}"
+            print(text, file=sys.stderr, flush=True)
+
+    def reclaim(self, nbytes):
+        """Forget all graphs and free the memory that they alone have; later micro-batches are captured again."""
+        for bucket in self.buckets.values():
+            bucket.drop_graph()
+        if self.pool is not None:
+            before = self.pool.total_bytes()
+            self.pool.free_all_blocks()
+            memory.track("graphs", self.pool.total_bytes() - before)
+        return []

@@ -1,0 +1,354 @@
+"""The memory that a run will need, by region, before anything is loaded.
+
+The run's own classes are made, and its largest micro-batch goes forward and backward, with arrays that have no memory
+and operators that compute nothing (runtime/shapes.py). So the regions are those of memory.report() and of the metrics
+memory/*, computed by the code that allocates. Only config.json, the tokenizer and the data are read.
+
+On a GPU there is besides what no region counts: the operators' own arrays and the CUDA context, estimated here. A run
+that generates and trains in turn lends one phase the memory of the other (runtime/mapped_memory.py), so what it needs
+is the most of its phases.
+
+Each of R ranks has what one has, but for its part of the optimizer's state and of the step's gradient. No part is
+larger than the first, so the plan is that of rank 0 unless another one is asked for. Ranks that have the weights in
+parts (deploy.zero_stage 3) have no engine.
+"""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from functools import cache
+
+from rlnumba import data
+from rlnumba.parallel.transports.peer import arena_bytes
+from rlnumba.parallel.placement import num_sharing
+from rlnumba.parallel.planned_rank import PlannedRank
+from rlnumba.parallel.shared_gradients import staging_bytes
+from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
+from rlnumba.engine.parallel_size import weights_bytes
+from rlnumba.engine.runner import Runner
+from rlnumba.engine.scheduler import blocks_needed, tokens_of_group
+from rlnumba.engine.speculation import longest_verified
+from rlnumba.kernels.attention.ops import attention_backward_nbytes
+from rlnumba.kernels.logprob import chunked
+from rlnumba.model.lora import Places, lora_of_run
+from rlnumba.model.shard import WHOLE, Shard
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import Transformer, find_model, read_config
+from rlnumba.model.weights import Weights
+from rlnumba.optim import CHUNK, STREAMS
+from rlnumba.runtime import device
+from rlnumba.runtime.context import Context
+from rlnumba.runtime.shapes import shapes_only
+from rlnumba.runs import graphs, kept_data
+from rlnumba.runs.planning.engine_size import with_engine_size
+from rlnumba.trainers.every import TRAINERS
+from rlnumba.runs.loading import weights_of
+from rlnumba.runs.planning.planned import adapter_of, take_step
+from rlnumba.runs.prompt_run import check_sampling
+
+GIB = 2**30
+# The CUDA context and the machine code of the kernels.
+CONTEXT_BYTES = 600 << 20
+# The region of weights that the engine shares with the policy, which are counted once.
+SHARED = "weights that the engine reads"
+# Regions of an inference process of an asynchronous run.
+OF_INFERENCE = ("weights", "adapter", "engine activations", "attention", "kv", "CUDA context")
+# Prompts of prompt_run.sample_report.
+REPORTED_PROMPTS = 4
+# Regions whose memory a phase gives to the other one, where they take turns.
+OF_PHASES = {"training": ("activations", "operators"), "generation": ("engine activations", "kv")}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """regions: {name: bytes}, the names those of memory.report() but for "reference", which that counts as weights.
+
+    notes: {name: what the bytes follow from}. tokens: of the largest micro-batch. extra: {name: bytes} of the GPU that
+    no region counts. host: bytes of pinned host memory. checkpoint: of the host's memory while a checkpoint is written,
+    and of the disk, of several ranks the part of each. final: of the disk, of the trained model alone, likewise.
+    takes_turns: whether training and generation never need their regions at once. least_kv: bytes of the KV cache
+    below which the longest sequence does not fit.
+    """
+
+    regions: dict
+    notes: dict
+    tokens: int
+    extra: dict
+    host: int
+    checkpoint: int
+    takes_turns: bool = False
+    least_kv: int = 0
+    final: int = 0
+
+    @property
+    def phases(self):
+        """{phase: bytes of the device's memory that it needs}: "training", and "generation" where they take turns."""
+        found = self.regions | self.extra
+        if not self.takes_turns:
+            return {"training": sum(found.values())}
+        of_phases = {phase: sum(found.get(name, 0) for name in names) for phase, names in OF_PHASES.items()}
+        resident = sum(found.values()) - sum(of_phases.values())
+        return {phase: resident + nbytes for phase, nbytes in of_phases.items()}
+
+    @property
+    def total(self):
+        """Bytes of the device's memory that the run needs at one time."""
+        return max(self.phases.values())
+
+    @property
+    def needed(self):
+        """Bytes of the device's memory without which the run ends: the KV cache, where it takes turns with training, is
+        as large as there is room, but for a margin, if it holds a sequence."""
+        if not self.takes_turns:
+            return self.total
+        kv = self.regions.get("kv", 0)
+        # Beside a cache of a given number of blocks the engine leaves nothing.
+        margin = 0 if kv == self.least_kv else GPU_MARGIN_BYTES
+        least_generation = self.phases["generation"] - kv + self.least_kv + margin
+        return max(self.phases["training"], least_generation)
+
+
+class Planner:
+    """Plans of one run and of variants of it. on_gpu: whether for a GPU of total_bytes, else for the cpu device.
+
+    keeps_data: whether what is read is kept for the run itself, which begins next
+    (kept_data.py). Raises UserError for a model, a tokenizer or data that the run could not read, and for parameters of
+    sampling that it could not take.
+    """
+
+    def __init__(self, run, on_gpu, total_bytes, keeps_data=False):
+        run = with_engine_size(run.on_ranks(), on_gpu, total_bytes)
+        # Each of the processes that share a GPU has a part of its memory.
+        self.num_sharing = num_sharing(run.num_ranks + run.deploy.num_infer_gpus)
+        self.trainer, self.run = TRAINERS[run.trainer], run
+        self.on_gpu, self.total_bytes = on_gpu, total_bytes
+        self.keeps_data = keeps_data
+        if run.generates:
+            check_sampling(run)
+        folder = find_model(run.model, weights=False)
+        self.config, self.tokenizer = read_config(folder), Tokenizer.from_folder(folder)
+        self.prompts, self._rows = cache(self._prompts), {}
+
+    def plan(self, run=None, rank=0):
+        """The Plan of `run`, a variant of the run, or of the run itself, for one of its ranks."""
+        run = run or self.run
+        communicator = PlannedRank(rank, run.num_ranks) if run.num_ranks > 1 else None
+        dtype, step = self.dtype_of(run), step_of(self, run)
+        # Any GPU: micro-batches are padded there.
+        with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
+            trained, checkpoint, final, folds_layers = take_step(self.config, dtype, run, step, communicator)
+            shards_layers = weights_of(run, communicator) is not Weights
+            has_engine = step.prompts and not shards_layers
+            workspace = _generate(self, dtype, run, step.prompts) if has_engine else 0
+            configs = [self.config, *([] if step.models.critic is None else [step.models.critic])]
+            operators = max(operator_bytes(step.tokens, step.sequences, config, dtype) for config in configs)
+        tokens = step.tokens
+        regions, notes = dict(peaks), {}
+        host = regions.pop("host", 0)
+        regions.pop(SHARED, None)
+        itemsize = device.dtype(dtype).itemsize
+        parameters = regions["weights"] // itemsize
+        notes["weights"] = f"{parameters:,} parameters, {dtype}"
+        if shards_layers:
+            notes["weights"] += f": 1/{run.num_ranks} of all twice, and a layer, embedding and head"
+            notes["reference"] = f"1/{run.num_ranks} of all, and a layer, embedding and head"
+        notes["grads"] = "float32"
+        if communicator is not None:
+            notes["grads"] += f" of one micro-batch, and of the step 1/{run.num_ranks}"
+            if folds_layers:
+                notes["grads"] = f"float32 of two layers' matrices and the rest, and of the step 1/{run.num_ranks}"
+        elif run.train.accumulates_gradients and self.trainer.trains_lm_head and run.lora is None:
+            notes["grads"] += ", once more for the head of one micro-batch"
+        if run.train.optimizer_in_backward:
+            notes["grads"] = f"{dtype} of a layer's matrices, float32 of embedding, heads and norms"
+        moments = [run.train.optim, *(["master"] if itemsize == 2 and run.train.master_weights else [])]
+        notes["moments"] = " and ".join(moments) + (f", 1/{run.num_ranks}" if communicator is not None else "")
+        notes["moments"] += ", in host memory but for two chunks" if host else ""
+        if host and self.on_gpu:
+            regions["moments"] = sum(STREAMS * host * min(CHUNK, each) for each in trained) // sum(trained)
+        notes["activations"] = f"{tokens:,} tokens in a micro-batch, {run.train.kept_activations}"
+        if run.train.kept_activations == "selective":
+            notes["activations"] += f" but for {', '.join(run.train.recompute_modules)}"
+            if run.train.recompute_num_layers:
+                notes["activations"] += f", minimal in {run.train.recompute_num_layers} layers"
+        extra = {}
+        if self.on_gpu and communicator is not None:
+            # A policy and a critic use it in turn.
+            shared = (regions["grads"] - 4 * sum(trained)) // len(trained)
+            regions["peer"] = arena_bytes(run.num_ranks) + staging_bytes(shared, run.num_ranks)
+            notes["peer"] = "what other GPUs write into, and copies of their gradients"
+        if workspace:
+            regions["attention"] = workspace
+            notes["attention"] = "results of parts of long sequences, which are merged"
+        least_kv = self._add_kv(regions, notes, run, itemsize, step.prompts, self.config) if has_engine else 0
+        if self.on_gpu:
+            extra = {"operators": operators, "CUDA context": CONTEXT_BYTES}
+            notes["operators"] = "chunks of logits, float32 sums of attention's backward"
+            max_tokens = 0 if folds_layers else graphs.max_tokens(parameters)
+            if self.trainer.has_graphs and graphs.has_graphs(run.train, run.lora) and tokens <= max_tokens:
+                extra["graphs"] = min(extra["operators"], graphs.POOL_BYTES)
+                notes["graphs"] = "the same arrays once more, for micro-batches that are replayed"
+        order = ["weights", "adapter", "reference", "grads", "moments", "activations"]
+        order += ["engine activations", "attention", "kv"]
+        names = sorted(regions, key=lambda name: order.index(name) if name in order else len(order))
+        regions = {name: regions[name] for name in names if regions[name]}
+        # Between micro-batches the engine needs its memory, too; and arrays of the cpu device are not lent.
+        is_interleaved = run.asynchronous is not None and not run.deploy.num_infer_gpus
+        lends = has_engine and self.on_gpu and not is_interleaved and run.engine.enable_sleep_mode is not False
+        return Plan(regions, notes, tokens, extra, host, checkpoint, bool(lends), least_kv, final)
+
+    def engine_regions(self, plan):
+        """{name: bytes} of what each process of an inference engine has: the engine's regions of a Plan of the run, and
+        of several processes their parts. Memory for new weights counts for all of them, and the first has it."""
+        run, shard, dtype = self.run, Shard(0, self.run.deploy.tensor_parallel_size), self.dtype_of(self.run)
+        prompts, itemsize = step_of(self, run).prompts, device.dtype(dtype).itemsize
+        found = {name: size for name, size in (plan.regions | plan.extra).items() if name in OF_INFERENCE}
+        sent = plan.regions["weights" if run.lora is None else "adapter"]
+        has_own_engine = "engine activations" in found
+        if not has_own_engine:
+            sent = weights_bytes(self.config, dtype, WHOLE)
+            with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
+                workspace = _generate(self, dtype, run, prompts)
+            found["engine activations"] = peaks["engine activations"]
+            found |= {"attention": workspace} if workspace else {}
+        is_pushed = run.weights_transport(sent, self.total_bytes if self.on_gpu else 0) == "peer"
+        if shard.count == 1 and not is_pushed and has_own_engine:
+            return found
+        regions = {name: size for name, size in found.items() if name not in ("kv", "CUDA context")}
+        regions["weights"] = weights_bytes(self.config, dtype, shard)
+        if run.lora is not None:
+            regions["adapter"] = Places.of(self.config, lora_of_run(run.lora, self.config), shard).size * itemsize
+        if is_pushed:
+            regions["new weights"] = sent
+        self._add_kv(regions, {}, run, itemsize, prompts, shard.config_of(self.config))
+        if self.on_gpu:
+            regions |= {"peer": arena_bytes(shard.count)} if shard.count > 1 else {}
+            regions["CUDA context"] = CONTEXT_BYTES
+        return regions
+
+    def dtype_of(self, run):
+        """The name of the dtype of weights and activations."""
+        return run.train.dtype or (self.config.dtype if self.on_gpu else "float32")
+
+    def _add_kv(self, regions, notes, run, itemsize, prompts, config):
+        """The KV cache: on a GPU what gpu_memory_utilization leaves, at most what all sequences can use.
+
+        config: of the model, or of the part of it that a process has. Returns the bytes that the longest sequence
+        needs, or all where their number is given.
+        """
+        engine = run.engine
+        block_bytes = (
+            2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BLOCK_SIZE * itemsize
+        )
+        limit = longest_sequence(config, engine)
+        needed = [blocks_needed(min(n + run.train.max_completion_length, limit), BLOCK_SIZE) for n in prompts]
+        least = max(needed)
+        if engine.num_gpu_blocks_override is not None:
+            least = blocks = engine.num_gpu_blocks_override
+            notes["kv"] = f"engine.num_gpu_blocks_override = {blocks}"
+        elif self.on_gpu:
+            # The cache is sized before the first training phase.
+            others = sum(regions.values()) - regions.get("activations", 0) + GPU_MARGIN_BYTES + CONTEXT_BYTES
+            # Each of the processes that share a GPU has a part of its memory.
+            own_bytes = self.total_bytes // self.num_sharing
+            share = int(own_bytes * engine.gpu_memory_utilization) - regions["weights"] - regions.get("new weights", 0)
+            own = regions["engine activations"] + regions.get("attention", 0)
+            room = min(share - own, own_bytes - others)
+            most = engine.max_num_seqs * (blocks_needed(limit, BLOCK_SIZE) + 1)
+            blocks = max(min(room // block_bytes, most), 0)
+            notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens, engine.gpu_memory_utilization = "
+            notes["kv"] += f"{engine.gpu_memory_utilization}"
+        else:
+            wanted = -(-run.train.num_generations * sum(count + 1 for count in needed) // run.num_ranks)
+            wanted = min(wanted, engine.max_num_seqs * (max(needed) + 1))
+            blocks = max(least, min(wanted, CPU_CACHE_BYTES // block_bytes))
+            notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens"
+        regions["kv"] = blocks * block_bytes
+        return least * block_bytes
+
+    def _prompts(self, max_prompt_length):
+        """(the lengths of all prompts of a run with `[rewards]`, a list; tokens that all of them begin with)."""
+        of_data = dataclasses.replace(self.run.data, max_prompt_length=max_prompt_length)
+        limit = longest_sequence(self.config, self.run.engine)
+        found = data.load_prompts(of_data.train, of_data, self.tokenizer, limit, self.config.vocab_size)
+        if self.keeps_data and of_data == self.run.data:
+            kept_data.keep(kept_data.prompts_key(self.run, limit), found)
+        ids = [list(prompt.prompt_token_ids) for prompt in found.prompts]
+        # All prompts begin with what the first and the last in alphabetical order begin with.
+        common = len(os.path.commonprefix([min(ids), max(ids)])) if ids else 0
+        return list(map(len, ids)), common
+
+    def rows(self, run):
+        """The rows of a run whose trainer has a file of them, read once for all variants that read the same."""
+        key = kept_data.rows_key(run)
+        if key not in self._rows:
+            self._rows[key] = self.trainer.load_rows(run.data.train, run, self, self.tokenizer)
+            if self.keeps_data and key == kept_data.rows_key(self.run):
+                kept_data.keep(key, self._rows[key])
+        return self._rows[key]
+
+
+def _generate(planner, dtype, run, prompts):
+    """Let the engine's largest step reserve its activations: bytes of attention's workspace on a GPU."""
+    config, engine = planner.config, run.engine
+    model = Transformer(config, Weights(config, dtype, region=SHARED))
+    model.adapter = adapter_of(run, config, dtype, SHARED)
+    seqs, tokens = engine.max_num_seqs, engine.max_num_batched_tokens
+    if not planner.on_gpu:
+        # Each of several ranks has its share of the completions, and rank 0 draws those of the report at the end.
+        n = run.train.num_generations
+        seqs = min(seqs, -(-n * len(prompts) // run.num_ranks))
+        full, rest = divmod(seqs, n)
+        # The rest that is no whole group may be of two.
+        sizes = [n] * full + [rest - rest // 2, rest // 2][: min(rest, 2)]
+        _, common = planner.prompts(run.data.max_prompt_length)
+        steps = sizes, [1] * REPORTED_PROMPTS
+        tokens = min(tokens, max(_first_step(engine, prompts, each, common) for each in steps))
+    limit = longest_sequence(config, engine)
+    # With "auto" other devices have no steps with drafts.
+    verified = longest_verified(engine) if planner.on_gpu or engine.speculative_method == "ngram" else 0
+    runner = Runner(model, Context(), BLOCK_SIZE, tokens, min(seqs, tokens), limit, True, verified)
+    runner.reserve_activations()
+    if not planner.on_gpu:
+        return 0
+    blocks = engine.num_gpu_blocks_override
+    if blocks is None:
+        blocks = int(planner.total_bytes * engine.gpu_memory_utilization) // runner.block_bytes
+    return runner.workspace_bytes(blocks * BLOCK_SIZE, engine.enforce_eager)
+
+
+def _first_step(engine, prompts, sizes, common):
+    """Tokens of a step that begins groups of so many completions of prompts of these lengths, which have so many first
+    tokens in common."""
+    caching, found = engine.enable_prefix_caching, 0
+    for length, size in zip(prompts, sizes, strict=False):
+        # Full blocks of the first prompt, with which the others begin.
+        cached = min(common, length - 1) // BLOCK_SIZE * BLOCK_SIZE if caching and found else 0
+        found += tokens_of_group(length, size, BLOCK_SIZE, caching) - cached
+    return found
+
+
+def operator_bytes(tokens, sequences, config, dtype):
+    """Bytes of the arrays that operators make for themselves in a micro-batch of so many tokens and sequences.
+
+    dtype: its name, of the activations.
+    """
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    return logits_bytes(tokens, config) + attention_backward_nbytes(dtype, tokens, sequences, *heads)
+
+
+def logits_bytes(tokens, config):
+    """Bytes of the float32 logits, and of what else there is of them, in chunks (kernels/logprob)."""
+    rows = min(chunked.backward_rows(config.hidden_size), tokens)
+    backward = 6 * min(chunked.CHUNK_LOGITS // 2, rows * config.vocab_size) + 4 * rows * config.hidden_size
+    return max(backward, 4 * min(chunked.forward_rows(config.vocab_size), tokens) * config.vocab_size)
+
+
+def step_of(planner, run):
+    """The Step of a Planner's trainer for `run`, a variant of its run."""
+    return planner.trainer.planned_step(planner, run)
+
+
+def amount(nbytes):
+    """Bytes as text: GiB with two places, below 0.1 GiB MiB."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.2f} MiB"

@@ -1,0 +1,138 @@
+"""A run's largest optimizer steps, taken without memory by its plan (plan.py) and by its kernel list (kernel_list.py).
+
+Both make the policy of the run, and let the trainer's own code take the steps of a Step on arrays without memory.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.engine.core import longest_sequence
+from rlnumba.errors import UserError
+from rlnumba.model.config import LM_HEAD, ModelConfig
+from rlnumba.model.lora import Adapter, lora_of_run
+from rlnumba.model.transformer import Transformer
+from rlnumba.model.weights import Weights
+from rlnumba.runtime import signals
+from rlnumba.trainers import rollout
+from rlnumba.runs.policy import Policy
+from rlnumba.runs.loading import weights_of
+
+
+class Models(NamedTuple):
+    """Heads of the policy's model, whether it has a reference, and the config of a critic's own model, or None."""
+
+    heads: tuple = LM_HEAD
+    has_reference: bool = False
+    critic: ModelConfig | None = None
+
+
+class Step(NamedTuple):
+    """The largest micro-batch of a run: each of calls(policy, critic) is a function that takes an optimizer step on it,
+    or what goes before one.
+
+    tokens: of the micro-batch. sequences: the most of any micro-batch. models: of the run. prompts: lengths of the
+    longest prompts of one generation, or []. rehearse(policy, critic, rollouts, every_form): such functions for other
+    Rollouts; None over rows.
+    """
+
+    calls: Callable
+    tokens: int
+    sequences: int
+    models: Models = Models()
+    prompts: tuple | list = ()
+    rehearse: Callable | None = None
+
+
+def longest_completions(planner, run):
+    """(lengths of the longest prompts of a generation, tokens of the longest prompt and of the longest sequence)."""
+    train = run.train
+    lengths, _ = planner.prompts(run.data.max_prompt_length)
+    prompts = sorted(lengths, reverse=True)[: train.prompts_per_rollout]
+    if not prompts:
+        raise UserError(f"{run.data.train}: no prompt is left")
+    limit = longest_sequence(planner.config, run.engine)
+    length = min(prompts[0] + train.max_completion_length, limit)
+    return prompts, min(prompts[0], length - 1), length
+
+
+def invented_rollouts(train, prompt_lengths, completion_length, rows):
+    """Rollouts of so many rows: completions of one length, of prompts of these lengths in turn."""
+    prompts = np.resize(np.array(prompt_lengths, np.int32), rows)
+    completions = np.full(rows, completion_length, np.int32)
+    tokens, none = rows * completion_length, np.empty(0, np.float32)
+    zeros = np.zeros(tokens, np.float32)
+    return rollout.Rollouts(
+        token_ids=np.zeros(int(prompts.sum()) + tokens, np.int32),
+        prompt_lengths=prompts,
+        completion_lengths=completions,
+        loss_mask=zeros + 1,
+        rollout_logprobs=zeros - 1,
+        advantages=np.ones(rows, np.float32),
+        old_logprobs=none,
+        ref_logprobs=none,
+        thresholds=zeros if train.sampling_mask_replay else none,
+    )
+
+
+class _EndOfStep(Exception):
+    """Ends a train_step before the weights are updated and the metrics are computed, of which there is nothing."""
+
+
+def _end_of_step(learning_rate):
+    raise _EndOfStep
+
+
+def take_step(config, dtype, run, step, communicator=None):
+    """Make the policy of a run, and a critic, and take the Step.
+
+    Returns how many parameters of each this rank updates, a list; the bytes of these and of their state, which are
+    copied to the host for a checkpoint; the bytes of the policy's alone; Policy.folds_layers. The arguments are
+    make_policies'. To be called within shapes_only.
+    """
+    policy, critic = make_policies(config, dtype, run, step, communicator)
+    policy.step = _end_of_step
+    if communicator is not None:
+        # The step has one micro-batch, which is that of rank 0.
+        communicator.rank = 0
+    with signals.held():
+        for call in step.calls(policy, critic):
+            with suppress(_EndOfStep):
+                call()
+    optimizers = [each.optimizer for each in (policy, critic) if each is not None]
+    nbytes = sum(array.nbytes for each in optimizers for array in (each.weights.flat, *each.state.values()))
+    trained = [each.weights.flat.shape[0] for each in optimizers]
+    return trained, nbytes, policy.optimizer.weights.flat.nbytes, policy.folds_layers
+
+
+def make_policies(config, dtype, run, step, communicator=None):
+    """(Policy, the critic's Policy or None) of a run, with weights that nothing was read into, for a Step.
+
+    run: of its attributes train, lora and deploy are read. communicator: as of Policy.
+    """
+    config = dataclasses.replace(config, heads=step.models.heads)
+    model = Transformer(config, weights_of(run, communicator)(config, dtype))
+    model.adapter = adapter_of(run, config, dtype, "adapter")
+    reference = None
+    if step.models.has_reference:
+        # With an adapter, the reference is the model without it.
+        reference = model.without_adapter()
+        if run.lora is None:
+            kind = weights_of(run, communicator, is_trained=False)
+            reference = Transformer(config, kind(config, dtype, region="reference"))
+    policy, critic = Policy(model, run.train, reference, communicator=communicator), None
+    if step.models.critic is not None:
+        model = Transformer(step.models.critic, Weights(step.models.critic, dtype))
+        critic = Policy(model, run.train, communicator=communicator)
+        critic.arena = policy.arena
+    return policy, critic
+
+
+def adapter_of(run, config, dtype, region):
+    """The Adapter of a run with [lora], else None."""
+    if run.lora is None:
+        return None
+    return Adapter(config, lora_of_run(run.lora, config), dtype, region=region)

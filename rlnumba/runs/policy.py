@@ -1,0 +1,522 @@
+"""The policy that trainers share: it turns packed batches into log-probs, takes gradients back, and is updated.
+
+policy.zero_grad(learning_rate)
+for each micro-batch:
+    with policy.scope():
+        forward = policy.forward(batch, logprobs, entropy)     ids -> hidden -> log-probs of the targets
+        ...                                                    the loss: log-probs -> dlogprobs
+        policy.backward(forward, dlogprobs)                    dlogprobs -> gradients
+policy.step(learning_rate)                                     gradients -> weights
+
+The gradients of a step are ((g_0 + g_1) + g_2) + ...: that of each micro-batch is completed as if it were alone, then
+added to those before by one float32 addition an element. A step's bits therefore do not depend on which GPU computes
+which micro-batch.
+"""
+
+import math
+import weakref
+from collections.abc import Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+
+import numpy as np
+
+from rlnumba.checkpoint import ArrayPart
+from rlnumba.parallel.layer_shards import LayerOptimizer, LayerShards
+from rlnumba.parallel.zero import Part, ShardedOptimizer
+from rlnumba.errors import ConfigError
+from rlnumba.kernels.nn.elementwise import accumulate, add, fill, scale
+from rlnumba.model.heads import (
+    lm_head_backward,
+    lm_head_forward,
+    lm_head_forward_backward,
+    value_head_backward,
+    value_head_forward,
+)
+from rlnumba.model.layer_gradients import LayerGradients, backward_and_update
+from rlnumba.model.lora import Dropout
+from rlnumba.model.transformer import Tape, packed_attention
+from rlnumba.optim import Optimizer
+from rlnumba.runtime import device, memory, signals
+from rlnumba.runtime.arena import Arena
+from rlnumba.runtime.context import Context
+from rlnumba.runtime.transfer import copy_to_device
+from rlnumba.runs.graphs import MicroBatchGraphs
+
+F32 = np.dtype(np.float32)
+# Larger gradients of a micro-batch are folded layer by layer where there are several ranks: they never are there at
+# once. Micro-batches of such models, above 4 B parameters, are too large for CUDA graphs.
+FOLD_BY_LAYER_BYTES = 16 << 30
+
+
+class Policy:
+    """A model in training: weights, gradients, optimizer, activation arena, the Context its kernels run in.
+
+    model, reference: Transformers, the latter None where the loss has no KL term; train: the [train] section;
+    temperature: divides the logits; seed: of the optimizer's stochastic rounding, and of dropout. A model with an
+    adapter trains that alone. communicator: of the ranks that train together, each a part of every step's micro-batches
+    (each_micro_batch), or None: this process alone.
+    """
+
+    def __init__(self, model, train, reference=None, temperature=1.0, seed=0, communicator=None):
+        self.model, self.reference, self.train, self.temperature = model, reference, train, temperature
+        self.seed, self.micro_batch = seed, 0
+        # With deploy.zero_stage = 3.
+        self.shards_layers = isinstance(model.weights, LayerShards)
+        self.communicator = communicator if communicator is not None and communicator.world_size > 1 else None
+        is_large = F32.itemsize * model.weights.size > FOLD_BY_LAYER_BYTES
+        self.folds_layers = self.shards_layers or (self.communicator is not None and model.adapter is None and is_large)
+        # In each_micro_batch: how many gradients this round has, and whether it is the step's first.
+        self._round = 1, True
+        # The second half of the fold of what this rank has computed last, whose first half moves it, or None.
+        self._finish_fold = None
+        self.grads = self._new_grads()
+        moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
+        limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
+        kept = {"optim": train.optim, "master_weights": train.master_weights, "offload": train.offload_optimizer}
+        options = {**moments, **limits, **kept, "seed": seed}
+        if self.communicator is None:
+            self.optimizer = Optimizer(model.trained, self.grads, **options)
+        else:
+            kind = LayerOptimizer if self.shards_layers else ShardedOptimizer
+            self.optimizer = kind(model.trained, communicator, **options)
+        if model.adapter is not None:
+            self._share_master(model.adapter)
+        self.arena = Arena("activations", lends=True)
+        self.context = Context()
+        self._grads_are_zero, self._is_training = False, True
+        self._head_grad = None
+        if train.accumulates_gradients and self.communicator is None and self.grads.lm_head is not None:
+            self._own_head_grad()
+        self.graphs = MicroBatchGraphs(train, self.has_dropout, model.weights.size, not self.folds_layers)
+        # With optimizer_in_backward, of the backward to come.
+        self._learning_rate = None
+        # Values that a loss carries from one step to the next, by name: JSON, part of the checkpoint.
+        self.loss_state = {}
+        # From the first write of an optimizer step on, until the trainer's loop says that the step is complete.
+        self.is_updating = False
+        # A generator that uses the same weights meanwhile, with before_micro_batch() and before_update(), or None.
+        self.interleaved = None
+
+    def _new_grads(self):
+        """Gradients in the layout of what is trained, or LayerGradients where layers are done one by one."""
+        if self.folds_layers:
+            # While one layer's move to other ranks, those of the next are written.
+            return self.communicator.share_gradients(lambda: LayerGradients(self.model.weights, 2, adds=True))
+        if self.communicator is not None:
+            return self.communicator.share_gradients(self.model.trained.grads)
+        if not self.train.optimizer_in_backward:
+            return self.model.trained.grads()
+        if self.model.adapter is not None:
+            raise ConfigError("train.optimizer_in_backward is for the model's weights, and [lora] trains an adapter")
+        # While one layer's are read, those of the next are written.
+        return LayerGradients(self.model.weights, 2 if self.train.offload_optimizer else 1)
+
+    def _share_master(self, adapter):
+        """Start the optimizer's float32 master weights from the adapter's, and save them with the adapter."""
+        master = self.optimizer.state.get("master")
+        if master is not None and adapter.master is not None:
+            device.synchronize()  # copies to host memory that the optimizer began
+            start = self.optimizer.first_element
+            own = adapter.master[start : start + len(master)]
+            master[...] = own if self.train.offload_optimizer else device.asarray(own)
+        adapter.master = master if self.communicator is None else None
+
+    def gather_adapter(self):
+        """Give rank 0 the float32 values of a 16-bit adapter, which are saved. Called by all ranks before they save."""
+        if self.communicator is not None and self.model.adapter is not None and "master" in self.optimizer.state:
+            self.model.adapter.master = self.optimizer.gathered("master")
+
+    def each_micro_batch(self, batches, others=(), before=()):
+        """Iterate over those of a step's micro-batches that this rank computes: every R-th, with R ranks.
+
+        batches: a sequence of all of them, the same on every rank, in the order in which their gradients are added.
+        The block of the loop adds the gradient of one micro-batch. others: further Policies, to whose gradients it
+        adds, too. before: models that the block runs forward first.
+        """
+        if self.communicator is None:
+            for batch in batches:
+                if self.interleaved is not None:
+                    self.interleaved.before_micro_batch()
+                yield batch
+            return
+        rank, world_size = self.communicator.rank, self.communicator.world_size
+        for first in range(0, len(batches), world_size):
+            is_own, count = first + rank < len(batches), min(world_size, len(batches) - first)
+            for policy in (self, *others):
+                policy._round = count, first == 0
+                if policy.folds_layers and not is_own:
+                    policy.optimizer.take_part(policy.grads, policy._fold_part, [each.weights for each in before])
+                    policy._end_fold()
+            if is_own:
+                for policy in (self, *others):
+                    policy.micro_batch = first + rank
+                    if first and policy.folds_layers:
+                        policy._zero_grads()
+                yield batches[first + rank]
+            # One fold is under way at a time, and that of this policy until the next backward.
+            self.begin_gradients()
+            for policy in (*others, self):
+                if not policy.folds_layers:
+                    gradient = policy.grads.flat if is_own else None
+                    policy._finish_fold = policy.optimizer.begin_fold(gradient, count, first == 0)
+                if policy is not self:
+                    policy.begin_gradients()
+        self._end_fold()
+
+    def begin_gradients(self):
+        """To be called before a micro-batch writes gradients: those of the one before are added up, then zero."""
+        if self._finish_fold is not None:
+            self._end_fold()
+            self._zero_grads()
+
+    def _end_fold(self):
+        if self._finish_fold is not None:
+            finish, self._finish_fold = self._finish_fold, None
+            finish()
+
+    def _fold_part(self, start, gradient):
+        """Begin to add up what all ranks have of a part of this round's gradients, and end it for the part before."""
+        self._end_fold()
+        self._finish_fold = self.optimizer.begin_fold_part(start, gradient, *self._round)
+
+    def own(self, parts):
+        """This rank's share of a list of parts of a computation: every R-th, with R ranks.
+
+        Ranks that gather layers together all have as many parts: some do the last one once more.
+        """
+        if self.communicator is None:
+            return parts
+        own = parts[self.communicator.rank :: self.communicator.world_size]
+        is_short = self.shards_layers and len(own) * self.communicator.world_size < len(parts)
+        return [*own, parts[-1]] if is_short else own
+
+    def of_all_micro_batches(self, values, count=None):
+        """The values of each_micro_batch, or of `own`, of all ranks in the order of the whole: a list.
+
+        values: what can be pickled. count: of all parts, after `own`.
+        """
+        if self.communicator is None:
+            return values
+        if count is not None:
+            values = values[: len(range(self.communicator.rank, count, self.communicator.world_size))]
+        of_ranks = self.communicator.objects(values)
+        count = sum(map(len, of_ranks))
+        return [of_ranks[k % len(of_ranks)][k // len(of_ranks)] for k in range(count)]
+
+    def run(self, function, micro_batch, outputs, *constants):
+        """Call function(policy, batch, results, *constants) for a MicroBatch, as a graph where that pays.
+
+        See graphs.MicroBatchGraphs.run. To be called outside of `scope`: the function runs inside it.
+        """
+        return self.graphs.run(self, function, micro_batch, outputs, constants)
+
+    def run_unpadded(self, function, micro_batch, outputs, *constants):
+        """Do what `run` does, never as a graph, for a function that reads from the device."""
+        return self.graphs.run(self, function, micro_batch, outputs, constants, pads=False)
+
+    @property
+    def state_of_gradients(self):
+        """Whether gradients are still zero, so that the head's is written: a backward's launches depend on it."""
+        return self._grads_are_zero
+
+    @state_of_gradients.setter
+    def state_of_gradients(self, state):
+        self._grads_are_zero = state
+
+    def scope(self):
+        """Activations of the micro-batch inside come from the arena and are freed at the end of the block."""
+        return self.arena.scope()
+
+    def logprobs(self, batch, logprobs, entropy=None, top1=None, model=None):
+        """Write log-probs (T,) f32, entropy (T,) f32 and top1 (T,) i32 of a TargetBatch, without a tape.
+
+        model: the policy's, or another such as the reference.
+        """
+        with self.scope():
+            self._forward(model or self.model, batch, None, logprobs, entropy, top1)
+
+    @property
+    def has_dropout(self):
+        """Whether the training forward drops out inputs, so that its log-probs differ from those of `logprobs`."""
+        return self._is_training and self.model.adapter is not None and self.model.adapter.lora.lora_dropout > 0
+
+    @contextmanager
+    def evaluating(self):
+        """Inside, `forward` drops nothing out, as where a model is evaluated."""
+        self._is_training = False
+        try:
+            yield
+        finally:
+            self._is_training = True
+
+    def new_tape(self):
+        """A Tape for the next micro-batch of the optimizer step."""
+        dropout = None
+        if self.has_dropout:
+            step = self.optimizer.steps + self.optimizer.skipped_steps
+            dropout = Dropout(self.model.adapter.lora.lora_dropout, self.seed, step, self.micro_batch)
+        self.micro_batch += 1
+        tape, kept = Tape(dropout=dropout), self.train.kept_activations
+        tape.recompute = kept == "minimal"
+        if kept == "selective":
+            tape.modules, tape.num_layers = frozenset(self.train.recompute_modules), self.train.recompute_num_layers
+        return tape
+
+    def forward(self, batch, logprobs, entropy=None, top1=None):
+        """Compute what `logprobs` does, with a tape; returns what `backward` reads, inside the same scope."""
+        tape = self.new_tape()
+        return tape, self._forward(self.model, batch, tape, logprobs, entropy, top1)
+
+    def _forward(self, model, batch, tape, *outputs):
+        hidden = self._hidden(model, batch, tape)
+        head = batch.rows, batch.target_ids, self.temperature
+        # The thresholds are of this model's logits: another one has all of its own.
+        thresholds = batch.thresholds if model is self.model else None
+        options = {"thresholds": thresholds, "every_row": batch.every_row}
+        return lm_head_forward(model, hidden, *head, self.arena, *outputs, **options)
+
+    def backward(self, forward, dlogprobs, dentropy=None):
+        """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob.
+
+        dentropy (T,) f32: that by each entropy, for a forward with `entropy`; None where the loss has none.
+        """
+        tape, saved = forward
+        head = self._head_target()
+        self._backward(lm_head_backward(self.model, saved, dlogprobs, head, self.arena, dentropy), tape, head)
+
+    def forward_backward(self, batch, dlogprobs, logprobs, entropy=None, top1=None):
+        """forward and backward at once, for dlogprobs known beforehand, which takes fewer GEMMs."""
+        tape = self.new_tape()
+        hidden, head = self._hidden(self.model, batch, tape), self._head_target()
+        dhidden = lm_head_forward_backward(
+            self.model, hidden, batch.rows, batch.target_ids, self.temperature, dlogprobs, head, self.arena,
+            logprobs, entropy, top1, thresholds=batch.thresholds, every_row=batch.every_row,
+        )  # fmt: skip
+        self._backward(dhidden, tape, head)
+
+    def values(self, batch, values):
+        """Write values (T,) f32, the score head's output for the rows of a TargetBatch, without a tape."""
+        with self.scope():
+            value_head_forward(self.model, self._hidden(self.model, batch), batch.rows, values)
+
+    def forward_values(self, batch, values):
+        """Compute what `values` does, with a tape; returns what `backward_values` reads, inside the same scope."""
+        tape = self.new_tape()
+        return tape, value_head_forward(self.model, self._hidden(self.model, batch, tape), batch.rows, values)
+
+    def backward_values(self, forward, dvalues):
+        """Add to the gradients what follows from dvalues (T,) f32, the derivative of the loss by each value."""
+        tape, head = forward
+        self.begin_gradients()
+        dhidden = value_head_backward(self.model, head, dvalues, self.grads, self.arena)
+        self._backward(dhidden, tape)
+
+    def forward_with_values(self, batch, logprobs, values, entropy=None):
+        """Log-probs and, of a model with both heads, values (T,) f32 from one forward; for `backward_with_values`."""
+        tape = self.new_tape()
+        hidden = self._hidden(self.model, batch, tape)
+        head = batch.rows, batch.target_ids, self.temperature
+        lm_head = lm_head_forward(self.model, hidden, *head, self.arena, logprobs, entropy)
+        return tape, lm_head, value_head_forward(self.model, hidden, batch.rows, values)
+
+    def backward_with_values(self, forward, dlogprobs, dvalues, dentropy=None):
+        """Add to the gradients what follows from the derivatives by log-probs, values and entropies, (T,) f32."""
+        tape, lm_head, value_head = forward
+        head = self._head_target()
+        dhidden = lm_head_backward(self.model, lm_head, dlogprobs, head, self.arena, dentropy)
+        value_head_backward(self.model, value_head, dvalues, self.grads, self.arena, dhidden)
+        self._backward(dhidden, tape, head)
+
+    def _head_target(self):
+        """Begin a backward: the array that it writes the LM head's gradient to, None if the head is not trained.
+
+        The head's is a sum of several parts, and a tied embedding's is one more. So from the second micro-batch on they
+        are completed in memory of their own.
+        """
+        self.begin_gradients()
+        if self._grads_are_zero or self.grads.lm_head is None:
+            return self.grads.lm_head
+        return self._own_head_grad()
+
+    def _own_head_grad(self):
+        """The head's gradient of one micro-batch, (V, D) f32, allocated by the first call."""
+        if self._head_grad is None:
+            shape = self.grads.lm_head.shape
+            nbytes = math.prod(shape) * F32.itemsize
+            with memory.allocating("grads", nbytes):
+                self._head_grad = device.xp().empty(shape, F32)
+            memory.track("grads", nbytes)
+            weakref.finalize(self, memory.track, "grads", -nbytes)
+        return self._head_grad
+
+    def _backward(self, dhidden, tape, head=None):
+        """The backward of the layers and the embedding; head: what the LM head's has written, None without one."""
+        self._grads_are_zero = False
+        if self.folds_layers:
+            backward_and_update(self.model, dhidden, tape, self.grads, self._fold_part)
+            self._end_fold()
+            return
+        if not self.train.optimizer_in_backward:
+            grads, embed_grads = self.grads, None
+            is_alone = head is not None and head is not grads.lm_head
+            if is_alone and grads.lm_head is grads.embed_tokens:
+                embed_grads = head
+            self.model.backward(dhidden, tape, grads, embed_grads=embed_grads)
+            if is_alone:
+                accumulate(head, grads.lm_head)
+            return
+        if self._learning_rate is None:
+            raise ValueError("optimizer_in_backward: a second backward in a step, or no learning rate in zero_grad")
+        # From here on the weights change.
+        self._begin_update()
+        self.optimizer.begin(self._learning_rate)
+        self._learning_rate = None
+        backward_and_update(self.model, dhidden, tape, self.grads, self.optimizer.update)
+
+    def _begin_update(self):
+        """The weights are about to be written."""
+        signals.hold()
+        self.is_updating = True
+        if self.interleaved is not None:
+            self.interleaved.before_update()
+
+    def _hidden(self, model, batch, tape=None):
+        attention = packed_attention(model, batch, self.arena)
+        return model.forward(batch.input_ids, batch.position_ids, attention, tape, self.arena)
+
+    def zero_grad(self, learning_rate=None):
+        """Begin an optimizer step: set the gradients to zero.
+
+        learning_rate: that of `step`, which optimizer_in_backward needs.
+        """
+        self._zero_grads()
+        self._learning_rate = learning_rate
+        self.micro_batch = 0
+
+    def _zero_grads(self):
+        if isinstance(self.grads, LayerGradients):
+            self.grads.zero()
+        else:
+            fill(0.0, self.grads.flat)
+        self._grads_are_zero = True
+
+    def step(self, learning_rate):
+        """One optimizer step: LateMetrics of grad_norm, learning_rate and, if there are any, skipped_steps.
+
+        With optimizer_in_backward the backward has taken it, and it ends here. It returns before the weights are
+        written: a reader on another stream, as the engine, waits for this one. From here on a signal waits until the
+        trainer's loop calls signals.release, when the step is complete.
+        """
+        self._begin_update()
+        in_backward = self.train.optimizer_in_backward
+        norm = self.optimizer.finish() if in_backward else self.optimizer.step(learning_rate)
+
+        def read():
+            metrics = {"grad_norm": float(norm), "learning_rate": learning_rate}
+            if self.communicator is not None:
+                self.communicator.check()
+            return metrics | ({"skipped_steps": norm.skipped_steps} if norm.skipped_steps else {})
+
+        return LateMetrics(read)
+
+    def state_dict(self):
+        """The state for a checkpoint besides the weights; a reference that does not move is the run's `model`.
+
+        On several ranks, all of which call this, arrays are ArrayParts.
+        """
+        self.gather_adapter()
+        moves = self.reference is not None and self.train.sync_ref_model
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "reference": self.host_part(self.reference.weights.flat) if moves else None,
+            "loss": dict(self.loss_state),
+        }
+
+    def load_state_dict(self, state):
+        """Restore what state_dict returned."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.loss_state = dict(state.get("loss", {}))
+        if self.reference is not None and state["reference"] is not None:
+            copy_to_device([(self.reference.weights.flat, state["reference"])])
+
+    def host_part(self, flat):
+        """A copy on the host of this rank's part of an array that all ranks have: an ArrayPart; of one rank all."""
+        if self.communicator is None:
+            return device.host_copy(flat)
+        part = Part.of(len(flat), self.communicator.rank, self.communicator.world_size)
+        return ArrayPart(device.host_copy(flat[part.start : part.stop]), part.start, len(flat))
+
+    def move_reference_if_due(self, step):
+        """With sync_ref_model, move the reference every ref_model_sync_steps steps; step: optimizer steps done."""
+        train = self.train
+        if self.reference is not None and train.sync_ref_model and step % train.ref_model_sync_steps == 0:
+            self.move_reference(train.ref_model_mixup_alpha)
+
+    def move_reference(self, alpha):
+        """reference = alpha policy + (1 - alpha) reference (arXiv 2404.09656)."""
+        flat = self.reference.weights.flat
+        with self.scope():
+            part = self.arena.empty(flat.shape, flat.dtype)
+            scale(self.model.weights.flat, alpha, part)
+            scale(flat, 1.0 - alpha, flat)
+            add(part, flat, flat)
+
+
+class LateMetrics(Mapping):
+    """Metrics by name that are still on their way from the device: the first look at them waits for it.
+
+    So the host goes on to what comes after a step while the device is still at it. read(): dict.
+    """
+
+    def __init__(self, read):
+        self._read, self._metrics = read, None
+
+    def _found(self):
+        if self._metrics is None:
+            # The arrays that it reads are not needed any more.
+            self._metrics, self._read = self._read(), None
+        return self._metrics
+
+    def __getitem__(self, name):
+        return self._found()[name]
+
+    def __iter__(self):
+        return iter(self._found())
+
+    def __len__(self):
+        return len(self._found())
+
+    def __or__(self, other):
+        return self._found() | dict(other)
+
+    def __ror__(self, other):
+        return other | self._found()
+
+
+@lru_cache(maxsize=4)
+def epoch_order(count, shuffle, seed, epoch):
+    """(count,) int64, read-only: the rows of an epoch in the order in which they are visited."""
+    order = np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
+    # Each step asks for that of its epoch.
+    order.flags.writeable = False
+    return order
+
+
+class Schedule:
+    """The optimizer steps of a run, as transformers counts them: the last one of an epoch may be shorter.
+
+    micro_steps_per_epoch: forward and backward passes, of which an optimizer step has train.micro_batches_per_step.
+    """
+
+    def __init__(self, train, micro_steps_per_epoch):
+        self.accumulation = train.micro_batches_per_step
+        self.micro_steps_per_epoch = micro_steps_per_epoch
+        self.steps_per_epoch = -(-micro_steps_per_epoch // self.accumulation)
+        epochs = math.ceil(train.num_train_epochs * self.steps_per_epoch)
+        self.total_steps = train.max_steps if train.max_steps > 0 else epochs
+
+    def epochs_done(self, step):
+        """The epochs that `step` optimizer steps make: float."""
+        epochs, rest = divmod(step, self.steps_per_epoch)
+        return epochs + rest * self.accumulation / self.micro_steps_per_epoch

@@ -1,0 +1,146 @@
+"""The completions that each optimizer step of a run on prompts is trained on, and their state in a checkpoint."""
+
+import copy
+import math
+from typing import NamedTuple
+
+from rlnumba.errors import ConfigError
+from rlnumba.trainers import rollout
+from rlnumba.runs.policy import Schedule
+from rlnumba.runs.run_folder import log
+
+
+class MicroStep(NamedTuple):
+    """One forward and backward pass: its index in the epoch and the first sequence of the generation that it takes.
+
+    on_policy: whether the weights are still those that generated: the generation began in this optimizer step. Never
+    with bypass_mode or replayed groups, whose ratio is to the log-probs of the sampler.
+    """
+
+    index: int
+    first: int
+    begins_generation: bool
+    on_policy: bool
+
+
+class Start(NamedTuple):
+    """The beginning of a schedule: an optimizer step, `epochs` passes over the prompts after the run's beginning, with
+    the micro-step `within` of a generation. In a run that goes on with other sizes it is the step of the checkpoint."""
+
+    step: int = 0
+    epochs: float = 0.0
+    within: int = 0
+
+
+BEGINNING = Start()
+
+
+class MicroBatchSchedule(Schedule):
+    """The micro-batches of each optimizer step; an epoch ends without prompts that do not fill a generation."""
+
+    def __init__(self, train, path, num_prompts, start=BEGINNING):
+        if num_prompts < train.prompts_per_rollout:
+            raise ConfigError(
+                f"{path}: {num_prompts} prompts are fewer than the {train.prompts_per_rollout} of one generation "
+                f"({train.prompts_key})"
+            )
+        self.train, self.start = train, start
+        self.micro_steps_per_generation = train.rollout_steps * train.num_iterations
+        super().__init__(train, num_prompts // train.prompts_per_rollout * self.micro_steps_per_generation)
+        # Steps of the first epoch, which may begin within a generation.
+        self.first_steps = -(-(self.micro_steps_per_epoch - start.within) // self.accumulation)
+        if train.max_steps <= 0 and start.step:
+            # Rounded, as the sum of two numbers of epochs.
+            left = round((train.num_train_epochs - start.epochs) * self.steps_per_epoch, 6)
+            self.total_steps = start.step + max(math.ceil(left), 0)
+
+    @property
+    def sizes(self):
+        """The numbers on which the place of a step within its generation depends: list of int."""
+        size, steps = self.train.per_device_train_batch_size, self.train.rollout_steps
+        return [self.micro_steps_per_epoch, self.accumulation, self.micro_steps_per_generation, size, steps]
+
+    def micro_steps(self, step):
+        """The MicroSteps of an optimizer step: list."""
+        later = step - self.start.step - self.first_steps
+        if later < 0:
+            start = self.start.within + (step - self.start.step) * self.accumulation
+        else:
+            start = later % self.steps_per_epoch * self.accumulation
+        found = []
+        for index in range(start, min(start + self.accumulation, self.micro_steps_per_epoch)):
+            within = index % self.micro_steps_per_generation
+            first = index % self.train.rollout_steps * self.train.per_device_train_batch_size
+            found.append(
+                MicroStep(index, first, within == 0, index - within >= start and not self.train.ratio_to_sampler)
+            )
+        return found
+
+    def epochs_done(self, step):
+        """The epochs that `step` optimizer steps make: float."""
+        return self.start.epochs + super().epochs_done(step - self.start.step)
+
+    def within_generation(self, step):
+        """Whether optimizer step `step` begins with completions that an earlier one has generated."""
+        return not self.micro_steps(step)[0].begins_generation
+
+    @property
+    def on_policy(self):
+        """Whether all completions are trained on before the weights that generated them change."""
+        return self.accumulation % self.micro_steps_per_generation == 0 and not self.train.ratio_to_sampler
+
+
+class DataState:
+    """The data pipeline's state between optimizer steps: order, tokens seen, generation in use."""
+
+    def __init__(self, order):
+        self.order = order
+        self.num_tokens, self.rollouts, self.metrics = 0, None, {}
+
+    def begin(self, rollouts, generations, names, metrics):
+        """Use a new generation. generations: list of Generation; names: of the reward functions; metrics: further."""
+        self.rollouts, self.metrics = rollouts, rollout.generation_metrics(generations, names) | metrics
+        self.num_tokens += sum(each.num_tokens for each in generations)
+        num_samples = sum(len(each.samples) for each in generations)
+        if num_samples > len(rollouts.advantages):
+            self.metrics["dynamic_sampling/dropped"] = 1 - len(rollouts.advantages) / num_samples
+
+    def state_dict(self, within_generation):
+        """The state for a checkpoint; the generation only if the next step still trains on it."""
+        kept = within_generation and self.rollouts is not None
+        state = {
+            "prompts": [self.order.epoch, self.order.position],
+            "num_tokens": self.num_tokens,
+            "rollouts": self.rollouts.state() if kept else None,
+            "metrics": self.metrics if kept else {},
+        }
+        if self.order.replay_buffer is not None:
+            state["replay_buffer"] = self.order.replay_buffer.state()
+        # Lists and dicts of numbers, as long as there are prompts.
+        memory = {name: copy.copy(value) for name, value in self.order.memory.items()}
+        return state | ({"memory": memory} if memory else {})
+
+    def load_state_dict(self, state, train, moved=None):
+        """Restore a checkpoint's state, but for a generation that does not fit a `train` changed since.
+
+        moved: where other prompts have taken the place of the checkpoint's, {index there: index here} of those that are
+        there in both; a new epoch then begins.
+        """
+        self.order.epoch, self.order.position = state["prompts"]
+        self.order.memory = copy.deepcopy(state.get("memory", {}))
+        if moved is not None:
+            self.order.begin_with(moved)
+        self.num_tokens = state["num_tokens"]
+        if self.order.replay_buffer is not None:
+            self.order.replay_buffer.load_state(state.get("replay_buffer", []), train.num_generations)
+        if state["rollouts"] is None:
+            return
+        rollouts = rollout.Rollouts(**state["rollouts"])
+        has_reference = len(rollouts.ref_logprobs) > 0
+        # Its parts are those of the sizes with which it was drawn.
+        *_, size, steps = state.get("sizes", [train.per_device_train_batch_size, train.rollout_steps])
+        is_cut_alike = [size, steps] == [train.per_device_train_batch_size, train.rollout_steps]
+        if len(rollouts.advantages) == train.rollout_batch_size and is_cut_alike and (has_reference or not train.beta):
+            self.rollouts, self.metrics = rollouts, state["metrics"]
+        else:
+            log("the completions in the checkpoint do not fit the changed configuration: drawing others")

@@ -1,0 +1,97 @@
+"""A run on several ranks: processes that do the same steps, each with its micro-batches of them.
+
+On the cpu device a rank is a process, on cuda a process with a GPU of its own (parallel/placement.py).
+"""
+
+import dataclasses
+import pickle
+from contextlib import contextmanager
+
+from rlnumba import checkpoint
+from rlnumba.config.keys import Section
+from rlnumba.parallel.communicator import check_equal
+from rlnumba.parallel.launch import launch
+from rlnumba.parallel.placement import placement
+from rlnumba.parallel.ray_launch import launch_on_nodes
+from rlnumba.errors import ConfigError, RankError
+from rlnumba.rewards import resolve
+from rlnumba.runtime.environment import versions_of_results
+from rlnumba.runs.callbacks import given
+from rlnumba.trainers.every import TRAINERS
+from rlnumba.runs.planning.fit import fit_to_device
+from rlnumba.runs.run_folder import RESUMES, log, owner_of, start_compiling
+from rlnumba.runs.run_inputs import located
+
+
+def train_on_ranks(run, resume, reward_funcs=(), callbacks=()):
+    """Train a run on run.num_ranks processes, of which the first writes its folder: the TrainerState.
+
+    reward_funcs: functions, or names of [rewards], where run.rewards.funcs is not enough to find them; callbacks: as
+    `given` takes them. Raises RankError for the first rank that fails, ConfigError where there are no devices for all,
+    or for a function or callback that other processes cannot have.
+    """
+    count, run = run.num_ranks, run.on_ranks()
+    num_nodes, timeout_s = run.deploy.num_train_nodes, run.deploy.dist_timeout_seconds
+    place = placement(count // num_nodes, "deploy.num_train_gpus")
+    for each in (*reward_funcs, *callbacks):
+        check_picklable(each, count)
+    arguments = run, resume, list(reward_funcs), list(callbacks)
+    with owner_of(run), last_checkpoint_named(run.output_dir):
+        start_compiling(run)
+        if num_nodes > 1:
+            return launch_on_nodes(_train, count, num_nodes, *arguments, timeout_s=timeout_s)[0]
+        return launch(_train, count, *arguments, timeout_s=timeout_s, **place)[0]
+
+
+@contextmanager
+def last_checkpoint_named(output_dir):
+    """If a rank is lost in the block, log from which checkpoint the run goes on: no later step is whole."""
+    try:
+        yield
+    except RankError as error:
+        if error.is_lost:
+            found = checkpoint.existing(output_dir)
+            where = f"{RESUMES[0]} goes on from {found[0]} ({RESUMES[1]})" if found else "no checkpoint is complete yet"
+            log(f"rank {error.rank} has taken its part of the last step with it: {where}")
+        raise
+
+
+def _train(communicator, run, resume, reward_funcs, callbacks):
+    """Train on one rank; the first returns the TrainerState."""
+    check_equal(communicator, facts_of(run))
+    run = fit_to_device(located(run), communicator)
+    functions = [resolve_if_named(each) for each in reward_funcs]
+    # Callbacks are called once.
+    with given(callbacks if communicator.rank == 0 else ()):
+        state = TRAINERS[run.trainer].train(run, resume, functions, communicator)
+    return state if communicator.rank == 0 else None
+
+
+def resolve_if_named(reward):
+    """A reward function, or the one of a name."""
+    return resolve(reward) if isinstance(reward, str) else reward
+
+
+def check_picklable(value, count):
+    """Raise ConfigError for a function or an object that cannot be sent to the processes of `count` ranks."""
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"deploy.num_train_gpus {count}: {name} cannot be sent to other processes ({reason}); define it at the top "
+            "of a module"
+        ) from None
+
+
+def facts_of(run):
+    """{name: value} of what a run's result depends on: versions, and all keys."""
+    facts = versions_of_results()
+    for field in dataclasses.fields(run):
+        value = getattr(run, field.name)
+        if isinstance(value, Section):
+            facts |= {f"{field.name}.{name}": each for name, each in vars(value).items()}
+        else:
+            facts[field.name] = value
+    return facts

@@ -1,0 +1,91 @@
+"""The copies of transport peer without a GPU: ranks are threads, their arenas NumPy arrays, with random delays."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from rlnumba.parallel.transports import shared_memory
+from rlnumba.parallel.transports.peer import PeerCommunicator
+from rlnumba.parallel.watchdog import Watchdog
+from tests.parallel import ranks
+from tests.parallel.host_arena import HostArena, random_delay
+
+
+def run(world_size, work, first=0):
+    """What work(communicator) returned on each rank."""
+    links, arenas = shared_memory.make_links(world_size, 20, ranks.PIECE_BYTES), [None] * world_size
+    found, errors, ready = [None] * world_size, [], threading.Barrier(world_size)
+
+    def rank(link):
+        arena = HostArena(link.rank, arenas, ranks.PIECE_BYTES, first % 2**32, random_delay(link.rank))
+        ready.wait()
+        try:
+            control = shared_memory.SharedMemoryCommunicator(link)
+            communicator = PeerCommunicator(control, arena, errors.append, first % 2**32)
+            found[link.rank] = work(communicator)
+            communicator.close()
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=rank, args=(link,)) for link in links]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors, errors
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_all_operations_equal_numpy(world_size):
+    assert min(run(world_size, ranks.check_all_operations)) > 90
+
+
+@pytest.mark.parametrize("first", [2**32 - 3, 2**31 - 3])
+def test_counters_wrap(first):
+    def work(communicator):
+        for seed in range(10):
+            ranks.check_gather(communicator, seed, (2 * ranks.PIECE_BYTES,), np.uint8)
+            ranks.check_fold(communicator, seed, 1000, 2, False)
+            ranks.check_pair(communicator, seed, (3 * ranks.PIECE_BYTES,), np.uint8)
+        return communicator._sent
+
+    sent = run(2, work, first)
+    # Both counters have passed the point.
+    assert all((number - first) % 2**32 > 20 for row in sent for number in row if number != first)
+
+
+def test_no_stale_piece_is_read():
+    """Gathers that change each time, with random delays."""
+
+    def work(communicator):
+        for seed in range(300):
+            ranks.check_gather(communicator, seed, (5,), np.uint8)
+        return True
+
+    assert run(3, work) == [True] * 3
+
+
+class Event:
+    def __init__(self):
+        self.done = False
+
+
+def test_the_watchdog_names_what_does_not_end():
+    failed, problems, ended = threading.Event(), [], Event()
+    ended.done = True
+    watchdog = Watchdog(0.2, lambda message: (problems.append(message), failed.set()))
+    watchdog.watch("fold 3", ended)
+    assert not failed.wait(0.4)
+    watchdog.watch("fold 4", Event())
+    assert failed.wait(60) and problems == ["fold 4 did not end within 0.2 s"]
+    watchdog.close()
+
+
+def test_the_watchdog_reports_a_problem():
+    failed, problems = threading.Event(), []
+    watchdog = Watchdog(60, lambda message: (problems.append(message), failed.set()), lambda: "rank 1 is late")
+    assert failed.wait(60) and problems == ["rank 1 is late"]
+    watchdog.close()

@@ -1,0 +1,256 @@
+"""Ranks that draw, score and evaluate together: what one process has, whichever rank computes it."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from rlnumba import cli
+from rlnumba.config import DeployConfig, EngineConfig
+from rlnumba.engine.core import PromptError
+from rlnumba.engine.llm import LLM
+from rlnumba.engine.sequence import SamplingParams
+from rlnumba.errors import CommunicationError, UserError
+from rlnumba.model.config import LM_HEAD
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import load_model
+from rlnumba.rewards import RewardError, Rewards
+from rlnumba.runs import run_folder
+from rlnumba.runs.eval import evaluate, run_eval
+from rlnumba.runs.row_loop import RowError
+from rlnumba.sampling import replicas
+from rlnumba.trainers.shared_rollout import RewardsOnRanks
+from tests.parallel import in_threads
+from tests.trainers.runs import (
+    MODEL,
+    PAIR_ROWS,
+    PREFERENCE_ROWS,
+    SFT_ROWS,
+    grpo_run,
+    preference_run,
+    reward_run,
+    sft_run,
+)
+
+# Of very different lengths, so that ranks run out of work while others have some.
+PROMPTS = [[5 + i, 7, 9, 11] * (1 + i % 3) for i in range(5)]
+PARAMS = [
+    SamplingParams(n=n, max_tokens=tokens, seed=3, ignore_eos=True, first_index=first)
+    for n, tokens, first in ((5, 30, 0), (1, 4, 0), (4, 3, 2), (2, 2, 0), (1, 1, 0))
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(MODEL), Tokenizer.from_folder(MODEL)
+
+
+def drawn(outputs):
+    return [[(c.token_ids, c.logprobs, c.text, c.finish_reason) for c in each.completions] for each in outputs]
+
+
+def on_rank(communicator, model, max_num_seqs=256, num_blocks=None):
+    """(what generate returned, prompts in the order in which they finished, sequences that this rank took over)."""
+    config = EngineConfig(max_num_seqs=max_num_seqs, num_gpu_blocks_override=num_blocks)
+    llm = replicas.llm_on_ranks(LLM(*model, config), communicator)
+    own, taken, order = llm.engine.engine, [], []
+    move_in = own.move_in
+    own.move_in = lambda sequences: (taken.extend(s for s in sequences if len(s.completion_ids)), move_in(sequences))
+    outputs = llm.generate(PROMPTS, PARAMS, finished=lambda position, output: order.append(position))
+    assert not own.has_unfinished and not llm.engine.has_unfinished
+    assert own.blocks.num_free == own.blocks.num_blocks
+    return drawn(outputs), order, len(taken)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_text_of_one(model, monkeypatch, world_size):
+    """Exchanges after every step, so that ranks take over sequences in the middle of them; few blocks preempt."""
+    monkeypatch.setattr(replicas, "ROUND_S", 0.0)
+    expected = drawn(LLM(*model).generate(PROMPTS, PARAMS))
+    taken = 0
+    for options in ((256, None), (2, None), (256, 8)):
+        found = in_threads.run(on_rank, world_size, model, *options)
+        for own, order, _ in found:
+            assert own == expected and order == found[0][1] and sorted(order) == list(range(len(PROMPTS)))
+        taken += sum(count for *_, count in found)
+    assert (taken > 0) == (world_size > 1)
+
+
+def test_drafts_go_on_elsewhere(model, monkeypatch):
+    """Sequences move between engines whose steps verify drafts."""
+    monkeypatch.setattr(replicas, "ROUND_S", 0.0)
+
+    def work(communicator):
+        llm = replicas.llm_on_ranks(LLM(*model, EngineConfig(speculative_method="ngram")), communicator)
+        return drawn(llm.generate(PROMPTS, PARAMS))
+
+    expected = drawn(LLM(*model).generate(PROMPTS, PARAMS))
+    assert in_threads.run(work, 2) == [expected] * 2
+
+
+@pytest.mark.parametrize("reason", ["no rank has them", "no rank has drawn a token for 0 s"])
+def test_completions_that_do_not_come_end_all_ranks(model, monkeypatch, reason):
+    """Rank 1 loses what it was given, or no engine does a step."""
+    monkeypatch.setattr(replicas, "LOST_S", 0.2)
+    if reason == "no rank has them":
+        # One exchange, when rank 0 has drawn its own: each further one would give rank 1 more, which it loses, too.
+        monkeypatch.setattr(replicas, "ROUND_S", 1000.0)
+
+    def on_rank(communicator):
+        llm = replicas.llm_on_ranks(LLM(*model), communicator)
+        own, nothing = llm.engine.engine, llm.engine.engine.step()
+        if reason == "no rank has them":
+            own.move_in = own.move_in if communicator.rank == 0 else lambda sequences: None
+        else:
+            communicator.timeout_s, own.step = 0.2, lambda: nothing
+        with pytest.raises(CommunicationError) as raised:
+            llm.generate(PROMPTS, PARAMS)
+        return str(raised.value)
+
+    found = in_threads.run(on_rank, 2)
+    assert found[0] == found[1] and f" do not come: {reason}" in found[0]
+    count = 6 if reason == "no rank has them" else 13
+    assert found[0].startswith(f"generate: {count} completions of ")
+
+
+def test_a_prompt_that_is_too_long_names_its_index(model):
+    def work(communicator):
+        llm = replicas.llm_on_ranks(LLM(*model, EngineConfig(max_model_len=8)), communicator)
+        with pytest.raises(PromptError) as error:
+            llm.generate([[1, 2], [1] * 9], SamplingParams(max_tokens=2))
+        # The engine has no requests, and goes on.
+        llm.generate([[1, 2]], SamplingParams(max_tokens=2))
+        return error.value.request_id
+
+    assert in_threads.run(work, 2) == [1, 1]
+
+
+def test_shares():
+    assert replicas.shares([0, 0, 0], 7) == [3, 2, 2]
+    assert replicas.shares([5, 0, 2], 4) == [0, 3, 1]
+    assert replicas.shares([4], 3) == [3] and replicas.shares([0, 0], 0) == [0, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_moves_even_out(seed):
+    rng = np.random.default_rng(seed)
+    loads = rng.integers(0, [1, 4, 40, 300][seed % 4] + 1, rng.integers(1, 9)).tolist()
+    few = [0, 1, 8][seed % 3]
+    moves, after = replicas.moves_between(loads, few), list(loads)
+    if max(loads) <= few or 2 * min(loads) > max(loads):
+        assert moves == []
+        return
+    for source, target, count in moves:
+        assert count > 0
+        after[source] -= count
+        after[target] += count
+    assert max(after) - min(after) <= 1 and sum(after) == sum(loads)
+    sources, targets = ({move[i] for move in moves} for i in (0, 1))
+    assert not sources & targets
+
+
+def constant(completions, **columns):
+    return [1.0] * len(completions)
+
+
+def test_rewards_of_rank_0(model):
+    def work(communicator):
+        rewards = RewardsOnRanks(Rewards([constant]) if communicator.rank == 0 else None, communicator)
+        group = [rewards.submit(["p"] * 2, ["a", "b"], [[1], [2]], {}) for _ in range(3)]
+        values = rewards.collect(group).values
+        assert rewards.ready(group) == [True] * 3 and rewards.names == ["constant"]
+        return values.tolist()
+
+    assert in_threads.run(work, 2) == [[[1.0]] * 6] * 2
+
+
+def test_a_reward_that_fails_is_raised_on_all_ranks():
+    def fail(completions, **columns):
+        raise ZeroDivisionError("nothing left")
+
+    def work(communicator):
+        rewards = RewardsOnRanks(Rewards([fail]) if communicator.rank == 0 else None, communicator)
+        with pytest.raises(RewardError, match="fail raised ZeroDivisionError: nothing left"):
+            rewards.collect([rewards.submit(["p"], ["a"], [[1]], {})])
+        return communicator.objects(communicator.rank)
+
+    assert in_threads.run(work, 2) == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_scores_of_all_sequences(world_size):
+    sequences = [[3 + i % 5] * (1 + i * 7 % 20) for i in range(9)]
+    expected = cli._score_all(load_model(MODEL), sequences, 0.5, None)
+    arguments = cli._score_all, MODEL, None, None, LM_HEAD, sequences, 0.5, None
+    found, *others = in_threads.run(replicas.score, world_size, *arguments)
+    assert [values.tobytes() for values in found] == [values.tobytes() for values in expected]
+    assert others == [None] * (world_size - 1)
+
+
+def test_generate_names_the_line_of_a_prompt():
+    arguments = MODEL, None, None, [MODEL], EngineConfig(num_gpu_blocks_override=1), [[1], [1] * 30], SamplingParams()
+    with pytest.raises(UserError, match="rows:7: prompt and completion need 46 tokens of KV cache"):
+        in_threads.run(replicas.generate, 2, *arguments, ["rows:3", "rows:7"], None)
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_the_commands_write_the_files_of_one_process(tmp_path, capsys):
+    rows = [{"prompt": f"what is {i}? " * (1 + i % 4)} for i in range(6)]
+    (tmp_path / "prompts").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = {}
+    for count in ("1", "2"):
+        output, scored, source = (tmp_path / f"{name}{count}" for name in ("out", "scored", "rows"))
+        options = ["--prompts", str(tmp_path / "prompts"), "--output", str(output), "--n", "2", "--num-gpus", count]
+        assert cli.run(["generate", "--model", str(MODEL), *options]) == 0
+        sequences = [
+            line["prompt_token_ids"] + completion["token_ids"]
+            for line in lines_of(output)
+            for completion in line["completions"]
+        ]
+        source.write_text("".join(json.dumps({"token_ids": ids}) + "\n" for ids in sequences))
+        options = ["--input", str(source), "--output", str(scored), "--deploy.num_infer_gpus", count]
+        assert cli.run(["score", "--model", str(MODEL), *options]) == 0
+        written[count] = output.read_bytes(), scored.read_bytes()
+    assert written["1"] == written["2"]
+    for command, source in (("generate", "--prompts"), ("score", "--input")):
+        files = [source, str(tmp_path / "prompts"), "--output", str(tmp_path / "out")]
+        assert cli.run([command, "--model", str(MODEL), *files, "--tp", "2", "--num-gpus", "2"]) == 2
+        assert "--tp (2) cuts one model, --num-gpus (2) makes copies of it" in capsys.readouterr().err
+
+
+def eval_run(kind, folder):
+    if kind == "grpo":
+        run = grpo_run(folder, reward="digits length", num_prompts=5)
+        return dataclasses.replace(run, data=dataclasses.replace(run.data, eval=run.data.train))
+    if kind == "sft":
+        return sft_run(folder, {"eval": str(SFT_ROWS)})
+    if kind == "reward":
+        return reward_run(folder, {"eval": str(PAIR_ROWS)})
+    return preference_run(kind, folder, {"eval": str(PREFERENCE_ROWS[kind])})
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft", "dpo", "kto", "reward"])
+def test_an_evaluation_has_the_metrics_of_one_process(tmp_path, monkeypatch, kind):
+    # Ranks are processes of their own elsewhere.
+    monkeypatch.setattr(run_folder, "_is_silent", False)
+    run = eval_run(kind, tmp_path / "run")
+    expected = run_eval(run, output=tmp_path / "out")
+    for metrics, rows in in_threads.run(evaluate, 2, run, None, None, ()):
+        assert metrics == expected
+        if rows:
+            written = lines_of(tmp_path / "out" / "completions.jsonl")
+            assert [row["completion"] for row in rows] == [row["completion"] for row in written]
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_eval_on_ranks(tmp_path):
+    one = eval_run("sft", tmp_path)
+    two = dataclasses.replace(one, deploy=DeployConfig(num_train_gpus=2))
+    assert run_eval(two) == run_eval(one)
+    with pytest.raises(RowError, match="none.jsonl"):
+        run_eval(dataclasses.replace(two, data=dataclasses.replace(two.data, eval="none.jsonl")))

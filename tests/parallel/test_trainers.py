@@ -1,0 +1,308 @@
+"""Every trainer on several ranks: the files of one rank's run, whatever their number."""
+
+import dataclasses
+import importlib
+import json
+import pathlib
+import shutil
+from functools import partial
+
+import numpy as np
+import pytest
+
+from rlnumba.config import DeployConfig, LoraConfig, SFTConfig
+from rlnumba.errors import ConfigError, RankError
+from rlnumba.kernels.nn import reduce
+from rlnumba.model.lora import Adapter
+from rlnumba.model.transformer import load_model
+from rlnumba.parallel import launch, zero
+from rlnumba.parallel.communicator import check_equal
+from rlnumba.reporting import metrics
+from rlnumba.runs import policy as policy_module
+from rlnumba.runs.policy import Policy
+from rlnumba.runs.ranks import facts_of, train_on_ranks
+from tests.close import assert_same_bits
+from tests.parallel import in_threads
+from tests.parallel.test_training import BATCH, files_of
+from tests.trainers.runs import (
+    GOLDEN,
+    MODEL,
+    PAIR_ROWS,
+    PREFERENCE_ROWS,
+    SFT_ROWS,
+    grpo_run,
+    ppo_run,
+    preference_run,
+    reward_run,
+    rloo_run,
+    sft_run,
+)
+
+ONE_BACKWARD = {"gradient_accumulation_steps": 1, "report_to": []}
+# Micro-batches of a step: five, so that no number of ranks divides them.
+ROWS = ONE_BACKWARD | {"per_device_train_batch_size": 2, "global_batch_size": 10, "max_steps": 3, "save_steps": 2}
+# Three, so that two ranks do not divide them, and of four ranks one has nothing to do.
+PAIRS = ONE_BACKWARD | {"per_device_train_batch_size": 2, "global_batch_size": 6, "max_steps": 3, "save_steps": 2}
+PAIRS |= {"shuffle_dataset": True}
+# Generations of four prompts with four completions each, of which a step takes four micro-batches of four.
+GROUPS = ONE_BACKWARD | {"per_device_train_batch_size": 4, "global_batch_size": 16, "max_steps": 2, "save_steps": 1}
+# Batches of twelve completions, on which two optimizer steps of three micro-batches are taken.
+BATCHES = ONE_BACKWARD | {"per_device_train_batch_size": 4, "global_batch_size": 12, "max_steps": 2, "save_steps": 1}
+BATCHES |= {"num_ppo_epochs": 2, "num_mini_batches": 1}
+
+
+def run_of(kind, folder, num_ranks=1, lora=None, model=None, zero_stage=2, **options):
+    """A Run of a few steps with checkpoints."""
+    if kind == "sft":
+        run = sft_run(folder, **ROWS | options)
+    elif kind == "ppo":
+        run = ppo_run(folder, **BATCHES | options)
+    elif kind in ("grpo", "rloo"):
+        run = {"grpo": grpo_run, "rloo": rloo_run}[kind](folder, **GROUPS | options)
+    elif kind == "reward":
+        run = reward_run(folder, **PAIRS | options)
+    else:
+        run = preference_run(kind, folder, **PAIRS | options)
+    deploy = DeployConfig(num_train_gpus=num_ranks, zero_stage=zero_stage)
+    run = dataclasses.replace(run, deploy=deploy, lora=lora)
+    return run if model is None else dataclasses.replace(run, model=str(model))
+
+
+# Parameters of a segment of the gradient's norm, here as small as that every rank has a part of the optimizer's state.
+SEGMENT = 4096
+
+
+def train_each(
+    communicator, runs, resume=False, fold_by_layer_bytes=policy_module.FOLD_BY_LAYER_BYTES, segment=SEGMENT
+):
+    """Train [(kind, Run)] one after the other in the processes of the same ranks, of which starting takes longest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduce, "SEGMENT", segment)
+        patch.setattr(policy_module, "FOLD_BY_LAYER_BYTES", fold_by_layer_bytes)
+        # Drawing curves takes longer than such a run.
+        patch.setattr(metrics, "plot", lambda *arguments: None)
+        for kind, run in runs:
+            train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
+            train(run.on_ranks(), resume, communicator=communicator)
+
+
+def train_all(runs, num_ranks, resume=False, **options):
+    """Train [(kind, Run)] on so many ranks: what each has written, see `written`. options: train_each's."""
+    launch(partial(train_each, **options), num_ranks, runs, resume, timeout_s=120)
+    return [written(run) for _, run in runs]
+
+
+def written(run):
+    """files_of a run, and the lines of completions.jsonl."""
+    path = pathlib.Path(run.output_dir) / "completions.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return *files_of(run), lines
+
+
+def untied_model(folder):
+    """A model with a head of its own, and with the tokenizer of the other."""
+    if not folder.exists():
+        shutil.copytree(GOLDEN / "models" / "qwen3_untied", folder)
+        for path in MODEL.glob("tokenizer*"):
+            shutil.copy(path, folder)
+    return folder
+
+
+LORA = LoraConfig(r=4, lora_dropout=0.1)
+UNTIED = {"optim": "adamw_8bit", "gradient_checkpointing": True}
+DFT = {"loss_type": "dft", "packing": True, "eval_steps": 2, "data": {"eval": str(SFT_ROWS)}}
+ENTROPY = {"top_entropy_quantile": 0.5, "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0}
+WITHOUT_GLOBAL = {"global_batch_size": None, "gradient_accumulation_steps": 1}
+# Options of a run by case; a pair where those of one rank are others.
+CASES = {
+    "sft": {},
+    "sft, untied": UNTIED,
+    "sft, lora": {"lora": LORA},
+    "sft, dft and evaluation": DFT,
+    "sft, fewer micro-batches than ranks": {"global_batch_size": 4},
+    "reward": {"center_rewards_coefficient": 0.01},
+    "reward, lora, evaluation": {"lora": LORA, "eval_steps": 2, "data": {"eval": str(PAIR_ROWS)}},
+    "dpo": {"sync_ref_model": True, "ref_model_sync_steps": 1},
+    "dpo, precomputed, evaluation": {
+        "precompute_ref_log_probs": True, "eval_steps": 2, "data": {"eval": str(PREFERENCE_ROWS["dpo"])}
+    },
+    "dpo, lora": {"lora": LORA, "use_weighting": True},
+    "kto": {},
+    "grpo": {},
+    "grpo, reference": {"beta": 0.1, "num_iterations": 2, "generation_batch_size": 32},
+    "grpo, lora, evaluation": {"lora": LORA, "eval_steps": 2, "eval_on_start": True, "data": "prompts"},
+    "grpo, entropy": ENTROPY,
+    "grpo, one micro-batch": {
+        "per_device_train_batch_size": 16, "top_entropy_quantile": 0.5, "entropy_coef": 0.1, "loss_type": "bnpo"
+    },
+    "grpo, tokens": {"max_tokens_per_micro_batch": 100, "replay_buffer_size": 4, "top_k": 20},
+    "grpo, dynamic sampling": {"dynamic_sampling": True, "over_sampling_batch_size": 5, "reward": "one_for_even"},
+    "rloo": {"top_k": 20, "normalize_advantages": True},
+    "sft, zero 3": {"zero_stage": 3},
+    "sft, zero 3, untied, evaluation": {"zero_stage": 3, **UNTIED, "eval_steps": 2, "data": {"eval": str(SFT_ROWS)}},
+    "reward, zero 3, evaluation": {"zero_stage": 3, "eval_steps": 2, "data": {"eval": str(PAIR_ROWS)}},
+    "dpo, zero 3": {"zero_stage": 3, "eval_steps": 2, "data": {"eval": str(PREFERENCE_ROWS["dpo"])}},
+    "kto, zero 3": {"zero_stage": 3},
+    "ppo": {"use_score_scaling": True, "kl_coef": 0.0},
+    "ppo, shared": {"critic": {"shared": True}, "max_tokens_per_micro_batch": 100, "whiten_rewards": True},
+    "ppo, lora, filtered": {"lora": LORA, "top_k": 20, "entropy_coef": 0.01, "critic": {"learning_rate": 1e-3}},
+    "sft, per device": (WITHOUT_GLOBAL | {"gradient_accumulation_steps": 2}, WITHOUT_GLOBAL),
+    "grpo, per device": (
+        WITHOUT_GLOBAL | {"gradient_accumulation_steps": 2, "steps_per_generation": 2},
+        WITHOUT_GLOBAL | {"steps_per_generation": 1},
+    ),
+}  # fmt: skip
+# Per-device sizes multiply by the number of ranks, as in TRL: two with one pass each have the step of one with two.
+ON_TWO = ["sft", "dpo", "grpo", "grpo, dynamic sampling", "ppo", "sft, per device", "grpo, per device"]
+ON_THREE = [case for case in CASES if not case.endswith("per device")]
+ON_FOUR = ["sft", "grpo", "grpo, dynamic sampling", "sft, zero 3", "dpo, zero 3"]
+
+
+def runs_of_cases(cases, folder, num_ranks):
+    """[(kind, Run)] of cases, each in a folder of its own in that of so many ranks."""
+    runs = []
+    for case in cases:
+        options = CASES[case]
+        if isinstance(options, tuple):
+            options = options[num_ranks > 1]
+        place = folder / str(num_ranks) / case.replace(", ", "-").replace(" ", "-")
+        if options.get("data") == "prompts":
+            options = options | {"data": {"eval": str(place.parent / "prompts.jsonl")}}
+        if "untied" in case:
+            options = options | {"model": untied_model(folder / "model")}
+        kind = case.partition(",")[0]
+        runs.append((kind, run_of(kind, place, num_ranks, **options)))
+    return runs
+
+
+@pytest.mark.usefixtures("quick_starts")
+@pytest.mark.parametrize("num_ranks, cases", [(2, ON_TWO), (3, ON_THREE), (4, ON_FOUR)])
+def test_the_files_of_one_rank(tmp_path, num_ranks, cases):
+    expected = train_all(runs_of_cases(cases, tmp_path, 1), 1)
+    found = train_all(runs_of_cases(cases, tmp_path, num_ranks), num_ranks)
+    for case, own, others in zip(cases, expected, found, strict=True):
+        assert len(own[0]) >= 3 and len(own[1]) >= 2, case
+        assert bool(own[2]) == case.startswith(("grpo", "rloo", "ppo")), case
+        assert others == own, case
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_the_files_of_one_rank_where_layers_are_folded_one_by_one(tmp_path):
+    """As the gradients of large models are; of five micro-batches or three, so that a rank has none in a round."""
+    cases = ["sft, untied", "reward, lora, evaluation", "dpo", "grpo, reference", "ppo", "ppo, shared"]
+    expected = train_all(runs_of_cases(cases, tmp_path, 1), 1)
+    found = train_all(runs_of_cases(cases, tmp_path, 2), 2, fold_by_layer_bytes=0)
+    for case, own, others in zip(cases, expected, found, strict=True):
+        assert others == own, case
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_runs_go_on_with_another_number_of_ranks(tmp_path):
+    """Of GRPO in the middle of a generation; of KTO on one rank with other weights on it than before."""
+    options = {
+        "kto": {"zero_stage": 3},
+        "sft": {},
+        "dpo": {"precompute_ref_log_probs": True},
+        "grpo": {"generation_batch_size": 32},
+        "ppo": {},
+    }
+
+    def runs(folder, num_ranks, steps):
+        kept = {"max_steps": steps, "save_steps": 1, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+        return [
+            (kind, run_of(kind, tmp_path / folder / kind, num_ranks, **own | kept)) for kind, own in options.items()
+        ]
+
+    expected = train_all(runs("whole", 1, 3), 1)
+    for num_ranks, steps in ((3, 1), (2, 2), (1, 3)):
+        found = train_all(runs("parts", num_ranks, steps), num_ranks, resume=steps > 1)
+    for kind, own, others in zip(options, expected, found, strict=True):
+        assert others[0]["final/model.safetensors"] == own[0]["final/model.safetensors"], kind
+        assert others[1:] == own[1:], kind
+
+
+def trained_adapter(communicator):
+    """The values to save of a bfloat16 adapter after two steps of five micro-batches."""
+    model = load_model(MODEL, "float32")
+    model.adapter = Adapter.new(model.config, LoraConfig(r=3), "bfloat16", "base", 0)
+    policy = Policy(model, SFTConfig(learning_rate=1e-2, **BATCH), communicator=communicator)
+    for _ in range(2):
+        policy.zero_grad()
+        gradients = np.random.default_rng(0).standard_normal((5, *policy.grads.flat.shape), np.float32)
+        total = np.zeros_like(gradients[0])
+        for k in policy.each_micro_batch(range(5)):
+            # The CPU has no 16-bit forward, nor then a backward.
+            policy.begin_gradients()
+            total = policy.grads.flat if communicator is not None else total
+            np.add(total, gradients[k], out=total)
+        policy.grads.flat[...] = total
+        policy.step(1e-2)
+    policy.gather_adapter()
+    return model.adapter.values, model.adapter.flat
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_16_bit_adapter_is_saved_from_all_ranks(monkeypatch, world_size):
+    """Rank 0 has the float32 values of every rank's part of the optimizer, which are in small segments here."""
+    monkeypatch.setattr(reduce, "SEGMENT", 256)
+    monkeypatch.setattr(zero, "PIECE_SEGMENTS", 2)
+    values, flat = trained_adapter(None)
+    assert values.dtype == np.float32 and not np.array_equal(values, flat.astype(np.float32))
+    found = in_threads.run(trained_adapter, world_size)
+    assert_same_bits(found[0][0], values)
+    for _, own in found:
+        assert_same_bits(own, flat)
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_a_reward_that_fails_ends_the_run_with_its_line(tmp_path):
+    """And with a checkpoint of the last complete step, as on one rank."""
+    options = {"reward": "fails_at_step_2", "max_steps": 3, "save_steps": 10}
+    with pytest.raises(RankError, match="fails_at_step_2 raised ZeroDivisionError: nothing left to divide"):
+        train_on_ranks(run_of("grpo", tmp_path / "run", 2, **options), False)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
+
+
+def test_passes_of_a_generation_are_counted_on_each_gpu(tmp_path):
+    with pytest.raises(ConfigError, match="steps_per_generation counts .* train.global_batch_size .16. set train.gen"):
+        run_of("grpo", tmp_path, steps_per_generation=2)
+
+
+def test_a_mini_batch_of_all_ranks_has_whole_micro_batches(tmp_path):
+    options = {"global_batch_size": None, "per_device_train_batch_size": 4, "num_mini_batches": 4}
+    run_of("ppo", tmp_path, 3, **options)
+    with pytest.raises(ConfigError, match=r"size \(4\) must divide the mini-batch of 6 .*; deploy.num_train_gpus is 6"):
+        run_of("ppo", tmp_path, 6, **options)
+    with pytest.raises(ConfigError, match=r"num_mini_batches \(5\) must divide the batch of 12 .*global_batch_size"):
+        run_of("ppo", tmp_path, num_mini_batches=5)
+
+
+def test_ranks_with_other_keys_or_versions_are_named(tmp_path):
+    run = run_of("ppo", tmp_path, 2)
+
+    def check(communicator, other):
+        check_equal(communicator, facts_of(run) | (other if communicator.rank else {}))
+
+    in_threads.run(check, 2, {})
+    for other, message in (
+        ({"train.learning_rate": 1.0}, "rank 1 has train.learning_rate 1.0 and rank 0 0.002: all ranks"),
+        ({"seed": 1}, "rank 1 has seed 1 and rank 0 42"),
+        ({"numba": "0.1"}, "rank 1 has numba '0.1' and rank 0 '"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            in_threads.run(check, 2, other)
+
+
+def test_a_generation_of_all_ranks_has_whole_groups(tmp_path):
+    options = {"global_batch_size": None, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    run = run_of("grpo", tmp_path, **options, num_generations=2)
+    options = run.train.__dict__ | {"num_generations": 4}
+    with pytest.raises(ConfigError, match=r"steps_per_generation \(2\) must be divisible by train.num_generations"):
+        dataclasses.replace(run, train=type(run.train)(**options))
+    of_two = {"train": type(run.train)(**options), "deploy": DeployConfig(num_train_gpus=2)}
+    assert dataclasses.replace(run, **of_two).on_ranks().train.prompts_per_rollout == 1
+    options["per_device_train_batch_size"] = 3
+    with pytest.raises(
+        ConfigError, match=r"x deploy.num_train_gpus \(6\) must be divisible by .*num_generations \(4\)"
+    ):
+        dataclasses.replace(run, train=type(run.train)(**options), deploy=DeployConfig(num_train_gpus=2))

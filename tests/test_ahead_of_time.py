@@ -361,7 +361,7 @@ OF = {
 LISTED_AHEAD = """
 import json, sys
 from rlnumba.config import load_run
-from rlnumba.engine.step_shapes import token_bucket_of
+from rlnumba.engine.steps.shapes import token_bucket_of
 from rlnumba.kernels.gemm.scheduler import tokens_of_choice
 from rlnumba.kernels.gemm.sm90_config import best_config
 from rlnumba.runtime.device import GPUS

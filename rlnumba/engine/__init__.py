@@ -11,8 +11,7 @@ run_ahead.py      decode steps launched before the results of the last ones are 
 speculation.py    which drafts steps verify, and when that is faster than decode
 groups.py         prompts with several completions, which can be given back and go on elsewhere
 ngram.py          drafts by n-gram lookup in a request's prompt and completions
-step_arrays.py    the arrays of one step
-step_shapes.py    the shapes of the steps that are CUDA graphs, and padding to them
+steps/            the arrays of one step, their shapes, their upload, attention over the cache
 runner.py         one step: the model over the paged cache, sampling, CUDA graphs
 sampler.py        hidden states -> logits -> sampled tokens and their log-probs
 check.py          do rollout and training agree, bit by bit

@@ -12,8 +12,8 @@ import numpy as np
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.core import BLOCK_SIZE
 from rlnumba.engine.llm import LLM
-from rlnumba.engine.runner import PagedAttention
 from rlnumba.engine.sequence import SamplingParams
+from rlnumba.engine.steps.attention import PagedAttention
 from rlnumba.kernels.nn.elementwise import gather_rows
 from rlnumba.model.layers import PackedAttention
 from rlnumba.model.transformer import Tape, pack, score

@@ -35,7 +35,7 @@ from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import Scheduler, blocks_needed
 from rlnumba.engine.sequence import Completion, SamplingParams, Sequence, SequenceTable
 from rlnumba.engine.speculation import Speculator, longest_verified
-from rlnumba.engine.step_shapes import bucket_of
+from rlnumba.engine.steps.shapes import bucket_of
 from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.philox import noise_key

@@ -29,7 +29,7 @@ class FewRowsDecoder:
         return self.configs[rows]
 
     def supports(self, arrays, max_seqlen_q, max_context_len):
-        """Whether it computes a step with these arrays (step_arrays.step_arrays) and bounds."""
+        """Whether it computes a step with these arrays (steps/arrays.py:step_arrays) and bounds."""
         return max_seqlen_q == 1 and self.decodes(len(arrays["context_lens"]), max_context_len)
 
     def decodes(self, rows, max_context_len):

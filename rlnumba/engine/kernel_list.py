@@ -15,8 +15,8 @@ from rlnumba.engine.core import BLOCK_SIZE, longest_sequence
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed, tokens_of_group
 from rlnumba.engine.speculation import MAX_NUM_SEQS, longest_verified
-from rlnumba.engine.step_arrays import decode_state
-from rlnumba.engine.step_shapes import (
+from rlnumba.engine.steps.arrays import decode_state
+from rlnumba.engine.steps.shapes import (
     BUCKET_STEP,
     PREFILL_BUCKET_STEP,
     PREFILL_BUCKETS,

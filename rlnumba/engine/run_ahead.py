@@ -27,7 +27,7 @@ import numpy as np
 
 from rlnumba.engine.runner import MAX_IN_FLIGHT, RESERVED_TOKENS
 from rlnumba.engine.scheduler import EndConditions, SchedulerOutput
-from rlnumba.engine.step_shapes import context_bucket_of
+from rlnumba.engine.steps.shapes import context_bucket_of
 
 # While one step is computed, the host has its time to record the one before. More would be wasted at every end.
 DEPTH = 2

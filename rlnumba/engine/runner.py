@@ -1,7 +1,7 @@
 """Run a step: its arrays, the model over the paged KV cache, sampling; on the GPU as CUDA graphs.
 
-The arrays of a step (step_arrays.py) reach the device in one copy; the sampled ids and their log-probs come back in one
-(`run`).
+The arrays of a step (steps/arrays.py) reach the device in one copy (steps/upload.py); the sampled ids and their
+log-probs come back in one (`run`).
 
 A step in which every sequence lacks one token, decode, ends with a kernel that makes of these arrays those of the next
 step (kernels/decode_state.py) and writes the results to memory of the host. So `begin` launches the first of several
@@ -9,7 +9,7 @@ decode steps, `repeat` each of the others, without an upload and before the resu
 `wait` returns the results of one.
 
 On the GPU steps are replayed as graphs, all but those that compute so many tokens that the host is the faster one.
-Their arrays are padded to a StepShape (step_shapes.py). The first step of a shape, a largest size of prefix groups
+Their arrays are padded to a StepShape (steps/shapes.py). The first step of a shape, a largest size of prefix groups
 (prefix_groups.py) and the arrays that penalties and thresholds add runs as it is, which compiles kernels and allocates
 what they need; the second is captured, and replayed from then on.
 """
@@ -23,8 +23,9 @@ from rlnumba.engine.cache import KVCache
 from rlnumba.engine.few_rows import FewRowsDecoder
 from rlnumba.engine.sampler import SamplingInputs, sample_tokens
 from rlnumba.engine.speculation import MAX_NUM_SEQS
-from rlnumba.engine.step_arrays import decode_arrays, decode_state, max_group_size_of, step_arrays
-from rlnumba.engine.step_shapes import (
+from rlnumba.engine.steps.arrays import decode_arrays, decode_state, max_group_size_of, step_arrays
+from rlnumba.engine.steps.attention import NullAttention, PagedAttention
+from rlnumba.engine.steps.shapes import (
     MAX_PREFILL_CONTEXT,
     StepShape,
     bucket_of,
@@ -34,17 +35,10 @@ from rlnumba.engine.step_shapes import (
     prefill_bucket,
     prefill_rows_of,
 )
-from rlnumba.kernels.attention.paged import (
-    fuses_qkv,
-    paged_attention,
-    paged_attention_qkv,
-    plan_paged_attention,
-    reserve_workspace,
-    workspace_sizes,
-)
+from rlnumba.engine.steps.upload import Upload
+from rlnumba.kernels.attention.paged import reserve_workspace, workspace_sizes
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.decode_state import DecodeState, advance_decode_state, edit_decode_state
-from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
 from rlnumba.model.lora import AdapterStack
 from rlnumba.runtime import device, memory, signals
@@ -57,113 +51,10 @@ LAYER_KERNELS, LAUNCH_BYTES = 7, 7 << 20
 MAX_GRAPHS = 128
 # More tensor maps than one step asks for.
 TENSOR_MAPS = 1 << 12
-# Layouts of steps that Upload keeps: those of graphs recur, those of prefill steps hardly ever.
-MAX_LAYOUTS = 512
 # Decode steps whose results the host has not read; the number of slots that they are written to in turn.
 MAX_IN_FLIGHT = 3
 # Tokens to come that a decoding sequence gets blocks for at a time, so that these reach the device in few steps.
 RESERVED_TOKENS = 64
-# The arrays of a step that attention reads beside the groups'.
-READ_BY_ATTENTION = ("slot_mapping", "block_tables", "cu_seqlens", "context_lens")
-
-
-class PagedAttention:
-    """The transformer's attention backend over the paged cache: K and V of the step are written, then read.
-
-    cache: a KVCache; arrays: those of step_arrays, on the device; max_group_size: the bound of prefix groups' sizes, if
-    the arrays have groups.
-    """
-
-    def __init__(self, cache, config, arrays, max_seqlen_q, max_context_len, max_group_size=1):
-        self.cache, self.scale, self.arrays = cache, config.scale, arrays
-        self.bounds = max_seqlen_q, max_context_len
-        self.groups = arrays.get("shared_prefix_lens"), arrays.get("group_sizes"), max_group_size
-        _, _, block_size, kv_heads, head_dim = cache.shape
-        heads = (cache.dtype.name, config.num_attention_heads, kv_heads, head_dim, block_size)
-        self.fuses_qkv = max_seqlen_q == 1 and fuses_qkv(*heads[:4])
-        # Made once, because it is the same for all layers.
-        self.plan = plan_paged_attention(
-            *heads, arrays["cu_seqlens"], arrays["context_lens"], *self.bounds, *self.groups
-        )
-
-    def forward(self, layer, qkv, w, ctx, out):
-        """The same as PackedAttention.forward, but k and v are written to the layer's cache and read there.
-
-        Returns q, the layer's caches and None; for q None as well where attention computes it from qkv.
-        """
-        caches, (max_seqlen_q, max_context_len) = (self.cache.k[layer], self.cache.v[layer]), self.bounds
-        projection = qkv, w.q_norm, w.k_norm, ctx.config.rms_norm_eps, *ctx.rope, ctx.position_ids
-        slots, tables, cu_seqlens, context_lens = (self.arrays[name] for name in READ_BY_ATTENTION)
-        sequences, groups = (tables, cu_seqlens, context_lens), (*self.groups, self.plan)
-        if self.fuses_qkv:
-            paged_attention_qkv(*projection, slots, *caches, *sequences, max_context_len, self.scale, out, *groups)
-            return None, *caches, None
-        q = ctx.memory.empty(out.shape, out.dtype)
-        qkv_split_to_cache(*projection, slots, q, *caches)
-        paged_attention(q, *caches, *sequences, max_seqlen_q, max_context_len, self.scale, out, *groups)
-        return q, *caches, None
-
-
-class NullAttention:
-    """An attention backend that computes nothing, for a forward pass that only sizes the arena."""
-
-    def forward(self, layer, qkv, w, ctx, out):
-        ctx.memory.empty(out.shape, out.dtype)
-        out.fill(0)
-        return None, None, None, None
-
-
-class Upload:
-    """Sends arrays of four-byte elements to the device in one copy; on the CPU they are passed through.
-
-    Arrays of the same shapes, sent in the same order, get the same addresses: a captured graph reads the new values.
-    The memory grows on demand, which moves the addresses and increments `generation`.
-    """
-
-    def __init__(self):
-        self.words = self.generation = 0
-        if device.name() == "cuda":
-            self._grow(1 << 16)
-
-    def _grow(self, words):
-        import cupyx
-
-        self.words = words
-        self.host = cupyx.empty_pinned(words, np.int32)
-        self.device = device.xp().empty(words, np.int32)
-        self.generation += 1
-        # (words, views of the host's memory, views of the device's) by names and shapes.
-        self.layouts = {}
-
-    def send(self, arrays):
-        """{name: NumPy array} -> {name: array of the device}. Overwrites the arrays of the last call."""
-        if device.name() != "cuda":
-            return arrays
-        key = tuple((name, array.shape, array.dtype) for name, array in arrays.items())
-        if key not in self.layouts:
-            layout = self._layout(arrays)
-            if len(self.layouts) == MAX_LAYOUTS:
-                self.layouts.clear()
-            self.layouts[key] = layout
-        words, host_views, device_views = self.layouts[key]
-        for view, array in zip(host_views, arrays.values(), strict=True):
-            view[...] = array
-        self.device[:words].set(self.host[:words], device.xp().cuda.get_current_stream())
-        return device_views
-
-    def _layout(self, arrays):
-        # 16-byte alignment for vector loads.
-        sizes = {name: -(-array.size // 4) * 4 for name, array in arrays.items()}
-        words = sum(sizes.values())
-        if words > self.words:
-            self._grow(2 * words)
-        host_views, device_views, offset = [], {}, 0
-        for name, array in arrays.items():
-            flat = slice(offset, offset + array.size)
-            host_views.append(self.host[flat].view(array.dtype).reshape(array.shape))
-            device_views[name] = self.device[flat].view(array.dtype).reshape(array.shape)
-            offset += sizes[name]
-        return words, host_views, device_views
 
 
 class GraphKey(NamedTuple):

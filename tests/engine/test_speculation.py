@@ -11,7 +11,7 @@ from rlnumba.engine.core import BLOCK_SIZE
 from rlnumba.engine.ngram import NgramIndex
 from rlnumba.engine.scheduler import SchedulerOutput
 from rlnumba.engine.speculation import MAX_NUM_SEQS, SpeculationPolicy, Speculator
-from rlnumba.engine.step_shapes import StepShape, bucket_of, pad_step
+from rlnumba.engine.steps.shapes import StepShape, bucket_of, pad_step
 from rlnumba.errors import ConfigError
 from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device

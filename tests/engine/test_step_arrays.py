@@ -6,8 +6,8 @@ import pytest
 from rlnumba.engine.prefix_groups import PrefixGroups
 from rlnumba.engine.scheduler import SchedulerOutput
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
-from rlnumba.engine.step_arrays import decode_arrays, step_arrays
-from rlnumba.engine.step_shapes import (
+from rlnumba.engine.steps.arrays import decode_arrays, step_arrays
+from rlnumba.engine.steps.shapes import (
     MAX_PREFILL_CONTEXT,
     MAX_PREFILL_TOKENS,
     StepShape,

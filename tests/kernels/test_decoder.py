@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlnumba.engine.cache import KVCache
-from rlnumba.engine.runner import PagedAttention
+from rlnumba.engine.steps.attention import PagedAttention
 from rlnumba.kernels.decoder.ops import decoder_config, decoder_forward, decoder_weights
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Transformer

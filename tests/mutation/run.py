@@ -62,9 +62,10 @@ SUITE = ("tests", "--ignore", "tests/test_simulator.py", "--ignore", "tests/kern
 GPU_ONLY = {
     # Pinned memory, CUDA graphs, and the size of what attention keeps on the GPU.
     "rlnumba/engine/runner.py": (
-        *("NullAttention", "Upload._grow", "Upload._layout", "Runner.reserve_activations", "Runner.reserve_workspace"),
-        *("Runner.launch", "Runner._addresses"),
+        *("Runner.reserve_activations", "Runner.reserve_workspace", "Runner.launch", "Runner._addresses"),
     ),
+    "rlnumba/engine/steps/attention.py": ("NullAttention",),
+    "rlnumba/engine/steps/upload.py": ("Upload._grow", "Upload._layout"),
     # How many blocks fit into the GPU's memory.
     "rlnumba/engine/core.py": ("Engine._gpu_blocks", "Engine._blocks_beside"),
 }

@@ -544,16 +544,16 @@ def test_check(capsys):
 
 @pytest.mark.skipif(device.name() != "cpu", reason="equal bits are promised on the cpu device only")
 def test_check_names_the_operator_at_fault(monkeypatch, capsys):
-    from rlnumba.engine import runner
+    from rlnumba.engine.steps import attention
 
-    original = runner.paged_attention
+    original = attention.paged_attention
 
     def wrong(*arguments):
         original(*arguments)
         # out, of one sequence in the batch only, and of the tokens it draws.
         arguments[9][-1, 0, 0] += np.float32(1e-3)
 
-    monkeypatch.setattr(runner, "paged_attention", wrong)
+    monkeypatch.setattr(attention, "paged_attention", wrong)
     assert cli.run(["check", "--model", MODEL, "--max-tokens", "4"]) == 1
     captured = capsys.readouterr()
     assert "first differing operator   layer 0 attention, at position" in captured.out

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from rlnumba.config import EngineConfig, SFTConfig
-from rlnumba.engine import LLM, PromptError, SamplingParams, core, runner, sampler
+from rlnumba.engine import LLM, PromptError, SamplingParams, core, sampler
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.sequence import RequestOutput
+from rlnumba.engine.steps import attention
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.config import ModelConfig
@@ -755,8 +756,8 @@ def test_prefix_groups_change_nothing_in_the_simulator(monkeypatch):
     )
     largest = []
     for name in ("paged_attention", "paged_attention_qkv"):
-        call = getattr(runner, name)
-        monkeypatch.setattr(runner, name, lambda *a, call=call: largest.append((call.__name__, a[-2])) or call(*a))
+        call = getattr(attention, name)
+        monkeypatch.setattr(attention, name, lambda *a, call=call: largest.append((call.__name__, a[-2])) or call(*a))
     prompt, params = [i % 20 for i in range(65)], SamplingParams(temperature=0.8, max_tokens=3, n=2, ignore_eos=True)
     with dispatch.forced("attention=sm90"):
         llm = LLM(model, None, EngineConfig(num_gpu_blocks_override=20))

@@ -22,6 +22,7 @@ import numpy as np
 from rlnumba.kernels.attention import ops as attention_ops
 from rlnumba.kernels.gemm import ops as gemm_ops
 from rlnumba.runtime import device, dispatch
+from rlnumba.runtime.arguments import type_name
 from rlnumba.runtime.compile import machine_code
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -65,7 +66,7 @@ def registers_of(module, call):
     launched = []
 
     def note(kernel, grid, block, *arguments, **options):
-        launched.append((kernel, tuple(map(machine_code.type_name, arguments))))
+        launched.append((kernel, tuple(map(type_name, arguments))))
 
     with mock.patch.object(module, "launch", note):
         call()

@@ -24,12 +24,11 @@ import numpy as np
 
 from rlnumba.errors import DeviceError
 from rlnumba.runtime import device
-from rlnumba.runtime.compile.machine_code import load, type_name
+from rlnumba.runtime.arguments import SCALARS, convert, leaves, type_name
+from rlnumba.runtime.compile.machine_code import load
 from rlnumba.runtime.context import current
 
 DEBUG = int(os.environ.get("RLNUMBA_DEBUG") or 0)
-
-_SCALARS = frozenset((int, bool, float, np.int32, np.uint32, np.int64, np.float32))
 
 # Called with (kernel, type names) for each launch where there is no GPU, in the simulator or of shapes only: so one
 # learns every signature that operators use, and can compile each for real GPUs.
@@ -147,23 +146,23 @@ _compiled = {}
 class Parameters:
     """The memory from which the driver reads a kernel's parameters, for arguments of given types and shapes.
 
-    Numba passes an array as meminfo, parent, size, itemsize, data, shape..., strides...; a scalar as itself. Each of
-    these has a slot of eight bytes, and the driver gets an array of the slots' addresses. The part that follows from
-    types and shapes is written once; the part that a launch changes is at the front, so that
+    arguments: the leaves, a list. Numba passes an array as meminfo, parent, size, itemsize, data, shape..., strides...;
+    a scalar as itself. Each of these has a slot of eight bytes, and the driver gets an array of the slots' addresses.
+    The part that follows from types and shapes is written once; the part that a launch changes is at the front, so that
     write(slots, 0, *addresses of the arrays, *scalars) updates all of it.
     """
 
     FORMATS = {"float32": "f4x", "int32": "i4x", "uint32": "I4x", "int64": "q"}
 
     def __init__(self, arguments):
-        formats = [self.FORMATS[type_name(argument)] for argument in arguments if type(argument) in _SCALARS]
+        formats = [self.FORMATS[type_name(argument)] for argument in arguments if type(argument) in SCALARS]
         num_arrays = len(arguments) - len(formats)
         self.write = struct.Struct("".join([f"{num_arrays}Q", *formats])).pack_into
         # The slots' contents, and the slot of each of the driver's parameters.
         words, slots = [0] * len(arguments), []
         array_slots, scalar_slots = itertools.count(), itertools.count(num_arrays)
         for argument in arguments:
-            if type(argument) in _SCALARS:
+            if type(argument) in SCALARS:
                 slots.append(next(scalar_slots))
                 continue
             fixed = (0, 0, argument.size, argument.itemsize, *argument.shape, *argument.strides)
@@ -189,21 +188,42 @@ def _prepare(prepared, key, kernel, arguments):
         _compiled[types] = Compiled(kernel, types[1:])
     if len(prepared) == 1 << 14:
         prepared.clear()
-    prepared[key] = _compiled[types], Parameters(arguments)
+    prepared[key] = _compiled[types], Parameters([*leaves(arguments)])
     return prepared[key]
+
+
+def _collect(arguments, kernel, array_class, key, addresses, scalars):
+    """Append what follows from arguments: to `key` shapes and types, to `addresses` and `scalars` their values."""
+    for argument in arguments:
+        kind = type(argument)
+        if kind is array_class:
+            # CuPy's own attribute takes 30 ns, .flags.c_contiguous 270.
+            if not argument._c_contiguous:
+                raise _not_contiguous(kernel, argument)
+            key.append(argument.shape)
+            key.append(argument.dtype)
+            addresses.append(argument.data.ptr)
+        elif kind in SCALARS:
+            key.append(kind)
+            scalars.append(argument)
+        elif isinstance(argument, tuple):
+            key.append(kind)
+            _collect(argument, kernel, array_class, key, addresses, scalars)
+        else:
+            raise TypeError(f"{kernel.py_func.__name__}: neither an array of CuPy, a scalar nor a tuple: {kind}")
 
 
 def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=False, cooperative=False):
     """Run `kernel`, a @cuda.jit function, on a grid of blocks; on the GPU asynchronously.
 
     grid, block: an int or a tuple of up to three. arguments: C-contiguous arrays of the device, Python int (int64 in
-    the kernel), Python float (float32), np.int32, np.uint32, np.float32. shared: bytes of dynamic shared memory. pdl:
-    whether the kernel may be launched with PDL inside `pdl_scope`; ALWAYS: outside of it, too, because the kernel
-    accesses no memory before griddepcontrol_wait. serialize_next: launch the next kernel of this stream without PDL, so
-    that later kernels may read this output before their griddepcontrol_wait. cooperative: all blocks run at the same
-    time, which blocks that wait for each other need; without PDL, and a grid that the GPU cannot hold at once is
-    refused. An empty grid launches nothing. Raises DeviceError with the kernel's name, as on the cpu device, ValueError
-    for other arrays.
+    the kernel), Python float (float32), np.int32, np.uint32, np.float32, or NamedTuples of these (arguments.py).
+    shared: bytes of dynamic shared memory. pdl: whether the kernel may be launched with PDL inside `pdl_scope`; ALWAYS:
+    outside of it, too, because the kernel accesses no memory before griddepcontrol_wait. serialize_next: launch the
+    next kernel of this stream without PDL, so that later kernels may read this output before their
+    griddepcontrol_wait. cooperative: all blocks run at the same time, which blocks that wait for each other need;
+    without PDL, and a grid that the GPU cannot hold at once is refused. An empty grid launches nothing. Raises
+    DeviceError with the kernel's name, as on the cpu device, ValueError for other arrays.
     """
     grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
     block = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
@@ -212,26 +232,15 @@ def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=F
     if device.name() != "cuda":
         _launch_without_gpu(kernel, grid, block, arguments, shared, pdl, serialize_next)
         return
+    current_stream, launch_kernel, array_class, errors = _driver()
     # One flat key and one call that packs: each tuple or view less is a tenth of a microsecond.
     key, addresses, scalars = [kernel], [], []
-    for argument in arguments:
-        kind = type(argument)
-        if kind in _SCALARS:
-            key.append(kind)
-            scalars.append(argument)
-        else:
-            # CuPy's own attribute takes 30 ns, .flags.c_contiguous 270.
-            if not argument._c_contiguous:
-                raise _not_contiguous(kernel, argument)
-            key.append(argument.shape)
-            key.append(argument.dtype)
-            addresses.append(argument.data.ptr)
+    _collect(arguments, kernel, array_class, key, addresses, scalars)
     key, context = tuple(key), current()
     compiled, parameters = context.prepared.get(key) or _prepare(context.prepared, key, kernel, arguments)
     parameters.write(parameters.slots, 0, *addresses, *scalars)
     if shared > compiled.shared_limit:
         compiled.allow_shared(shared)
-    current_stream, launch_kernel, errors = _driver()
     stream = current_stream()
     try:
         # A stream that captures a graph cannot be synchronized.
@@ -260,11 +269,15 @@ def launch(kernel, grid, block, *arguments, shared=0, pdl=True, serialize_next=F
 
 @functools.cache
 def _driver():
-    """(CuPy's current stream, its launch, the errors they raise). A launch by cuda.bindings takes 0.5 us more."""
+    """(CuPy's current stream, its launch, its class of arrays, its errors), all of which `launch` needs.
+
+    A launch by cuda.bindings takes 0.5 us more.
+    """
     import cupy
     from cupy.cuda import driver, runtime
 
-    return cupy.cuda.get_current_stream, driver.launchKernel, (driver.CUDADriverError, runtime.CUDARuntimeError)
+    errors = driver.CUDADriverError, runtime.CUDARuntimeError
+    return cupy.cuda.get_current_stream, driver.launchKernel, cupy.ndarray, errors
 
 
 def _pdl_config():
@@ -304,7 +317,7 @@ def _launch_with(make_config, context, compiled, parameters, grid, block, shared
     config.sharedMemBytes, config.hStream = shared, stream.ptr
     (error,) = driver.cuLaunchKernelEx(config, compiled.handle, parameters.address, 0)
     if error != driver.CUresult.CUDA_SUCCESS:
-        _, _, (driver_error, _) = _driver()
+        _, _, _, (driver_error, _) = _driver()
         raise driver_error(int(error))
 
 
@@ -313,7 +326,7 @@ def _print_time(name, begin, end, arguments):
     import cupy
 
     time_us = cupy.cuda.get_elapsed_time(begin, end) * 1e3
-    nbytes = sum(a.nbytes for a in arguments if type(a) not in _SCALARS)
+    nbytes = sum(a.nbytes for a in leaves(arguments) if type(a) not in SCALARS)
     share = nbytes / time_us / 1e3 / _copy_gbs()
     print(f"{name:36} {time_us:10.1f} us  {nbytes / 1e6:10.3f} MB  {share:6.1%} of a copy", flush=True)
 
@@ -347,7 +360,7 @@ def _launch_without_gpu(kernel, grid, block, arguments, shared, pdl, serialize_n
         raise DeviceError(f"{what}; set NUMBA_ENABLE_CUDASIM=1 or RLNUMBA_DEVICE=sim before Python starts")
     if device.name() != "sim":
         return
-    for argument in arguments:
+    for argument in leaves(arguments):
         if isinstance(argument, np.ndarray) and not argument.flags.c_contiguous:
             raise _not_contiguous(kernel, argument)
     from rlnumba.runtime import simulator
@@ -357,7 +370,8 @@ def _launch_without_gpu(kernel, grid, block, arguments, shared, pdl, serialize_n
             return a.view(np.uint16)
         return np.float32(a) if isinstance(a, float) else a
 
-    run = functools.partial(simulator.run, kernel.py_func, grid, block, shared, [visible(a) for a in arguments])
+    arguments = [convert(visible, argument) for argument in arguments]
+    run = functools.partial(simulator.run, kernel.py_func, grid, block, shared, arguments)
     context = current()
     if context.deferred is None:
         run()

@@ -29,6 +29,8 @@ from numba import cuda as numba_cuda
 from numba.cuda.np import numpy_support
 from numba.cuda.simulator.kernelapi import Dim3, FakeCUDAModule, swapped_cuda_module
 
+from rlnumba.runtime.arguments import leaves
+
 WARP = 32
 SEED = os.environ.get("RLNUMBA_SIMULATOR_SEED")
 # With a seed, the probability that a pending operation completes before the next thread runs.
@@ -102,7 +104,7 @@ class Grid:
     def __init__(self, shared_bytes, arguments, earlier):
         self.shared_bytes, self.earlier, self.dependency = shared_bytes, earlier, Condition()
         # Addresses of the arguments that are arrays, by identity: NumPy takes a microsecond to give an address.
-        self.addresses = {id(array): array.ctypes.data for array in arguments if isinstance(array, np.ndarray)}
+        self.addresses = {id(array): array.ctypes.data for array in leaves(arguments) if isinstance(array, np.ndarray)}
         self.random = random.Random(SEED or 0)
         self.scheduler = greenlet.getcurrent()
         self.blocks = []
@@ -320,10 +322,10 @@ class SimulatedCuda(ThreadsCuda):
 def run(function, grid, block, shared_bytes, arguments, earlier=None):
     """Run a kernel's Python function for each thread of each block; blocks start in the order of their indices.
 
-    grid, block: three lengths; shared_bytes: of dynamic shared memory; arguments: NumPy arrays and scalars. earlier: a
-    function that runs the kernels before this one; it is called as late as programmatic dependent launch allows: when
-    threads are in griddepcontrol_wait and no other one can run, or all have returned. An exception of a thread ends the
-    run, with a note that names the thread.
+    grid, block: three lengths; shared_bytes: of dynamic shared memory; arguments: NumPy arrays, scalars and NamedTuples
+    of them. earlier: a function that runs the kernels before this one; it is called as late as programmatic dependent
+    launch allows: when threads are in griddepcontrol_wait and no other one can run, or all have returned. An exception
+    of a thread ends the run, with a note that names the thread.
     """
     global _kernel
     before, _kernel = _kernel, KernelCuda(grid, block, 0)

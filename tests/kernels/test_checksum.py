@@ -5,7 +5,7 @@ import pytest
 
 from rlnumba.kernels.peer.checksum import BLOCKS, CHUNK, THREADS, checksum, checksum_kernel, checksum_of, checksum_ref
 from rlnumba.runtime import device
-from rlnumba.runtime.compile.machine_code import type_name
+from rlnumba.runtime.arguments import type_name
 
 
 def found_of(x):

@@ -11,7 +11,8 @@ from rlnumba.kernels.optim import adamw
 from rlnumba.kernels.rl import gae, policy_loss
 from rlnumba.kernels.sampling import ops as sampling
 from rlnumba.runtime import device
-from rlnumba.runtime.compile.machine_code import parse_type, targeting
+from rlnumba.runtime.arguments import parse_type
+from rlnumba.runtime.compile.machine_code import targeting
 
 F1, F2, F3, I1 = "float32[::1]", "float32[:,::1]", "float32[:,:,::1]", "int32[::1]"
 H1, H2, H3 = (name.replace("float32", "uint16") for name in (F1, F2, F3))

@@ -3,8 +3,10 @@
 import contextlib
 import ctypes
 import importlib.util
+import re
 import threading
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,8 +15,10 @@ from rlnumba.errors import DeviceError
 from rlnumba.kernels.nn.reduce import group_mean_std_kernel
 from rlnumba.kernels.ptx.warp import griddepcontrol_wait
 from rlnumba.runtime import device, launch
+from rlnumba.runtime.arguments import leaves, parse_type, type_name
 from rlnumba.runtime.compile import cache
 from rlnumba.runtime.compile.cache import PACKAGE, cache_key, imported_files, sources_digest
+from rlnumba.runtime.compile.machine_code import lower
 from rlnumba.runtime.context import Context, current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import Parameters
@@ -144,6 +148,78 @@ def test_parameters_lie_where_the_driver_looks():
         parameters.write(parameters.slots, 0, *values)
         first, second = [0, 0, 5, 4, address, 5, 4], [0, 0, 6, 2, address + 64, 2, 3, 6, 2]
         assert found(parameters, kinds) == [*first, scalars[0], *second, *scalars[1:]]
+
+
+class Pair(NamedTuple):
+    x: object
+    y: object
+
+
+class Nested(NamedTuple):
+    """Arrays and scalars, some in a NamedTuple."""
+
+    scale: object
+    pair: object
+    n: object
+
+
+@cuda.jit
+def nested_kernel(arguments, out):
+    i = cuda.threadIdx.x
+    if i < arguments.n:
+        out[i] = arguments.scale * arguments.pair.x[i] + arguments.pair.y[i, 0]
+
+
+@cuda.jit
+def flat_kernel(scale, x, y, n, out):
+    i = cuda.threadIdx.x
+    if i < n:
+        out[i] = scale * x[i] + y[i, 0]
+
+
+def nested_arguments(xp):
+    x, y = xp.arange(4, dtype=np.float32), xp.full((4, 2), 5, np.int32)
+    return Nested(2.0, Pair(x, y), np.int32(3)), xp.zeros(4, np.float32)
+
+
+def test_the_type_of_a_named_tuple_has_its_class_and_the_types_of_its_fields():
+    arguments, out = nested_arguments(np)
+    name = type_name(arguments)
+    assert name == f"{__name__}:Nested(float32;{__name__}:Pair(float32[::1];int32[:,::1]);int32)"
+    typed = parse_type(name)
+    assert typed.instance_class is Nested and typed.types[1].instance_class is Pair
+    assert [str(part) for part in typed.types[1].types] == [
+        str(parse_type(n)) for n in ("float32[::1]", "int32[:,::1]")
+    ]
+    alike = parse_type(type_name(Pair(np.int32(1), np.int32(2))))
+    assert alike.instance_class is Pair and alike.count == 2
+    assert [id(leaf) for leaf in leaves([arguments, out])] == list(
+        map(id, (arguments.scale, *arguments.pair, arguments.n, out))
+    )
+
+
+def test_fields_of_a_named_tuple_are_the_parameters_of_the_machine_code():
+    """The PTX is that of the kernel with an argument for each field."""
+    arguments, out = nested_arguments(np)
+    texts = []
+    for kernel, given in ((nested_kernel, [arguments, out]), (flat_kernel, [*leaves([arguments, out])])):
+        text = lower(kernel, tuple(map(type_name, given)), (9, 0)).get_asm_str(cc=(9, 0))
+        # Mangled names have the kernel's name and its types.
+        texts.append(re.sub(r"_Z\w+?(?=_param|\W)", "name", text))
+    assert texts[0] == texts[1] and "name_param_24" in texts[0]
+
+
+@pytest.mark.gpu
+def test_a_kernel_reads_the_fields_of_a_named_tuple():
+    arguments, out = nested_arguments(device.xp())
+    for n in (3, 2):
+        out[...] = 0
+        launch.launch(nested_kernel, 1, 4, arguments._replace(n=np.int32(n)), out)
+        assert out.tolist() == [5.0, 7.0, 9.0 * (n > 2), 0.0]
+    with pytest.raises(ValueError, match="nested_kernel: arrays must be C-contiguous"):
+        launch.launch(nested_kernel, 1, 4, arguments._replace(pair=Pair(out, arguments.pair.y.T)), out)
+    with pytest.raises(TypeError, match="nested_kernel: neither an array of CuPy"):
+        launch.launch(nested_kernel, 1, 4, arguments, np.zeros(4, np.float32))
 
 
 @launch.supports_pdl

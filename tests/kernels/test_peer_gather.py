@@ -17,7 +17,7 @@ from rlnumba.kernels.peer.inbox import (
     packets_of_kind,
 )
 from rlnumba.runtime import device
-from rlnumba.runtime.compile.machine_code import type_name
+from rlnumba.runtime.arguments import type_name
 
 # Packets of a kind from one rank, and words in those with epochs.
 CAPACITY = 300

@@ -7,7 +7,7 @@ from rlnumba.kernels.nn.rmsnorm import FORWARD, rmsnorm, share_row
 from rlnumba.kernels.peer.inbox import OF_VALUES, Inboxes
 from rlnumba.kernels.peer.rmsnorm import peer_rmsnorm, peer_rmsnorm_kernel, supports_peer_rmsnorm
 from rlnumba.runtime import device
-from rlnumba.runtime.compile.machine_code import type_name
+from rlnumba.runtime.arguments import type_name
 from tests.kernels.test_peer_gather import Ranks, resident, sources  # noqa: F401
 
 EPS = 1e-6

@@ -10,39 +10,12 @@ import contextlib
 import functools
 from unittest import mock
 
-import numpy as np
-
 from rlnumba.errors import DeviceError
 from rlnumba.runtime import device
+from rlnumba.runtime.arguments import parse_type
 from rlnumba.runtime.compile import ahead_of_time, cache
 from rlnumba.runtime.compile.equal_functions import share_equal_functions
 from rlnumba.runtime.compile.operator_types import remember_operators
-
-
-def type_name(argument):
-    """The Numba type of a kernel argument, as text: "float32[:,::1]", "uint16[::1]", "int64", ..."""
-    if isinstance(argument, (int, np.int64)):
-        return "int64"
-    if isinstance(argument, float):
-        return "float32"
-    if isinstance(argument, (np.float32, np.int32, np.uint32)):
-        return argument.dtype.name
-    return _array_type(argument.dtype, argument.ndim)
-
-
-@functools.cache
-def _array_type(dtype, ndim):
-    element = "uint16" if dtype.name == "bfloat16" else dtype.name
-    return f"{element}[{':,' * (ndim - 1)}::1]"
-
-
-def parse_type(name):
-    """The Numba type that a text of type_name() stands for."""
-    from numba.cuda import types
-
-    element, _, layout = name.partition("[")
-    numba_type = getattr(types, element)
-    return numba_type if not layout else types.Array(numba_type, layout.count(":") - 1, "C")
 
 
 def check_compiler():

@@ -22,7 +22,7 @@ from report import row
 from shapes import SHAPES, random_model
 
 from rlnumba.config import EngineConfig, LoraConfig
-from rlnumba.engine.groups import GroupRequest
+from rlnumba.engine.episodes import GroupRequest
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.model.lora import adapter_of_run
 from rlnumba.model.transformer import load_model, save_model

@@ -10,6 +10,7 @@ from rlnumba.config import EngineConfig
 from rlnumba.config.keys import refuse_unknown
 from rlnumba.data import check_messages, encode_prompt
 from rlnumba.engine.core import Engine, PromptError
+from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.kernel_list import extras_of
 from rlnumba.engine.sequence import RequestOutput, SamplingParams
 from rlnumba.errors import ConfigError
@@ -109,40 +110,31 @@ class LLM:
         adapter_ids = [-1 if name is None else self._adapter_id(name) for name in adapters]
         lengths = [len(p) if self.tokenizer is None or not isinstance(p, str) else TEXT_TOKENS for p in prompts]
         self.compile_ahead(lengths, params)
-        total, num_finished, num_tokens, damaged = sum(p.n for p in params), 0, 0, set()
+        total, episodes, outputs = sum(p.n for p in params), Episodes(engine), []
         try:
-            outputs = [
-                RequestOutput(engine.add_request(index, prompt, p, adapter_id).tolist(), [None] * p.n, text, str(index))
-                for index, (text, prompt, p, adapter_id) in enumerate(
-                    zip(texts, prompts, params, adapter_ids, strict=True)
-                )
-            ]
+            for index, each in enumerate(zip(texts, prompts, params, adapter_ids, strict=True)):
+                text, prompt, p, adapter_id = each
+                prompt, _ = engine.check_request(index, prompt, p)
+                episodes.submit(GroupRequest(index, prompt, p, adapter_id=adapter_id))
+                outputs.append(RequestOutput(prompt.tolist(), [None] * p.n, text, str(index)))
             while engine.has_unfinished:
                 try:
-                    step = engine.step()
+                    complete = episodes.step()
                 except PromptError as error:
                     if failed is None:
                         raise
                     for index in error.request_ids:
-                        damaged.add(index)
+                        for i, completion in episodes.running[index].done.items():
+                            outputs[index].completions[i] = completion
                         failed(index, error)
-                    engine.reset()
-                    # Their tokens are drawn again, with the same result: they depend on prompt, index and position
-                    # alone.
-                    for index, output in enumerate(outputs):
-                        missing = [i for i, each in enumerate(output.completions) if each is None]
-                        if missing and index not in damaged:
-                            of_prompt = output.prompt_token_ids, params[index], adapter_ids[index]
-                            engine.add_request(index, *of_prompt, missing)
+                    episodes.begin_again(error.request_ids)
                     continue
-                for request_id, index, completion in step.finished:
-                    outputs[request_id].completions[index] = completion
-                    if finished is not None and outputs[request_id].finished:
-                        finished(request_id, outputs[request_id])
-                num_finished += len(step.finished)
-                num_tokens += step.num_tokens
+                for request in complete:
+                    outputs[request.number].completions[:] = request.completions
+                    if finished is not None:
+                        finished(request.number, outputs[request.number])
                 if progress is not None:
-                    progress(num_finished, total, num_tokens)
+                    progress(episodes.num_finished, total, episodes.num_tokens)
         except BaseException:  # a signal, too: the next call finds an engine without requests
             engine.reset()
             raise

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.engine.core import Engine
-from rlnumba.engine.groups import GroupEngine, GroupRequest
+from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.errors import CommunicationError
 from rlnumba.parallel.communicator import TIMEOUT_S
 from rlnumba.runtime import garbage
@@ -152,7 +152,7 @@ class Server:
             staging = OwnStaging(model.trained, setup.bucket_bytes)
         else:
             staging = Staging(*setup.staging)
-        self.groups = GroupEngine(Engine(model, setup.held.tokenizer, setup.engine))
+        self.groups = Episodes(Engine(model, setup.held.tokenizer, setup.engine))
         self.receiver = WeightReceiver(model.trained, staging, setup.bucket_bytes)
         # No group can begin before the first weights have arrived.
         self.groups.update_weights(self.receiver.version)

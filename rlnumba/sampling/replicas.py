@@ -19,6 +19,7 @@ import time
 from typing import NamedTuple
 
 from rlnumba.engine.core import PromptError
+from rlnumba.engine.episodes import run_for
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import CommunicationError, UserError
@@ -119,28 +120,35 @@ class EngineOnRanks:
     def has_unfinished(self):
         return bool(self.unfinished)
 
-    def add_request(self, request_id, prompt, params=None, adapter_id=-1):
+    @property
+    def policy_version(self):
+        return self.engine.policy_version
+
+    def check_request(self, request_id, prompt, params):
+        """The same as Engine.check_request."""
+        return self.engine.check_request(request_id, prompt, params)
+
+    def add_request(self, request_id, prompt, params=None, adapter_id=-1, indices=None):
         """Queue a request, as Engine.add_request does; no rank begins with it before the next step."""
         params = params or SamplingParams()
         if request_id in self.unfinished:
             raise ValueError(f"add_request: {request_id!r} is unfinished")
-        prompt, _ = self.engine.check_request(request_id, prompt, params)
+        prompt, _ = self.check_request(request_id, prompt, params)
+        indices = list(range(params.n) if indices is None else indices)
         if not self.has_unfinished:
             self.drawn_at = time.monotonic()
-        self.unfinished[request_id] = params.n
-        self.added.append((request_id, prompt, params, adapter_id))
+        self.unfinished[request_id] = len(indices)
+        self.added.append((request_id, prompt, params, adapter_id, indices))
         return prompt
+
+    def move_in(self, sequences):
+        """The same as Engine.move_in, but that none may have been begun."""
+        assert not sequences
 
     def step(self):
         """Draw for ROUND_S seconds, or less if the ranks have finished: RoundOutput. Raises as Engine.step."""
         self._distribute()
-        until, finished, num_tokens = time.monotonic() + ROUND_S, [], 0
-        while self.engine.has_unfinished:
-            output = self.engine.step()
-            finished += output.finished
-            num_tokens += output.num_tokens
-            if time.monotonic() >= until:
-                break
+        finished, num_tokens = run_for(self.engine, ROUND_S)
         found = self.communicator.objects(
             (finished, num_tokens, self.engine.num_unfinished, self._waited_s(num_tokens))
         )
@@ -171,14 +179,13 @@ class EngineOnRanks:
 
     def _distribute(self):
         """Let each rank's engine have its range of the completions that were added since the last step."""
-        counts = shares(self.loads, sum(params.n for _, _, params, _ in self.added))
+        counts = shares(self.loads, sum(len(each[-1]) for each in self.added))
         begin = sum(counts[: self.communicator.rank])
         end, first = begin + counts[self.communicator.rank], 0
-        for request_id, prompt, params, adapter_id in self.added:
-            indices = range(max(begin - first, 0), min(end - first, params.n))
-            if indices:
-                self.engine.add_request(request_id, prompt, params, adapter_id, indices)
-            first += params.n
+        for *request, indices in self.added:
+            if own := indices[max(begin - first, 0) : max(end - first, 0)]:
+                self.engine.add_request(*request, own)
+            first += len(indices)
         self.loads = [load + count for load, count in zip(self.loads, counts, strict=True)]
         self.added = []
 

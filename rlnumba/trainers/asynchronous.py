@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rlnumba.engine.groups import GroupEngine, GroupRequest
+from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import SharedError, UserError
 from rlnumba.parallel import ray_cluster
@@ -544,7 +544,7 @@ class InterleavedEngine:
 
     def __init__(self, run, policy, pipeline, engine):
         self.options, self.finished = run.asynchronous, pipeline.finished
-        self.groups, self.busy_s = GroupEngine(engine), 0.0
+        self.groups, self.busy_s = Episodes(engine), 0.0
         engine.update_weights(pipeline.version)
         policy.interleaved = self
 

@@ -14,6 +14,7 @@ Sources: DAPO (arXiv 2503.14476); slime, whose over_sampling_batch_size this is.
 
 from contextlib import suppress
 
+from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.rewards import RewardError
 from rlnumba.trainers.rollout import as_generation, columns_of, distinct_params, submit_group
 
@@ -29,14 +30,15 @@ def generate(llm, rewards, prompts, indices, params, trainer_state, clock, wante
     try:
         while not stream.is_complete:
             stream.admit()
-            if llm.engine.has_unfinished:
+            if not stream.episodes.is_idle:
                 stream.step()
             with clock.phase("reward"):
                 stream.score()
             stream.drop_what_is_not_needed()
             if status is not None:
                 status(
-                    f"{stream.num_differing} of {wanted} groups with rewards that differ, {stream.num_tokens} tokens"
+                    f"{stream.num_differing} of {wanted} groups with rewards that differ, "
+                    f"{stream.episodes.num_tokens} tokens"
                 )
     except BaseException:
         llm.engine.reset()
@@ -47,19 +49,19 @@ def generate(llm, rewards, prompts, indices, params, trainer_state, clock, wante
 class Stream:
     """The groups of a generation, by their position in the order of the prompts; the arguments are generate's.
 
-    admitted: positions below it have entered the engine. completions[i]: None before that, then n Completions or None
-    each. pending[i]: the rewards under way, from the moment when all are there. differ[i]: None before the rewards are
-    known. num_tokens: sampled so far.
+    admitted: positions below it have entered the engine. completions[i]: n Completions, and pending[i]: the rewards
+    under way, None before all are there. differ[i]: None before the rewards are known.
     """
 
     def __init__(self, llm, rewards, prompts, indices, params, trainer_state, wanted, window, differs):
         self.llm, self.rewards, self.prompts, self.indices = llm, rewards, prompts, indices
+        self.episodes = Episodes(llm.engine)
         self.trainer_state, self.wanted, self.window, self.differs = trainer_state, wanted, window, differs
         self.chosen = [prompts.prompts[i] for i in indices]
         self.params = distinct_params([prompt.prompt_token_ids for prompt in self.chosen], params)
         self.columns = columns_of(prompts, indices, params.n)
         self.completions, self.pending, self.differ = ([None] * len(indices) for _ in range(3))
-        self.admitted = self.num_tokens = 0
+        self.admitted = 0
 
     @property
     def num_differing(self):
@@ -81,21 +83,17 @@ class Stream:
         """Let prompts enter the engine while there is room in the window."""
         end = self.end
         while self.admitted < end and self.admitted - self.differ.count(False) < self.window:
-            params = self.params[self.admitted]
-            self.llm.engine.add_request(self.admitted, self.chosen[self.admitted].prompt_token_ids, params)
-            self.completions[self.admitted] = [None] * params.n
+            prompt, params = self.chosen[self.admitted].prompt_token_ids, self.params[self.admitted]
+            self.episodes.submit(GroupRequest(self.admitted, prompt, params))
             self.admitted += 1
 
     def step(self):
         """One step of the engine; the rewards of groups that it completes begin."""
-        output = self.llm.engine.step()
-        self.num_tokens += output.num_tokens
-        for position, index, completion in output.finished:
-            group = self.completions[position]
-            group[index] = completion
-            if None not in group:
-                of_group = self.prompts, self.indices[position], group, self.columns, self.trainer_state
-                self.pending[position] = submit_group(self.rewards, *of_group)
+        for request in self.episodes.step():
+            position = request.number
+            self.completions[position] = group = request.completions
+            of_group = self.prompts, self.indices[position], group, self.columns, self.trainer_state
+            self.pending[position] = submit_group(self.rewards, *of_group)
 
     def score(self):
         """Note for groups whose rewards are known whether they differ; waits for rewards where the engine is idle.
@@ -104,7 +102,7 @@ class Stream:
         batch.
         """
         waiting = [i for i in range(self.end) if self.pending[i] is not None and self.differ[i] is None]
-        idle = not self.llm.engine.has_unfinished
+        idle = self.episodes.is_idle
         if self.rewards.all_in_workers:
             known = self.rewards.ready([self.pending[i] for i in waiting])
             ready = [i for i, is_ready in zip(waiting, known, strict=True) if is_ready] or waiting[: int(idle)]
@@ -128,13 +126,13 @@ class Stream:
     def drop_what_is_not_needed(self):
         """Abort the requests after `end`."""
         for position in range(self.end, self.admitted):
-            self.llm.engine.abort(position)
+            self.episodes.abort(position)
 
     def generation(self):
         """The Generation of all groups up to `end`."""
         positions = range(self.end)
         found = self._generation(positions, self.rewards.collect([self.pending[i] for i in positions]))
-        found.num_unused = self.num_tokens - found.num_generated
+        found.num_unused = self.episodes.num_tokens - found.num_generated
         return found
 
     def _generation(self, positions, scores):

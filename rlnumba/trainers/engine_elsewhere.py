@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from rlnumba.engine.core import FinishedCompletion, longest_sequence
-from rlnumba.engine.groups import GroupRequest
+from rlnumba.engine.episodes import GroupRequest
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.sampling.inference import InferenceError
 from rlnumba.sampling.replicas import RoundOutput
@@ -36,7 +36,18 @@ class EngineElsewhere:
     def has_unfinished(self):
         return bool(self.unfinished)
 
-    def add_request(self, request_id, prompt, params=None, adapter_id=-1):
+    @property
+    def policy_version(self):
+        return 0
+
+    def check_request(self, request_id, prompt, params):
+        """The prompt as an array, and the most tokens that a sequence has: it is the processes that check it."""
+        return np.asarray(prompt, np.int32), self.max_model_len
+
+    def move_in(self, sequences):
+        """Nothing: none was begun."""
+
+    def add_request(self, request_id, prompt, params=None, adapter_id=-1, indices=None):
         """Add a request as Engine.add_request does; prompt: token ids.
 
         A request that cannot be run ends the run once an inference process is given it.

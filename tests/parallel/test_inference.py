@@ -18,7 +18,7 @@ import pytest
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import Engine, SamplingParams
-from rlnumba.engine.groups import GroupEngine, GroupRequest
+from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.kernels.nn.elementwise import scale
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
@@ -107,7 +107,7 @@ class Fixture:
         return found
 
     def expected(self, requests):
-        groups = GroupEngine(Engine(self.model, self.tokenizer))
+        groups = Episodes(Engine(self.model, self.tokenizer))
         groups.update_weights(self.version)
         for request in requests.values():
             groups.submit(request)

@@ -1,12 +1,15 @@
 """Groups on an engine: interrupted after any token they go on elsewhere with the same text; weights change between."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import rlnumba
 from rlnumba.engine import SamplingParams
-from rlnumba.engine.groups import GroupEngine, GroupRequest
+from rlnumba.engine.episodes import Episodes, GroupRequest
 from tests.engine.test_core import TINY, check_idle, make_engine, result
 from tests.engine.test_llm import make_model
 
@@ -24,7 +27,7 @@ def request_of(number=0, version=0, params=PARAMS):
 
 
 def run(groups):
-    """{number: results} of all groups of a GroupEngine."""
+    """{number: results} of all groups of a Episodes."""
     found = {}
     while not groups.is_idle:
         found |= {request.number: [result(each) for each in request.completions] for request in groups.step()}
@@ -33,7 +36,7 @@ def run(groups):
 
 @pytest.fixture(scope="module")
 def expected(model):
-    groups = GroupEngine(make_engine(model))
+    groups = Episodes(make_engine(model))
     groups.submit(request_of())
     return run(groups)[0]
 
@@ -42,7 +45,7 @@ def expected(model):
 def test_an_interrupted_group_has_the_same_text_elsewhere(model, expected, steps):
     lengths = [len(token_ids) for token_ids, _, _ in expected]
     assert len({*lengths}) > 1, "completions of different lengths are what this is about"
-    first, second = GroupEngine(make_engine(model)), GroupEngine(make_engine(model))
+    first, second = Episodes(make_engine(model)), Episodes(make_engine(model))
     first.submit(request_of())
     first.submit(request_of(1))
     first.update_weights(1, keep_cache=True)
@@ -82,7 +85,7 @@ def test_an_interrupted_group_has_the_same_text_elsewhere(model, expected, steps
 def test_an_interrupted_group_that_is_drawn_again_here_has_nothing_of_before(expected, steps, keeps):
     """Also of completions that were computed ahead and not yet returned; keeps: it goes on from what it has."""
     model = make_model(**TINY)
-    groups = GroupEngine(make_engine(model))
+    groups = Episodes(make_engine(model))
     groups.submit(request_of())
     complete = [request for _ in range(steps) for request in groups.step()]
     request = groups.interrupt(0)
@@ -100,7 +103,7 @@ def test_an_interrupted_group_that_is_drawn_again_here_has_nothing_of_before(exp
         model.weights.flat *= np.float32(0.7)
         groups.update_weights(1)
         groups.submit(replace(request, done={}, begun=[], version=1))
-        fresh = GroupEngine(make_engine(model))
+        fresh = Episodes(make_engine(model))
         fresh.update_weights(1)
         fresh.submit(request_of())
         assert run(groups) == run(fresh)
@@ -108,7 +111,7 @@ def test_an_interrupted_group_that_is_drawn_again_here_has_nothing_of_before(exp
 
 
 def test_a_group_that_waits_for_its_turn_has_not_begun(model):
-    groups = GroupEngine(make_engine(model, max_num_seqs=4))
+    groups = Episodes(make_engine(model, max_num_seqs=4))
     for number, version in enumerate((0, 0, 1)):
         groups.submit(request_of(number, version, SamplingParams(n=4, max_tokens=6, ignore_eos=True)))
     assert groups.take_begun() == []
@@ -124,7 +127,7 @@ def test_a_group_that_waits_for_its_turn_has_not_begun(model):
 
 def test_a_group_that_comes_back_is_the_last_to_wait(model):
     """What was taken back has left the queue, so that it does not begin before those that came meanwhile."""
-    groups = GroupEngine(make_engine(model, max_num_seqs=4))
+    groups = Episodes(make_engine(model, max_num_seqs=4))
     params = SamplingParams(n=2, max_tokens=6, ignore_eos=True)
     for number in (0, 1, 2):
         groups.submit(request_of(number, 0, replace(params, n=4 if number == 0 else 2)))
@@ -141,7 +144,7 @@ def test_a_group_that_comes_back_is_the_last_to_wait(model):
 
 
 def test_groups_wait_for_the_weights_that_they_ask_for(model):
-    groups = GroupEngine(make_engine(model))
+    groups = Episodes(make_engine(model))
     for number, version in enumerate((0, 2, 1)):
         groups.submit(request_of(number, version))
     assert not groups.may_change_weights and run(groups).keys() == {0} and groups.may_change_weights
@@ -159,7 +162,7 @@ def test_weights_that_change_while_a_group_runs(keep_cache):
     found = {}
     for changes in (False, True):
         model = make_model(**TINY)
-        groups = GroupEngine(make_engine(model))
+        groups = Episodes(make_engine(model))
         groups.submit(request_of(params=params))
         for _ in range(4):
             groups.step()
@@ -181,6 +184,30 @@ def test_weights_that_change_while_a_group_runs(keep_cache):
         assert before.logprobs[length:] != after.logprobs[length:]
     # Prompts that come later are computed with the new weights alone.
     groups.submit(request_of(1))
-    fresh = GroupEngine(make_engine(model))
+    fresh = Episodes(make_engine(model))
     fresh.submit(request_of(1))
     assert run(groups) == run(fresh)
+
+
+def test_a_group_that_is_dropped_leaves_the_others_as_they_are(model, expected):
+    """One that runs, one that waits for weights, and one that has finished, which is no error."""
+    groups = Episodes(make_engine(model))
+    for number, version in enumerate((0, 0, 1)):
+        groups.submit(request_of(number, version))
+    groups.step()
+    for number in (0, 2):
+        groups.abort(number)
+    assert run(groups) == {1: expected} and not groups.waiting
+    groups.abort(1)
+    groups.submit(request_of())
+    groups.reset()
+    assert groups.is_idle and groups.take_begun() == []
+    check_idle(groups.engine)
+
+
+def test_one_driver_advances_the_engine():
+    """The package calls Engine.step in one module; others submit episodes to it."""
+    package = Path(rlnumba.__file__).parent
+    callers = [path for path in package.rglob("*.py") if re.search(r"(engine|llm)\.step\(\)", path.read_text())]
+    found = {str(path.relative_to(package)) for path in callers}
+    assert found == {"engine/core.py", "engine/episodes.py"}, "core.py has it in its docstring"

@@ -1,13 +1,15 @@
-"""Groups of completions on one engine, begun in order, each with weights that are at least as new as it asks for.
+"""The episodes of an engine: the one driver over its add_request, step and abort.
 
-    groups.submit(request)              queued until the weights are of request.version or newer
-    groups.step() -> finished groups
-    groups.update_weights(version)      the weights have been written, between two steps
+    episodes.submit(request)              queued until the weights are of request.version or newer
+    episodes.step() -> finished requests  one step of the engine
+    episodes.update_weights(version)      the weights have been written, between two steps
 
-An interrupted group goes on elsewhere from the tokens that it has: its text stays the same, as long as the weights do.
-Given out without them, here or elsewhere, it is drawn afresh.
+The form of an episode is a GroupRequest: the completions of one prompt. An interrupted one goes on elsewhere from the
+tokens that it has: its text stays the same, as long as the weights do. Given out without them, here or elsewhere, it is
+drawn afresh.
 """
 
+import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 
@@ -19,14 +21,16 @@ class GroupRequest:
     """The params.n completions of a prompt. number: the group's; version: the oldest weights that may begin it.
 
     done, begun: what an earlier attempt has finished, {index: Completion}, and the Sequences that it has begun.
+    adapter_id: as Engine.add_request has it.
     """
 
     number: int
     prompt_token_ids: list[int]
     params: SamplingParams
-    version: int
+    version: int = 0
     done: dict[int, Completion] = field(default_factory=dict)
     begun: list[Sequence] = field(default_factory=list)
+    adapter_id: int = -1
 
     @property
     def completions(self):
@@ -38,8 +42,8 @@ class GroupRequest:
         return len(self.done) == self.params.n
 
 
-class GroupEngine:
-    """An Engine whose requests are groups. num_tokens: sampled so far."""
+class Episodes:
+    """The GroupRequests of an Engine. num_tokens, num_finished: tokens and completions drawn so far."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -47,7 +51,7 @@ class GroupEngine:
         self.waiting, self.running = deque(), {}
         # Numbers of those in the engine that it has computed nothing of yet: a dict without values, for the order.
         self._queued = {}
-        self.num_tokens = 0
+        self.num_tokens = self.num_finished = 0
 
     @property
     def policy_version(self):
@@ -78,9 +82,10 @@ class GroupEngine:
         self._begin()
 
     def step(self):
-        """One step of the engine: list of the GroupRequests that it completes."""
+        """One step of the engine: list of the GroupRequests that it completes. Raises as Engine.step."""
         output, complete = self.engine.step(), []
-        self.num_tokens += len(output.token_ids)
+        self.num_tokens += output.num_tokens
+        self.num_finished += len(output.finished)
         for number, index, completion in output.finished:
             request = self.running[number]
             request.done[index] = completion
@@ -101,6 +106,31 @@ class GroupEngine:
         for number in begun:
             del self._queued[number]
         return begun
+
+    def begin_again(self, damaged):
+        """After a PromptError of `step`, whose request_ids `damaged` are: drop these, and let all others go on.
+
+        Their tokens are drawn again, with the same result: they depend on prompt, index and position alone.
+        """
+        self.engine.reset()
+        for number in damaged:
+            self._leave(number)
+        for request in self.running.values():
+            self._enter(request)
+
+    def abort(self, number):
+        """Drop a group; nothing happens if it is not here, as when it has just finished."""
+        self.waiting = deque(request for request in self.waiting if request.number != number)
+        if number in self.running:
+            self.engine.abort(number)
+            self._leave(number)
+
+    def reset(self):
+        """Drop all groups and the content of the cache: after any exception."""
+        self.engine.reset()
+        self.waiting.clear()
+        self.running.clear()
+        self._queued.clear()
 
     def interrupt(self, number):
         """Take a group back: its GroupRequest with what is done and begun, or None if this engine does not have it.
@@ -128,10 +158,29 @@ class GroupEngine:
     def _begin(self):
         while self._can_begin:
             request = self.waiting.popleft()
-            # Its own dict: the sender keeps the request, to give it out again.
-            request = replace(request, done=dict(request.done))
-            there = {*request.done, *(sequence.index for sequence in request.begun)}
-            missing = [index for index in range(request.params.n) if index not in there]
-            self.engine.add_request(request.number, request.prompt_token_ids, request.params, indices=missing)
+            self._enter(request)
             self.engine.move_in(request.begun)
-            self.running[request.number], self._queued[request.number] = request, None
+            # Its own dict: the sender keeps the request, to give it out again.
+            self.running[request.number] = replace(request, done=dict(request.done), begun=[])
+            self._queued[request.number] = None
+
+    def _enter(self, request):
+        """Add what is neither done nor begun of a request to the engine."""
+        there = {*request.done, *(sequence.index for sequence in request.begun)}
+        missing = [index for index in range(request.params.n) if index not in there]
+        self.engine.add_request(request.number, request.prompt_token_ids, request.params, request.adapter_id, missing)
+
+
+def run_for(engine, seconds):
+    """Steps of an Engine for so many seconds, at least one while it has something to do: (finished, tokens sampled).
+
+    finished: list of FinishedCompletion. For an engine that has a part of the completions of its requests.
+    """
+    until, finished, num_tokens = time.monotonic() + seconds, [], 0
+    while engine.has_unfinished:
+        output = engine.step()
+        finished += output.finished
+        num_tokens += output.num_tokens
+        if time.monotonic() >= until:
+            break
+    return finished, num_tokens

@@ -28,7 +28,7 @@ from rlnumba.reporting import metrics, plots
 from rlnumba.runtime import device, dispatch
 from tests import pictures, processes
 from tests.gpu_turns import ON_CPU, GpuTurns, fills_gpu
-from tests.offline import compile_offline  # noqa: F401 (a fixture)
+from tests.offline import compile_offline, write_list  # noqa: F401 (a fixture)
 
 RECORD = os.environ.get("RLNUMBA_RECORD_SIGNATURES")
 # "3/8": of the simulator's tests, skipped ones aside, those with the numbers 3, 11, 19, ...
@@ -54,7 +54,9 @@ def pytest_sessionstart():
         launch.observers.append(note)
 
 
-def pytest_sessionfinish():
+def pytest_sessionfinish(session):
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        write_list(session.config._tmp_path_factory.getbasetemp())
     if RECORD:
         pathlib.Path(RECORD, f"{os.getpid()}.pickle").write_bytes(pickle.dumps(list(_signatures)))
 

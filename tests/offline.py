@@ -1,4 +1,12 @@
-"""Compile kernels for real GPUs without one: NVVM writes PTX, ptxas makes machine code of it and reports."""
+"""Compile kernels for real GPUs without one: NVVM writes PTX, ptxas makes machine code of it and reports.
+
+A third of the time of all tests would go to kernels that no commit has changed. So tests/golden/compiled.txt has a
+hash of each compilation in which nothing was wrong: of the kernel, its sources, argument types, architecture and
+compilers (compilation_key). A compilation that is listed there is not done again. RLNUMBA_COMPILED asks for more:
+
+    RLNUMBA_COMPILED=ignore   compile everything
+    RLNUMBA_COMPILED=write    compile what is not listed, and list all compilations of these tests, no others
+"""
 
 import contextlib
 import functools
@@ -12,11 +20,15 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from importlib import metadata
 
 import pytest
 
 from rlnumba.runtime import launch
 from rlnumba.runtime.compile import cache, machine_code
+
+LISTED = pathlib.Path(__file__).parent / "golden" / "compiled.txt"
+MODE = os.environ.get("RLNUMBA_COMPILED", "read")
 
 
 @functools.cache
@@ -74,14 +86,50 @@ def collecting_no_garbage():
             gc.enable()
 
 
+def compilation_key(kernel, types, architecture):
+    """The hash of all that troubles_of(kernel, types, architecture) follows from: 24 characters."""
+    parts = [cache.cache_key(kernel, types, architecture), compilers(), pathlib.Path(__file__).read_text()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def compilers():
+    """The versions of NVVM and ptxas: list of str."""
+    report = subprocess.run([find_ptxas(), "--version"], capture_output=True, text=True, check=True)
+    return [metadata.version("nvidia-nvvm"), report.stdout]
+
+
+@functools.cache
+def listed():
+    """The keys of compilations in which nothing was wrong, from compiled.txt: set of str."""
+    return set() if MODE == "ignore" else set(LISTED.read_text().split())
+
+
 def troubles_once(folder, kernel, types, architecture):
-    """troubles_of; a kernel compiled before, by whichever process of a test session, has its answer in `folder`."""
-    what = launch.signature(kernel, types), architecture
-    assert launch.find_kernel(*what[0][:3]) is kernel, "another kernel has these constants, too"
-    path = folder / hashlib.sha256(repr(what).encode()).hexdigest()
+    """troubles_of, where the compilation is not listed; whichever process of a test session is first writes its answer.
+
+    folder: of the answers, a file for each compilation.
+    """
+    assert launch.find_kernel(*launch.signature(kernel, types)[:3]) is kernel, "another kernel has these constants, too"
+    key = compilation_key(kernel, types, architecture)
+    path = folder / key
     if not path.exists():
-        cache.write(path, json.dumps(troubles_of(kernel, types, architecture)).encode())
+        troubles = [] if key in listed() else troubles_of(kernel, types, architecture)
+        cache.write(path, json.dumps(troubles).encode())
     return json.loads(path.read_bytes())
+
+
+def answers_folder(base):
+    """The folder of the answers of a test session, whose temporary folder is `base`."""
+    # Processes of pytest-xdist have folders of their own side by side.
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "troubles"
+
+
+def write_list(base):
+    """List the compilations of a test session in compiled.txt, if RLNUMBA_COMPILED asks for it."""
+    if MODE == "write":
+        answers = sorted(answers_folder(base).glob("*"))
+        LISTED.write_text("".join(f"{each.name}\n" for each in answers if each.read_text() == "[]"))
 
 
 @pytest.fixture
@@ -89,7 +137,4 @@ def compile_offline(tmp_path_factory):
     """troubles_of(kernel, types, architecture); the test skips where ptxas is missing."""
     if find_ptxas() is None:
         pytest.skip("ptxas is not installed (pip install 'rlnumba[test]')")
-    base = tmp_path_factory.getbasetemp()
-    # Processes of pytest-xdist have folders of their own side by side.
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "troubles"
-    return functools.partial(troubles_once, folder)
+    return functools.partial(troubles_once, answers_folder(tmp_path_factory.getbasetemp()))

@@ -19,6 +19,7 @@ import pytest
 
 from rlnumba.runtime import device
 from rlnumba.runtime.launch import find_kernel
+from tests.offline import find_ptxas, troubles_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The oldest GPUs with bfloat16 tensor cores, then one of each generation since.
@@ -126,3 +127,11 @@ def test_every_launched_kernel_compiles_for_gpus(signatures, compile_offline, pa
         for architecture in vars(importlib.import_module(module)).get("ARCHITECTURES", targets):
             troubles += compile_offline(find_kernel(module, name, constants), types, architecture)
     assert not troubles, "\n".join(troubles)
+
+
+def test_some_of_the_listed_compilations_are_done_again(signatures):
+    """Other tests compile nothing that is listed in compiled.txt."""
+    if find_ptxas() is None:
+        pytest.skip("ptxas is not installed (pip install 'rlnumba[test]')")
+    for module, name, constants, types in signatures[:: len(signatures) // 8]:
+        assert not troubles_of(find_kernel(module, name, constants), types, (9, 0))

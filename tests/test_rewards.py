@@ -20,6 +20,7 @@ import pytest
 from rlnumba.config import RewardsConfig
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards import RewardError, Rewards, calling, functions, load_rewards, resolve
+from rlnumba.rewards.loading import numbered
 
 PROMPTS = ["a", "b", "c"]
 TEXTS = ["one", "two words", "three more words"]
@@ -627,6 +628,7 @@ def test_functions_of_one_name_are_numbered():
     functions = [lambda completions, n=n, **columns: [n] * len(completions) for n in range(5)]
     rewards = load_rewards(RewardsConfig(funcs=["f", "g", "f", "g", "f"]), functions)
     assert rewards.names == ["f", "g", "f_2", "g_2", "f_3"]
+    assert numbered(["f", "f_2", "f", "f"]) == ["f", "f_2", "f_3", "f_4"]
 
 
 def test_accuracy_reward():

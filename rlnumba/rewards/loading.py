@@ -64,9 +64,19 @@ def load_rewards(config, functions=(), open_model=None):
     specs = [_spec_of(function) or importable_name(function) for function in functions]
     names = [getattr(function, "__name__", spec) for spec, function in zip(config.funcs, functions, strict=True)]
     names = [spec if names.count(name) > 1 else name for spec, name in zip(config.funcs, names, strict=True)]
-    # Two lambdas of a function, or two partials, have one name.
-    names = [name if name not in names[:k] else f"{name}_{names[: k + 1].count(name)}" for k, name in enumerate(names)]
-    return Rewards(functions, config.weights, config.timeout, config.reward_errors, names, specs)
+    return Rewards(functions, config.weights, config.timeout, config.reward_errors, numbered(names), specs)
+
+
+def numbered(names):
+    """The names, each once: f, f becomes f, f_2. Two lambdas of a function have one name, and so have two partials."""
+    taken, found = set(names), []
+    for k, name in enumerate(names):
+        number = names[: k + 1].count(name)
+        while number > 1 and f"{name}_{number}" in taken:
+            number += 1
+        found.append(name if number == 1 else f"{name}_{number}")
+        taken.add(found[-1])
+    return found
 
 
 def _spec_of(function):

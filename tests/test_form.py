@@ -20,7 +20,6 @@ FULL_PACKAGES = {"rlnumba/trainers": 21}
 
 MOST_LINES = 600
 LONG_MODULES = {
-    "rlnumba/cli.py": 954,
     "rlnumba/config/schema.py": 649,
     "rlnumba/engine/core.py": 601,
     "rlnumba/kernels/attention/sm90_forward.py": 632,
@@ -38,13 +37,11 @@ LONG_FUNCTIONS = {"rlnumba/kernels/rl/policy_loss.py:policy_loss_ref": 107}
 # as an argument; the number of those with more is limited instead.
 MOST_ARGUMENTS = 8
 LONG_SIGNATURES = {
-    "rlnumba/cli.py:score": 9,
     "rlnumba/data/pairs.py:load_pairs": 9,
     "rlnumba/model/heads.py:lm_head_forward": 11,
     "rlnumba/model/heads.py:lm_head_forward_backward": 13,
     "rlnumba/model/layers.py:PackedAttention.backward": 9,
     "rlnumba/optim.py:Optimizer.__init__": 12,
-    "rlnumba/sampling/replicas.py:generate": 10,
     "rlnumba/trainers/asynchronous.py:start_ahead": 11,
     "rlnumba/trainers/dynamic_sampling.py:generate": 11,
     "rlnumba/trainers/dynamic_sampling.py:Stream.__init__": 9,

@@ -69,6 +69,7 @@ FORBIDDEN = {
 
 # Packages whose docstrings have their subject first, beside the modules directly in rlnumba/.
 SUBJECT_FIRST = (
+    "cli",
     "config",
     "data",
     "engine",

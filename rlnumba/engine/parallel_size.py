@@ -7,6 +7,7 @@ the model fits in, with room for keys and values; more engines, of fewer GPUs ea
 import sys
 
 from rlnumba.errors import ConfigError
+from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import check_shard
 from rlnumba.model.weights import parameters
@@ -76,3 +77,23 @@ def warn_if_slow(size, config, dtype):
             f"{SMALL_LAYER_BYTES / 1e6:.0f} MB one GPU is faster, and several as engines of their own"
         )
         print(f"rlnumba: warning: {text}", file=sys.stderr, flush=True)
+
+
+def choose_ranks(count, config, dtype, share):
+    """The number of ranks that compute a model: `count`, or for 0 as few as it fits in: int.
+
+    share: of a GPU's memory, for weights and what is computed. Raises ConfigError if the model cannot be cut so.
+    """
+    if count == 1:
+        return 1
+    if gemm.backend() == "cublas":
+        if not count:
+            return 1
+        raise ConfigError(
+            f"tensor_parallel_size {count} needs --gemm native: a product by cublas depends on its columns"
+        )
+    on_gpu = device.name() == "cuda"
+    dtype = dtype or (config.dtype if on_gpu else "float32")
+    count = choose_size(count, config, dtype, share * device.memory_info()[1], on_gpu)
+    warn_if_slow(count, config, dtype)
+    return count

@@ -24,20 +24,16 @@ A rank is a process, on the cpu device or with a GPU (placement.py).
 import numpy as np
 import xxhash
 
-from rlnumba.config import EngineConfig
-from rlnumba.engine.check import Agreement, compare, draw_rollouts, requests
 from rlnumba.engine.core import Engine
-from rlnumba.engine.llm import LLM, compile_list, kernel_request
+from rlnumba.engine.llm import compile_list, kernel_request
 from rlnumba.errors import UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob import slices
 from rlnumba.kernels.logprob.chunked import forward_rows, logp_of_logits
 from rlnumba.kernels.nn.rmsnorm import rmsnorm
-from rlnumba.model.config import LM_HEAD
-from rlnumba.model.layers import HeapAllocator, PackedAttention
+from rlnumba.model.layers import HeapAllocator
 from rlnumba.model.shard import Columns, Shard, vocabulary
-from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_base, load_model, pack, read_config
+from rlnumba.model.transformer import load_model
 from rlnumba.parallel.communicator import as_bytes
 from rlnumba.parallel.launch import launch
 from rlnumba.parallel.placement import placement
@@ -206,60 +202,3 @@ def compile_parts_ahead(count, config, dtype, engine, lengths, params, scored=()
     if lengths or scored:
         whole = kernel_request(config, dtype, None, engine, lengths, params, scored)
         compile_list(KERNEL_LIST, (count, whole, scores_whole))
-
-
-def generate(model, tokenizer_folder, config, prompts, params, progress=None):
-    """LLM.generate on all ranks: its result on rank 0. tokenizer_folder: None for no texts."""
-    if model.ranks.rank:
-        return follow(model, config)
-    llm = LLM(model, tokenizer_folder and Tokenizer.from_folder(tokenizer_folder), config)
-    outputs = llm.generate(prompts, params, progress)
-    model.ranks.end()
-    return outputs
-
-
-def check_agreement(count, folder, base=None, dtype=None, max_tokens=48, temperature=1.0, seed=0, progress=None):
-    """engine.check.check_agreement of a rollout on `count` ranks with the training forward of one: Agreement.
-
-    folder, base, dtype: arguments of load_model. Beside the log-probs, whole rows of logits are compared, those of each
-    sequence's last token.
-    """
-    base_folder, adapter_folder = find_base(folder, base)
-    config = read_config(base_folder, adapter_folder)
-    prompts, params = requests(config, config.num_positions, max_tokens, temperature, seed)
-    lengths = [len(prompt) for prompt in prompts]
-    scored = [length + max_tokens for length in lengths for _ in range(params.n)]
-    if adapter_folder is None:
-        compile_parts_ahead(count, config, dtype or config.dtype, EngineConfig(), lengths, [params], scored, True)
-    rollouts, rows = on_ranks(_rollouts, count, folder, base, dtype, LM_HEAD, max_tokens, temperature, seed, progress)
-    model = load_model(folder, dtype, base=base)
-    tokens, equal, largest, worst = compare(model, rollouts, temperature)
-    rows_differ = last_logits(model, rollouts).tobytes() != rows.tobytes()
-    operator = None
-    if worst is not None:
-        operator = f"the forward on {count} ranks (without --tp, check names an operator that differs on one)"
-    elif rows_differ:
-        operator = f"the logits of other tokens, on {count} ranks"
-    return Agreement(tokens, equal, largest, operator)
-
-
-def _rollouts(model, max_tokens, temperature, seed, progress):
-    """(rollouts of rank 0's engine, last_logits of them) on each rank."""
-    rollouts = None
-    if model.ranks.rank:
-        follow(model, None)
-    else:
-        rollouts = draw_rollouts(LLM(model), max_tokens, temperature, seed, progress)
-        model.ranks.end()
-    rollouts = model.ranks.communicator.objects(rollouts)[0]
-    return rollouts, last_logits(model, rollouts)
-
-
-def last_logits(model, rollouts):
-    """The logits (B, V) float32, on the host, after the last token of each rollout (engine.check.Rollout)."""
-    batch, xp = pack([each.token_ids for each in rollouts]), device.xp()
-    attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale)
-    hidden = model.forward(batch.input_ids, batch.position_ids, attention)
-    logits = xp.empty((len(rollouts), model.config.vocab_size), np.float32)
-    model.logits(xp.ascontiguousarray(hidden[batch.cu_seqlens[1:] - 1]), logits)
-    return device.to_host(logits)

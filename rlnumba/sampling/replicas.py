@@ -18,13 +18,9 @@ import heapq
 import time
 from typing import NamedTuple
 
-from rlnumba.engine.core import PromptError
 from rlnumba.engine.episodes import run_for
-from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
-from rlnumba.errors import CommunicationError, UserError
-from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import load_model, whole_sequences
+from rlnumba.errors import CommunicationError
 from rlnumba.parallel.launch import launch
 from rlnumba.parallel.placement import placement
 from rlnumba.runtime import device
@@ -43,10 +39,6 @@ FEW_ON_GPU = 8
 LEAST_LEFT_ON_GPU = 64
 
 
-# Tokens that are scored at a time.
-SCORED_TOKENS = 32768
-
-
 def launch_replicas(function, count, key, *arguments, **options):
     """The result of function(communicator, *arguments) on rank 0 of `count` processes, each with a whole model.
 
@@ -54,35 +46,6 @@ def launch_replicas(function, count, key, *arguments, **options):
     for them, RankError for the first rank that fails.
     """
     return launch(function, count, *arguments, **placement(count, key), **options)[0]
-
-
-def generate(communicator, folder, base, dtype, tokenizer_folders, config, prompts, params, where, progress):
-    """LLM.generate of a model's folder, on all ranks: its result on rank 0, None on others.
-
-    base, dtype: arguments of load_model. tokenizer_folders: the first of them that has a tokenizer gives it; where: a
-    name for each prompt, for the UserError for one that cannot be run.
-    """
-    tokenizer = next(filter(None, map(Tokenizer.from_folder, tokenizer_folders)), None)
-    llm = llm_on_ranks(LLM(load_model(folder, dtype, base=base), tokenizer, config), communicator)
-    is_first = communicator.rank == 0
-    try:
-        outputs = llm.generate(prompts, params, progress if is_first else None)
-    except PromptError as error:
-        raise UserError(f"{where[error.request_id]}: {error.reason}") from error
-    return outputs if is_first else None
-
-
-def score(communicator, function, folder, base, dtype, heads, sequences, *arguments):
-    """[function(model, sequences, *arguments) of all sequences] on rank 0; each rank computes a part of it.
-
-    function: returns a value for each of the sequences that it is given. folder, base, dtype, heads: arguments of
-    load_model.
-    """
-    model, lengths = load_model(folder, dtype, heads, base=base), list(map(len, sequences))
-    rank, count = communicator.rank, communicator.world_size
-    parts = list(whole_sequences(lengths, min(SCORED_TOKENS, -(-sum(lengths) // count))))
-    found = communicator.objects([list(function(model, sequences[part], *arguments)) for part in parts[rank::count]])
-    return [value for k in range(len(parts)) for value in found[k % count][k // count]] if rank == 0 else None
 
 
 def llm_on_ranks(llm, communicator):

@@ -12,14 +12,13 @@ from rlnumba.engine.core import PromptError
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import CommunicationError, UserError
-from rlnumba.model.config import LM_HEAD
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import RewardError, Rewards
 from rlnumba.runs import run_folder
 from rlnumba.runs.eval import evaluate, run_eval
 from rlnumba.runs.row_loop import RowError
-from rlnumba.sampling import replicas
+from rlnumba.sampling import offline, replicas
 from rlnumba.trainers.shared_rollout import RewardsOnRanks
 from tests.parallel import in_threads
 from tests.trainers.runs import (
@@ -181,17 +180,18 @@ def test_a_reward_that_fails_is_raised_on_all_ranks():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_scores_of_all_sequences(world_size):
     sequences = [[3 + i % 5] * (1 + i * 7 % 20) for i in range(9)]
-    expected = cli._score_all(load_model(MODEL), sequences, 0.5, None)
-    arguments = cli._score_all, MODEL, None, None, LM_HEAD, sequences, 0.5, None
-    found, *others = in_threads.run(replicas.score, world_size, *arguments)
+    expected = offline.score_all(load_model(MODEL), sequences, 0.5)
+    arguments = offline.Checkpoint(MODEL), offline.Scoring(sequences, 0.5)
+    found, *others = in_threads.run(offline.score_together, world_size, *arguments)
     assert [values.tobytes() for values in found] == [values.tobytes() for values in expected]
     assert others == [None] * (world_size - 1)
 
 
 def test_generate_names_the_line_of_a_prompt():
-    arguments = MODEL, None, None, [MODEL], EngineConfig(num_gpu_blocks_override=1), [[1], [1] * 30], SamplingParams()
+    config = EngineConfig(num_gpu_blocks_override=1)
+    generation = offline.Generation(config, [[1], [1] * 30], SamplingParams(), ["rows:3", "rows:7"])
     with pytest.raises(UserError, match="rows:7: prompt and completion need 46 tokens of KV cache"):
-        in_threads.run(replicas.generate, 2, *arguments, ["rows:3", "rows:7"], None)
+        in_threads.run(offline.complete_together, 2, offline.Checkpoint(MODEL), generation, None)
 
 
 def lines_of(path):

@@ -17,8 +17,9 @@ from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.transformer import load_model, pack, packed_attention, save_model, score, with_adapters
 from rlnumba.model.weights import parameters
-from rlnumba.parallel import tensor_parallel
-from rlnumba.parallel.tensor_parallel import TensorParallel, follow, last_logits
+from rlnumba.parallel import agreement, tensor_parallel
+from rlnumba.parallel.agreement import last_logits
+from rlnumba.parallel.tensor_parallel import TensorParallel, follow
 from rlnumba.runtime import device
 from tests.close import assert_same_bits
 from tests.engine.test_llm import make_model
@@ -236,10 +237,10 @@ def test_drafts_and_a_cache_that_grows(folder_of):
 def test_a_rollout_has_the_log_probs_of_training(folder_of):
     folder = folder_of("wide, untied")
     rollouts, rows = in_threads.run(
-        lambda communicator: tensor_parallel._rollouts(shard_of(communicator, folder), 12, 0.8, 0, None), 4
+        lambda communicator: agreement._rollouts(shard_of(communicator, folder), 12, 0.8, 0, None), 4
     )[0]
     model = load_model(folder)
-    tokens, equal, largest, worst = tensor_parallel.compare(model, rollouts, 0.8)
+    tokens, equal, largest, worst = agreement.compare(model, rollouts, 0.8)
     assert (tokens, equal, largest, worst) == (144, 144, 0.0, None)
     assert_same_bits(rows, last_logits(model, rollouts))
 

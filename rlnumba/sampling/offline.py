@@ -1,0 +1,180 @@
+"""Completions and scores for a command, computed in this process or on ranks; the result is the same everywhere.
+
+    place = place_of(tensor_parallel_size, num_gpus)
+    place.generate(checkpoint, Generation(engine, prompts, params, names), progress, failed)    [RequestOutput]
+    place.score(checkpoint, Scoring(sequences, temperature), progress)                          [array or float]
+
+    OwnProcess      this process, with the whole model
+    Shards          ranks with a shard of the model each (parallel/tensor_parallel.py)
+    Copies          ranks with the whole model each (replicas.py)
+
+progress: called with a line of text, and has `generated`, LLM.generate's progress, and `restart`, called once weights
+are there. Ranks get a copy of it.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.config import EngineConfig
+from rlnumba.engine.core import PromptError
+from rlnumba.engine.llm import LLM, compile_ahead
+from rlnumba.errors import UserError
+from rlnumba.model import transformer
+from rlnumba.model.config import LM_HEAD
+from rlnumba.model.sequence_score import score_sequences
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.parallel.tensor_parallel import compile_parts_ahead, follow, on_ranks
+from rlnumba.runtime import device
+from rlnumba.sampling.replicas import launch_replicas, llm_on_ranks
+
+# Tokens that are scored at a time.
+SCORED_TOKENS = 32768
+
+
+class Checkpoint(NamedTuple):
+    """The files of a model, and how load_model reads them. base: the folder of an adapter's base, None for a model."""
+
+    folder: Path
+    base: Path | None = None
+    dtype: str | None = None
+    heads: tuple = LM_HEAD
+
+    def load(self):
+        """The Transformer."""
+        return transformer.load_model(self.folder, self.dtype, self.heads, base=self.base)
+
+    def tokenizer(self):
+        """The Tokenizer of the adapter or else of the base, None if neither has one."""
+        folders = filter(None, (self.folder, self.base))
+        return next(filter(None, map(Tokenizer.from_folder, folders)), None)
+
+
+class Generation(NamedTuple):
+    """A call of LLM.generate: prompts are lists of token ids, names say in errors which prompt one is."""
+
+    engine: EngineConfig
+    prompts: list
+    params: object
+    names: list
+
+
+class Scoring(NamedTuple):
+    """Sequences of token ids whose tokens, or which themselves, are scored."""
+
+    sequences: list
+    temperature: float = 1.0
+
+
+class OwnProcess:
+    """This process, with the whole model."""
+
+    def compile_ahead(self, config, dtype, engine, lengths, params, scored=()):
+        """Have the kernels compiled before the weights are read: see engine.llm.compile_ahead."""
+        compile_ahead(config, dtype, None, engine, lengths, params, scored)
+
+    def generate(self, checkpoint, generation, progress, failed):
+        """The RequestOutput of each prompt. failed: LLM.generate's, None or called in this process alone."""
+        llm = LLM(checkpoint.load(), checkpoint.tokenizer(), generation.engine)
+        progress.restart()
+        return complete(llm, generation, progress.generated, failed)
+
+    def score(self, checkpoint, scoring, progress):
+        """The log-probs of each sequence, or its score: see score_all."""
+        model = checkpoint.load()
+        progress.restart()
+        return score_all(model, *scoring, progress)
+
+
+class Copies(NamedTuple):
+    """Ranks with the whole model each, which share the prompts or sequences."""
+
+    count: int
+
+    def compile_ahead(self, *request):
+        """The kernels of a rank are those of one process, which has them compiled for all."""
+        OwnProcess().compile_ahead(*request)
+
+    def generate(self, checkpoint, generation, progress, failed):
+        """The RequestOutput of each prompt; the first that fails ends all."""
+        return launch_replicas(complete_together, self.count, "--num-gpus", checkpoint, generation, progress.generated)
+
+    def score(self, checkpoint, scoring, progress):
+        """The log-probs of each sequence, or its score: see score_all."""
+        return launch_replicas(score_together, self.count, "--num-gpus", checkpoint, scoring)
+
+
+class Shards(NamedTuple):
+    """Ranks with a shard of the model each."""
+
+    count: int
+
+    def compile_ahead(self, *request):
+        """Have the kernels of a rank compiled before the weights are read."""
+        compile_parts_ahead(self.count, *request)
+
+    def generate(self, checkpoint, generation, progress, failed):
+        """The RequestOutput of each prompt; the first that fails ends all."""
+        return on_ranks(complete_sharded, self.count, *checkpoint, checkpoint, generation, progress.generated)
+
+    def score(self, checkpoint, scoring, progress):
+        """The log-probs of each sequence, or its score: see score_all."""
+        return on_ranks(score_all, self.count, *checkpoint, *scoring, progress)
+
+
+def place_of(tensor_parallel_size, num_gpus):
+    """The OwnProcess, Shards or Copies of a command's options, one of which is 1."""
+    if tensor_parallel_size > 1:
+        return Shards(tensor_parallel_size)
+    return Copies(num_gpus) if num_gpus > 1 else OwnProcess()
+
+
+def complete(llm, generation, progress=None, failed=None):
+    """LLM.generate of a Generation. Raises UserError, with the prompt's name, for one that cannot be run."""
+    try:
+        return llm.generate(generation.prompts, generation.params, progress, failed=failed)
+    except PromptError as error:
+        raise UserError(f"{generation.names[error.request_id]}: {error.reason}") from error
+
+
+def complete_together(communicator, checkpoint, generation, progress):
+    """The work of a rank of Copies: the result of `complete` on rank 0, None on others."""
+    llm = llm_on_ranks(LLM(checkpoint.load(), checkpoint.tokenizer(), generation.engine), communicator)
+    is_first = communicator.rank == 0
+    outputs = complete(llm, generation, progress if is_first else None)
+    return outputs if is_first else None
+
+
+def complete_sharded(model, checkpoint, generation, progress=None):
+    """The work of a rank of Shards: the result of `complete` on rank 0, None on others."""
+    if model.ranks.rank:
+        return follow(model, generation.engine)
+    outputs = complete(LLM(model, checkpoint.tokenizer(), generation.engine), generation, progress)
+    model.ranks.end()
+    return outputs
+
+
+def score_all(model, sequences, temperature, progress=None):
+    """The log-probs of each sequence, (S,) float32 each, or of a model with a score head its score."""
+    if model.lm_head is None:
+        return score_sequences(model, sequences)
+    results = []
+    for part in transformer.whole_sequences(list(map(len, sequences)), SCORED_TOKENS):
+        batch = transformer.pack(sequences[part])
+        logprobs = device.to_host(transformer.score(model, batch, temperature).logprobs)
+        transformer.check_finite(logprobs)
+        results += np.split(logprobs, np.cumsum(batch.lengths)[:-1])
+        if progress is not None:
+            progress(f"{part.stop}/{len(sequences)} sequences")
+    return results
+
+
+def score_together(communicator, checkpoint, scoring):
+    """The work of a rank of Copies: score_all of every R-th part; those of all sequences on rank 0, None on others."""
+    model, lengths = checkpoint.load(), list(map(len, scoring.sequences))
+    rank, count = communicator.rank, communicator.world_size
+    parts = list(transformer.whole_sequences(lengths, min(SCORED_TOKENS, -(-sum(lengths) // count))))
+    own = [list(score_all(model, scoring.sequences[part], scoring.temperature)) for part in parts[rank::count]]
+    found = communicator.objects(own)
+    return [value for k in range(len(parts)) for value in found[k % count][k // count]] if rank == 0 else None

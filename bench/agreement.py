@@ -23,8 +23,9 @@ from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
 from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device
+from rlnumba.sampling.samples import Sample
 from rlnumba.trainers.grpo import host_logprobs
-from rlnumba.trainers.rollout import Rollouts, Sample
+from rlnumba.trainers.rollout import Rollouts
 
 # Tokens of a training forward, and of a prompt.
 FORWARD_TOKENS, PROMPT_TOKENS = 16_384, 24

@@ -26,7 +26,8 @@ from rlnumba.config import AsyncConfig, DataConfig, DeployConfig, EngineConfig, 
 from rlnumba.parallel.launch import launch
 from rlnumba.parallel.placement import placement
 from rlnumba.runtime import device
-from rlnumba.trainers import rollout
+from rlnumba.sampling import samples
+from rlnumba.trainers import asynchronous
 from rlnumba.trainers.grpo import run_grpo
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
@@ -62,7 +63,7 @@ def median_length(longest):
 
 def draw_lengths(longest):
     """Let every group of completions have a length of its own, by its prompt, in this process."""
-    distinct_params, median = rollout.distinct_params, median_length(longest)
+    distinct_params, median = samples.distinct_params, median_length(longest)
 
     def with_lengths(prompts, params):
         drawn = [np.random.default_rng(list(prompt)).lognormal(math.log(median), SIGMA) for prompt in prompts]
@@ -70,7 +71,8 @@ def draw_lengths(longest):
         found = zip(distinct_params(prompts, params), limits, strict=True)
         return [dataclasses.replace(each, max_tokens=limit) for each, limit in found]
 
-    rollout.distinct_params = with_lengths
+    for module in samples, asynchronous:
+        module.distinct_params = with_lengths
 
 
 def train_rank(communicator, run):

@@ -26,8 +26,9 @@ from rlnumba.model.transformer import load_model
 from rlnumba.runs.policy import Policy
 from rlnumba.runs.run_folder import Clock
 from rlnumba.runtime import device
+from rlnumba.sampling.samples import Sample, derived_seed
 from rlnumba.trainers.grpo import add_logprobs, train_step
-from rlnumba.trainers.rollout import Rollouts, Sample, derived_seed, set_advantages
+from rlnumba.trainers.rollout import Rollouts, set_advantages
 
 
 def argument_parser(description):

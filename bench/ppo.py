@@ -39,8 +39,9 @@ from rlnumba.engine import SamplingParams
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device, memory
+from rlnumba.sampling.samples import derived_seed, distinct_params
 from rlnumba.trainers import ppo
-from rlnumba.trainers.rollout import Rollouts, derived_seed, distinct_params
+from rlnumba.trainers.rollout import Rollouts
 
 BAR = 1.35
 

@@ -8,6 +8,7 @@ pass@k     the mean of 1 - C(n - c, k) / C(n, k): the chance that one of k compl
 
 import numpy as np
 
+from rlnumba.sampling.samples import draw_samples, generation_metrics
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.trainers import rollout
 from rlnumba.runs.run_folder import Clock
@@ -25,14 +26,14 @@ def generate(llm, rewards, prompts, params, trainer_state, status=None):
     """The Generation of all held-out prompts. params: SamplingParams."""
     llm.wake()
     indices = range(len(prompts.prompts))
-    found = rollout.generate(llm, rewards, prompts, indices, params, trainer_state, Clock(), status)
+    found = draw_samples(llm, rewards, prompts, indices, params, trainer_state, Clock(), status)
     llm.sleep()
     return found
 
 
 def metrics_of(generation, names, run):
     """{"eval_reward": ..., "eval_pass@k": ..., ...} of a Generation. names: of the reward functions."""
-    found = rollout.generation_metrics([generation], names)
+    found = generation_metrics([generation], names)
     by_function = {"": [[s.reward for s in group] for group in generation.groups]}
     if len(names) > 1:
         for k, name in enumerate(names):

@@ -15,6 +15,7 @@ from contextlib import closing, nullcontext
 from functools import partial
 from typing import NamedTuple
 
+from rlnumba.sampling.samples import derived_seed
 from rlnumba.sampling.inference import WaitingProcesses
 from rlnumba.parallel.ray_cluster import connected
 from rlnumba.sampling.replicas import llm_on_ranks
@@ -246,7 +247,7 @@ class PromptLoop:
             return None
 
         def params_of(step, index):
-            return sampling_params(train, rollout.derived_seed(run.seed, step, index, 0), train.num_generations)
+            return sampling_params(train, derived_seed(run.seed, step, index, 0), train.num_generations)
 
         parts = self.policy, self.llm, self.prompts, self.rewards, self.state, self.schedule
         ahead = start_ahead(run, *parts, step, groups, params_of, self.waiting)

@@ -7,6 +7,7 @@ import json
 from itertools import takewhile
 
 from rlnumba import data
+from rlnumba.sampling.samples import derived_seed
 from rlnumba.config.rollout import SAMPLING_KEYS
 from rlnumba.engine.core import check_stops
 from rlnumba.engine.sequence import SamplingParams
@@ -76,7 +77,7 @@ def evaluate(llm, rewards, prompts, run, trainer_state):
 
 def eval_params(run):
     """The SamplingParams of a run's evaluation."""
-    return evaluation.eval_params(run, sampling_params(run.train, rollout.derived_seed(run.seed), 1))
+    return evaluation.eval_params(run, sampling_params(run.train, derived_seed(run.seed), 1))
 
 
 def sample_report(llm, prompts, run, path, count=4, width=200):
@@ -102,7 +103,7 @@ def sample_report(llm, prompts, run, path, count=4, width=200):
     pairs = pairs[:count]
     if not pairs:
         return ""
-    params = sampling_params(train, rollout.derived_seed(run.seed, 0, 0, 0), 1)
+    params = sampling_params(train, derived_seed(run.seed, 0, 0, 0), 1)
     llm.wake()
     outputs = llm.generate([prompt.prompt_token_ids for prompt, _ in pairs], params)
     llm.sleep()

@@ -4,6 +4,7 @@ import copy
 import math
 from typing import NamedTuple
 
+from rlnumba.sampling.samples import generation_metrics
 from rlnumba.errors import ConfigError
 from rlnumba.trainers import rollout
 from rlnumba.runs.policy import Schedule
@@ -99,7 +100,7 @@ class DataState:
 
     def begin(self, rollouts, generations, names, metrics):
         """Use a new generation. generations: list of Generation; names: of the reward functions; metrics: further."""
-        self.rollouts, self.metrics = rollouts, rollout.generation_metrics(generations, names) | metrics
+        self.rollouts, self.metrics = rollouts, generation_metrics(generations, names) | metrics
         self.num_tokens += sum(each.num_tokens for each in generations)
         num_samples = sum(len(each.samples) for each in generations)
         if num_samples > len(rollouts.advantages):

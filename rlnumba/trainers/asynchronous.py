@@ -40,10 +40,10 @@ from rlnumba.sampling.inference import Engines, Limits
 from rlnumba.sampling.inference_group import HeldModel
 from rlnumba.sampling.inference_worker import Alive, Setup
 from rlnumba.sampling.ray_engines import ObjectSender, RayEngines
+from rlnumba.sampling.samples import as_generation, derived_seed, distinct_params, is_uniform, submit_group
 from rlnumba.sampling.weights.push import WeightPusher, can_share
 from rlnumba.sampling.weights.shards import is_in_parts, whole_bytes
 from rlnumba.sampling.weights.sync import Again, PartSender, WeightSender
-from rlnumba.trainers import rollout
 from rlnumba.trainers.engine_elsewhere import GroupsApart
 from rlnumba.trainers.group_buffer import Group, GroupBuffer
 
@@ -154,7 +154,7 @@ class Pipeline:
         """SamplingParams of prompts that are drawn for a generation, beside those that were drawn for it before."""
         ids = self.prompt_ids.setdefault((step, index), [])
         ids += [self.prompts.prompts[i].prompt_token_ids for i in chosen]
-        return rollout.distinct_params(ids, self.params_of(step, index))[-len(chosen) :]
+        return distinct_params(ids, self.params_of(step, index))[-len(chosen) :]
 
     def take(self, step, status):
         """The groups of the next generation: list of Drawn. step: that trains on them first.
@@ -222,8 +222,8 @@ class Pipeline:
         except RewardError:  # raised again for all ranks, by `Ahead.take`
             group.content = replace(drawn, differs=True)
             return
-        found = rollout.as_generation([None], [drawn.completions], scores, self.rewards.weights, None)
-        differs = not rollout.is_uniform(found.groups[0], train.multi_objective_aggregation)
+        found = as_generation([None], [drawn.completions], scores, self.rewards.weights, None)
+        differs = not is_uniform(found.groups[0], train.multi_objective_aggregation)
         group.content = drawn = replace(drawn, differs=differs)
         num_drawn = len(self.prompt_ids[drawn.step, drawn.index])
         if not differs and num_drawn < train.max_gen_batches * train.prompts_per_rollout:
@@ -274,7 +274,7 @@ class Pipeline:
         """The Drawn of a complete group whose rewards have begun to be computed."""
         columns = dict.fromkeys(drawn.columns, [None] * drawn.params.n)
         of_group = self.prompts, drawn.prompt, drawn.completions, columns, self.trainer_state_of(drawn.step)
-        return replace(drawn, pending=rollout.submit_group(self.rewards, *of_group))
+        return replace(drawn, pending=submit_group(self.rewards, *of_group))
 
     def _request(self, group):
         drawn = group.content
@@ -297,7 +297,7 @@ class Pipeline:
         """Let another prompt take the place of a dropped group."""
         self.num_dropped += 1
         group.content = drawn = replace(group.content, replaced=group.content.replaced + 1)
-        seed = rollout.derived_seed(self.run.seed, drawn.step, drawn.index, 2, group.number, drawn.replaced)
+        seed = derived_seed(self.run.seed, drawn.step, drawn.index, 2, group.number, drawn.replaced)
         (prompt,) = self._draw_prompts(1)
         self._begin_with(group, prompt, replace(drawn.params, seed=seed, first_index=0))
 
@@ -646,7 +646,7 @@ class Ahead:
         with clock.phase("reward"):
             scores = self.rewards.collect([each.pending for each in drawn])
         chosen = [self.prompts.prompts[i] for i in indices]
-        return indices, rollout.as_generation(chosen, completions, scores, self.rewards.weights, self.llm.tokenizer)
+        return indices, as_generation(chosen, completions, scores, self.rewards.weights, self.llm.tokenizer)
 
     def _of_first_rank(self, value):
         """The value of rank 0, on all ranks. For each Again before it, they send their parts of the weights again."""

@@ -16,14 +16,14 @@ from contextlib import suppress
 
 from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.rewards import RewardError
-from rlnumba.trainers.rollout import as_generation, columns_of, distinct_params, submit_group
+from rlnumba.sampling.samples import as_generation, columns_of, distinct_params, submit_group
 
 
 def generate(llm, rewards, prompts, indices, params, trainer_state, clock, wanted, window, differs, status=None):
     """The completions and rewards of as many of the prompts `indices`, from the first on, as it takes: Generation.
 
     It has `wanted` groups for which differs(group of Samples) is true, the last group being such a one, or all prompts.
-    window: over_sampling_batch_size, at least `wanted`. The other arguments are rollout.generate's. Raises RewardError
+    window: over_sampling_batch_size, at least `wanted`. The other arguments are draw_samples's. Raises RewardError
     for a group that is needed.
     """
     stream = Stream(llm, rewards, prompts, indices, params, trainer_state, wanted, window, differs)

@@ -28,6 +28,7 @@ from rlnumba.runs.policy import LateMetrics
 from rlnumba.runs.prompt_loop import TrainerOnPrompts
 from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.runtime import device
+from rlnumba.sampling.samples import Sample, derived_seed, draw_samples, is_uniform
 from rlnumba.trainers import dynamic_sampling, rollout
 from rlnumba.trainers import entropy as entropies
 from rlnumba.trainers.rejection import normalize_corrections, reject
@@ -80,9 +81,7 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
         return rollouts, [generation]
     llm.wake()
     # prompt -> ids -> completions, text -> reward
-    params = sampling_params(
-        train, rollout.derived_seed(run.seed, trainer_state.global_step, index, 0), train.num_generations
-    )
+    params = sampling_params(train, derived_seed(run.seed, trainer_state.global_step, index, 0), train.num_generations)
     num_groups, common = train.prompts_per_rollout, (trainer_state, clock)
     if train.dynamic_sampling:
         window, most = train.over_sampling_batch_size or num_groups, train.max_gen_batches * num_groups
@@ -95,7 +94,7 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
         groups = groups_that_differ(generation, train)
     else:
         chosen = order.take(num_groups)
-        generation = rollout.generate(llm, rewards, prompts, chosen, params, *common, writer.status)
+        generation = draw_samples(llm, rewards, prompts, chosen, params, *common, writer.status)
         groups = list(generation.groups)
     llm.sleep()
     with clock.phase("advantage"):
@@ -106,7 +105,7 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
 
 def differs(group, train):
     """Whether the rewards of a group of Samples do, so that its advantages are not all 0: bool."""
-    return not rollout.is_uniform(group, train.multi_objective_aggregation)
+    return not is_uniform(group, train.multi_objective_aggregation)
 
 
 def groups_that_differ(generation, train):
@@ -135,11 +134,11 @@ def rollouts_of(groups, rewards, order, run, trainer_state, index):
         rollout.set_advantages(groups, weights, train.scale_rewards, aggregation)
     # completions -> batch
     samples = [sample for group in groups for sample in group]
-    seed = rollout.derived_seed(run.seed, trainer_state.global_step, index)
+    seed = derived_seed(run.seed, trainer_state.global_step, index)
     shuffled = np.random.default_rng(seed).permutation(len(samples))
     if order.replay_buffer is None:
         return rollout.Rollouts.of([samples[i] for i in shuffled], train.mask_truncated_completions)
-    draw = rollout.derived_seed(run.seed, trainer_state.global_step, index, 1)
+    draw = derived_seed(run.seed, trainer_state.global_step, index, 1)
     parts = order.replay_buffer.replay(groups, train, trainer_state.global_step, draw)
     return rollout.Rollouts.joined(parts).ordered(shuffled.tolist())
 
@@ -368,7 +367,7 @@ def rehearse(run, policy, critic, rollouts, every_form):
     train, count = run.train, len(run.rewards.funcs)
 
     def advantages():
-        samples = [rollout.Sample(None, None, np.zeros(count), float(i), {}) for i in range(train.num_generations)]
+        samples = [Sample(None, None, np.zeros(count), float(i), {}) for i in range(train.num_generations)]
         rollout.set_advantages([samples], np.ones(count), train.scale_rewards, train.multi_objective_aggregation)
         add_logprobs(policy, rollouts, on_policy=False)
 

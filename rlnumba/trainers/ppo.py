@@ -42,6 +42,7 @@ from rlnumba.runs.prompt_loop import TrainerOnPrompts
 from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.transfer import copy_to_device
+from rlnumba.sampling.samples import derived_seed, draw_samples
 from rlnumba.trainers import rollout
 from rlnumba.trainers.grpo import sampler_is_exact
 
@@ -233,9 +234,9 @@ def generate(actor, llm, rewards, prompts, order, run, trainer_state, index, on_
     train, step = run.train, trainer_state.global_step
     # prompt -> ids -> completions, text -> reward
     chosen = order.take(train.prompts_per_rollout)
-    params = sampling_params(train, rollout.derived_seed(run.seed, step, index, 0), 1)
+    params = sampling_params(train, derived_seed(run.seed, step, index, 0), 1)
     llm.wake()
-    generation = rollout.generate(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status)
+    generation = draw_samples(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status)
     llm.sleep()
     samples = [sample for sample in generation.samples if not math.isnan(sample.reward)]
     if not samples:
@@ -246,7 +247,7 @@ def generate(actor, llm, rewards, prompts, order, run, trainer_state, index, on_
     critic_rate = learning_rate_at(actor.critic_train, step, trainer_state.max_steps)
     # A copy: until the first optimizer step, an interruption keeps the state before this batch.
     moments = replace(actor.score_moments)
-    actor.experience = Experience(rollouts, rollout.derived_seed(run.seed, step, index), critic_rate, moments)
+    actor.experience = Experience(rollouts, derived_seed(run.seed, step, index), critic_rate, moments)
     with clock.phase("logprob"):
         evaluate_tokens(actor, rollouts)
         device.synchronize()

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlnumba.trainers.rollout import Rollouts, is_uniform
+from rlnumba.sampling.samples import is_uniform
+from rlnumba.trainers.rollout import Rollouts
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from rlnumba.kernels.rl.advantage import rloo_advantages
 from rlnumba.runs.prompt_loop import TrainerOnPrompts
 from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.runtime import device
+from rlnumba.sampling.samples import derived_seed, draw_samples
 from rlnumba.trainers import rollout
 from rlnumba.trainers.entropy import WithoutBonus
 from rlnumba.trainers.grpo import (
@@ -50,15 +51,15 @@ def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on
         chosen, generation = ahead.take(trainer_state, clock, writer.status)
     else:
         chosen = order.take(train.prompts_per_rollout)
-        params = sampling_params(train, rollout.derived_seed(run.seed, step, index, 0), train.num_generations)
+        params = sampling_params(train, derived_seed(run.seed, step, index, 0), train.num_generations)
         llm.wake()
-        generation = rollout.generate(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status)
+        generation = draw_samples(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status)
         llm.sleep()
     with clock.phase("advantage"):
         order.record(chosen, generation.groups)
         # completions -> batch, in another order, so that groups spread over the micro-batches
         samples = generation.samples
-        shuffled = np.random.default_rng(rollout.derived_seed(run.seed, step, index)).permutation(len(samples))
+        shuffled = np.random.default_rng(derived_seed(run.seed, step, index)).permutation(len(samples))
         rollouts = rollout.Rollouts.of([samples[i] for i in shuffled], train.mask_truncated_completions)
         rollouts.is_stale = ahead is not None and is_stale(generation, step)
     # ids -> log-probs of policy and reference -> KL of each completion

@@ -19,7 +19,8 @@ from rlnumba.rewards import RewardError, Rewards, TrainerState
 from rlnumba.rewards.calling import Pending, Scores
 from rlnumba.runs.prompt_run import prompt_order
 from rlnumba.runs.run_folder import Clock
-from rlnumba.trainers import dynamic_sampling, grpo, rollout
+from rlnumba.sampling.samples import draw_samples, is_uniform
+from rlnumba.trainers import dynamic_sampling, grpo
 from tests.trainers.runs import MODEL, grpo_config, grpo_run, metrics_of
 
 PARAMS = SamplingParams(n=2, max_tokens=12, seed=5)
@@ -69,7 +70,7 @@ def generated(model, prompts, rewards, window, max_num_seqs=64, wanted=4):
     llm = LLM(*model, EngineConfig(max_num_seqs=max_num_seqs))
     found = dynamic_sampling.generate(
         llm, rewards, prompts, range(len(DIFFER)), PARAMS, TrainerState(0, 1, 0.0), Clock(), wanted, window,
-        lambda group: not rollout.is_uniform(group),
+        lambda group: not is_uniform(group),
     )  # fmt: skip
     assert not llm.engine.has_unfinished and llm.engine.blocks.num_free == llm.engine.blocks.num_blocks
     return found
@@ -85,7 +86,7 @@ def tokens_of(generation):
 @pytest.mark.parametrize("in_workers", [True, False])
 def test_the_batch_does_not_depend_on_timing(model, prompts, in_workers):
     """Nor on the window; its completions are those of a generation of these prompts alone."""
-    plain = rollout.generate(
+    plain = draw_samples(
         LLM(*model), SlowRewards([0] * 12, False), prompts, range(9), PARAMS, TrainerState(0, 1, 0.0), Clock()
     )
     unused = []

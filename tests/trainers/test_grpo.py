@@ -21,8 +21,9 @@ from rlnumba.runs.policy import Policy
 from rlnumba.runs.prompt_order import PromptOrder
 from rlnumba.runs.run_folder import Clock
 from rlnumba.runtime import device
+from rlnumba.sampling.samples import Generation, Sample, derived_seed
 from rlnumba.trainers import grpo
-from rlnumba.trainers.rollout import Generation, Rollouts, Sample, derived_seed
+from rlnumba.trainers.rollout import Rollouts
 from tests.close import assert_close, assert_same_bits
 from tests.trainers.runs import MODEL, golden, grpo_config, grpo_run, metrics_of, metrics_until
 
@@ -402,7 +403,7 @@ def pretended_generation(monkeypatch, rewards_of, **train):
                 break
         return Generation(groups)
 
-    monkeypatch.setattr(grpo.rollout, "generate", generate)
+    monkeypatch.setattr(grpo, "draw_samples", generate)
     monkeypatch.setattr(grpo.dynamic_sampling, "generate", generate_until)
     slept = []
     llm = SimpleNamespace(wake=lambda: slept.append("wake"), sleep=lambda: slept.append("sleep"))

@@ -21,8 +21,9 @@ from rlnumba.runs import prompt_loop
 from rlnumba.runs.policy import Policy
 from rlnumba.runs.run_folder import RunFolder
 from rlnumba.runtime import device
+from rlnumba.sampling.samples import Generation, Sample
 from rlnumba.trainers import grpo, ppo
-from rlnumba.trainers.rollout import Generation, Rollouts, Sample
+from rlnumba.trainers.rollout import Rollouts
 from tests.close import assert_close, assert_same_bits
 from tests.trainers.runs import GOLDEN, MODEL, SMALL_PPO, golden, metrics_of, metrics_until, ppo_run
 from tests.trainers.test_grpo import golden_samples
@@ -41,7 +42,7 @@ def critic_folder(path, head=None):
 
 
 def recorded(case):
-    """A rollout.generate that gives the recorded prompts and completions, step by step, with log-probs of 0."""
+    """A draw_samples that gives the recorded prompts and completions, step by step, with log-probs of 0."""
     steps = zip(case["prompt_ids"], case["completion_ids"], strict=True)
 
     def generate(llm, rewards, prompts, chosen, params, trainer_state, clock, status):
@@ -61,7 +62,7 @@ def test_golden_run_of_trl(tmp_path, monkeypatch, case):
     recording = CURVES["cases"][case]
     # The completions are another sampler's: old log-probs come from a forward, as in TRL.
     monkeypatch.setattr(ppo, "sampler_is_exact", lambda train: False)
-    monkeypatch.setattr(ppo.rollout, "generate", recorded(recording))
+    monkeypatch.setattr(ppo, "draw_samples", recorded(recording))
     monkeypatch.setattr(prompt_loop, "sample_report", lambda *arguments: "")
     permutations = iter(recording["permutations"])
     monkeypatch.setattr(ppo, "epoch_order", lambda *arguments: np.array(next(permutations)))

@@ -12,8 +12,8 @@ from rlnumba.data import Prompt, PromptData
 from rlnumba.engine.sequence import Completion
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.runs.prompt_order import PromptOrder, curriculum_values
+from rlnumba.sampling.samples import Sample
 from rlnumba.trainers.rloo import run_rloo
-from rlnumba.trainers.rollout import Sample
 from tests.trainers.runs import grpo_run, metrics_of, rloo_run
 
 LEVELS = np.array([3.0, 1.0, 2.0, 1.0, 3.0, 1.0, 2.0, 1.0])

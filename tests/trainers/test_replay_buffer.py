@@ -7,9 +7,10 @@ from rlnumba import checkpoint
 from rlnumba.data import Prompt
 from rlnumba.engine.sequence import Completion
 from rlnumba.errors import ConfigError
+from rlnumba.sampling.samples import Sample
 from rlnumba.trainers import grpo
 from rlnumba.trainers.replay_buffer import ReplayBuffer, score_of
-from rlnumba.trainers.rollout import Sample, set_advantages
+from rlnumba.trainers.rollout import set_advantages
 from tests.trainers.runs import grpo_config, grpo_run, metrics_of
 
 TRAIN = grpo_config()

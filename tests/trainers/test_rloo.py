@@ -19,8 +19,9 @@ from rlnumba.runs.policy import Policy
 from rlnumba.runs.prompt_order import PromptOrder
 from rlnumba.runs.run_folder import Clock
 from rlnumba.runtime import device
+from rlnumba.sampling.samples import Generation, Sample
 from rlnumba.trainers import grpo, rloo
-from rlnumba.trainers.rollout import Generation, Rollouts, Sample
+from rlnumba.trainers.rollout import Rollouts
 from tests.close import assert_close, assert_same_bits
 from tests.trainers.runs import GOLDEN, MODEL, SMALL_GRPO, golden, metrics_of, metrics_until, rloo_run
 from tests.trainers.test_grpo import golden_samples
@@ -35,7 +36,7 @@ def reward_of(ids):
 
 
 def recorded(completion_ids):
-    """A rollout.generate that gives the recorded completions in their order, with log-probs of 0."""
+    """A draw_samples that gives the recorded completions in their order, with log-probs of 0."""
     left = iter(completion_ids)
 
     def generate(llm, rewards, prompts, chosen, params, trainer_state, clock, status):
@@ -62,7 +63,7 @@ def test_golden_run_of_trl(tmp_path, monkeypatch, case):
     recording = CURVES["cases"][case]
     # The completions are another sampler's: old log-probs come from a forward, as in TRL.
     without_exact_sampler(monkeypatch)
-    monkeypatch.setattr(rloo.rollout, "generate", recorded(recording["completion_ids"]))
+    monkeypatch.setattr(rloo, "draw_samples", recorded(recording["completion_ids"]))
     monkeypatch.setattr(prompt_loop, "sample_report", lambda *arguments: "")
     rows = tmp_path / "prompts.jsonl"
     rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in CURVES["prompts"]))
@@ -242,7 +243,7 @@ def test_a_generation_is_shuffled_by_its_place(monkeypatch):
     policy = small_policy(reference=True, num_generations=2)
     ids = [[20 + i, 1] for i in range(16)]
     without_exact_sampler(monkeypatch)
-    monkeypatch.setattr(rloo.rollout, "generate", recorded(ids))
+    monkeypatch.setattr(rloo, "draw_samples", recorded(ids))
     prompts = SimpleNamespace(prompts=[sample.prompt for sample in golden_samples()])
     llm = SimpleNamespace(wake=lambda: None, sleep=lambda: None)
     run = SimpleNamespace(train=policy.train, seed=3)

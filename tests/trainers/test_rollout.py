@@ -16,19 +16,17 @@ from rlnumba.runs.policy import Policy, epoch_order
 from rlnumba.runs.prompt_order import PromptOrder
 from rlnumba.runs.run_folder import Clock
 from rlnumba.runtime import device
-from rlnumba.trainers import grpo
-from rlnumba.trainers.rollout import (
+from rlnumba.sampling.samples import (
     Generation,
-    Rollouts,
     Sample,
     derived_seed,
     distinct_params,
-    frac_reward_zero_std,
-    generate,
+    draw_samples,
     generation_metrics,
     is_uniform,
-    set_advantages,
 )
+from rlnumba.trainers import grpo
+from rlnumba.trainers.rollout import Rollouts, frac_reward_zero_std, set_advantages
 from tests.close import assert_same_bits
 from tests.trainers.runs import MODEL, grpo_config, grpo_run, metrics_of
 
@@ -235,7 +233,7 @@ def test_rollout_logprobs_are_those_of_the_training_forward(temperature):
     prompts = PromptData([Prompt(t, tokenizer.encode(t), {"answer": t}, "") for t in texts])
     rewards = Rewards([lambda completions, **_: [len(text) for text in completions]], names=["length"])
     params = SamplingParams(temperature=temperature, max_tokens=12, seed=5, n=3)
-    generation = generate(llm, rewards, prompts, [2, 0, 1], params, None, Clock())
+    generation = draw_samples(llm, rewards, prompts, [2, 0, 1], params, None, Clock())
     assert [[s.prompt.prompt for s in group] for group in generation.groups] == [[texts[i]] * 3 for i in (2, 0, 1)]
     assert [s.reward for s in generation.samples] == [len(s.completion.text) for s in generation.samples]
     order = np.random.default_rng(0).permutation(9)
@@ -259,7 +257,7 @@ def test_groups_get_their_own_columns():
     model, tokenizer = load_model(MODEL), Tokenizer.from_folder(MODEL)
     prompts = PromptData([Prompt(f"{i}", tokenizer.encode(f"{i}"), {"answer": i}, "") for i in range(3)])
     params = SamplingParams(max_tokens=2, n=2)
-    generation = generate(LLM(model, tokenizer), Rewards([reward]), prompts, [2, 0], params, "state", Clock())
+    generation = draw_samples(LLM(model, tokenizer), Rewards([reward]), prompts, [2, 0], params, "state", Clock())
     assert seen["prompts"] == ["2", "2", "0", "0"] and seen["answer"] == [2, 2, 0, 0]
     assert [s.reward for s in generation.samples] == [2.0, 2.0, 0.0, 0.0]
     assert seen["ids"] == [s.completion.token_ids for s in generation.samples]
@@ -288,7 +286,7 @@ def test_rewards_are_weighted_sums_without_those_that_have_none():
     prompts = PromptData([Prompt("1", tokenizer.encode("1"), {}, "")])
     params, said = SamplingParams(max_tokens=3, n=4, ignore_eos=True), []
     clock = Clock()
-    generation = generate(
+    generation = draw_samples(
         LLM(model, tokenizer), Rewards([first, second], [2.0, 0.5]), prompts, [0], params, None, clock, said.append
     )
     rewards = [sample.reward for sample in generation.samples]

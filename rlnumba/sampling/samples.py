@@ -1,0 +1,202 @@
+"""Samples: completions with their rewards, in the groups of their prompts.
+
+generate       prompts -> engine -> completions -> rewards: a Generation, groups of `Sample`
+submit_group   one group's rewards begin to be computed
+as_generation  completions and Scores -> Generation
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rlnumba.data import Prompt
+from rlnumba.data.values import as_json
+from rlnumba.engine.sequence import Completion
+
+
+def derived_seed(seed, *counters):
+    """A seed from the run's seed and counters (step, micro-step, ...): int in [0, 2^32)."""
+    # With their number, because SeedSequence takes (1, 0) for (1,).
+    return int(np.random.SeedSequence((len(counters), seed, *counters)).generate_state(1)[0])
+
+
+@dataclass
+class Sample:
+    """One completion with its rewards.
+
+    values (K,) float64: of each reward function, NaN for None; reward: their weighted sum, NaN if all are None; extra:
+    columns that rewards logged; advantage: 0 unless set_advantages writes it. pad_token_id: the tokenizer's, which ends
+    a completion as EOS does, as in TRL.
+    """
+
+    prompt: Prompt
+    completion: Completion
+    values: np.ndarray
+    reward: float
+    extra: dict
+    advantage: float = 0.0
+    pad_token_id: int | None = None
+
+    @property
+    def truncated(self):
+        completion = self.completion
+        return completion.finish_reason == "length" and completion.array("token_ids")[-1] != self.pad_token_id
+
+
+# Columns of completions.jsonl that every run has.
+RUN_COLUMNS = ("step", "prompt", "completion", "finish_reason", "reward", "advantage")
+
+
+@dataclass
+class Generation:
+    """The result of one call of the engine: a group of Samples for each prompt, and what the rewards logged.
+
+    num_unused: tokens of further completions, which were not needed; how many depends on how fast the rewards were.
+    """
+
+    groups: list[list[Sample]] = field(default_factory=list)
+    errors: dict[str, int] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_unused: int = 0
+
+    @property
+    def samples(self):
+        return [sample for group in self.groups for sample in group]
+
+    @property
+    def num_tokens(self):
+        """Tokens of prompts and completions, a prompt counted with each of its completions: int."""
+        return sum(len(s.prompt.prompt_token_ids) + s.completion.num_tokens for s in self.samples)
+
+    @property
+    def num_generated(self):
+        """Tokens of completions: int."""
+        return sum(sample.completion.num_tokens for sample in self.samples)
+
+    def rows(self, names):
+        """The lines of completions.jsonl: list of dict. names: of the reward functions."""
+        lines = []
+        for sample in self.samples:
+            completion = sample.completion
+            own = {"prompt": sample.prompt.prompt, "completion": completion.text}
+            own["finish_reason"] = completion.finish_reason
+            for name, value in zip(names, sample.values.tolist(), strict=True):
+                own[f"rewards/{name}" if name in RUN_COLUMNS else name] = value
+            own |= {"reward": sample.reward, "advantage": sample.advantage}
+            lines.append(own | sample.extra | own)
+        return lines
+
+
+def distinct_params(prompts, params):
+    """SamplingParams for each of the prompts (lists of token ids): completions of equal prompts have different noise.
+
+    The k-th occurrence of a prompt, from 0 on, has the completions k n, k n + 1, ... of its noise.
+    """
+    seen, found = {}, []
+    for ids in map(tuple, prompts):
+        k = seen[ids] = seen.get(ids, -1) + 1
+        found.append(replace(params, first_index=k * params.n) if k else params)
+    return found
+
+
+def draw_samples(llm, rewards, prompts, indices, params, trainer_state, clock, status=None):
+    """The completions of chosen prompts and their rewards: Generation.
+
+    prompts: PromptData; indices: of the prompts; params: SamplingParams, its n completions make a group; trainer_state:
+    passed to the rewards; clock: the wait for them is its phase "reward"; status: called with a line on the progress.
+    Raises RewardError.
+    """
+
+    def progress(finished, total, num_generated):
+        if status is not None:
+            status(f"{finished} of {total} completions, {num_generated} tokens")
+
+    pending, columns = [None] * len(indices), columns_of(prompts, indices, params.n)
+
+    def submit(position, output):
+        """Rewards of a group are computed in other processes while the engine goes on with the rest."""
+        group = prompts, indices[position], output.completions
+        pending[position] = submit_group(rewards, *group, columns, trainer_state)
+
+    token_ids = [prompts.prompts[i].prompt_token_ids for i in indices]
+    outputs = llm.generate(token_ids, distinct_params(token_ids, params), progress, submit)
+    with clock.phase("reward"):
+        scores = rewards.collect(pending)
+        chosen = [prompts.prompts[i] for i in indices]
+        completions = [output.completions for output in outputs]
+        return as_generation(chosen, completions, scores, rewards.weights, llm.tokenizer)
+
+
+def columns_of(prompts, indices, n):
+    """{name: n times None} of all columns that the chosen prompts have: what rewards get where a row has none."""
+    return dict.fromkeys(prompts.columns(indices), [None] * n)
+
+
+def submit_group(rewards, prompts, index, completions, columns, trainer_state):
+    """Begin to score the Completions of prompt `index`: Pending. columns: columns_of the generation."""
+    prompt, n = prompts.prompts[index], len(completions)
+    texts, ids = [c.text for c in completions], [c.array("token_ids") for c in completions]
+    columns = columns | prompts.columns([index] * n)
+    return rewards.submit([prompt.prompt] * n, texts, ids, columns, trainer_state, prompt.where)
+
+
+def as_generation(chosen, completions, scores, weights, tokenizer):
+    """The Generation of Prompts with a list of Completions each, all of one length, and the Scores of these all."""
+    n = len(completions[0])
+    weighted = np.where(np.isnan(scores.values).all(axis=1), np.nan, np.nansum(scores.values * weights, axis=1))
+    pad_token_id = tokenizer.pad_token_id if tokenizer else None
+    samples = []
+    for i, (prompt, completion) in enumerate(
+        (p, c) for p, group in zip(chosen, completions, strict=True) for c in group
+    ):
+        # A copy of the present values: the lines are written later, and the user's objects may change until then.
+        extra = {column: as_json(values[i]) for column, values in scores.extra.items()}
+        reward = float(weighted[i])
+        samples.append(Sample(prompt, completion, scores.values[i], reward, extra, pad_token_id=pad_token_id))
+    groups = [samples[first : first + n] for first in range(0, len(samples), n)]
+    return Generation(groups, scores.errors, scores.metrics)
+
+
+def is_uniform(group, aggregation="sum_then_normalize"):
+    """Whether a group's rewards are all equal, so that its advantages are 0: also True with fewer than two rewards.
+
+    aggregation: with "normalize_then_sum" the rewards of every function are compared, not their sums.
+    """
+    by_function = aggregation == "normalize_then_sum"
+    values = np.array([sample.values if by_function else [sample.reward] for sample in group])
+    known = [column[~np.isnan(column)] for column in values.T]
+    return all(len(column) < 2 or column.min() == column.max() for column in known)
+
+
+def generation_metrics(generations, names):
+    """TRL's metrics of a list of Generations, a dict of floats. names: of the reward functions."""
+    samples = [sample for each in generations for sample in each.samples]
+    values = np.array([sample.values for sample in samples])
+    rewards = np.array([sample.reward for sample in samples])
+    lengths = np.array([sample.completion.num_tokens for sample in samples])
+    truncated = np.array([sample.truncated for sample in samples])
+    ended = lengths[~truncated] if not truncated.all() else np.zeros(1)
+    found = {"reward": known_mean(rewards), "reward_std": known_std(rewards)}
+    for name, column in zip(names, values.T, strict=True):
+        found |= {f"rewards/{name}/mean": known_mean(column), f"rewards/{name}/std": known_std(column)}
+    for which, of in (("length", lengths), ("terminated_length", ended)):
+        for name in ("mean", "min", "max"):
+            found[f"completions/{name}_{which}"] = float(getattr(of, name)())
+    found["completions/clipped_ratio"] = float(truncated.mean())
+    for each in generations:
+        found = found | each.metrics | found
+        for name, count in each.errors.items():
+            found[f"reward_errors/{name}"] = found.get(f"reward_errors/{name}", 0) + count
+    return found
+
+
+def known_mean(values):
+    """The mean of values that are not NaN: float, NaN without any."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def known_std(values):
+    """The standard deviation of values that are not NaN: float, NaN with fewer than two."""
+    known = values[~np.isnan(values)]
+    return float(known.std(ddof=1)) if len(known) > 1 else float("nan")

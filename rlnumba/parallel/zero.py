@@ -111,7 +111,7 @@ class ShardedOptimizer(Optimizer):
         """The same as begin_fold, but for the elements start, start + 1, ... alone: gradient (n,) f32, the same n on
         all ranks."""
         lower = min(max(start, self.part.start), start + len(gradient))
-        upper = max(min(start + len(gradient), self.part.stop), lower)
+        upper = min(start + len(gradient), self.part.stop)
         own = slice(lower - self.part.start, upper - self.part.start) if lower < upper else slice(0)
         return self.communicator.begin_fold(gradient, self.grads.flat[own], lower - start, count, is_first)
 

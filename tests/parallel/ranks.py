@@ -280,6 +280,15 @@ def wait_for_signal(communicator, path):
     time.sleep(600)
 
 
+def one_obeys_signals(communicator, path):
+    """Rank 1 ends at a signal, as a rank does; the others hold it for ever, as in a call that does not return."""
+    from rlnumba.runtime import signals
+
+    if communicator.rank != 1:
+        signals.hold()
+    wait_for_signal(communicator, path)
+
+
 def stop_together(communicator, path):
     """Steps until a signal arrives; notes in a file how many there were."""
     from rlnumba.parallel.launch import stop_requested

@@ -82,17 +82,20 @@ def test_output_has_the_rank(capfd):
 
 START = """
 import pathlib, sys
-from rlnumba.parallel import launch
+import rlnumba.parallel.launch
+from rlnumba.parallel import launch as start
 from tests.parallel import ranks
+launch = sys.modules["rlnumba.parallel.launch"]
+{changes}
 if __name__ == "__main__":
-    launch(getattr(ranks, sys.argv[1]), 3, pathlib.Path(sys.argv[2]))
+    start(getattr(ranks, sys.argv[1]), 3, pathlib.Path(sys.argv[2]))
     print("returned")
 """
 
 
-def start(function, folder):
-    """(process that has started 3 ranks, their process ids)."""
-    (folder / "run.py").write_text(START)
+def start(function, folder, changes=""):
+    """(process that has started 3 ranks, their process ids). changes: Python, of the module rlnumba.parallel.launch."""
+    (folder / "run.py").write_text(START.format(changes=changes))
     command = [sys.executable, str(folder / "run.py"), function, str(folder)]
     # A shell's background jobs, and so the tests in one, ignore SIGINT.
     process = subprocess.Popen(
@@ -123,6 +126,16 @@ def test_a_signal_reaches_all_ranks(tmp_path, number):
     process.communicate(timeout=120)
     assert process.returncode == -number
     assert all(map(ended, pids))
+
+
+def test_ranks_that_hang_after_a_signal_are_ended(tmp_path):
+    """So many seconds after the first of them has ended, here a half; by the signal, though a rank has failed, too."""
+    process, pids = start("one_obeys_signals", tmp_path, "launch.ENDING_S = 0.5")
+    assert all(os.getsid(pid) == pid for pid in pids), "a terminal's signals reach the first process alone"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGTERM
+    wait_until(lambda: all(map(ended, pids)))
 
 
 def test_ranks_that_hold_signals_stop_after_the_same_step(tmp_path):

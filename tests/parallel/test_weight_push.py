@@ -13,6 +13,7 @@ from rlnumba.model.lora import Adapter
 from rlnumba.parallel.layer_shards import LayerShards
 from rlnumba.sampling import inference
 from rlnumba.sampling.inference import InferenceError
+from rlnumba.sampling.weights import push
 from rlnumba.sampling.weights.push import (
     Checksums,
     Mapping,
@@ -177,6 +178,31 @@ def test_what_cannot_be_written_is_left_out():
     assert good.receiver.ready == [1]
     with pytest.raises(OSError, match="No such file"):
         Mapping(ended)
+
+
+def test_memory_is_mapped_once_and_until_it_is_not_offered(monkeypatch):
+    opened, closed = [], []
+
+    class Noted(Mapping):
+        def __init__(self, offer):
+            opened.append(offer)
+            super().__init__(offer)
+
+        def close(self):
+            closed.append(len(opened))
+            super().close()
+
+    monkeypatch.setattr(push, "Mapping", Noted)
+    pusher = WeightPusher(trained_of("weights"), None, BUCKET_BYTES)
+    first, second, third = (Receiving(pusher, "weights") for _ in range(3))
+    pusher.write(0, {0: first.staging.offer, 1: second.staging.offer})
+    pusher.write(1, {0: first.staging.offer, 1: second.staging.offer})
+    assert opened == [first.staging.offer, second.staging.offer] and not closed
+    pusher.write(2, {0: first.staging.offer, 2: third.staging.offer})
+    assert opened[2:] == [third.staging.offer]
+    assert closed == [2], "that of the second process, before the third's is mapped"
+    pusher.close()
+    assert len(closed) == 3
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])

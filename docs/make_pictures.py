@@ -17,7 +17,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from rlnumba.kernels.attention import sm90_backward_mainloop, sm90_decode_consumer, sm90_forward, softmax
+from rlnumba.kernels.attention import sm90_backward_mainloop, sm90_forward, softmax
+from rlnumba.kernels.attention.sm90_decode.config import decode_config
 from rlnumba.kernels.logprob.sm90 import chunk_columns
 from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig
 from rlnumba.kernels.nn import rmsnorm
@@ -289,7 +290,7 @@ def attention_backward():
 
 def decode_units():
     """Decode: how contexts are split into work items, and what an item computes."""
-    config = sm90_decode_consumer.decode_config(HEAD_DIM, "bfloat16", GROUP, 16)
+    config = decode_config(HEAD_DIM, "bfloat16", GROUP, 16)
     segment, keys = softmax.SEGMENT_KEYS, softmax.TILE_KEYS
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.0), gridspec_kw={"width_ratios": [1.15, 1]})
     contexts = [2300, 2150, 2260, 700, 3500]

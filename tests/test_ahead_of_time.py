@@ -348,7 +348,7 @@ print(json.dumps([of_auto == set.union(*of_modes), of_auto > of_modes[0], of_aut
 RUNS = {"grpo": "quickstart.toml", "rloo": "rloo.toml", "ppo": "ppo.toml", "reward": "reward.toml"}
 OF_ALL = {"gemm_sm90_kernel", "attention_backward_kernel", "adamw_kernel", "clip_kernel", "embedding_backward_kernel"}
 OF_PROMPTS = {"draw_kernel", "scan_kernel", "logp_backward_kernel"}
-OF_PROMPTS |= {"paged_attention_sm90_kernel", "paged_attention_qkv_sm90_kernel"}
+OF_PROMPTS |= {"paged_attention_sm90_kernel"}
 OF_PROMPTS |= {"advance_decode_state_kernel", "edit_decode_state_kernel"}
 OF = {
     "grpo": OF_PROMPTS | {"policy_loss_kernel", "advantage_kernel"},

@@ -49,7 +49,7 @@ BETWEEN_OPERATORS = {
     ("decoder", "gemm.epilogue"): "SwiGLU",
     ("decoder", "attention.ops"): "the family of attention's kernels, whose bits it has",
     ("decoder", "attention.scheduler"): "the look-up of pages",
-    ("decoder", "attention.sm90_decode_consumer"): "the softmax of a tile, across four warps",
+    ("decoder", "attention.sm90_decode.consumer"): "the softmax of a tile, across four warps",
     ("decoder", "attention.softmax"): "constants of the arithmetic",
     ("decoder", "attention.split_kv"): "the layout of the output in shared memory",
 }

@@ -3,11 +3,12 @@ import functools
 import numpy as np
 import pytest
 
-from rlnumba.kernels.attention import sm90_decode
 from rlnumba.kernels.attention.reference import attention_ref
 from rlnumba.kernels.attention.scheduler import list_work_items_kernel
-from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90_kernel
-from rlnumba.kernels.attention.sm90_decode_consumer import DecodeConfig, column_sum_function, decode_config
+from rlnumba.kernels.attention.sm90_decode import producer
+from rlnumba.kernels.attention.sm90_decode.config import Batch, DecodeConfig, Pages, decode_config
+from rlnumba.kernels.attention.sm90_decode.consumer import column_sum_function
+from rlnumba.kernels.attention.sm90_decode.kernel import paged_attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_forward import (
     ARCHITECTURES,
     AttentionConfig,
@@ -17,9 +18,10 @@ from rlnumba.kernels.attention.sm90_forward import (
 )
 from rlnumba.kernels.attention.sm90_paged import DecodePlan, paged_attention_sm90, plan_decode
 from rlnumba.kernels.attention.softmax import row_sum
-from rlnumba.kernels.attention.split_kv import Workspace
+from rlnumba.kernels.attention.split_kv import Partials, Workspace
 from rlnumba.kernels.ptx.shared_memory import shared_address
 from rlnumba.runtime import device
+from rlnumba.runtime.arguments import tuple_type
 from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
@@ -30,8 +32,12 @@ BF16, F16 = "bfloat16", "float16"
 # Types of attention_sm90_kernel's arguments: four tensor maps, arrays, numbers.
 FORWARD = ["uint8[::1]"] * 4 + ["int32[:,::1]", "float32[:,::1]", "int32[::1]", "int32[::1]", "int32[:,::1]"]
 FORWARD += ["int32"] * 4 + ["float32"]
-DECODE = ["uint8[::1]"] * 3 + ["int32[:,::1]", "float32[:,::1]"] + ["int32[::1]"] * 2 + ["int32[:,::1]"] * 2
-DECODE += ["int32"] * 7 + ["float32[::1]"] * 3 + ["int32[::1]", "float32"]
+# Those of paged_attention_sm90_kernel's behind its queries.
+PAGED = ["uint8[::1]", "uint8[::1]"]
+PAGED += [tuple_type(Batch, "int32[::1]", "int32[::1]", "int32[:,::1]", "int32[::1]", *["int32"] * 5)]
+PAGED += [tuple_type(Pages, "int32[:,::1]", "int32"), tuple_type(Partials, *["float32[::1]"] * 3, "int32", "int32")]
+PAGED += ["int32[:,::1]", "float32[:,::1]", "float32"]
+DECODE = ["uint8[::1]", *PAGED]
 
 
 def bounds(lengths):
@@ -238,14 +244,14 @@ def test_groups_in_the_simulator(rng, monkeypatch, blocks):
     cache = Cache(rng, [10, 100, 81], 3, 1, 24, BF16, common=0, segment=64)
     cache.tables[2, :5] = cache.tables[1, :5]
     step = [0, 1, 2], [9, 99, 80], [10, 100, 81], 112
-    looks, counted = [], sm90_decode.load_acquire
+    looks, counted = [], producer.load_acquire
 
     def looked(counters, index):
         looks.append(counted(counters, index))
         return looks[-1]
 
     if device.name() == "sim":
-        monkeypatch.setattr(sm90_decode, "load_acquire", looked)
+        monkeypatch.setattr(producer, "load_acquire", looked)
     grouped = cache.paged(*step, common=[0, 80, 80], group_sizes=[1, 2, 0], blocks=blocks)
     for actual, expected in zip(grouped, cache.paged(*step), strict=True):
         assert_same_bits(actual, expected)

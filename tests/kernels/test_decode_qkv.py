@@ -5,23 +5,25 @@ import functools
 import numpy as np
 import pytest
 
-from rlnumba.kernels.attention import sm90_decode
 from rlnumba.kernels.attention.paged import (
     fuses_qkv,
     paged_attention,
     paged_attention_qkv,
     plan_paged_attention,
 )
-from rlnumba.kernels.attention.sm90_decode_consumer import decode_config
-from rlnumba.kernels.attention.sm90_decode_qkv import ARCHITECTURES, paged_attention_qkv_sm90_kernel
+from rlnumba.kernels.attention.sm90_decode import producer
+from rlnumba.kernels.attention.sm90_decode.config import Projection, decode_config
+from rlnumba.kernels.attention.sm90_decode.kernel import ARCHITECTURES, paged_attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_paged import paged_attention_qkv_sm90, paged_attention_sm90
 from rlnumba.kernels.attention.split_kv import Workspace
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 from rlnumba.kernels.nn.rope import HeadShape, rope_table
 from rlnumba.kernels.ptx import sm90
 from rlnumba.runtime import device, dispatch
+from rlnumba.runtime.arguments import tuple_type
 from rlnumba.runtime.context import current
 from tests.close import assert_same_bits
+from tests.kernels.test_attention_sm90 import PAGED
 
 BF16, F16 = "bfloat16", "float16"
 EPS = 1e-6
@@ -194,14 +196,14 @@ def test_groups_in_the_simulator(rng, monkeypatch, blocks):
     """The shared item's queries are those of all members; their own items hold their new tokens, and may resume."""
     if device.name() == "cpu":
         pytest.skip("needs the kernels")
-    looks, counted = [], sm90_decode.load_acquire
+    looks, counted = [], producer.load_acquire
 
     def looked(counters, index):
         looks.append(counted(counters, index))
         return looks[-1]
 
     if device.name() == "sim":
-        monkeypatch.setattr(sm90_decode, "load_acquire", looked)
+        monkeypatch.setattr(producer, "load_acquire", looked)
     case = Case(rng, [10, 100, 65, 0, 81], 3, 1, 24, common=64, group_sizes=[1, 2, 0, 1, 1])
     case.common[0] = case.common[4] = 0
     case.compare(blocks=blocks)
@@ -251,7 +253,7 @@ def test_the_family_decides(rng, monkeypatch):
             assert fuses_qkv(*case.heads) == (family == "sm90")
             results.append(operator_results(case, True))
     assert launched == [
-        "list_work_items_kernel", "paged_attention_qkv_sm90_kernel", "qkv_split_kernel", "attention_kernel",
+        "list_work_items_kernel", "paged_attention_sm90_kernel", "qkv_split_kernel", "attention_kernel",
     ]  # fmt: skip
     for actual, expected in zip(results[0][1:], results[1][1:], strict=True):
         assert_same_bits(actual, expected, "caches")
@@ -275,12 +277,11 @@ def test_wrong_arguments_are_named(rng):
 
 
 def argument_types(dtype, half, normed):
-    """Types of paged_attention_qkv_sm90_kernel's arguments."""
+    """Types of paged_attention_sm90_kernel's arguments with fused_qkv."""
     heads, table, numbers = f"{'uint16' if dtype == BF16 else dtype}[:,::1]", "float32[:,::1]", "int32[::1]"
     weight = heads if normed else table
-    types = [heads, weight, weight, "float32", table, table, numbers, numbers, heads, heads, "uint8[::1]", "uint8[::1]"]
-    types += ["int32[:,::1]", table, numbers, numbers, "int32[:,::1]", "int32[:,::1]"] + ["int32"] * 6
-    return types + ["float32[::1]"] * 3 + [numbers, "float32"]
+    types = heads, weight, weight, "float32", table, table, numbers, numbers, heads, heads
+    return [tuple_type(Projection, *types), *PAGED]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,7 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim, gqa_ratio, group_si
         pytest.skip("compiles without a GPU, from the cpu device")
     config = decode_config(head_dim, dtype, gqa_ratio, 16, group_size)._replace(fused_qkv=True)
     assert config.layout.nbytes * config.blocks <= 227 * 1024
-    kernel = paged_attention_qkv_sm90_kernel(config, HeadShape(head_dim, 8, 8, 4), normed)
+    kernel = paged_attention_sm90_kernel(config, HeadShape(head_dim, 8, 8, 4), normed)
     troubles = compile_offline(kernel, argument_types(dtype, head_dim // 2, normed), ARCHITECTURES[0])
     assert not troubles, "\n".join(troubles)
 

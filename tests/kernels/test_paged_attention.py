@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.attention import paged as paged_attention_module
-from rlnumba.kernels.attention import simt, sm80_decode, sm80_forward, sm90_decode_consumer, sm90_forward, sm90_paged
+from rlnumba.kernels.attention import simt, sm80_decode, sm80_forward, sm90_forward, sm90_paged
 from rlnumba.kernels.attention.ops import attention
 from rlnumba.kernels.attention.paged import (
     paged_attention,
@@ -17,6 +17,7 @@ from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.context import Context
 from tests.close import assert_close, assert_same_bits
 from tests.kernels.kv_cache import write_kv
+from tests.kernels.test_attention_sm90 import DECODE
 
 
 def bounds(lengths):
@@ -254,15 +255,12 @@ def test_sharing_follows_the_family():
 def test_every_size_of_groups_has_a_kernel(compile_offline):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
-    lengths, tables, table = "int32[::1]", "int32[:,::1]", "uint8[::1]"
-    types = [table] * 3 + [tables, "float32[:,::1]"] + [lengths] * 2 + [tables] * 2 + ["int32"] * 7
-    types += ["float32[::1]"] * 3 + [lengths, "float32"]
     troubles = []
     # The widest is among those of test_attention_sm90.py.
     for group_size in sm90_paged.supported_group_sizes(2)[:-1]:
-        config = sm90_decode_consumer.decode_config(128, "bfloat16", 2, 16, group_size)
+        config = sm90_paged.decode_config(128, "bfloat16", 2, 16, group_size)
         assert config.rows == 2 * group_size and config.layout.nbytes * config.blocks <= 227 * 1024
-        troubles += compile_offline(sm90_paged.paged_attention_sm90_kernel(config), types, (9, 0, "a"))
+        troubles += compile_offline(sm90_paged.paged_attention_sm90_kernel(config), DECODE, (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 
 

@@ -9,8 +9,9 @@ import functools
 import numpy as np
 import pytest
 
-from rlnumba.kernels.attention import sm90_decode, sm90_paged
+from rlnumba.kernels.attention import sm90_paged
 from rlnumba.kernels.attention.sm90_backward_mainloop import AttentionBackwardConfig
+from rlnumba.kernels.attention.sm90_decode import kernel, producer
 from rlnumba.kernels.attention.sm90_forward import AttentionConfig
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig
@@ -72,13 +73,16 @@ def late(function, latencies, warps):
     return complete_late
 
 
-@pytest.mark.parametrize("function, latencies, warps", [("atomic_add_acq_rel", 40, [6]), ("mbarrier_wait", 10, [5])])
-def test_slow_producer_and_merging_warps_of_decode(rng, monkeypatch, function, latencies, warps):
+@pytest.mark.parametrize(
+    "module, function, latencies, warps",
+    [(kernel, "atomic_add_acq_rel", 40, [6]), (producer, "mbarrier_wait", 10, [5])],
+    ids=["merging", "loading"],
+)
+def test_slow_producer_and_merging_warps_of_decode(rng, monkeypatch, module, function, latencies, warps):
     """Warps that merge, or load, far behind those that compute and find work: nothing they read is overwritten."""
-    slow = late(getattr(sm90_decode, function), latencies, warps)
-    monkeypatch.setattr(sm90_decode, function, slow)
+    monkeypatch.setattr(module, function, late(getattr(module, function), latencies, warps))
     # A kernel is made once; this one is made of what is patched.
-    make = sm90_decode.paged_attention_sm90_kernel.__wrapped__
+    make = kernel.paged_attention_sm90_kernel.__wrapped__
     monkeypatch.setattr(sm90_paged, "paged_attention_sm90_kernel", make)
     cache = forward.Cache(rng, [330, 130, 210, 20], 2, 1, 16, F16, segment=64, flat=70)
     begins, ends = [328, 129, 5, 6, 7, 8, 9, 10, 205], [330, 130, 0, 0, 0, 0, 0, 0, 210]

@@ -19,7 +19,7 @@ from rlnumba.kernels.attention import sm80_decode, sm90_paged
 from rlnumba.kernels.attention.ops import attention_family, check_heads
 from rlnumba.kernels.attention.reference import attention_ref
 from rlnumba.kernels.attention.simt import paged_attention_simt
-from rlnumba.kernels.attention.sm90_decode_consumer import decode_config as sm90_decode_config
+from rlnumba.kernels.attention.sm90_decode.config import decode_config as sm90_decode_config
 from rlnumba.kernels.attention.softmax import TILE_KEYS
 from rlnumba.kernels.attention.split_kv import Workspace
 from rlnumba.kernels.checks import FLOATS, I32, check, check_chunks

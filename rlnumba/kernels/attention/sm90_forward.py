@@ -1,7 +1,7 @@
 """Causal attention on sm_90: forward over packed sequences, and over the paged cache for prefill.
 
 The equations are those of kernels/attention/ops.py, in float16 or bfloat16 with float32 accumulators. A row (a query
-head of a token) is computed so, whatever its batch, here and in sm90_decode.py, with the steps of softmax.py:
+head of a token) is computed so, whatever its batch, here and in sm90_decode/, with the steps of softmax.py:
 
     for each segment of SEGMENT_KEYS keys, the segments fixed by the keys' absolute positions:
         m = -inf, l = 0 (32 of them), acc = 0

@@ -1,5 +1,4 @@
-"""Attention to the paged cache on sm_90, launched: decode by sm90_decode.py, or from qkv by sm90_decode_qkv.py, longer
-chunks by sm90_forward.py.
+"""Attention to the paged cache on sm_90, launched: decode by sm90_decode/, longer chunks by sm90_forward.py.
 
 The work items of decode are listed once for all layers of a step: a DecodePlan. Partials and counters belong to the
 current context (runtime/context.py), so that engines on streams of their own share none.
@@ -10,12 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS, LISTING_THREADS, list_work_items_kernel
-from rlnumba.kernels.attention.sm90_decode import paged_attention_sm90_kernel
-from rlnumba.kernels.attention.sm90_decode_consumer import THREADS, DecodeConfig, decode_config
-from rlnumba.kernels.attention.sm90_decode_qkv import paged_attention_qkv_sm90_kernel
+from rlnumba.kernels.attention.sm90_decode.config import THREADS, Batch, DecodeConfig, Pages, Projection, decode_config
+from rlnumba.kernels.attention.sm90_decode.kernel import paged_attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_forward import MAX_DECODE_ROWS, attention_config, launch_attention
 from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
-from rlnumba.kernels.attention.split_kv import Workspace
+from rlnumba.kernels.attention.split_kv import Partials, Workspace
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.nn.rope import head_shape, in_halves
 from rlnumba.kernels.ptx.tensor_map import tensor_map
@@ -145,9 +143,25 @@ def _cache_maps(*caches):
     return [tensor_map(x, min(block_size, TILE_KEYS), 1, 64) for x in rows]
 
 
-def _partials(plan, sequences, kv_heads, head_dim):
-    """(acc, row_max, row_sum, counters) of the current context for a plan."""
-    return current().own(Workspace).partials(plan.slots, plan.rows, head_dim, 2 + sequences * kv_heads)
+def _launch_decode(
+    kernel, config, queries, maps, plan, context_lens, shared_prefix_lens, block_tables, sizes, out, lse, scale
+):
+    """Launch a kernel of a DecodeConfig. sizes: block_size, heads, kv_heads, query tokens of a TMA box of q."""
+    block_size, heads, kv_heads, tokens = sizes
+    head_dim, sequences = out.shape[-1], len(context_lens)
+    acc, row_max, row_sum, counters = (
+        current().own(Workspace).partials(plan.slots, plan.rows, head_dim, 2 + sequences * kv_heads)
+    )
+    batch = Batch(
+        context_lens, shared_prefix_lens if config.grouped else unused(1), plan.items, counters,
+        *map(np.int32, (heads, kv_heads, heads // kv_heads, tokens, plan.max_leading)),
+    )  # fmt: skip
+    launch(
+        kernel, plan.blocks, THREADS, queries, *maps, batch, Pages(block_tables, np.int32(block_size)),
+        Partials(acc, row_max, row_sum, np.int32(plan.splits), np.int32(plan.rows)),
+        out.reshape(-1, head_dim).view(np.int32), unused(2, np.float32) if lse is None else lse,
+        float(scale * LOG2_E), shared=config.layout.nbytes,
+    )  # fmt: skip
 
 
 def paged_attention_sm90(
@@ -171,23 +185,19 @@ def paged_attention_sm90(
         (element, heads, kv_heads, head_dim, block_size), plan, cu_seqlens, context_lens, max_seqlen_q,
         max_context_len, shared_prefix_lens, group_sizes, max_group_size, config, blocks, max_leading,
     )  # fmt: skip
-    lse = unused(2, np.float32) if lse is None else lse
-    box, (k_map, v_map) = min(block_size, TILE_KEYS), _cache_maps(k_cache, v_cache)
-    config, c = plan.config, float(scale * LOG2_E)
+    box, maps, config = min(block_size, TILE_KEYS), _cache_maps(k_cache, v_cache), plan.config
     # Query tokens of a work item; a sequence with more is the prefill kernel's.
     item_tokens = min(config.rows // gqa_ratio, max(max_seqlen_q, max_group_size))
-    sizes = block_size, heads, gqa_ratio, item_tokens, plan.splits, plan.rows, plan.max_leading
-    launch(
-        paged_attention_sm90_kernel(config), plan.blocks, THREADS,
-        tensor_map(q, item_tokens, gqa_ratio, 64), k_map, v_map, out.reshape(tokens * heads, -1).view(np.int32), lse,
-        context_lens, shared_prefix_lens if config.grouped else unused(1), plan.items, block_tables,
-        *map(np.int32, sizes), *_partials(plan, len(context_lens), kv_heads, head_dim), c, shared=config.layout.nbytes,
+    _launch_decode(
+        paged_attention_sm90_kernel(config), config, tensor_map(q, item_tokens, gqa_ratio, 64), maps, plan,
+        context_lens, shared_prefix_lens, block_tables, (block_size, heads, kv_heads, item_tokens), out, lse, scale,
     )  # fmt: skip
     if max_seqlen_q * gqa_ratio <= config.rows:
         return
     launch_attention(
-        prefill_config or chunk_config(head_dim, element, gqa_ratio, box, max_seqlen_q), q, k_map, v_map, cu_seqlens,
-        context_lens, block_tables, block_size, gqa_ratio, max_seqlen_q, config.rows, c, out, lse,
+        prefill_config or chunk_config(head_dim, element, gqa_ratio, box, max_seqlen_q), q, *maps, cu_seqlens,
+        context_lens, block_tables, block_size, gqa_ratio, max_seqlen_q, config.rows, float(scale * LOG2_E), out,
+        unused(2, np.float32) if lse is None else lse,
     )  # fmt: skip
 
 
@@ -202,7 +212,6 @@ def paged_attention_qkv_sm90(
     """
     sequences, heads, head_dim = out.shape
     _, block_size, kv_heads, _ = k_cache.shape
-    gqa_ratio = heads // kv_heads
     if not sequences:
         return
     plan = _plan_for(
@@ -214,13 +223,10 @@ def paged_attention_qkv_sm90(
     shape = head_shape(cos, sin, qkv, k_cache, v_cache, *norm)
     # For the weights of a form without norm, any array of the right type.
     norm = [in_halves(weight, shape.half) for weight in norm] or [cos, cos]
-    qkv, k_rows, v_rows = (in_halves(array, shape.half) for array in (qkv, k_cache, v_cache))
-    sizes = block_size, heads, gqa_ratio, plan.splits, plan.rows, plan.max_leading
-    launch(
-        paged_attention_qkv_sm90_kernel(config, shape, q_weight is not None), plan.blocks, THREADS,
-        qkv, *norm, float(eps), cos, sin, position_ids, slot_mapping, k_rows, v_rows, *_cache_maps(k_cache, v_cache),
-        out.reshape(sequences * heads, -1).view(np.int32), unused(2, np.float32) if lse is None else lse,
-        context_lens, shared_prefix_lens if config.grouped else unused(1), plan.items, block_tables,
-        *map(np.int32, sizes), *_partials(plan, sequences, kv_heads, head_dim), float(scale * LOG2_E),
-        shared=config.layout.nbytes,
+    rows, k_rows, v_rows = (in_halves(array, shape.half) for array in (qkv, k_cache, v_cache))
+    projection = Projection(rows, *norm, float(eps), cos, sin, position_ids, slot_mapping, k_rows, v_rows)
+    _launch_decode(
+        paged_attention_sm90_kernel(config, shape, q_weight is not None), config, projection,
+        _cache_maps(k_cache, v_cache), plan, context_lens, shared_prefix_lens, block_tables,
+        (block_size, heads, kv_heads, 1), out, lse, scale,
     )  # fmt: skip

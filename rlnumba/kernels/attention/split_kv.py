@@ -59,7 +59,7 @@ def box_functions(box, head_dim, element, rows):
 
     @device_function
     def stage_out(acc, inverse, boxes, offset):
-        """acc inverse to shared memory, a line of 64 columns for each row; offset: of sm90_decode_consumer.Lane."""
+        """acc inverse to shared memory, a line of 64 columns for each row; offset: of consumer.Lane."""
         for i in range(columns // 2):
             j = first + 4 * i
             low = cvt_pair(acc[j] * inverse[2 * i], acc[j + 1] * inverse[2 * i + 1])

@@ -3,7 +3,7 @@
 One warp loads tiles of 64 keys and values of this block's items by TMA, as far ahead as the ring goes: what the cache
 held before this step depends on nothing in it. The four computing warps take the item's queries and the new token's key
 and value from the exchange, normalise and rotate them as qkv_split_kernel does, put the new token into the last tile
-and into the cache, and attend to all keys in one pass. The arithmetic is that of sm90_decode.py.
+and into the cache, and attend to all keys in one pass. The arithmetic is that of sm90_decode/.
 """
 
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 
 from rlnumba.kernels.attention import softmax
 from rlnumba.kernels.attention.scheduler import page_lookup
-from rlnumba.kernels.attention.sm90_decode_consumer import (
+from rlnumba.kernels.attention.sm90_decode.consumer import (
     EXCHANGED,
     STORED,
     Lane,

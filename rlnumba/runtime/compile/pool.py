@@ -20,7 +20,7 @@ from rlnumba.runtime.launch import find_kernel
 
 # Seconds of one core that a kernel takes to compile, of those that take long: they begin first.
 SECONDS = {
-    "decoder_kernel": 8.0, "paged_attention_qkv_sm90_kernel": 6.0, "paged_attention_sm90_kernel": 4.6,
+    "decoder_kernel": 8.0, "paged_attention_sm90_kernel": 6.0,
     "draw_kernel": 4.6, "attention_sm90_kernel": 4.0, "logprob_kernel": 3.6, "attention_backward_kernel": 2.4,
     "gemm_sm90_kernel": 1.8, "list_tokens_kernel": 1.4, "scan_kernel": 1.2,
 }  # fmt: skip

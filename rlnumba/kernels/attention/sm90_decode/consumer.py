@@ -1,17 +1,16 @@
-"""The config and the computing warpgroup of decode on sm_90: main loop, partials, epilogue. See sm90_decode.py."""
+"""The computing warpgroup of decode on sm_90: main loop, partials, epilogue. See kernel.py."""
 
 import functools
 from collections import namedtuple
-from typing import NamedTuple
 
 import numpy as np
 
 from rlnumba.kernels.attention import softmax
-from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS, most_leading_segments
-from rlnumba.kernels.attention.sm90_forward import SHARED_LIMIT, WARPGROUP, AttentionConfig
+from rlnumba.kernels.attention.sm90_decode.config import MERGE_FIELDS, MERGE_SLOTS, NEW_TOKEN, Q_SLOTS, DecodeItem
+from rlnumba.kernels.attention.sm90_forward import WARPGROUP
 from rlnumba.kernels.attention.split_kv import accumulator_access, segment_merge
 from rlnumba.kernels.ptx import shared_memory
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, SWIZZLE_ALIGNMENT, ring, shared_layout, swizzled_chunk
+from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, swizzled_chunk
 from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait, named_barrier_sync
 from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2, int_as_float, shuffle_xor, udiv, vector_access
 from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
@@ -19,103 +18,9 @@ from rlnumba.runtime.device import cuda
 
 i32, f32 = np.int32, np.float32
 
-# Warpgroup 0 computes, warpgroup 1 loads and merges.
-THREADS = 2 * WARPGROUP
-# Work items whose queries may be in shared memory: the one that is computed, and the next.
-Q_SLOTS = 2
-# Work indices that warp 0 may have drawn before warp 1 reads the first of them: see next_work_index.
-WORK_INDICES = 4
-# Work items with partials that wait for the merging warp, and what it reads of each: sequence (-1: there is nothing
-# more), key head, first query token, sequences, query rows of each.
-MERGE_SLOTS, MERGE_FIELDS = 2, 5
-# Registers of a thread of the warps that load and merge, and of one that computes, where 128 each are not enough.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 88, 168
-# Stages of a block at most: more were no faster.
-MOST_STAGES = 4
-# Fields that warp 0 adds to an item's columns: the key head, and whether the item resumes its group's partial. If q
-# comes from qkv, warp 3 of warpgroup 1 adds whether the new token's key and value do so, too.
-KEY_HEAD, RESUMES_PARTIAL, NEW_TOKEN = ITEM_COLUMNS, ITEM_COLUMNS + 1, ITEM_COLUMNS + 2
-ITEM_FIELDS = ITEM_COLUMNS + 3
-# Bytes behind the queries of an item, if q comes from qkv: a line for each 64 columns of the new token's key,
-# then those of its value. Rounded up, for heads of 256 columns, so that queries stay aligned.
-NEW_TOKEN_BYTES = SWIZZLE_ALIGNMENT
 # Named barriers of the computing warps: EXCHANGED before they read each other's maxima or sums, STORED before wgmma
 # reads the probabilities of all. Memory that is read after one is written again only after the other.
 EXCHANGED, STORED = 1, 2
-
-
-class DecodeConfig(NamedTuple):
-    """One kernel. rows: columns of S^T, a multiple of 8; box: keys of one TMA box, a cache block's tokens or 64.
-
-    stages: of the ring of K and V; blocks: of an SM; grouped: groups read the segments of a shared prefix once.
-    fused_qkv: the kernel of sm90_decode_qkv.py, which makes its queries from qkv.
-    """
-
-    head_dim: int
-    element: str
-    rows: int = 8
-    box: int = 16
-    stages: int = 3
-    blocks: int = 2
-    grouped: bool = False
-    segment: int = softmax.SEGMENT_KEYS
-    fused_qkv: bool = False
-
-    @property
-    def max_leading(self):
-        """Most segments of a sequence's first item, by most_leading_segments."""
-        return most_leading_segments(self.rows)
-
-    @property
-    def resumes(self):
-        """Whether a sequence's own item may resume its group's partial, which takes the registers of a total."""
-        return self.grouped and self.max_leading > 1
-
-    boxes, tile_bytes = AttentionConfig.boxes, AttentionConfig.tile_bytes
-
-    @property
-    def q_bytes(self):
-        """Bytes of the query rows of a work item in shared memory, and of the new token's key and value."""
-        return self.boxes * self.rows * shared_memory.LINE + (NEW_TOKEN_BYTES if self.fused_qkv else 0)
-
-    @property
-    def layout(self):
-        """Shared memory. The computing warps exchange row_max, twice for alternating tiles, row_sum, and P^T."""
-        barriers = self.stages * MBARRIER_BYTES
-        return shared_layout(
-            kv=2 * self.stages * self.tile_bytes, q=Q_SLOTS * self.q_bytes, p=self.rows * shared_memory.LINE,
-            row_max=4 * self.rows * 4, row_result=4 * self.rows * 4, row_sum=4 * 8 * self.rows * 4,
-            full=barriers, empty=barriers, q_full=Q_SLOTS * MBARRIER_BYTES, q_empty=Q_SLOTS * MBARRIER_BYTES,
-            item_full=Q_SLOTS * MBARRIER_BYTES, work_ready=WORK_INDICES * MBARRIER_BYTES,
-            merge_full=MERGE_SLOTS * MBARRIER_BYTES, merge_empty=MERGE_SLOTS * MBARRIER_BYTES,
-        )  # fmt: skip
-
-
-def decode_config(head_dim, element, gqa_ratio, box, group_size=1, tokens=1):
-    """The DecodeConfig for heads of this size, gqa_ratio query heads of a key head, groups of up to group_size.
-
-    tokens: query tokens of a sequence that fill a work item; more than 1 without groups alone.
-    """
-    rows = -(-gqa_ratio * max(group_size, tokens) // 8) * 8
-    # Both forms have the stages of the one that takes more memory.
-    config = DecodeConfig(head_dim, element, rows, box, 2, grouped=group_size > 1, fused_qkv=True)
-    for blocks in (2, 1):
-        free = SHARED_LIMIT // blocks - 1536 - config.layout.nbytes
-        stages = free // (2 * config.tile_bytes + 16) + config.stages
-        if stages >= 2:
-            break
-    return config._replace(stages=min(stages, MOST_STAGES), blocks=blocks, fused_qkv=False)
-
-
-# Arguments that the warps share; tokens: query tokens of a TMA box of q.
-Batch = namedtuple(
-    "Batch", "context_lens shared_prefix_lens items heads kv_heads gqa_ratio tokens max_leading counters"
-)
-# Static shared memory: (Q_SLOTS, ITEM_FIELDS), (WORK_INDICES,), (MERGE_SLOTS, MERGE_FIELDS) int32.
-Queues = namedtuple("Queues", "items work_indices merges")
-# A work item as warp 0 publishes it: the columns of scheduler.py's list, and what ITEM_FIELDS adds.
-ITEM = "tiles sequence split first_key start length context_len group_size splits kv_head resumes_partial new_token"
-DecodeItem = namedtuple("DecodeItem", ITEM)
 # A computing thread: its number, warp and lane in the warpgroup; its keys of a tile are 16 warp + group_lane and 8
 # more, its columns of S^T pair, pair + 1, pair + 8 ...; offset: bytes, where it stores a matrix by stmatrix_x2_trans.
 Lane = namedtuple("Lane", "thread warp lane group_lane pair offset")

@@ -1,76 +1,37 @@
-"""Decode attention on sm_90 from the fused projection: head norms, rotation and the write to the cache inside it.
+"""The warp of decode attention that makes q, k and v of the new tokens from the rows of their projection.
 
-The kernel of sm90_decode.py for one query token a sequence, with qkv_split_to_cache in front of it: the same bits, one
-launch less. Warp 3 of warpgroup 1 reads the rows of qkv, for an item while the warps beside it compute and load others:
+Where a sequence has one query token, warp 3 of warpgroup 1 reads the rows of qkv, for an item while the warps beside it
+compute and load others:
 
     its query heads      normalised, rotated and rounded: to shared memory, where TMA would have put them
     the new token's key  likewise, and its value as it is, where the item ends with the sequence's last key: to their
                          slot in the cache and to shared memory
 
 In the tile of K and V that holds the new token's row, the computing warps replace that row: TMA reads the tile while
-the row is being written. So K and V are loaded before griddepcontrol.wait, while the GEMM that makes qkv still runs.
+the row is being written.
 """
 
 import functools
-from collections import namedtuple
 
 import numpy as np
 
 from rlnumba.kernels.attention import scheduler
-from rlnumba.kernels.attention.sm90_decode import barrier_init, merger_function, producer_function
-from rlnumba.kernels.attention.sm90_decode_consumer import (
-    CONSUMER_REGISTERS,
-    ITEM_FIELDS,
-    KEY_HEAD,
-    MERGE_FIELDS,
-    MERGE_SLOTS,
-    NEW_TOKEN,
-    PRODUCER_REGISTERS,
-    Q_SLOTS,
-    THREADS,
-    WORK_INDICES,
-    Batch,
-    Queues,
-    consumer_function,
-    token_of_row,
-)
-from rlnumba.kernels.attention.sm90_forward import WARPGROUP
+from rlnumba.kernels.attention.sm90_decode.config import KEY_HEAD, NEW_TOKEN, Q_SLOTS
+from rlnumba.kernels.attention.sm90_decode.consumer import token_of_row
 from rlnumba.kernels.attention.softmax import TILE_KEYS
-from rlnumba.kernels.attention.split_kv import Partials
 from rlnumba.kernels.nn.qkv import head_norm
 from rlnumba.kernels.nn.rope import head_access, rotate
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, shared_base, swizzled_chunk
+from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, swizzled_chunk
 from rlnumba.kernels.ptx.shared_memory import LINE, Address, fence_proxy_async, store_function, store_words
-from rlnumba.kernels.ptx.sm90 import (
-    mbarrier_arrive,
-    mbarrier_wait,
-    prefetch_tensor_map,
-    setmaxnreg,
-    tensor_map_address,
-    warp_uniform,
-)
-from rlnumba.kernels.ptx.warp import (
-    compiler_barrier,
-    cvt_pack,
-    device_function,
-    griddepcontrol_launch_dependents,
-    griddepcontrol_wait,
-    udiv,
-)
+from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait
+from rlnumba.kernels.ptx.warp import compiler_barrier, cvt_pack, device_function, griddepcontrol_wait, udiv
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import specialize, supports_pdl
 
 i32, f32 = np.int32, np.float32
-
-# Architectures that the kernel of this module compiles for.
-ARCHITECTURES = [(9, 0, "a")]
 
 # Heads that a group of lanes has under way, where registers allow. An item of four query heads of 128 has six heads, a
 # warp four groups: one at a time, they would wait for memory twice.
 HEADS_AT_ONCE = 2
-# Rows of qkv, one for each sequence, and what qkv_split_to_cache takes with them; qkv, the weights and the caches as
-# arrays of halves of heads (rope.py: in_halves).
-Projection = namedtuple("Projection", "qkv q_weight k_weight eps cos sin position_ids slot_mapping k_cache v_cache")
 
 
 @functools.cache
@@ -229,69 +190,3 @@ def preparer_function(config, shape, normed):
             slot, parity = next_slot(slot, parity)
 
     return prepare
-
-
-@specialize
-def paged_attention_qkv_sm90_kernel(config, shape, normed):
-    """The kernel of a DecodeConfig with fused_qkv for heads of a HeadShape, with or without norm."""
-    # Narrow accesses to heads need more registers for addresses.
-    blocks = shape.blocks_of_sm(config.blocks)
-    # The same as in paged_attention_sm90_kernel.
-    moves_registers = blocks > 1 and config.rows > 8
-    setmaxnreg_dec, setmaxnreg_inc = setmaxnreg(PRODUCER_REGISTERS, False), setmaxnreg(CONSUMER_REGISTERS, True)
-    produce, consume, merge_queue = producer_function(config), consumer_function(config), merger_function(config)
-    prepare, init_barriers = preparer_function(config, shape, normed), barrier_init(config)
-
-    @supports_pdl
-    @cuda.jit(launch_bounds=(THREADS, blocks))
-    def paged_attention_qkv_sm90_kernel(
-        qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, k_cache, v_cache, k_map, v_map, out, lse,
-        context_lens, shared_prefix_lens, items, block_tables, block_size, heads, gqa_ratio, max_splits, partial_rows,
-        max_leading, acc, row_max, row_sum, counters, c,
-    ):  # fmt: skip
-        """A block computes work items until there are none, as paged_attention_sm90_kernel does.
-
-        qkv .. v_cache: of Projection; without norm, weights and eps are not used. The others as there.
-        """
-        queues = Queues(
-            cuda.shared.array((Q_SLOTS, ITEM_FIELDS), np.int32),
-            cuda.shared.array(WORK_INDICES, np.int32),
-            cuda.shared.array((MERGE_SLOTS, MERGE_FIELDS), np.int32),
-        )
-        thread = i32(cuda.threadIdx.x)
-        lane, warp, base = i32(thread & i32(31)), warp_uniform(thread >> i32(5)), shared_base()
-        if thread == 0:
-            init_barriers(base)
-        if thread == WARPGROUP:
-            prefetch_tensor_map(tensor_map_address(k_map))
-            prefetch_tensor_map(tensor_map_address(v_map))
-        cuda.syncthreads()
-        griddepcontrol_launch_dependents()
-        kv_heads = i32(heads // gqa_ratio)
-        batch = Batch(
-            context_lens, shared_prefix_lens, items, heads, kv_heads, gqa_ratio, i32(1), max_leading, counters
-        )
-        partials = Partials(acc, row_max, row_sum, max_splits, partial_rows)
-        # Each warp waits when it needs what earlier kernels wrote, or writes what they read.
-        if warp >= 4:
-            if moves_registers:
-                setmaxnreg_dec()
-            if warp < 6:
-                loads_k = warp == 4
-                source = tensor_map_address(k_map) if loads_k else tensor_map_address(v_map)
-                produce(loads_k, source, source, batch, (block_tables, block_size), queues, base, lane)
-            elif warp == 6:
-                griddepcontrol_wait()
-                merge_queue(batch, partials, out, lse, queues.merges, base, lane)
-            else:
-                projection = Projection(
-                    qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, k_cache, v_cache
-                )
-                prepare(projection, batch, queues.items, base, lane)
-        else:
-            if moves_registers:
-                setmaxnreg_inc()
-            griddepcontrol_wait()
-            consume(batch, partials, out, lse, c, queues, base, thread)
-
-    return paged_attention_qkv_sm90_kernel

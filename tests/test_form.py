@@ -26,7 +26,7 @@ LONG_MODULES = {
     "rlnumba/kernels/rl/policy_loss.py": 635,
     "rlnumba/kernels/rl/preference_loss.py": 635,
     "rlnumba/model/lora.py": 631,
-    "rlnumba/trainers/asynchronous.py": 734,
+    "rlnumba/trainers/asynchronous.py": 735,
 }
 
 # Lines of a function that is no kernel, no device function and makes none.

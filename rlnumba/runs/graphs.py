@@ -62,8 +62,8 @@ class Bucket:
         # Whether one has run without a graph, which sizes the arena; the free bytes of the device when there was too
         # little for a capture, None before that.
         self.has_run, self.lacked_bytes = False, None
-        # The graph and the tensor maps that it reads, the Context that has them, and the state of the policy that the
-        # function leaves.
+        # The graph and the tensor maps that it reads, the Context that has them, and whether the function leaves the
+        # gradients zero.
         self.graph, self.tensor_maps, self.context, self.after = None, (), None, None
 
     def drop_graph(self):
@@ -114,7 +114,7 @@ class MicroBatchGraphs:
             # A graph cannot wait for other ranks between its forward and its backward.
             policy.begin_gradients()
             shapes = *(tuple(layout.items()) for layout in layouts), micro_batch.max_seqlen
-            bucket = self._bucket((function, constants, shapes, policy.state_of_gradients), layouts)
+            bucket = self._bucket((function, constants, shapes, policy.gradients.are_zero), layouts)
         else:
             bucket = Bucket(*layouts)
         bucket.inputs.send(arrays)
@@ -154,17 +154,17 @@ class MicroBatchGraphs:
         # The graph reads and writes activations where they were when it was captured: their memory is there inside.
         with policy.scope():
             if bucket.graph is None:
-                state = policy.state_of_gradients
+                state = policy.gradients.are_zero
                 self._capture(policy, bucket, compute)
                 if bucket.graph is None:
-                    policy.state_of_gradients = state
+                    policy.gradients.are_zero = state
                     return False
-                bucket.after = policy.state_of_gradients
+                bucket.after = policy.gradients.are_zero
                 self.counts["captured"] += 1
             else:
                 self.counts["replayed"] += 1
             bucket.graph.launch()
-            policy.state_of_gradients = bucket.after
+            policy.gradients.are_zero = bucket.after
         return True
 
     def _capture(self, policy, bucket, compute):

@@ -14,7 +14,6 @@ which micro-batch.
 """
 
 import math
-import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,10 +21,10 @@ from functools import lru_cache
 import numpy as np
 
 from rlnumba.checkpoint import ArrayPart
+from rlnumba.parallel.gradient_fold import GradientFold, rounds
 from rlnumba.parallel.layer_shards import LayerOptimizer, LayerShards
 from rlnumba.parallel.zero import Part, ShardedOptimizer
-from rlnumba.errors import ConfigError
-from rlnumba.kernels.nn.elementwise import accumulate, add, fill, scale
+from rlnumba.kernels.nn.elementwise import add, scale
 from rlnumba.model.heads import (
     lm_head_backward,
     lm_head_forward,
@@ -33,20 +32,16 @@ from rlnumba.model.heads import (
     value_head_backward,
     value_head_forward,
 )
-from rlnumba.model.layer_gradients import LayerGradients, backward_and_update
+from rlnumba.model.layer_gradients import backward_and_update
 from rlnumba.model.lora import Dropout
 from rlnumba.model.transformer import Tape, packed_attention
 from rlnumba.optim import Optimizer
-from rlnumba.runtime import device, memory, signals
+from rlnumba.runtime import device, signals
 from rlnumba.runtime.arena import Arena
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.transfer import copy_to_device
+from rlnumba.runs.gradients import Gradients
 from rlnumba.runs.graphs import MicroBatchGraphs
-
-F32 = np.dtype(np.float32)
-# Larger gradients of a micro-batch are folded layer by layer where there are several ranks: they never are there at
-# once. Micro-batches of such models, above 4 B parameters, are too large for CUDA graphs.
-FOLD_BY_LAYER_BYTES = 16 << 30
 
 
 class Policy:
@@ -64,13 +59,8 @@ class Policy:
         # With deploy.zero_stage = 3.
         self.shards_layers = isinstance(model.weights, LayerShards)
         self.communicator = communicator if communicator is not None and communicator.world_size > 1 else None
-        is_large = F32.itemsize * model.weights.size > FOLD_BY_LAYER_BYTES
-        self.folds_layers = self.shards_layers or (self.communicator is not None and model.adapter is None and is_large)
-        # In each_micro_batch: how many gradients this round has, and whether it is the step's first.
-        self._round = 1, True
-        # The second half of the fold of what this rank has computed last, whose first half moves it, or None.
-        self._finish_fold = None
-        self.grads = self._new_grads()
+        self.gradients = Gradients(model, train, self.communicator)
+        self.grads = self.gradients.arrays
         moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
         limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
         kept = {"optim": train.optim, "master_weights": train.master_weights, "offload": train.offload_optimizer}
@@ -80,14 +70,12 @@ class Policy:
         else:
             kind = LayerOptimizer if self.shards_layers else ShardedOptimizer
             self.optimizer = kind(model.trained, communicator, **options)
+        self.fold = None if self.communicator is None else GradientFold(self.optimizer, self.grads)
         if model.adapter is not None:
             self._share_master(model.adapter)
         self.arena = Arena("activations", lends=True)
         self.context = Context()
-        self._grads_are_zero, self._is_training = False, True
-        self._head_grad = None
-        if train.accumulates_gradients and self.communicator is None and self.grads.lm_head is not None:
-            self._own_head_grad()
+        self._is_training = True
         self.graphs = MicroBatchGraphs(train, self.has_dropout, model.weights.size, not self.folds_layers)
         # With optimizer_in_backward, of the backward to come.
         self._learning_rate = None
@@ -95,22 +83,14 @@ class Policy:
         self.loss_state = {}
         # From the first write of an optimizer step on, until the trainer's loop says that the step is complete.
         self.is_updating = False
-        # A generator that uses the same weights meanwhile, with before_micro_batch() and before_update(), or None.
-        self.interleaved = None
+        # Functions that are called before each micro-batch, of one process alone, and before the weights are written:
+        # those of an engine that uses the same weights meanwhile.
+        self.before_micro_batch, self.before_update = [], []
 
-    def _new_grads(self):
-        """Gradients in the layout of what is trained, or LayerGradients where layers are done one by one."""
-        if self.folds_layers:
-            # While one layer's move to other ranks, those of the next are written.
-            return self.communicator.share_gradients(lambda: LayerGradients(self.model.weights, 2, adds=True))
-        if self.communicator is not None:
-            return self.communicator.share_gradients(self.model.trained.grads)
-        if not self.train.optimizer_in_backward:
-            return self.model.trained.grads()
-        if self.model.adapter is not None:
-            raise ConfigError("train.optimizer_in_backward is for the model's weights, and [lora] trains an adapter")
-        # While one layer's are read, those of the next are written.
-        return LayerGradients(self.model.weights, 2 if self.train.offload_optimizer else 1)
+    @property
+    def folds_layers(self):
+        """Whether gradients are folded over the ranks layer by layer, and never are there at once."""
+        return self.fold is not None and self.fold.is_by_layer
 
     def _share_master(self, adapter):
         """Start the optimizer's float32 master weights from the adapter's, and save them with the adapter."""
@@ -136,49 +116,32 @@ class Policy:
         """
         if self.communicator is None:
             for batch in batches:
-                if self.interleaved is not None:
-                    self.interleaved.before_micro_batch()
+                for function in self.before_micro_batch:
+                    function()
                 yield batch
             return
-        rank, world_size = self.communicator.rank, self.communicator.world_size
-        for first in range(0, len(batches), world_size):
-            is_own, count = first + rank < len(batches), min(world_size, len(batches) - first)
-            for policy in (self, *others):
-                policy._round = count, first == 0
-                if policy.folds_layers and not is_own:
-                    policy.optimizer.take_part(policy.grads, policy._fold_part, [each.weights for each in before])
-                    policy._end_fold()
-            if is_own:
-                for policy in (self, *others):
-                    policy.micro_batch = first + rank
-                    if first and policy.folds_layers:
-                        policy._zero_grads()
-                yield batches[first + rank]
+        policies = (self, *others)
+        for round_ in rounds(len(batches), self.communicator):
+            for policy in policies:
+                policy.fold.begin(round_, before)
+            if round_.own is not None:
+                for policy in policies:
+                    policy.micro_batch = round_.own
+                    if policy.folds_layers and not round_.is_first:
+                        policy.gradients.zero()
+                yield batches[round_.own]
             # One fold is under way at a time, and that of this policy until the next backward.
             self.begin_gradients()
             for policy in (*others, self):
-                if not policy.folds_layers:
-                    gradient = policy.grads.flat if is_own else None
-                    policy._finish_fold = policy.optimizer.begin_fold(gradient, count, first == 0)
+                policy.fold.add()
                 if policy is not self:
                     policy.begin_gradients()
-        self._end_fold()
+        self.fold.finish()
 
     def begin_gradients(self):
         """To be called before a micro-batch writes gradients: those of the one before are added up, then zero."""
-        if self._finish_fold is not None:
-            self._end_fold()
-            self._zero_grads()
-
-    def _end_fold(self):
-        if self._finish_fold is not None:
-            finish, self._finish_fold = self._finish_fold, None
-            finish()
-
-    def _fold_part(self, start, gradient):
-        """Begin to add up what all ranks have of a part of this round's gradients, and end it for the part before."""
-        self._end_fold()
-        self._finish_fold = self.optimizer.begin_fold_part(start, gradient, *self._round)
+        if self.fold is not None and self.fold.finish():
+            self.gradients.zero()
 
     def own(self, parts):
         """This rank's share of a list of parts of a computation: every R-th, with R ranks.
@@ -214,15 +177,6 @@ class Policy:
     def run_unpadded(self, function, micro_batch, outputs, *constants):
         """Do what `run` does, never as a graph, for a function that reads from the device."""
         return self.graphs.run(self, function, micro_batch, outputs, constants, pads=False)
-
-    @property
-    def state_of_gradients(self):
-        """Whether gradients are still zero, so that the head's is written: a backward's launches depend on it."""
-        return self._grads_are_zero
-
-    @state_of_gradients.setter
-    def state_of_gradients(self, state):
-        self._grads_are_zero = state
 
     def scope(self):
         """Activations of the micro-batch inside come from the arena and are freed at the end of the block."""
@@ -329,42 +283,19 @@ class Policy:
         self._backward(dhidden, tape, head)
 
     def _head_target(self):
-        """Begin a backward: the array that it writes the LM head's gradient to, None if the head is not trained.
-
-        The head's is a sum of several parts, and a tied embedding's is one more. So from the second micro-batch on they
-        are completed in memory of their own.
-        """
+        """Begin a backward: the array that it writes the LM head's gradient to, None if the head is not trained."""
         self.begin_gradients()
-        if self._grads_are_zero or self.grads.lm_head is None:
-            return self.grads.lm_head
-        return self._own_head_grad()
-
-    def _own_head_grad(self):
-        """The head's gradient of one micro-batch, (V, D) f32, allocated by the first call."""
-        if self._head_grad is None:
-            shape = self.grads.lm_head.shape
-            nbytes = math.prod(shape) * F32.itemsize
-            with memory.allocating("grads", nbytes):
-                self._head_grad = device.xp().empty(shape, F32)
-            memory.track("grads", nbytes)
-            weakref.finalize(self, memory.track, "grads", -nbytes)
-        return self._head_grad
+        return self.gradients.head_target()
 
     def _backward(self, dhidden, tape, head=None):
         """The backward of the layers and the embedding; head: what the LM head's has written, None without one."""
-        self._grads_are_zero = False
-        if self.folds_layers:
-            backward_and_update(self.model, dhidden, tape, self.grads, self._fold_part)
-            self._end_fold()
+        if not (self.folds_layers or self.train.optimizer_in_backward):
+            self.gradients.backward(self.model, dhidden, tape, head)
             return
-        if not self.train.optimizer_in_backward:
-            grads, embed_grads = self.grads, None
-            is_alone = head is not None and head is not grads.lm_head
-            if is_alone and grads.lm_head is grads.embed_tokens:
-                embed_grads = head
-            self.model.backward(dhidden, tape, grads, embed_grads=embed_grads)
-            if is_alone:
-                accumulate(head, grads.lm_head)
+        self.gradients.are_zero = False
+        if self.folds_layers:
+            backward_and_update(self.model, dhidden, tape, self.grads, self.fold.add_part)
+            self.fold.finish()
             return
         if self._learning_rate is None:
             raise ValueError("optimizer_in_backward: a second backward in a step, or no learning rate in zero_grad")
@@ -378,8 +309,8 @@ class Policy:
         """The weights are about to be written."""
         signals.hold()
         self.is_updating = True
-        if self.interleaved is not None:
-            self.interleaved.before_update()
+        for function in self.before_update:
+            function()
 
     def _hidden(self, model, batch, tape=None):
         attention = packed_attention(model, batch, self.arena)
@@ -390,16 +321,9 @@ class Policy:
 
         learning_rate: that of `step`, which optimizer_in_backward needs.
         """
-        self._zero_grads()
+        self.gradients.zero()
         self._learning_rate = learning_rate
         self.micro_batch = 0
-
-    def _zero_grads(self):
-        if isinstance(self.grads, LayerGradients):
-            self.grads.zero()
-        else:
-            fill(0.0, self.grads.flat)
-        self._grads_are_zero = True
 
     def step(self, learning_rate):
         """One optimizer step: LateMetrics of grad_norm, learning_rate and, if there are any, skipped_steps.

@@ -538,7 +538,7 @@ def _transport_of(run, policy):
 
 
 class InterleavedEngine:
-    """The trainer's own engine, which decodes between micro-batches (Policy.interleaved) and reads the same weights."""
+    """The trainer's own engine, which decodes before micro-batches and reads the policy's weights."""
 
     wait_s, is_own, count = 0.0, True, 1
 
@@ -546,7 +546,8 @@ class InterleavedEngine:
         self.options, self.finished = run.asynchronous, pipeline.finished
         self.groups, self.busy_s = Episodes(engine), 0.0
         engine.update_weights(pipeline.version)
-        policy.interleaved = self
+        policy.before_micro_batch.append(self.before_micro_batch)
+        policy.before_update.append(self.before_update)
 
     @property
     def stats(self):

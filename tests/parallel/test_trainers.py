@@ -18,7 +18,7 @@ from rlnumba.model.transformer import load_model
 from rlnumba.parallel import launch, zero
 from rlnumba.parallel.communicator import check_equal
 from rlnumba.reporting import metrics
-from rlnumba.runs import policy as policy_module
+from rlnumba.runs import gradients
 from rlnumba.runs.policy import Policy
 from rlnumba.runs.ranks import facts_of, train_on_ranks
 from tests.close import assert_same_bits
@@ -72,13 +72,11 @@ def run_of(kind, folder, num_ranks=1, lora=None, model=None, zero_stage=2, **opt
 SEGMENT = 4096
 
 
-def train_each(
-    communicator, runs, resume=False, fold_by_layer_bytes=policy_module.FOLD_BY_LAYER_BYTES, segment=SEGMENT
-):
+def train_each(communicator, runs, resume=False, fold_by_layer_bytes=gradients.FOLD_BY_LAYER_BYTES, segment=SEGMENT):
     """Train [(kind, Run)] one after the other in the processes of the same ranks, of which starting takes longest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reduce, "SEGMENT", segment)
-        patch.setattr(policy_module, "FOLD_BY_LAYER_BYTES", fold_by_layer_bytes)
+        patch.setattr(gradients, "FOLD_BY_LAYER_BYTES", fold_by_layer_bytes)
         # Drawing curves takes longer than such a run.
         patch.setattr(metrics, "plot", lambda *arguments: None)
         for kind, run in runs:

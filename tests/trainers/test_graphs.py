@@ -248,7 +248,7 @@ class Recorded:
     def __init__(self, policy, bucket, compute):
         self.launch, bucket.graph, bucket.context = compute, self, policy.context
         # As a capture does, which runs the function's Python code.
-        policy.state_of_gradients = False
+        policy.gradients.are_zero = False
 
 
 def sft_steps(policy, kind):
@@ -493,7 +493,7 @@ def test_a_graph_is_captured_once_there_is_memory_for_it(monkeypatch):
     monkeypatch.setattr(memory, "reclaim", lambda nbytes: False)
     monkeypatch.setattr(device, "memory_info", lambda: (free[0], 80 << 30))
     of_run = graphs.MicroBatchGraphs(SFTConfig(), False, 1)
-    policy = SimpleNamespace(state_of_gradients=None, scope=contextlib.nullcontext)
+    policy = SimpleNamespace(gradients=SimpleNamespace(are_zero=None), scope=contextlib.nullcontext)
     bucket = graphs.Bucket({}, {})
     bucket.has_run = True
 

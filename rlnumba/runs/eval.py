@@ -9,15 +9,15 @@ With deploy.num_train_gpus as many ranks share the prompts, or the rows.
 from dataclasses import replace
 from pathlib import Path
 
-from rlnumba.sampling.replicas import launch_replicas
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.lora import is_adapter
 from rlnumba.model.transformer import find_base, find_model
 from rlnumba.reporting.files import make_folder, replacing, to_line
-from rlnumba.trainers.every import TRAINERS
 from rlnumba.runs.ranks import check_picklable, resolve_if_named
 from rlnumba.runs.run_folder import silence, start_compiling
+from rlnumba.sampling.replicas import launch_replicas
+from rlnumba.trainers.every import TRAINERS
 
 
 def run_eval(run, model=None, output=None, dtype=None, status=None, reward_funcs=()):

@@ -8,10 +8,9 @@ pass@k     the mean of 1 - C(n - c, k) / C(n, k): the chance that one of k compl
 
 import numpy as np
 
-from rlnumba.sampling.samples import draw_samples, generation_metrics
 from rlnumba.engine.sequence import SamplingParams
-from rlnumba.trainers import rollout
 from rlnumba.runs.run_folder import Clock
+from rlnumba.sampling.samples import draw_samples, generation_metrics
 
 
 def eval_params(run, params):

@@ -24,12 +24,12 @@ from contextlib import suppress
 import numpy as np
 
 from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
+from rlnumba.runs.micro_batch import DeviceBatch
 from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.compile.pool import one_line
 from rlnumba.runtime.context import current
 from rlnumba.runtime.launch import DEBUG
 from rlnumba.runtime.staging import Staged
-from rlnumba.runs.micro_batch import DeviceBatch
 
 # Tokens times parameters: above it the GPU takes longer than the host, and padding would cost time. It is 8,192 tokens
 # of Qwen3-0.6B; an H200 takes 151 ms for twice as many, and the host 30 to launch the kernels.

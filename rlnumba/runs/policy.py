@@ -21,9 +21,6 @@ from functools import lru_cache
 import numpy as np
 
 from rlnumba.checkpoint import ArrayPart
-from rlnumba.parallel.gradient_fold import GradientFold, rounds
-from rlnumba.parallel.layer_shards import LayerOptimizer, LayerShards
-from rlnumba.parallel.zero import Part, ShardedOptimizer
 from rlnumba.kernels.nn.elementwise import add, scale
 from rlnumba.model.heads import (
     lm_head_backward,
@@ -36,12 +33,15 @@ from rlnumba.model.layer_gradients import backward_and_update
 from rlnumba.model.lora import Dropout
 from rlnumba.model.transformer import Tape, packed_attention
 from rlnumba.optim import Optimizer
+from rlnumba.parallel.gradient_fold import GradientFold, rounds
+from rlnumba.parallel.layer_shards import LayerOptimizer, LayerShards
+from rlnumba.parallel.zero import Part, ShardedOptimizer
+from rlnumba.runs.gradients import Gradients
+from rlnumba.runs.graphs import MicroBatchGraphs
 from rlnumba.runtime import device, signals
 from rlnumba.runtime.arena import Arena
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.transfer import copy_to_device
-from rlnumba.runs.gradients import Gradients
-from rlnumba.runs.graphs import MicroBatchGraphs
 
 
 class Policy:

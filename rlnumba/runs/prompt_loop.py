@@ -15,23 +15,15 @@ from contextlib import closing, nullcontext
 from functools import partial
 from typing import NamedTuple
 
-from rlnumba.sampling.samples import derived_seed
-from rlnumba.sampling.inference import WaitingProcesses
-from rlnumba.parallel.ray_cluster import connected
-from rlnumba.sampling.replicas import llm_on_ranks
-from rlnumba.sampling.weights.shards import is_in_parts
 from rlnumba.engine.llm import LLM
 from rlnumba.errors import ConfigError
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_base, load_model
 from rlnumba.optim import learning_rate_at
+from rlnumba.parallel.ray_cluster import connected
 from rlnumba.rewards import TrainerState
-from rlnumba.runtime import device, garbage
 from rlnumba.runs import evaluation
-from rlnumba.trainers import rollout
-from rlnumba.trainers.asynchronous import encoded, start_ahead
-from rlnumba.trainers.engine_elsewhere import EngineElsewhere
 from rlnumba.runs.planning.engine_size import engine_size_of
 from rlnumba.runs.planning.planned import Step, invented_rollouts, longest_completions
 from rlnumba.runs.prompt_run import (
@@ -45,9 +37,16 @@ from rlnumba.runs.prompt_run import (
     sampling_params,
 )
 from rlnumba.runs.prompt_schedule import BEGINNING, DataState, MicroBatchSchedule, Start
-from rlnumba.trainers.reward_model import load_rewards
 from rlnumba.runs.run_digest import row_hashes
 from rlnumba.runs.run_folder import Clock, begin_run, log, memory_metrics, owner_of
+from rlnumba.runtime import device, garbage
+from rlnumba.sampling.inference import WaitingProcesses
+from rlnumba.sampling.replicas import llm_on_ranks
+from rlnumba.sampling.samples import derived_seed
+from rlnumba.sampling.weights.shards import is_in_parts
+from rlnumba.trainers.asynchronous import encoded, start_ahead
+from rlnumba.trainers.engine_elsewhere import EngineElsewhere
+from rlnumba.trainers.reward_model import load_rewards
 from rlnumba.trainers.shared_rollout import RewardsOnRanks
 
 

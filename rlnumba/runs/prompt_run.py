@@ -7,7 +7,6 @@ import json
 from itertools import takewhile
 
 from rlnumba import data
-from rlnumba.sampling.samples import derived_seed
 from rlnumba.config.rollout import SAMPLING_KEYS
 from rlnumba.engine.core import check_stops
 from rlnumba.engine.sequence import SamplingParams
@@ -15,10 +14,10 @@ from rlnumba.errors import ConfigError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_model, read_config
 from rlnumba.runs import evaluation, kept_data
-from rlnumba.trainers import rollout
 from rlnumba.runs.prompt_order import PromptOrder, curriculum_values
-from rlnumba.trainers.replay_buffer import ReplayBuffer
 from rlnumba.runs.run_folder import log
+from rlnumba.sampling.samples import derived_seed
+from rlnumba.trainers.replay_buffer import ReplayBuffer
 
 
 def load_prompts(path, run, llm, for_eval=False):

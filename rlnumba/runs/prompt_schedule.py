@@ -4,11 +4,11 @@ import copy
 import math
 from typing import NamedTuple
 
-from rlnumba.sampling.samples import generation_metrics
 from rlnumba.errors import ConfigError
-from rlnumba.trainers import rollout
 from rlnumba.runs.policy import Schedule
 from rlnumba.runs.run_folder import log
+from rlnumba.sampling.samples import generation_metrics
+from rlnumba.trainers import rollout
 
 
 class MicroStep(NamedTuple):

@@ -24,13 +24,13 @@ from rlnumba.model.lora import is_adapter
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import find_model, read_config
 from rlnumba.optim import learning_rate_at
-from rlnumba.runtime import device
 from rlnumba.runs import kept_data
-from rlnumba.runs.policy import Schedule, epoch_order
 from rlnumba.runs.loading import load_policy
 from rlnumba.runs.planning.planned import Models, Step
+from rlnumba.runs.policy import Schedule, epoch_order
 from rlnumba.runs.run_digest import row_hashes
 from rlnumba.runs.run_folder import Clock, begin_run, log, memory_metrics
+from rlnumba.runtime import device
 
 
 class RowError(UserError):

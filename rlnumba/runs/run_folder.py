@@ -17,22 +17,22 @@ from rlnumba.config.keys import Section, sections_of
 from rlnumba.config.rollout import PromptRun
 from rlnumba.config.schema import RECOMPUTE_MODULES
 from rlnumba.data.values import as_json
-from rlnumba.parallel.launch import stop_requested
-from rlnumba.parallel.saving import SharedSaver
 from rlnumba.errors import CommunicationError, SharedError, UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.transformer import save_model
+from rlnumba.parallel.launch import stop_requested
+from rlnumba.parallel.saving import SharedSaver
 from rlnumba.reporting.files import RUN_FILES, make_folder, write_config
 from rlnumba.reporting.folder_lock import owned
 from rlnumba.reporting.metrics import MetricsWriter
 from rlnumba.reporting.trackers import check_installed
 from rlnumba.rewards.loading import ModelFolder
-from rlnumba.runtime.compile import ahead_of_time
-from rlnumba.runtime import device, dispatch, memory, signals
-from rlnumba.runtime.environment import environment
 from rlnumba.runs.callbacks import Callbacks
 from rlnumba.runs.run_digest import check_keys, check_rewards, digest_of, new_indices, source_hash
 from rlnumba.runs.run_inputs import SetAside, paths_of, with_paths
+from rlnumba.runtime import device, dispatch, memory, signals
+from rlnumba.runtime.compile import ahead_of_time
+from rlnumba.runtime.environment import environment
 
 # Keys of [train] of a run that may choose any mode of its activations: its list has the kernels of all.
 ANY_ACTIVATIONS = {

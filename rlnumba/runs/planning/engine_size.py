@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from rlnumba.parallel.placement import num_sharing
 from rlnumba.engine.parallel_size import choose_size, warn_if_slow
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.transformer import find_model, read_config
+from rlnumba.parallel.placement import num_sharing
 from rlnumba.runtime import device
 
 

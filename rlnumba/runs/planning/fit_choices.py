@@ -20,10 +20,10 @@ from typing import NamedTuple
 from rlnumba.config.lora import LoraConfig
 from rlnumba.config.writing import toml_value
 from rlnumba.errors import ConfigError, DeviceError
-from rlnumba.runtime import device
 from rlnumba.runs.planning.fit import activation_modes, has_headroom
 from rlnumba.runs.planning.plan import GIB, Plan, amount
 from rlnumba.runs.planning.savings import halved_batch, shown, with_changes
+from rlnumba.runtime import device
 
 # Seconds relative to those with nothing recomputed: 147.7 ms; 148.4, 149.7 and 184.0 of 8 x 2,048 tokens of
 # Qwen3-0.6B's shape on an H200. Each layer that is recomputed as a whole adds its part of the last.

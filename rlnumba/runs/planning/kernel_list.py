@@ -10,18 +10,18 @@ from dataclasses import replace
 import numpy as np
 
 from rlnumba.data.files import sampled_rows
-from rlnumba.parallel.kernel_list import part_of
 from rlnumba.engine import kernel_list
-from rlnumba.kernels.peer.checksum import BLOCKS, checksum
 from rlnumba.kernels.nn.elementwise import accumulate
+from rlnumba.kernels.peer.checksum import BLOCKS, checksum
 from rlnumba.model.lora import lora_of_run
-from rlnumba.runtime import device
-from rlnumba.runtime.buckets import bucket_of
-from rlnumba.runtime.shapes import launches_only
+from rlnumba.parallel.kernel_list import part_of
 from rlnumba.runs.micro_batch import target_bucket_of
 from rlnumba.runs.planning.plan import Planner, step_of
 from rlnumba.runs.planning.planned import invented_rollouts, make_policies
 from rlnumba.runs.prompt_run import sampling_params
+from rlnumba.runtime import device
+from rlnumba.runtime.buckets import bucket_of
+from rlnumba.runtime.shapes import launches_only
 
 # Completions are also taken to have max_completion_length divided by these.
 SHORTER = (2, 4, 8)

@@ -19,10 +19,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlnumba import data
-from rlnumba.parallel.transports.peer import arena_bytes
-from rlnumba.parallel.placement import num_sharing
-from rlnumba.parallel.planned_rank import PlannedRank
-from rlnumba.parallel.shared_gradients import staging_bytes
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
 from rlnumba.engine.parallel_size import weights_bytes
 from rlnumba.engine.runner import Runner
@@ -36,15 +32,19 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, find_model, read_config
 from rlnumba.model.weights import Weights
 from rlnumba.optim import CHUNK, STREAMS
+from rlnumba.parallel.placement import num_sharing
+from rlnumba.parallel.planned_rank import PlannedRank
+from rlnumba.parallel.shared_gradients import staging_bytes
+from rlnumba.parallel.transports.peer import arena_bytes
+from rlnumba.runs import graphs, kept_data
+from rlnumba.runs.loading import weights_of
+from rlnumba.runs.planning.engine_size import with_engine_size
+from rlnumba.runs.planning.planned import adapter_of, take_step
+from rlnumba.runs.prompt_run import check_sampling
 from rlnumba.runtime import device
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.shapes import shapes_only
-from rlnumba.runs import graphs, kept_data
-from rlnumba.runs.planning.engine_size import with_engine_size
 from rlnumba.trainers.every import TRAINERS
-from rlnumba.runs.loading import weights_of
-from rlnumba.runs.planning.planned import adapter_of, take_step
-from rlnumba.runs.prompt_run import check_sampling
 
 GIB = 2**30
 # The CUDA context and the machine code of the kernels.

@@ -16,10 +16,10 @@ from rlnumba.model.config import LM_HEAD, ModelConfig
 from rlnumba.model.lora import Adapter, lora_of_run
 from rlnumba.model.transformer import Transformer
 from rlnumba.model.weights import Weights
+from rlnumba.runs.loading import weights_of
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import signals
 from rlnumba.trainers import rollout
-from rlnumba.runs.policy import Policy
-from rlnumba.runs.loading import weights_of
 
 
 class Models(NamedTuple):

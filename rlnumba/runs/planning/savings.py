@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import ConfigError, DeviceError, UserError
+from rlnumba.runs.planning.plan import Planner, amount
 from rlnumba.runtime import device
 from rlnumba.runtime.memory import OutOfMemory
-from rlnumba.runs.planning.plan import Planner, amount
 
 # A switch that saves less than this share of all regions is not listed.
 WORTH_LISTING = 0.005

@@ -169,9 +169,7 @@ def heads_function(config):
     of_head = 2 * vector
 
     @device_function
-    def load_heads(
-        kept, exchange, offset, row, kv_head, norms, q_offset, k_offset, cos, sin, rows, eps, q_tile, thread
-    ):
+    def load_heads(kept, arrays, rows, qkv_at, norm_at, row, kv_head, eps, q_tile, thread):
         """kept: this thread's words of a head, rounded; returns (group, e): which head it is, and its first element.
 
         The first groups of lanes have the item's query heads, which go to shared memory, then come those of
@@ -187,15 +185,15 @@ def heads_function(config):
             head = i32(kv_head * gqa_ratio + group)
         elif group == gqa_ratio:
             head = i32(heads + kv_head)
-        weight_offset = q_offset if group < gqa_ratio else k_offset
-        load_angles(cos, sin, rows.position_ids[row], e, c, s)
+        weight_offset = i32(norm_at + (arrays.q_norm if group < gqa_ratio else arrays.k_norm))
+        load_angles(arrays.cos, arrays.sin, rows.position_ids[row], e, c, s)
         if normed:
-            load_four(norms, weight_offset + (e >> i32(1)), loaded, 0)
-            load_four(norms, weight_offset + ((e + head_dim // 2) >> i32(1)), loaded, 4)
+            load_four(arrays.norms, weight_offset + (e >> i32(1)), loaded, 0)
+            load_four(arrays.norms, weight_offset + ((e + head_dim // 2) >> i32(1)), loaded, 4)
             for j in range(HEAD_WORDS):
                 weights[2 * j], weights[2 * j + 1] = unpack_two(loaded[j])
-        first = i32(offset + row * qkv_words + ((head * head_dim + e) >> i32(1)))
-        found = load_2(exchange, first, exchange, i32(first + head_dim // 4))
+        first = i32(qkv_at + row * qkv_words + ((head * head_dim + e) >> i32(1)))
+        found = load_2(arrays.exchange, first, arrays.exchange, i32(first + head_dim // 4))
         for j in range(HEAD_WORDS):
             kept[j] = found[j]
             values[2 * j], values[2 * j + 1] = unpack_two(found[j])
@@ -276,10 +274,9 @@ def attend_function(config):
 
     @device_function
     def attend(
-        layer, exchange, qkv_at, attended_at, norms, q_offset, k_offset, cos, sin, rows, k_cache, v_cache, eps, c,
-        base, ring_at, stage, parity,
+        layer, arrays, rows, qkv_at, attended_at, norm_at, eps, c, base, ring_at, stage, parity
     ):  # fmt: skip
-        """Returns the ring's next stage."""
+        """Returns the ring's next stage. arrays: kernel.Arrays; the words of the layer's norms begin at norm_at."""
         thread, warp, lane = ring_at.thread, ring_at.warp, ring_at.lane
         line, half_of_keys = lane & i32(7), (lane >> i32(3)) & i32(1)
         offset = Address(line * LINE + (((warp * i32(2) + half_of_keys) ^ line) << i32(4)))
@@ -297,9 +294,7 @@ def attend_function(config):
         while item < items:
             row = udiv(item, kv_heads)
             kv_head, context_len = i32(item - row * kv_heads), i32(rows.context_lens[row])
-            group, e = load_heads(
-                kept, exchange, qkv_at, row, kv_head, norms, q_offset, k_offset, cos, sin, rows, eps, q_tile, thread
-            )
+            group, e = load_heads(kept, arrays, rows, qkv_at, norm_at, row, kv_head, eps, q_tile, thread)
             fence_proxy_async()
             sm90.named_barrier_sync(EXCHANGED, WARPGROUP)
             for i in range(columns):
@@ -337,12 +332,12 @@ def attend_function(config):
                 state.rescale[i] = f32(1.0) / state.row_sum[i] if context_len > 0 else f32(0.0)
             stage_out(state.acc, state.rescale, q_tile, offset)
             sm90.named_barrier_sync(EXCHANGED, WARPGROUP)
-            write_attended(exchange, attended_at, row, kv_head, q_tile, context_len, thread)
+            write_attended(arrays.exchange, attended_at, row, kv_head, q_tile, context_len, thread)
             # Nothing in this step reads the new token from the cache.
             if group == gqa_ratio and context_len > 0:
-                write_cache(kept, k_cache, layer, row, kv_head, rows, e)
+                write_cache(kept, arrays.k_cache, layer, row, kv_head, rows, e)
             elif group == gqa_ratio + 1 and context_len > 0:
-                write_cache(kept, v_cache, layer, row, kv_head, rows, e)
+                write_cache(kept, arrays.v_cache, layer, row, kv_head, rows, e)
             item = i32(item + cuda.gridDim.x)
             # The next item's queries take the place of this one's output.
             sm90.named_barrier_sync(STORED, WARPGROUP)

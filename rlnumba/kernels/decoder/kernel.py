@@ -21,7 +21,7 @@ from collections import namedtuple
 import numpy as np
 
 from rlnumba.kernels.decoder.activations import COMPLETE, norm_function, vector_address
-from rlnumba.kernels.decoder.attention import Rows, attend_function, produce_kv_function
+from rlnumba.kernels.decoder.attention import attend_function, produce_kv_function
 from rlnumba.kernels.decoder.config import PRODUCER_WARP, THREADS
 from rlnumba.kernels.decoder.exchange import SECTOR_WORDS, UNWRITTEN, prefetch_l2
 from rlnumba.kernels.decoder.phases import At, load_residual_function, produce_function, residual_phase, rounded_phase
@@ -38,6 +38,7 @@ i32 = np.int32
 
 # Architectures that the kernel of this module compiles for.
 ARCHITECTURES = [(9, 0, "a")]
+TensorMaps = namedtuple("TensorMaps", "qkv o gate_up down k v")
 # Arrays that the computing warps read and write. norms: int32 words of all norm weights, those of a layer norm_words
 # behind those of the layer before; input_norm and so on: where they are in a layer, and norm that of the last one.
 Arrays = namedtuple(
@@ -55,7 +56,10 @@ def producer_function(config):
     produce_down, produce_kv = produce_function(config.down, stages), produce_kv_function(config)
 
     @device_function
-    def produce(qkv_map, o_map, gate_up_map, down_map, k_map, v_map, batch, at):
+    def produce(maps, batch, at):
+        qkv_map, o_map = sm90.tensor_map_address(maps.qkv), sm90.tensor_map_address(maps.o)
+        gate_up_map, down_map = sm90.tensor_map_address(maps.gate_up), sm90.tensor_map_address(maps.down)
+        k_map, v_map = sm90.tensor_map_address(maps.k), sm90.tensor_map_address(maps.v)
         stage, parity = FIRST_EMPTY
         for index in range(layers):
             layer = i32(index)
@@ -130,9 +134,7 @@ def compute_function(config):
             complete()
             stage, parity = compute_qkv(qkv_acc, a, at, exchange, i32(qkv_at), stage, parity)
             stage, parity = attend(
-                i32(layer), exchange, i32(qkv_at), i32(attended_at), norms, i32(norm_at + arrays.q_norm),
-                i32(norm_at + arrays.k_norm), arrays.cos, arrays.sin, batch, arrays.k_cache, arrays.v_cache, eps, c,
-                base, at, stage, parity,
+                i32(layer), arrays, batch, i32(qkv_at), i32(attended_at), i32(norm_at), eps, c, base, at, stage, parity
             )  # fmt: skip
             done_with_a()
             stage, parity = compute_o(hidden_acc, a, at, exchange, i32(attended_at), i32(h_at), stage, parity)
@@ -176,12 +178,12 @@ def decoder_kernel(config):
     produce, compute = producer_function(config), compute_function(config)
 
     @cuda.jit(launch_bounds=(THREADS, 1))
-    def decoder_kernel(
-        qkv_map, o_map, gate_up_map, down_map, k_map, v_map, embeddings, norms, input_norm, post_norm, q_norm, k_norm,
-        norm, norm_words, input_ids, position_ids, context_lens, slot_mapping, block_tables, block_size, kv_slots,
-        cos, sin, k_cache, v_cache, exchange, state, out, eps, c,
-    ):  # fmt: skip
-        """Warps 0 to 3 compute, one loads weights, keys and values, one prepares the exchange."""
+    def decoder_kernel(maps, batch, arrays, state, out, eps, c):
+        """Warps 0 to 3 compute, one loads weights, keys and values, one prepares the exchange.
+
+        maps: TensorMaps; batch: Rows; arrays: Arrays; state: which set of the exchange is current, and how many blocks
+        have begun; out: int32 words of the normalised rows.
+        """
         thread = i32(cuda.threadIdx.x)
         warp = sm90.warp_uniform(thread >> i32(5))
         base = shared_base()
@@ -191,25 +193,16 @@ def decoder_kernel(config):
             sm90.mbarrier_init_fence()
         current = i32(state[0])
         cuda.syncthreads()
-        batch = Rows(position_ids, context_lens, slot_mapping, block_tables, block_size, kv_slots)
         at = At(thread, warp, thread & i32(31), base + layout.ring, full, empty, base + layout.residual)
         if warp < PRODUCER_WARP:
-            arrays = Arrays(
-                embeddings, norms, input_norm, post_norm, q_norm, k_norm, norm, norm_words, input_ids, cos, sin,
-                k_cache, v_cache, exchange,
-            )  # fmt: skip
             compute(arrays, batch, out, eps, c, i32(current * set_words), base, at)
             # Every block has read which set is current: the last one to come here makes the other one so.
             if thread == 0 and i32(atomic_add_acq_rel(state, 1) + 1) == cuda.gridDim.x:
                 state[0], state[1] = i32(1 - current), i32(0)
         elif warp == PRODUCER_WARP:
-            produce(
-                sm90.tensor_map_address(qkv_map), sm90.tensor_map_address(o_map),
-                sm90.tensor_map_address(gate_up_map), sm90.tensor_map_address(down_map),
-                sm90.tensor_map_address(k_map), sm90.tensor_map_address(v_map), batch, at,
-            )  # fmt: skip
+            produce(maps, batch, at)
         else:
             other = i32((1 - current) * set_words)
-            prepare_exchange(exchange, i32(current * set_words), other, set_words, at.lane)
+            prepare_exchange(arrays.exchange, i32(current * set_words), other, set_words, at.lane)
 
     return decoder_kernel

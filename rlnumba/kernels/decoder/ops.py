@@ -16,9 +16,10 @@ import numpy as np
 from rlnumba.kernels.attention.ops import attention_family
 from rlnumba.kernels.attention.softmax import LOG2_E, SEGMENT_KEYS, TILE_KEYS
 from rlnumba.kernels.checks import I32, check
+from rlnumba.kernels.decoder.attention import Rows
 from rlnumba.kernels.decoder.config import THREADS, DecoderConfig, is_supported
 from rlnumba.kernels.decoder.exchange import UNWRITTEN
-from rlnumba.kernels.decoder.kernel import decoder_kernel
+from rlnumba.kernels.decoder.kernel import Arrays, TensorMaps, decoder_kernel
 from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.context import current
@@ -145,11 +146,15 @@ def decoder_forward(
     maps = [tensor_map(w, 1, phase.tile_columns, 64) for phase, w in (*phases, (config.down, weights.down))]
     caches = [cache.reshape(layers * blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache)]
     maps += [tensor_map(cache, config.box, 1, 64) for cache in caches]
-    offsets = map(np.int32, weights.offsets)
+    batch = Rows(
+        position_ids, context_lens, slot_mapping, block_tables, np.int32(block_size), np.int32(blocks * block_size)
+    )
+    arrays = Arrays(
+        embeddings, weights.norms, *map(np.int32, weights.offsets), input_ids, cos, sin,
+        *(cache.reshape(-1).view(np.int32) for cache in (k_cache, v_cache)), workspace.exchange,
+    )  # fmt: skip
     launch(
-        decoder_kernel(config), config.blocks, THREADS, *maps, embeddings, weights.norms, *offsets, input_ids,
-        position_ids, context_lens, slot_mapping, block_tables, np.int32(block_size), np.int32(blocks * block_size),
-        cos, sin, *(cache.reshape(-1).view(np.int32) for cache in caches), workspace.exchange, workspace.state,
+        decoder_kernel(config), config.blocks, THREADS, TensorMaps(*maps), batch, arrays, workspace.state,
         out.reshape(-1).view(np.int32), float(eps), float(scale * LOG2_E), shared=config.layout.nbytes,
         cooperative=True,
     )  # fmt: skip

@@ -25,7 +25,6 @@ LONG_MODULES = {
     "rlnumba/kernels/attention/sm90_forward.py": 632,
     "rlnumba/kernels/rl/policy_loss.py": 635,
     "rlnumba/kernels/rl/preference_loss.py": 635,
-    "rlnumba/model/lora.py": 631,
     "rlnumba/trainers/asynchronous.py": 735,
 }
 
@@ -40,7 +39,6 @@ LONG_SIGNATURES = {
     "rlnumba/data/pairs.py:load_pairs": 9,
     "rlnumba/model/heads.py:lm_head_forward": 11,
     "rlnumba/model/heads.py:lm_head_forward_backward": 13,
-    "rlnumba/model/layers.py:PackedAttention.backward": 9,
     "rlnumba/optim.py:Optimizer.__init__": 12,
     "rlnumba/trainers/asynchronous.py:start_ahead": 11,
     "rlnumba/trainers/dynamic_sampling.py:generate": 11,

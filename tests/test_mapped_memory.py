@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rlnumba.engine.cache import KVCache
+from rlnumba.model.blocks.attention import Attention
 from rlnumba.runtime import device, mapped_memory, memory
 from rlnumba.runtime.arena import Arena
 from rlnumba.runtime.growing_array import GrowingArray
@@ -151,6 +152,8 @@ class DeviceArray:
         return self.shape[0]
 
     def __getitem__(self, part):
+        if isinstance(part, int):
+            return DeviceArray(self.shape[1:], self.dtype, self.memptr + part * self.nbytes // len(self))
         start, stop, _ = part.indices(len(self))
         return DeviceArray((stop - start,), self.dtype, self.memptr + start * self.dtype.itemsize)
 
@@ -183,7 +186,7 @@ def gpu(monkeypatch):
         gc.collect()
 
 
-CONFIG = SimpleNamespace(num_key_value_heads=2, head_dim=64, num_hidden_layers=4)
+CONFIG = SimpleNamespace(num_key_value_heads=2, head_dim=64, blocks=[[Attention(layer)] for layer in range(4)])
 
 
 def cache_of(nbytes):
@@ -223,14 +226,14 @@ def test_generation_and_training_hand_each_other_what_is_missing(gpu):
     """2 GiB of cache and 2.5 of activations on a GPU of 4, of which a quarter is left to the driver."""
     arena, cache = Arena("activations", lends=True), cache_of(2048 * MIB)
     cache.take()
-    k = cache.k.address
+    k = cache.arrays[0].address
     cache.lend()
     addresses = use(gpu, arena, *[500 * MIB] * 5)
-    assert cache.k is None and taken(gpu, "kv") < cache.nbytes and taken(gpu, "activations") == 2500 * MIB
+    assert cache.arrays is None and taken(gpu, "kv") < cache.nbytes and taken(gpu, "activations") == 2500 * MIB
     for _ in range(3):
         gpu.calls.clear()
         cache.take()
-        assert cache.k.address == k and gpu.can_access(cache.k) and gpu.can_access(cache.v)
+        assert cache.arrays[0].address == k and gpu.can_access(cache.arrays[0]) and gpu.can_access(cache.arrays[1])
         assert taken(gpu, "kv") == cache.nbytes and taken(gpu, "activations") < 2500 * MIB
         cache.lend()
         assert use(gpu, arena, *[500 * MIB] * 5) == addresses
@@ -243,14 +246,14 @@ def test_generation_and_training_hand_each_other_what_is_missing(gpu):
 def test_nothing_moves_where_there_is_enough_for_both(gpu):
     arena, cache = Arena("activations", lends=True), cache_of(1024 * MIB)
     cache.take()
-    k = cache.k
+    k = cache.arrays[0]
     cache.lend()
     use(gpu, arena, 1024 * MIB)
     gpu.calls.clear()
     gpu.cached = 512 * MIB
     for _ in range(2):
         cache.take()
-        assert cache.k is k
+        assert cache.arrays[0] is k
         cache.lend()
         use(gpu, arena, 1024 * MIB)
     assert gpu.calls == [] and gpu.num_waits == 0 and gpu.cached == 512 * MIB
@@ -268,7 +271,7 @@ def test_the_pool_of_cupy_gives_what_it_keeps(gpu):
     use(gpu, arena, 1024 * MIB)
     gpu.cached = 2048 * MIB
     cache.take()
-    assert gpu.cached == 0 and gpu.can_access(cache.v)
+    assert gpu.cached == 0 and gpu.can_access(cache.arrays[1])
 
 
 def test_what_both_need_at_once_is_not_taken(gpu):
@@ -276,10 +279,10 @@ def test_what_both_need_at_once_is_not_taken(gpu):
     arena, cache = Arena("activations", lends=True), cache_of(2048 * MIB)
     cache.take()
     use(gpu, arena, 1024 * MIB)
-    assert cache.k is not None
+    assert cache.arrays is not None
     with pytest.raises(memory.OutOfMemory, match="activations needed 0.5"):
         use(gpu, arena, 1024 * MIB, 1024 * MIB, 512 * MIB)
-    assert cache.k is not None and gpu.can_access(cache.k) and not arena.used and not arena.depth
+    assert cache.arrays is not None and gpu.can_access(cache.arrays[0]) and not arena.used and not arena.depth
     # In a scope the arena is not lent, and what the cache lacks is missing.
     cache.lend()
     with arena.scope():
@@ -287,7 +290,7 @@ def test_what_both_need_at_once_is_not_taken(gpu):
         with pytest.raises(memory.OutOfMemory, match="kv needed .* lower engine.gpu_memory_utilization"):
             cache.take()
     cache.take()
-    assert gpu.can_access(cache.k)
+    assert gpu.can_access(cache.arrays[0])
 
 
 def test_a_failed_allocation_leaves_what_was_there(gpu):
@@ -296,10 +299,10 @@ def test_a_failed_allocation_leaves_what_was_there(gpu):
     gpu.total = 1000 * MIB
     with pytest.raises(memory.OutOfMemory):
         cache.take()
-    assert not cache.memory.mapped_bytes and cache.k is None and taken(gpu, "kv") == 0
+    assert not cache.memory.mapped_bytes and cache.arrays is None and taken(gpu, "kv") == 0
     gpu.total = 4096 * MIB
     cache.take()
-    assert gpu.can_access(cache.k) and use(gpu, arena, 512 * MIB) == [arena.address]
+    assert gpu.can_access(cache.arrays[0]) and use(gpu, arena, 512 * MIB) == [arena.address]
 
 
 def test_other_allocations_get_as_much_as_they_lack(gpu):
@@ -307,7 +310,7 @@ def test_other_allocations_get_as_much_as_they_lack(gpu):
     cache.take()
     cache.lend()
     assert memory.reclaim(300 * MIB) and cache.memory.mapped_bytes == 2048 * MIB - 2 * PIECE_BYTES
-    assert gpu.free == gpu.total - cache.memory.mapped_bytes and gpu.num_waits == 1 and cache.k is None
+    assert gpu.free == gpu.total - cache.memory.mapped_bytes and gpu.num_waits == 1 and cache.arrays is None
     assert memory.reclaim() and gpu.free == gpu.total and not memory.reclaim()
     cache.take()
     cache.give_back()
@@ -398,8 +401,8 @@ def test_a_captured_graph_finds_its_memory_after_another_had_it():
     for _ in range(3):
         cache.take()
         assert cache.memory.mapped_bytes >= cache.nbytes and arena.nbytes < arena.peak
-        cache.k.fill(7)
-        cache.v.fill(7)
+        cache.arrays[0].fill(7)
+        cache.arrays[1].fill(7)
         cache.lend()
         out.fill(0)
         cupy.cuda.Device().synchronize()

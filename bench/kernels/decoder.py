@@ -54,7 +54,7 @@ def cache_of(model, rows, context):
     """A KVCache with random content."""
     cache = KVCache(model.config, rows * context_bucket_of(context) // BLOCK_SIZE, BLOCK_SIZE, model.dtype)
     cache.take()
-    for array in (cache.k, cache.v):
+    for array in cache.arrays:
         array[...] = cupy.random.standard_normal(array.shape, dtype=np.float32).astype(model.dtype)
     return cache
 

@@ -1,11 +1,19 @@
 """The KV cache's memory, which training may use between rollouts.
 
-It is kept where there is enough for both, and lent (runtime/memory.py): an allocation of the trainer's that would fail
-takes as much of it as it lacks. On the GPU its addresses are fixed (runtime/mapped_memory.py), so that captured graphs
-stay valid when the memory is mapped again.
+    one block       block_size tokens of a sequence, in every layer that keeps something of them
+    a pool          the arrays of the layers whose blocks keep the same: k and v (layers, num_blocks, block_size, HK, E)
+
+The blocks of a model say what each of them keeps (model/blocks/block.py, cache_entry); a block of the cache has the
+same number in all pools, so that one BlockManager allocates for all.
+
+The memory is kept where there is enough for both, and lent (runtime/memory.py): an allocation of the trainer's that
+would fail takes as much of it as it lacks. On the GPU its addresses are fixed (runtime/mapped_memory.py), so that
+captured graphs stay valid when the memory is mapped again.
 """
 
+import math
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,45 +23,88 @@ from rlnumba.runtime.mapped_memory import MappedMemory
 REGION = "kv"
 
 
-class KVCache:
-    """k and v: (layers, num_blocks, block_size, HK, E) of `dtype`; None before `take` and after `give_back`.
+class Pool(NamedTuple):
+    """The layers that keep the same CacheArrays of a block of block_size tokens, and these."""
 
-    Raises OutOfMemory from `take` when the GPU has not enough memory left.
+    entry: tuple
+    layers: tuple
+
+    def shapes(self, num_blocks):
+        """[(shape, dtype)] of the arrays."""
+        return [((len(self.layers), num_blocks, *array.shape), np.dtype(array.dtype)) for array in self.entry]
+
+    @property
+    def block_bytes(self):
+        """Bytes of one block, in all of the layers."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes(1))
+
+
+def pools_of(config, block_size, dtype):
+    """The Pools of a model's cache, in the order of their first layers: list."""
+    layers = {}
+    for block in (block for blocks in config.blocks for block in blocks):
+        if entry := block.cache_entry(config, block_size, np.dtype(dtype)):
+            layers.setdefault((type(block), entry), []).append(block.layer)
+    return [Pool(entry, tuple(of_entry)) for (_, entry), of_entry in layers.items()]
+
+
+def block_bytes_of(config, block_size, dtype):
+    """Bytes of one block in all pools."""
+    return sum(pool.block_bytes for pool in pools_of(config, block_size, dtype))
+
+
+class KVCache:
+    """The memory of a model's cache. arrays: those of all Pools, (layers, num_blocks, ...) each; None before `take`
+    and after `give_back`.
+
+    layers[i]: the views of layer i, (num_blocks, ...) each, in the order of the entry. Raises OutOfMemory from `take`
+    when the GPU has not enough memory left.
     """
 
     def __init__(self, config, num_blocks, block_size, dtype):
-        heads = config.num_key_value_heads, config.head_dim
-        self.shape = (config.num_hidden_layers, num_blocks, block_size, *heads)
-        self.dtype = np.dtype(dtype)
-        self.k = self.v = None
+        self.pools = pools_of(config, block_size, dtype)
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.arrays = self.layers = None
         self.memory = MappedMemory(REGION, self.nbytes) if device.name() == "cuda" else None
 
     @property
-    def num_blocks(self):
-        return self.shape[1]
-
-    @property
     def nbytes(self):
-        return 2 * int(np.prod(self.shape)) * self.dtype.itemsize
+        return self.num_blocks * sum(pool.block_bytes for pool in self.pools)
 
     def take(self):
         """Allocate the memory, or end `lend`; its content is undefined."""
         memory.take_back(self)
-        if self.k is not None:
+        if self.arrays is not None:
             return
+        shapes = [shape for pool in self.pools for shape in pool.shapes(self.num_blocks)]
         if self.memory is None:
             # Pages of zeros take no physical memory until they are written.
-            self.k, self.v = np.zeros(self.shape, self.dtype), np.zeros(self.shape, self.dtype)
+            self._set([np.zeros(shape, dtype) for shape, dtype in shapes])
             memory.track(REGION, self.nbytes)
             self.untrack = weakref.finalize(self, memory.track, REGION, -self.nbytes)
         else:
             self.memory.take(self.nbytes, remedy="lower engine.gpu_memory_utilization")
-            self.k = self.memory.array(self.shape, self.dtype, 0)
-            self.v = self.memory.array(self.shape, self.dtype, self.nbytes // 2)
+            arrays, offset = [], 0
+            for shape, dtype in shapes:
+                arrays.append(self.memory.array(shape, dtype, offset))
+                offset += arrays[-1].nbytes
+            self._set(arrays)
+
+    def _set(self, arrays):
+        """Take the arrays of all pools, or None."""
+        self.arrays, self.layers = arrays, None
+        if arrays is not None:
+            remaining = iter(arrays)
+            of_pools = [(pool, [next(remaining) for _ in pool.entry]) for pool in self.pools]
+            self.layers = {
+                layer: tuple(array[place] for array in of_pool)
+                for pool, of_pool in of_pools
+                for place, layer in enumerate(pool.layers)
+            }
 
     def lend(self):
         """Keep the memory until an allocation elsewhere needs it; its content is not needed any more."""
-        if self.k is not None:
+        if self.arrays is not None:
             memory.lend(self)
 
     def reclaim(self, nbytes):
@@ -61,13 +112,14 @@ class KVCache:
         if self.memory is None:
             self.give_back()
             return []
-        self.k = self.v = None
+        self._set(None)
         return self.memory.reclaim(nbytes)
 
     def give_back(self):
         """Free the memory; the addresses stay reserved."""
         memory.take_back(self)
-        is_there, self.k, self.v = self.k is not None, None, None
+        is_there = self.arrays is not None
+        self._set(None)
         if self.memory is not None:
             self.memory.give_back()
         elif is_there:
@@ -75,9 +127,10 @@ class KVCache:
 
     def grow(self, num_blocks):
         """Have num_blocks blocks, with the content of those there are. Not on the GPU, where addresses are fixed."""
-        k, v, old_blocks = self.k, self.v, self.num_blocks
+        before, old_blocks = self.arrays, self.num_blocks
         self.give_back()
-        self.shape = (self.shape[0], num_blocks, *self.shape[2:])
-        if k is not None:
+        self.num_blocks = num_blocks
+        if before is not None:
             self.take()
-            self.k[:, :old_blocks], self.v[:, :old_blocks] = k, v
+            for array, old in zip(self.arrays, before, strict=True):
+                array[:, :old_blocks] = old

@@ -5,6 +5,7 @@ output differs is named.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.engine.steps.attention import PagedAttention
 from rlnumba.kernels.nn.elementwise import gather_rows
-from rlnumba.model.layers import PackedAttention
+from rlnumba.model.blocks.attention import PackedAttention
 from rlnumba.model.transformer import Tape, pack, score
 from rlnumba.runtime import device
 
@@ -112,32 +113,23 @@ def first_difference(model, token_ids, prompt_length, copies):
     return "log-prob of the sampled token, or what depends on the rest of the batch: alone, all hidden states agree"
 
 
-def _outputs(tape, hidden, slots=None):
+def _outputs(model, tape, hidden, slots=None):
     """(name, array of the device) of every operator's output in the order of a forward, from its tape.
 
     slots: those of this forward's keys and values, if it wrote them to a cache. q is None where attention made it from
     qkv.
     """
     outputs = []
-    for index, (attention_saved, mlp_saved) in enumerate(tape.layers):
-        x, normed, _, qkv, q, k, v, _, attended, _ = attention_saved
-        h, mlp_normed, _, gate_up, activated, _ = mlp_saved
-        if slots is not None:
-            k, v = (_cached_rows(cache, slots) for cache in (k, v))
-        outputs += [
-            ("embedding" if index == 0 else f"layer {index - 1} down_proj", x),
-            (f"layer {index} input rmsnorm", normed),
-            (f"layer {index} qkv_proj", qkv),
-            (f"layer {index} qkv_split of q (head norm, rope)", q),
-            (f"layer {index} qkv_split of k (head norm, rope)", k),
-            (f"layer {index} qkv_split of v", v),
-            (f"layer {index} attention", attended),
-            (f"layer {index} o_proj", h),
-            (f"layer {index} post rmsnorm", mlp_normed),
-            (f"layer {index} gate_up_proj", gate_up),
-            (f"layer {index} swiglu", activated),
-        ]
-    return [*outputs, (f"layer {len(tape.layers) - 1} down_proj", tape.last[0]), ("final rmsnorm", hidden)]
+    source = "embedding"
+    for block, saved in zip(chain(*model.blocks), chain(*tape.layers), strict=True):
+        outputs.append((source, saved.x))
+        for field, name in block.OPERATORS.items():
+            array = getattr(saved, field)
+            if slots is not None and field in block.CACHED:
+                array = _cached_rows(array, slots)
+            outputs.append((f"layer {block.layer} {name}", array))
+        source = f"layer {block.layer} {block.OUTPUT}"
+    return [*outputs, (source, tape.last[0]), ("final rmsnorm", hidden)]
 
 
 def _cached_rows(cache, slots):
@@ -159,7 +151,7 @@ def _training_outputs(model, token_ids, copies):
     attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen, model.config.scale)
     tape = Tape()
     hidden = model.forward(batch.input_ids, batch.position_ids, attention, tape)
-    return _to_host(_outputs(tape, hidden), copies)
+    return _to_host(_outputs(model, tape, hidden), copies)
 
 
 def _rollout_outputs(model, token_ids, prompt_length, copies):
@@ -185,7 +177,7 @@ def _rollout_outputs(model, token_ids, prompt_length, copies):
         attention = PagedAttention(cache, model.config, arrays, end - start, end)
         tape = Tape()
         hidden = model.forward(arrays["input_ids"], arrays["position_ids"], attention, tape)
-        steps.append(_to_host(_outputs(tape, hidden, arrays["slot_mapping"]), copies))
+        steps.append(_to_host(_outputs(model, tape, hidden, arrays["slot_mapping"]), copies))
         start = end
     cache.give_back()
     # The first step, the prompt's, has all of them.

@@ -2,8 +2,18 @@
 
 import numpy as np
 
-from rlnumba.kernels.decoder.ops import MOST_KEYS, decoder_config, decoder_forward, decoder_weights
+from rlnumba.kernels.decoder.ops import MOST_KEYS, DecoderLayer, decoder_config, decoder_forward, decoder_weights
+from rlnumba.model.blocks.attention import Attention
+from rlnumba.model.blocks.mlp import Mlp
 from rlnumba.runtime import device
+
+
+def weights_of(weights):
+    """The DecoderWeights of a model's Weights; None of a model that the kernel does not compute."""
+    if any([type(block) for block in blocks] != [Attention, Mlp] for blocks in weights.config.blocks):
+        return None
+    layers = [DecoderLayer(*attention, *mlp) for attention, mlp in weights.layers]
+    return decoder_weights(weights.flat, weights.embed_tokens, layers, weights.norm)
 
 
 class FewRowsDecoder:
@@ -14,9 +24,9 @@ class FewRowsDecoder:
 
     def __init__(self, model, block_size):
         self.model, self.block_size, self.configs = model, block_size, {}
-        weights, self.weights = model.weights, None
+        self.weights = None
         if device.name() != "cpu" and model.adapter is None and model.ranks is None:
-            self.weights = decoder_weights(weights.flat, weights.embed_tokens, weights.layers, weights.norm)
+            self.weights = weights_of(model.weights)
 
     def config_for(self, rows):
         """The DecoderConfig for so many rows, or None."""
@@ -38,8 +48,9 @@ class FewRowsDecoder:
 
     def forward(self, arrays, cache, hidden):
         """Write the hidden states (B, D) of a step that it supports, and keys and values to the KVCache."""
-        model, names = self.model, ("input_ids", "position_ids", "context_lens", "slot_mapping", "block_tables")
+        model, (k_cache, v_cache) = self.model, cache.arrays
+        names = ("input_ids", "position_ids", "context_lens", "slot_mapping", "block_tables")
         decoder_forward(
-            self.config_for(len(arrays["context_lens"])), self.weights, *(arrays[name] for name in names), cache.k,
-            cache.v, *model.rope, model.config.rms_norm_eps, np.float32(model.config.scale), hidden,
+            self.config_for(len(arrays["context_lens"])), self.weights, *(arrays[name] for name in names), k_cache,
+            v_cache, *model.rope, model.config.rms_norm_eps, np.float32(model.config.scale), hidden,
         )  # fmt: skip

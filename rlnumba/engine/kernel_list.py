@@ -42,7 +42,8 @@ from rlnumba.model.weights import Weights
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.shapes import launches_only
 
-# Layers are alike, so that some stand for all of them, but for a kernel that computes a whole step of so many rows.
+# Layers of a kind are alike, so that some stand for all of them, but for a kernel that computes a whole step of so many
+# rows.
 SOME_LAYERS, FEW_ROWS = 3, 16
 # Tokens of a forward that scores, as transformer.score's.
 SCORED_TOKENS = 8192
@@ -95,8 +96,16 @@ def list_signatures(request, properties):
 
 
 def short(config):
-    """A ModelConfig of fewer layers, whose kernels are those of all."""
-    return replace(config, num_hidden_layers=min(SOME_LAYERS, config.num_hidden_layers))
+    """A ModelConfig of the first layers, as few as have the kernels of all: SOME_LAYERS, or until every kind is there.
+
+    A kind of layer is its blocks with the shapes of their parameters.
+    """
+    kinds = [
+        tuple((type(block), *(p.shape for p in block.matrices(config) + block.vectors(config))) for block in blocks)
+        for blocks in config.blocks
+    ]
+    firsts = [kinds.index(kind) + 1 for kind in set(kinds)]
+    return replace(config, num_hidden_layers=min(max(SOME_LAYERS, *firsts), len(kinds)))
 
 
 def model_of(request, config, shard=WHOLE):

@@ -27,9 +27,9 @@ def weights_bytes(config, dtype, shard):
 
 
 def layer_bytes(config, dtype):
-    """Bytes of the weights of one layer."""
-    of_layer = [p.size for p in parameters(config) if p.name.startswith("model.layers.0.")]
-    return sum(of_layer) * device.dtype(dtype).itemsize
+    """Bytes of the weights of a layer, the mean of all."""
+    in_layers = sum(p.size for p in parameters(config) if p.layer is not None)
+    return in_layers // config.num_hidden_layers * device.dtype(dtype).itemsize
 
 
 def smallest_size(config, dtype, engine_bytes, on_gpu):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.engine.cache import KVCache
+from rlnumba.engine.cache import KVCache, block_bytes_of
 from rlnumba.engine.few_rows import FewRowsDecoder
 from rlnumba.engine.sampler import SamplingInputs, sample_tokens
 from rlnumba.engine.speculation import MAX_NUM_SEQS
@@ -45,8 +45,8 @@ from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.arena import Arena
 from rlnumba.runtime.launch import pdl_scope
 
-# Kernels of a layer where each is a launch, and bytes that an H200 moves in the 1.6 us from one kernel to the next.
-LAYER_KERNELS, LAUNCH_BYTES = 7, 7 << 20
+# Bytes that an H200 moves in the 1.6 us from one kernel to the next, where each is a launch.
+LAUNCH_BYTES = 7 << 20
 # Graphs that are kept, some MiB each; those of the longest disuse go first.
 MAX_GRAPHS = 128
 # More tensor maps than one step asks for.
@@ -130,12 +130,14 @@ class Runner:
         # Numbers of steps that were replayed, captured, and run as they are.
         self.counts = {"replayed": 0, "captured": 0, "eager": 0}
         self.max_prefill_tokens = most_prefill_tokens(model.config, max_num_batched_tokens)
-
-    @property
-    def block_bytes(self):
-        """Bytes of one block: K and V of block_size tokens in all layers."""
-        _, _, kv_heads, head_dim, block_size = self.heads
-        return 2 * self.model.config.num_hidden_layers * kv_heads * head_dim * block_size * self.model.dtype.itemsize
+        # Bytes of one block of the cache.
+        self.block_bytes = block_bytes_of(model.config, block_size, model.dtype)
+        blocks = [block for blocks in model.blocks for block in blocks]
+        # Bytes that are moved in the time in which the kernels of all layers, each a launch, follow each other.
+        self.launch_bytes = sum(block.LAUNCHES for block in blocks) * LAUNCH_BYTES
+        # Bytes of a row: logits and activations, each of them written and read.
+        elements = sum(block.row_elements(model.config) for block in blocks)
+        self.row_bytes = 8 * model.config.vocab_size + 2 * elements * model.dtype.itemsize
 
     @property
     def heads(self):
@@ -302,28 +304,19 @@ class Runner:
 
     def step_bytes(self, tokens):
         """The cost of a decode step of sequences with so many tokens together, in bytes moved."""
-        return self.model.nbytes + tokens * self.block_bytes // self.block_size + self._launch_bytes
-
-    @property
-    def _launch_bytes(self):
-        """Bytes that are moved in the time in which the kernels of all layers, each a launch, follow each other."""
-        return self.model.config.num_hidden_layers * LAYER_KERNELS * LAUNCH_BYTES
+        return self.model.nbytes + tokens * self.block_bytes // self.block_size + self.launch_bytes
 
     def wasted_bytes(self, left, kept_tokens):
         """Bytes that a current decode step moves beyond those of a step with the `left` sequences that still run.
 
         kept_tokens: tokens of ended sequences' contexts that attention still reads.
         """
-        config, shape = self.model.config, self.decode.shape
+        shape = self.decode.shape
         rows, smaller = shape.rows, bucket_of(left)
-        heads = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-        elements = 4 * config.hidden_size + heads + 3 * config.intermediate_size
-        # Logits and activations, each of them written and read.
-        row_bytes = 8 * config.vocab_size + 2 * config.num_hidden_layers * elements * self.model.dtype.itemsize
-        wasted = (rows - smaller) * row_bytes + kept_tokens * self.block_bytes // self.block_size
+        wasted = (rows - smaller) * self.row_bytes + kept_tokens * self.block_bytes // self.block_size
         context = shape.max_context_len
         if self.few_rows.decodes(smaller, context) and not self.few_rows.decodes(rows, context):
-            wasted += self._launch_bytes
+            wasted += self.launch_bytes
         return wasted
 
     def wait(self, number):

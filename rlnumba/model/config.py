@@ -5,6 +5,7 @@ Three model types share one transformer and differ in the fields below: qwen3 (p
 transformer does not compute raises an error that names it; it is never ignored.
 """
 
+import functools
 import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from rlnumba.errors import UserError
 from rlnumba.kernels.attention.ops import MAX_HEAD_DIM
 from rlnumba.kernels.nn.rope import ROPE_TYPES, RopeScaling
+from rlnumba.model.blocks.every import layers_of
 from rlnumba.runtime import device
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -64,6 +66,11 @@ class ModelConfig:
     pad_token_id: int | None = None
     dtype: str = "float32"
     heads: tuple[str, ...] = LM_HEAD
+
+    @property
+    def blocks(self):
+        """The blocks of each layer (model/blocks): a tuple of tuples."""
+        return _layers_of(self)
 
     @property
     def scale(self):
@@ -195,6 +202,9 @@ class ModelConfig:
     def eos_token_id(self):
         """The end-of-sequence ids as config.json writes them: null, one int, or a list."""
         return self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids) or None
+
+
+_layers_of = functools.lru_cache(layers_of)
 
 
 def read_json(path):

@@ -13,11 +13,9 @@ import weakref
 import numpy as np
 
 from rlnumba.kernels.nn.elementwise import fill
-from rlnumba.model.weights import LayerWeights
+from rlnumba.model.parameter import layer_spans
 from rlnumba.runtime import device, memory
 
-# The matrices with the lowest and the highest offset of a layer's.
-FIRST_MATRIX, LAST_MATRIX = "qkv", "down"
 # Words in place of a layer's number: before the layers' backward, and after it.
 BEFORE, AFTER = "before", "after"
 
@@ -25,19 +23,20 @@ BEFORE, AFTER = "before", "after"
 class LayerGradients:
     """Gradients of a model's Weights: layers, norm, embed_tokens, lm_head and score are views, as there.
 
-    buffers: how many a layer's matrices have; the layers use them in turn. An untied LM head and the embedding share
+    buffers: how many there are for a layer's matrices, each as large as the largest layer's; the layers use them in
+    turn. An untied LM head and the embedding share
     memory. adds: whether those of the matrices are float32 as all others, to which a backward adds.
     """
 
     def __init__(self, weights, buffers=1, adds=False):
         self.adds = adds
         spans = {p.name: (p.offset, p.offset + p.padded_size) for p in weights.parameters}
-        layers = range(len(weights.layers))
-        matrices = [layer_span(weights.parameters, i) for i in layers]
+        matrices = layer_spans(weights.parameters)
+        longest = max(end - first for first, end in matrices)
         dtype = np.float32 if adds else weights.dtype
-        memories = [_zeros(matrices[0], dtype) for _ in range(buffers)] if matrices else []
+        memories = [_zeros((0, longest), dtype) for _ in range(buffers)]
         # (first element, gradients (n,)) of each part of weights.flat.
-        self._layers = [(matrices[i][0], memories[i % buffers]) for i in layers]
+        self._layers = [(first, memories[i % buffers][: end - first]) for i, (first, end) in enumerate(matrices)]
         self._vectors = weights.decay_end, _zeros((weights.decay_end, weights.size))
         self._embedding = spans["model.embed_tokens"][0], _zeros(spans["model.embed_tokens"])
         self._head = (spans["lm_head"][0], self._embedding[1]) if "lm_head" in spans else None
@@ -49,16 +48,14 @@ class LayerGradients:
         self.embed_tokens, self.norm = views["model.embed_tokens"], views["model.norm"]
         self.lm_head = views.get("lm_head", self.embed_tokens if weights.lm_head is not None else None)
         self.score = views.get("score")
-        self.layers = [
-            LayerWeights(*(views.get(f"model.layers.{i}.{field}") for field in LayerWeights._fields)) for i in layers
-        ]
+        self.layers = [tuple(block.views(views) for block in blocks) for blocks in weights.config.blocks]
 
     def _view(self, p):
         """The gradients of a Parameter."""
         if not p.decays:
             start, array = self._vectors
-        elif p.name.startswith("model.layers."):
-            start, array = self._layers[int(p.name.split(".")[2])]
+        elif p.layer is not None:
+            start, array = self._layers[p.layer]
         else:
             start, array = {"model.embed_tokens": self._embedding, "lm_head": self._head, "score": self._score}[p.name]
         return array[p.offset - start : p.offset - start + p.size].reshape(p.shape)
@@ -89,13 +86,6 @@ class LayerGradients:
     def rest(self):
         """(first element, gradients (n,)) of the embedding, of biases and norms, and of a score head: list."""
         return [part for part in (self._embedding, self._vectors, self._score) if part is not None]
-
-
-def layer_span(parameters, index):
-    """(first element, end) of the matrices of a layer in the flat buffer, which follow one another."""
-    offsets = {p.name: (p.offset, p.offset + p.padded_size) for p in parameters}
-    at = f"model.layers.{index}"
-    return offsets[f"{at}.{FIRST_MATRIX}"][0], offsets[f"{at}.{LAST_MATRIX}"][1]
 
 
 def _zeros(span, dtype=np.float32):

@@ -9,6 +9,7 @@ of a model (model/shard.py) has A whole and its rows of B, so that its columns o
 
     flat    | A of qkv, all layers | B of qkv, all layers | A of o | ... |          parameters that decay, all of them
 
+Which matrices there are is what the blocks of the layers say (model/blocks); layers of one shape are together.
 A score head is trained whole, after them in the buffer. An adapter's folder is PEFT's: adapter_config.json and
 adapter_model.safetensors, a float32 tensor for each A and B, and one for the score head. A 16-bit model computes with
 their rounding; what is saved are the float32 values.
@@ -21,6 +22,7 @@ import re
 import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,19 +30,18 @@ import numpy as np
 
 from rlnumba.config.lora import ALL_LINEAR, LoraConfig
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
-from rlnumba.kernels.nn.dropout import dropout
+from rlnumba.kernels.gemm.ops import linear_backward_input
 from rlnumba.kernels.nn.elementwise import add, cast, scale
-from rlnumba.kernels.nn.lora import keep_blocks, scale_adapters
+from rlnumba.kernels.nn.lora import keep_blocks
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD, read_json
+from rlnumba.model.low_rank import Pair
+from rlnumba.model.parameter import ALIGNMENT, Parameter
 from rlnumba.model.shard import WHOLE, Range
-from rlnumba.model.weights import ALIGNMENT, check_dtype, listed, open_tensors, parameters, write_json, write_tensors
+from rlnumba.model.weights import check_dtype, listed, open_tensors, parameters, write_json, write_tensors
 from rlnumba.runtime import device, memory
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# The fused projections of a layer, as LayerWeights calls them.
-PROJECTIONS = ("qkv", "o", "gate_up", "down")
 # Rows of A are a multiple of this: one step of the reduction of every GEMM kernel, so that rows of several adapters
 # in one batch add up as they do alone.
 COLUMNS = 16
@@ -59,26 +60,10 @@ PEFT_TARGET_MODULES = ("q_proj", "v_proj")
 OFF = {"bias": ("none",), "init_lora_weights": (True, "gaussian"), "revision": ("main",)}
 
 
-class Pair(NamedTuple):
-    """A (C, D) and B (M, C) of a fused projection of one layer, or their gradients."""
+class Module(NamedTuple):
+    """A module of a fused projection: its rows of B from first_row on, its columns from first_column on, or none."""
 
-    a: object
-    b: object
-
-
-class LayerAdapter(NamedTuple):
-    """The Pairs of one layer; None where a projection has no adapter."""
-
-    qkv: Pair | None
-    o: Pair | None
-    gate_up: Pair | None
-    down: Pair | None
-
-
-class Block(NamedTuple):
-    """A module's block in its fused projection: rows of B from first_row on, columns from first_column on, or none."""
-
-    module: str
+    name: str
     first_row: int
     rows: int
     first_column: int | None
@@ -86,25 +71,43 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of a fused projection's matrices: rows M, inputs D and columns C, the blocks, offsets in flat."""
+    """The place of a fused projection's matrices, of all layers that have it alike: rows M, inputs D and columns C.
+
+    layers: their numbers; parameter: that of the first of them; modules: those fused; a_offset, b_offset: in flat.
+    """
 
     name: str
-    rows: int
-    inputs: int
+    layers: tuple[int, ...]
+    parameter: Parameter
     columns: int
-    blocks: tuple[Block, ...]
+    modules: tuple[Module, ...]
     a_offset: int = 0
     b_offset: int = 0
 
+    @property
+    def rows(self):
+        return self.parameter.shape[0]
 
-def _modules(config, shard=WHOLE):
-    """{fused projection: (D, {name in a layer, such as self_attn.q_proj: rows})} of a layer, or of a shard of it."""
-    found, at = {}, "model.layers.0."
-    for p in parameters(config, shard):
-        if p.name.removeprefix(at) in PROJECTIONS and p.name.startswith(at):
-            rows = {source.removeprefix(at).removesuffix(".weight"): count for source, count in p.rows}
-            found[p.name.removeprefix(at)] = p.shape[1], rows
+    @property
+    def inputs(self):
+        return self.parameter.shape[1]
+
+
+def _projections(config, shard=WHOLE):
+    """{(fused projection, D, modules): Parameters of the layers that have it so} of a model, or of a shard of it."""
+    found, of_name = {}, {p.name: p for p in parameters(config, shard)}
+    for blocks in config.blocks:
+        for block in blocks:
+            for name in block.PROJECTIONS:
+                p = of_name[f"model.layers.{block.layer}.{name}"]
+                found.setdefault((name, p.shape[1], _modules(p)), []).append(p)
     return found
+
+
+def _modules(p):
+    """((name in a layer, such as self_attn.q_proj, rows), ...) of the modules fused in a Parameter of a layer."""
+    at = f"model.layers.{p.layer}."
+    return tuple((source.removeprefix(at).removesuffix(".weight"), count) for source, count in p.rows)
 
 
 def resolve_targets(config, targets, where):
@@ -113,11 +116,14 @@ def resolve_targets(config, targets, where):
     targets: names or ends of names, "all-linear", or one regular expression for whole names, as in PEFT. where: the
     beginning of the ConfigError that is raised if one of them matches nothing, or only some of the layers.
     """
-    names = [name for _, rows in _modules(config).values() for name in rows]
+    found = _projections(config).values()
+    full_names = {
+        f"model.layers.{p.layer}.{name}": name for projections in found for p in projections for name, _ in _modules(p)
+    }
+    layers = Counter(full_names.values())
+    names = list(layers)
     if targets == ALL_LINEAR or list(targets) == [ALL_LINEAR]:
         return [name.split(".")[-1] for name in names]
-    layers = config.num_hidden_layers
-    full_names = {f"model.layers.{layer}.{name}": name for layer in range(layers) for name in names}
     matched = set()
     for target in [targets] if isinstance(targets, str) else targets:
         if isinstance(targets, str):
@@ -130,8 +136,9 @@ def resolve_targets(config, targets, where):
         matched |= found
     counts = Counter(full_names[full] for full in matched)
     for name, count in counts.items():
-        if count < layers:
-            raise ConfigError(f"{where}: {name} is a target in {count} of {layers} layers, and must be in all or none")
+        if count < layers[name]:
+            among = f"{count} of {layers[name]} layers"
+            raise ConfigError(f"{where}: {name} is a target in {among}, and must be in all or none")
     return [name.split(".")[-1] for name in names if name in counts]
 
 
@@ -153,33 +160,33 @@ class Places:
     @classmethod
     def of(cls, config, lora, shard=WHOLE):
         """Raises ConfigError for target modules that the model does not have."""
-        targets, layers = resolve_targets(config, lora.target_modules, "lora.target_modules"), config.num_hidden_layers
+        targets = resolve_targets(config, lora.target_modules, "lora.target_modules")
         found, offset = [], 0
-        for name, (inputs, modules) in _modules(config, shard).items():
-            blocks, row, column = [], 0, 0
-            for module, rows in modules.items():
+        for (name, inputs, of_projection), of_layers in _projections(config, shard).items():
+            modules, row, column = [], 0, 0
+            for module, rows in of_projection:
                 trained = module.split(".")[-1] in targets
-                blocks.append(Block(module, row, rows, column if trained else None))
+                modules.append(Module(module, row, rows, column if trained else None))
                 row, column = row + rows, column + lora.r * trained
             if column:
-                columns = -(-column // COLUMNS) * COLUMNS
-                a_offset, b_offset = offset, offset + _aligned(layers * columns * inputs)
-                found.append(Layout(name, row, inputs, columns, tuple(blocks), a_offset, b_offset))
-                offset = b_offset + _aligned(layers * row * columns)
+                columns, layers = -(-column // COLUMNS) * COLUMNS, tuple(p.layer for p in of_layers)
+                a_offset, b_offset = offset, offset + _aligned(len(layers) * columns * inputs)
+                found.append(Layout(name, layers, of_layers[0], columns, tuple(modules), a_offset, b_offset))
+                offset = b_offset + _aligned(len(layers) * row * columns)
         size = offset + ("score" in config.heads) * _aligned(config.hidden_size)
         return cls(config, lora, shard, tuple(found), offset, size)
 
     def tensors(self, flat):
         """(name in PEFT's file, view) of every tensor; flat: a NumPy array of a whole model's adapter."""
-        r, layers = self.lora.r, self.config.num_hidden_layers
+        r = self.lora.r
         for layout in self.layouts:
-            a, b = _views(layout, flat, layers)
-            for layer in range(layers):
-                for module, row, rows, column in layout.blocks:
+            a, b = _views(layout, flat)
+            for place, layer in enumerate(layout.layers):
+                for module, row, rows, column in layout.modules:
                     if column is not None:
                         name = f"{PREFIX}model.layers.{layer}.{module}"
-                        yield f"{name}.lora_A.weight", a[layer, column : column + r]
-                        yield f"{name}.lora_B.weight", b[layer, row : row + rows, column : column + r]
+                        yield f"{name}.lora_A.weight", a[place, column : column + r]
+                        yield f"{name}.lora_B.weight", b[place, row : row + rows, column : column + r]
         if "score" in self.config.heads:
             yield SCORE, self.score(flat)
 
@@ -192,17 +199,17 @@ class Places:
         """The Ranges that make up a shard's flat buffer, without what lies between matrices: list."""
         if self.shard == WHOLE:
             return [Range(0, 0, self.size)]
-        whole, layers, found = Places.of(self.config, self.lora), self.config.num_hidden_layers, []
+        whole, found = Places.of(self.config, self.lora), []
         for own, other in zip(self.layouts, whole.layouts, strict=True):
-            found.append(Range(own.a_offset, other.a_offset, layers * own.columns * own.inputs))
-            for layer in range(layers):
-                for block, of_whole in zip(own.blocks, other.blocks, strict=True):
-                    part = self.shard.rows(f"{block.module}.weight", of_whole.rows)
-                    row = layer * own.rows + block.first_row
-                    source = layer * other.rows + of_whole.first_row + part.start
+            found.append(Range(own.a_offset, other.a_offset, len(own.layers) * own.columns * own.inputs))
+            for place in range(len(own.layers)):
+                for module, of_whole in zip(own.modules, other.modules, strict=True):
+                    part = other.parameter.part_of(self.shard, of_whole.rows)
+                    row = place * own.rows + module.first_row
+                    source = place * other.rows + of_whole.first_row + part.start
                     columns = own.columns
                     first, source = own.b_offset + row * columns, other.b_offset + source * columns
-                    found.append(Range(first, source, block.rows * columns))
+                    found.append(Range(first, source, module.rows * columns))
         if "score" in self.config.heads:
             found.append(Range(self.score_offset, whole.score_offset, self.config.hidden_size))
         return found
@@ -218,7 +225,7 @@ class Adapter:
     config: the base's ModelConfig, of the whole model; lora: a LoraConfig; base: path or hub id of the base, for
     adapter_config.json. shard: a part of the model, whose adapter is not trained. flat (n,), decay_end: like those of
     Weights. master: (n,) float32 values that a 16-bit flat is rounded from: on the host as drawn or read, in training
-    the optimizer's; None where there are none. layers[i]: the LayerAdapter of layer i. scales: (1,) float32. score:
+    the optimizer's; None where there are none. layers[i]: {projection: Pair} of layer i. scales: (1,) float32. score:
     (1, D), or None where the model has no such head. region: one of memory.report(). Raises ConfigError for target
     modules that the model does not have.
     """
@@ -235,18 +242,15 @@ class Adapter:
         weakref.finalize(self, memory.track, region, -self.flat.nbytes)
         self.score = self.places.score(self.flat)
         self.scales = device.asarray(np.float32([lora.scaling]))
-        layouts = self.places.layouts
-        views = {layout.name: _views(layout, self.flat, config.num_hidden_layers) for layout in layouts}
-        self.layers = [
-            LayerAdapter(*(Pair(views[n][0][i], views[n][1][i]) if n in views else None for n in PROJECTIONS))
-            for i in range(config.num_hidden_layers)
-        ]
+        self.layers = [{} for _ in config.blocks]
         # For zero_outside_blocks: all layers' B of a projection of several modules, and the first column of its rows.
-        self._blocks = [
-            (views[layout.name][1].reshape(-1, layout.columns), device.asarray(_first_columns(layout)))
-            for layout in layouts
-            if len(layout.blocks) > 1
-        ]
+        self._blocks = []
+        for layout in self.places.layouts:
+            a, b = _views(layout, self.flat)
+            for place, layer in enumerate(layout.layers):
+                self.layers[layer][layout.name] = Pair(a[place], b[place])
+            if len(layout.modules) > 1:
+                self._blocks.append((b.reshape(-1, layout.columns), device.asarray(_first_columns(layout))))
 
     @property
     def nbytes(self):
@@ -316,21 +320,19 @@ class AdapterStack:
     embed_tokens = norm = lm_head = score = None
 
     def __init__(self, adapters):
-        config, xp = adapters[0].config, device.xp()
+        xp = device.xp()
         self.dtype, self.nbytes = adapters[0].dtype, 0
         self.loras = tuple(adapter.lora for adapter in adapters)
         self.scales = device.asarray(np.float32([adapter.lora.scaling for adapter in adapters]))
         self.layers = [
-            LayerAdapter(*(self._stacked(xp, [getattr(a.layers[i], name) for a in adapters]) for name in PROJECTIONS))
-            for i in range(config.num_hidden_layers)
+            {name: self._stacked(xp, [layer.get(name) for layer in layers]) for name in dict.fromkeys(chain(*layers))}
+            for layers in zip(*(adapter.layers for adapter in adapters), strict=True)
         ]
         memory.track("adapter", self.nbytes)
         weakref.finalize(self, memory.track, "adapter", -self.nbytes)
 
     def _stacked(self, xp, pairs):
-        """The Pair of all adapters' Pairs of a projection; an adapter without one has zeros; None if all are."""
-        if all(pair is None for pair in pairs):
-            return None
+        """The Pair of all adapters' Pairs of a projection, None of one without it, which has zeros."""
         columns = max(pair.a.shape[0] for pair in pairs if pair is not None)
         inputs, rows = next((pair.a.shape[1], pair.b.shape[0]) for pair in pairs if pair is not None)
         stacked = Pair(
@@ -344,8 +346,9 @@ class AdapterStack:
         return stacked
 
 
-def _views(layout, flat, layers):
-    """A (L, C, D) and B (L, M, C) of a Layout in a flat array."""
+def _views(layout, flat):
+    """A (L, C, D) and B (L, M, C) of a Layout of L layers in a flat array."""
+    layers = len(layout.layers)
     shapes = (layers, layout.columns, layout.inputs), (layers, layout.rows, layout.columns)
     offsets = layout.a_offset, layout.b_offset
     return [flat[o : o + math.prod(shape)].reshape(shape) for o, shape in zip(offsets, shapes, strict=True)]
@@ -353,8 +356,8 @@ def _views(layout, flat, layers):
 
 def _first_columns(layout):
     """(M,) int32: the first column of each row's block, the number of columns where it has none."""
-    firsts = [layout.columns if b.first_column is None else b.first_column for b in layout.blocks]
-    return np.repeat(firsts, [block.rows for block in layout.blocks]).astype(np.int32)
+    firsts = [layout.columns if m.first_column is None else m.first_column for m in layout.modules]
+    return np.repeat(firsts, [module.rows for module in layout.modules]).astype(np.int32)
 
 
 def is_adapter(folder):
@@ -544,8 +547,8 @@ def merge(weights, adapter):
     for layout in adapter.places.layouts:
         update = xp.empty((layout.rows, layout.inputs), np.float32)
         merged = xp.empty(update.shape, np.float32)
-        for layer in range(adapter.config.num_hidden_layers):
-            pair, weight = getattr(adapter.layers[layer], layout.name), weights[f"model.layers.{layer}.{layout.name}"]
+        for layer in layout.layers:
+            pair, weight = adapter.layers[layer][layout.name], weights[f"model.layers.{layer}.{layout.name}"]
             linear_backward_input(pair.b, pair.a, update)
             scale(update, adapter.lora.scaling, update)
             cast(weight, merged)
@@ -553,79 +556,3 @@ def merge(weights, adapter):
             cast(merged, weight)
     if adapter.score is not None:
         cast(adapter.score, weights.score)
-
-
-class Dropout(NamedTuple):
-    """The dropout of the adapters' inputs in a forward: the probability p, and three numbers that decide the masks.
-
-    seed: the run's; step: the optimizer step's number; micro_batch: its number in the step.
-    """
-
-    p: float
-    seed: int
-    step: int
-    micro_batch: int
-
-    def apply(self, place, x, out):
-        """out = dropout of x; place: number of the projection in the model. Its own gradient."""
-        key = self.seed % 2**32, self.seed // 2**32 % 2**32
-        dropout(x, self.p, key, (place, self.micro_batch, self.step), out)
-
-
-@dataclass(frozen=True)
-class LoraContext:
-    """The adapters of one forward.
-
-    layers: LayerAdapters; scales, adapter_ids: arguments of scale_adapters, the latter None with one adapter; dropout:
-    a Dropout or None; grads: in the backward, the Adapter that gradients are added to.
-    """
-
-    layers: list
-    scales: object
-    adapter_ids: object = None
-    dropout: Dropout | None = None
-    grads: Adapter | None = None
-
-    def pair(self, layer, name):
-        """The Pair of a projection or None."""
-        return getattr(self.layers[layer], name)
-
-    def reduce(self, layer, name, x, memory):
-        """s dropout(x) A^T (N, C) of a projection's input x (N, D); None without an adapter there."""
-        pair = self.pair(layer, name)
-        if pair is None:
-            return None
-        xa = memory.empty((x.shape[0], pair.a.shape[0]), x.dtype)
-        with memory.scope():
-            linear(self._dropped(layer, name, x, memory), pair.a, xa)
-        scale_adapters(xa, self.scales, self.adapter_ids, xa)
-        return xa
-
-    def backward(self, layer, name, dy, x, xa, weight, dx, memory):
-        """The gradients of x weight^T + xa B^T by A and B, which are added, and by x: dx (N, D) is written.
-
-        xa (N, C): what `reduce` returned.
-        """
-        pair, grads = self.pair(layer, name), getattr(self.grads.layers[layer], name)
-        linear_backward_weight(dy, xa, grads.b)
-        with memory.scope():
-            dxa = memory.empty(xa.shape, xa.dtype)
-            linear_backward_input(dy, pair.b, dxa)
-            scale_adapters(dxa, self.scales, self.adapter_ids, dxa)
-            linear_backward_weight(dxa, self._dropped(layer, name, x, memory), grads.a)
-            if self.dropout is None:
-                linear_backward_input(dy, weight, dx, low_rank=(dxa, pair.a))
-                return
-            linear_backward_input(dxa, pair.a, dx)
-        self.dropout.apply(self._place(layer, name), dx, dx)
-        linear_backward_input(dy, weight, dx, accumulate=True)
-
-    def _place(self, layer, name):
-        return layer * len(PROJECTIONS) + PROJECTIONS.index(name)
-
-    def _dropped(self, layer, name, x, memory):
-        if self.dropout is None:
-            return x
-        out = memory.empty(x.shape, x.dtype)
-        self.dropout.apply(self._place(layer, name), x, out)
-        return out

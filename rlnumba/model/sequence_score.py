@@ -8,9 +8,9 @@ import numpy as np
 
 from rlnumba.errors import UserError
 from rlnumba.model.heads import value_head_forward
-from rlnumba.model.layers import HeapAllocator
 from rlnumba.model.transformer import pack, packed_attention, whole_sequences
 from rlnumba.runtime import device
+from rlnumba.runtime.arena import HeapAllocator
 
 
 def score_rows(sequences, pad_token_id):

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
 
-# The sizes of a model that are cut into equal parts, by their names in config.json.
-CUT = ("num_key_value_heads", "hidden_size", "intermediate_size")
+# A size of config.json that is cut into equal parts beside those of the blocks: columns of the residual stream.
+STREAM = "hidden_size"
 # On a GPU a part is a multiple of so many columns: whole tiles of GEMMs, of the same kernels as the whole model's.
 GPU_COLUMNS = 64
 
@@ -70,13 +70,14 @@ class Shard:
 
         on_gpu: whether parts must be multiples of GPU_COLUMNS.
         """
-        for name in CUT:
+        for name in (*_sizes_of_blocks(config), STREAM):
             if getattr(config, name) % self.count:
                 raise ConfigError(
                     f"tensor_parallel_size {self.count} must divide the model's {name} {getattr(config, name)}"
                 )
-        columns = {name: getattr(config, name) for name in CUT[1:]}
-        columns["num_key_value_heads x head_dim"] = config.num_key_value_heads * config.head_dim
+        columns = {STREAM: config.hidden_size}
+        for block in _blocks(config):
+            columns |= block.gpu_columns(config)
         for name, total in columns.items() if on_gpu else ():
             if total // self.count % GPU_COLUMNS:
                 raise ConfigError(
@@ -85,16 +86,15 @@ class Shard:
                 )
 
     def config_of(self, config):
-        """The ModelConfig of this part of a whole model: its heads and its columns of the MLP."""
-        names = "num_attention_heads", "num_key_value_heads", "intermediate_size"
-        return replace(config, **{name: getattr(config, name) // self.count for name in names})
+        """The ModelConfig of this part of a whole model: the sizes that its blocks cut."""
+        return replace(config, **{name: getattr(config, name) // self.count for name in _sizes_of_blocks(config)})
 
-    def rows(self, source, count):
-        """The rows that this part has, of the `count` rows of a checkpoint's tensor: a slice."""
-        if source.startswith("lm_head."):
-            return self.tokens(count)
-        if "_proj." not in source:
-            return slice(0, count)
+    def all_rows(self, count):
+        """The rows that this part has of a tensor that is not cut: a slice, of all."""
+        return slice(0, count)
+
+    def own_rows(self, count):
+        """The rows that this part has of a tensor that is cut into equal parts: a slice."""
         own = count // self.count
         return slice(self.rank * own, (self.rank + 1) * own)
 
@@ -104,3 +104,12 @@ class Shard:
 
 
 WHOLE = Shard()
+
+
+def _blocks(config):
+    return [block for blocks in config.blocks for block in blocks]
+
+
+def _sizes_of_blocks(config):
+    """The names of the sizes that a model's blocks cut, each once."""
+    return list(dict.fromkeys(name for block in _blocks(config) for name in block.CUT))

@@ -1,6 +1,6 @@
 """One decoder-only transformer for training, scoring, prefill and decode, which differ in the attention backend.
 
-    token ids -> embedding -> L x (attention block, mlp block) -> rmsnorm -> hidden states (N, D)
+    token ids -> embedding -> the blocks of each layer (model/blocks) -> rmsnorm -> hidden states (N, D)
 
 Everything is N packed tokens: sequences end to end, position ids restart. There is no autograd: `backward` reads in
 reverse the tape that `forward` wrote. Log-probs come from the hidden states (model/heads.py); the logits of all tokens
@@ -21,23 +21,23 @@ from rlnumba.kernels.logprob.ops import IGNORED, linear_logp
 from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tokens
 from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
 from rlnumba.kernels.nn.rope import rope_table
-from rlnumba.model import layers
+from rlnumba.model.blocks.attention import PackedAttention
+from rlnumba.model.blocks.block import ForwardContext, norm_rows
 from rlnumba.model.config import LM_HEAD, ModelConfig, read_json
-from rlnumba.model.layers import ForwardContext, HeapAllocator, PackedAttention
 from rlnumba.model.lora import (
     AdapterStack,
-    Dropout,
-    LoraContext,
     adapter_heads,
     is_adapter,
     load_adapter,
     read_adapter_config,
     save_adapter,
 )
+from rlnumba.model.low_rank import Dropout, LoraContext, projection_numbers
 from rlnumba.model.shard import WHOLE
 from rlnumba.model.tokenizer import end_token_id
-from rlnumba.model.weights import NOT_TRAINED, Weights, load_weights, save_weights, write_json
+from rlnumba.model.weights import Weights, load_weights, save_weights, write_json
 from rlnumba.runtime import device
+from rlnumba.runtime.arena import HeapAllocator
 
 F32 = np.dtype(np.float32)
 
@@ -46,9 +46,9 @@ F32 = np.dtype(np.float32)
 class Tape:
     """Arrays that a forward leaves for its backward. recompute: keep only every layer's input (gradient checkpointing).
 
-    dropout: the Dropout of the adapter's inputs, or None. Without recompute: modules, those of layers.MODULES whose
-    outputs are not kept but computed again; num_layers, the number of layers, from the first on, that keep only their
-    input.
+    dropout: the Dropout of the adapter's inputs, or None. layers: of each layer what its blocks saved, a list, or its
+    input alone. Without recompute: modules, those of block.MODULES whose outputs are not kept but computed again;
+    num_layers, the number of layers, from the first on, that keep only their input.
     """
 
     recompute: bool = False
@@ -79,6 +79,7 @@ class Transformer:
         self.ranks = ranks
         self.config, self.weights, self.dtype = config, weights, weights.dtype
         self.lm_head, self.adapter = weights.lm_head, adapter
+        self.blocks = weights.config.blocks
         self.generation_config = generation_config or {}
         cos, sin = rope_table(config.num_positions, config.head_dim, config.rope_theta, config.rope_scaling)
         self.rope = device.asarray(cos), device.asarray(sin)
@@ -117,7 +118,9 @@ class Transformer:
         config, weights, memory = self.config, self.weights, arena or HeapAllocator()
         lora = None
         if self.adapter is not None:
-            lora = LoraContext(self.adapter.layers, self.adapter.scales, adapter_ids, tape and tape.dropout)
+            dropout = tape and tape.dropout
+            numbers = projection_numbers(self.blocks) if dropout else None
+            lora = LoraContext(self.adapter.layers, self.adapter.scales, adapter_ids, dropout, numbers)
         ctx = ForwardContext(config, position_ids, self.rope, attention, memory, lora, ranks=self.ranks)
         N, D = input_ids.shape[0], config.hidden_size
         hidden, rstd = memory.empty((N, D), self.dtype), memory.empty((N,), F32)
@@ -127,36 +130,40 @@ class Transformer:
                 embedding(input_ids, weights.embed_tokens, x)
                 if self.ranks is not None:
                     x = self.ranks.own_columns(x, memory)
-                h = memory.empty(x.shape, self.dtype)
-                for index in range(config.num_hidden_layers):
-                    w = weights.layer(index)
-                    with memory.scope():
-                        layers.attention_block(index, x, w, ctx, h)
-                    with memory.scope():
-                        layers.mlp_block(index, h, w, ctx, x)
-                layers.norm_rows(x, weights.norm, ctx, hidden, rstd)
+                out = memory.empty(x.shape, self.dtype)
+                for index, blocks in enumerate(self.blocks):
+                    for block, w in zip(blocks, weights.layer(index), strict=True):
+                        with memory.scope():
+                            block.forward(x, w, ctx, out)
+                        x, out = out, x
+                norm_rows(x, weights.norm, ctx, hidden, rstd)
             return hidden
         tape.ctx, tape.input_ids = ctx, input_ids
         if lora is None:
             tape.token_list = list_tokens(input_ids, weights.embed_tokens.shape, config.pad_token_id)
         x = memory.empty((N, D), self.dtype)
         embedding(input_ids, weights.embed_tokens, x)
-        for index in range(config.num_hidden_layers):
+        for index in range(len(self.blocks)):
             w, y = weights.layer(index), memory.empty((N, D), self.dtype)
             if tape.keeps_input_only(index):
                 tape.layers.append(x)
                 with memory.scope():
-                    h = memory.empty((N, D), self.dtype)
-                    layers.attention_block(index, x, w, ctx, h)
-                    layers.mlp_block(index, h, w, ctx, y)
+                    self._layer(index, x, w, ctx, y)
             else:
-                h = memory.empty((N, D), self.dtype)
-                saved = layers.attention_block(index, x, w, ctx, h, tape.modules)
-                tape.layers.append((saved, layers.mlp_block(index, h, w, ctx, y, tape.modules)))
+                tape.layers.append(self._layer(index, x, w, ctx, y, tape.modules))
             x = y
         rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd)
         tape.last = x, rstd
         return hidden
+
+    def _layer(self, index, x, w, ctx, y, recomputed=()):
+        """Run the blocks of a layer from x to y: what each saved, a list. y: None where it need not be computed."""
+        blocks, saved = self.blocks[index], []
+        for block, of_block in zip(blocks, w, strict=True):
+            out = y if block is blocks[-1] else ctx.memory.empty(x.shape, self.dtype)
+            saved.append(block.forward(x, of_block, ctx, out, recomputed))
+            x = out
+        return saved
 
     def logits(self, hidden, out, memory=None):
         """Write the logits (N, V) float32 of hidden states (N, D). Each of several ranks computes its columns of them
@@ -178,7 +185,7 @@ class Transformer:
         on_layer(index) is called as soon as those of a layer's matrices are complete, the last layer first; layers may
         then share the memory for them. Unless grads.adds they are written instead of added.
         """
-        config, weights, ctx = self.config, self.weights, tape.ctx
+        weights, ctx = self.weights, tape.ctx
         if ctx.lora is not None:
             ctx = replace(ctx, lora=replace(ctx.lora, grads=grads))
         ctx = replace(ctx, adds_gradients=on_layer is None or grads.adds)
@@ -187,19 +194,15 @@ class Transformer:
             x, rstd = tape.last
             dx = memory.empty(x.shape, self.dtype)
             rmsnorm_backward(dhidden, x, weights.norm, rstd, dx, grads.norm)
-            for index in reversed(range(config.num_hidden_layers)):
+            for index, blocks in reversed(list(enumerate(self.blocks))):
                 w, saved = weights.layer(index), tape.layers.pop()
-                g = grads.layers[index] if ctx.lora is None else NOT_TRAINED
                 with memory.scope():
                     if tape.keeps_input_only(index):
-                        h = memory.empty(x.shape, self.dtype)
-                        attention = layers.attention_block(index, saved, w, ctx, h, tape.modules)
-                        saved = attention, layers.mlp_block(index, h, w, ctx, None, tape.modules)
-                    attention, mlp = saved
-                    with memory.scope():
-                        layers.mlp_block_backward(index, dx, w, g, ctx, mlp)
-                    with memory.scope():
-                        layers.attention_block_backward(index, dx, w, g, ctx, attention)
+                        saved = self._layer(index, saved, w, ctx, None, tape.modules)
+                    for i, block in reversed(list(enumerate(blocks))):
+                        g = block.Weights() if ctx.lora is not None else grads.layers[index][i]
+                        with memory.scope():
+                            block.backward(dx, w[i], g, ctx, saved[i])
                     if on_layer is not None:
                         on_layer(index)
             if ctx.lora is not None:
@@ -207,7 +210,7 @@ class Transformer:
             else:
                 # A padding token inside a text has its embedding, which is not trained, as in transformers.
                 embed_grads = grads.embed_tokens if embed_grads is None else embed_grads
-                embedding_backward(tape.input_ids, dx, embed_grads, config.pad_token_id, tape.token_list)
+                embedding_backward(tape.input_ids, dx, embed_grads, self.config.pad_token_id, tape.token_list)
         tape.last, tape.token_list = (), None
 
 

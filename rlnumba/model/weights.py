@@ -12,22 +12,18 @@ import json
 import math
 import os
 import weakref
-from collections import namedtuple
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from rlnumba.errors import UserError
 from rlnumba.model.config import read_json
-from rlnumba.model.shard import WHOLE
+from rlnumba.model.parameter import Parameter, placed
+from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tensor_file import create_tensors, open_tensors, write_tensors
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.transfer import copy_to_device
-
-# Elements, of vectors and of matrices: blocks of 8-bit moments then belong to one matrix, and so to one layer. The
-# padding between parameters stays zero in weights, gradients and moments.
-ALIGNMENT, MATRIX_ALIGNMENT = 128, 256
 
 # Rows of two matrices that are on the host at one time.
 COMPARED_ROWS = 4096
@@ -45,92 +41,32 @@ METADATA = {"format": "pt"}
 DTYPES = {"F32": device.dtype("float32"), "F16": device.dtype("float16"), "BF16": device.dtype("bfloat16")}
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One view of the flat buffer: its offset, and which tensors of a checkpoint, in order, are its rows."""
-
-    name: str
-    shape: tuple[int, ...]
-    decays: bool
-    rows: tuple[tuple[str, int], ...]
-    offset: int = 0
-
-    @property
-    def size(self):
-        return math.prod(self.shape)
-
-    @property
-    def padded_size(self):
-        """Elements up to the next parameter."""
-        alignment = MATRIX_ALIGNMENT if self.decays else ALIGNMENT
-        return -(-self.size // alignment) * alignment
-
-
-# The views of one decoder layer; None where the model has no such parameter.
-LayerWeights = namedtuple(
-    "LayerWeights",
-    "input_norm qkv qkv_bias q_norm k_norm o o_bias post_norm gate_up gate_up_bias down down_bias",
-)
-
-
-# In place of a layer's gradients where its weights are not trained.
-NOT_TRAINED = LayerWeights(*[None] * len(LayerWeights._fields))
-
-
 def parameters(config, shard=WHOLE):
     """Every Parameter of a model, or of its shard, in the order of the flat buffer: what decays first.
 
     config: that of the whole model.
     """
-    D, E, F, V = config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size
-
-    def part(source, count):
-        rows = shard.rows(source, count)
-        return source, rows.stop - rows.start
-
-    q, kv = config.num_attention_heads * E, config.num_key_value_heads * E
+    D, V = config.hidden_size, config.vocab_size
     found = [Parameter("model.embed_tokens", (V, D), True, (("model.embed_tokens.weight", V),))]
-    for layer in range(config.num_hidden_layers):
-        at = f"model.layers.{layer}"
-        attention, mlp = f"{at}.self_attn", f"{at}.mlp"
-        for name, columns, sources, bias in (
-            ("qkv", D, ((f"{attention}.q_proj", q), (f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv)),
-             config.attention_bias),
-            ("o", q, ((f"{attention}.o_proj", D),), config.o_bias),
-            ("gate_up", D, ((f"{mlp}.gate_proj", F), (f"{mlp}.up_proj", F)), config.mlp_bias),
-            ("down", F, ((f"{mlp}.down_proj", D),), config.mlp_bias),
-        ):  # fmt: skip
-            weights = tuple(part(f"{source}.weight", n) for source, n in sources)
-            rows = sum(n for _, n in weights)
-            found.append(Parameter(f"{at}.{name}", (rows, columns), True, weights))
-            if bias:
-                biases = tuple(part(f"{source}.bias", n) for source, n in sources)
-                found.append(Parameter(f"{at}.{name}_bias", (rows,), False, biases))
-        norms = [("input_norm", D, f"{at}.input_layernorm"), ("post_norm", D, f"{at}.post_attention_layernorm")]
-        if config.qk_norm:
-            norms += [("q_norm", E, f"{attention}.q_norm"), ("k_norm", E, f"{attention}.k_norm")]
-        for name, size, source in norms:
-            found.append(Parameter(f"{at}.{name}", (size,), False, ((f"{source}.weight", size),)))
+    for blocks in config.blocks:
+        found += [p for block in blocks for p in block.matrices(config)]
+        found += [block.norm(config) for block in blocks]
+        found += [p for block in blocks for p in block.vectors(config)]
     found.append(Parameter("model.norm", (D,), False, (("model.norm.weight", D),)))
     if "lm" in config.heads and not config.tie_word_embeddings:
-        head = part("lm_head.weight", V)
-        found.append(Parameter("lm_head", (head[1], D), True, (head,)))
+        found.append(Parameter("lm_head", (V, D), True, (("lm_head.weight", V),), cut=Shard.tokens))
     if "score" in config.heads:
         found.append(Parameter("score", (1, D), True, (("score.weight", 1),)))
-    placed, offset = [], 0
-    for parameter in sorted(found, key=lambda p: not p.decays):
-        placed.append(replace(parameter, offset=offset))
-        offset += parameter.padded_size
-    return placed
+    return placed(p.of(shard) for p in found)
 
 
 class Weights:
     """One flat array of `dtype` on the device, zeros at first, and its views: weights["model.layers.0.qkv"].
 
     flat: (n,), n = size, its first element number `first`, 0, of the model's. decay_end: elements [0, decay_end) are
-    matrices, to which weight decay applies. layers[i]: the LayerWeights of layer i. lm_head: (V, D), the embedding if
-    tied; score: (1, D); None for a head that the model does not have. config: the whole model's; these are the weights
-    of its `shard`. region: one of memory.report().
+    matrices, to which weight decay applies. layers[i]: the views of layer i, a tuple of each block's Weights. lm_head:
+    (V, D), the embedding if tied; score: (1, D); None for a head that the model does not have. config: the whole
+    model's; these are the weights of its `shard`. region: one of memory.report().
     """
 
     def __init__(self, config, dtype="float32", region="weights", shard=WHOLE):
@@ -148,10 +84,7 @@ class Weights:
         tied = self.embed_tokens[shard.tokens(config.vocab_size)] if shard.count > 1 else self.embed_tokens
         self.lm_head = self.views.get("lm_head", tied if "lm" in config.heads else None)
         self.score = self.views.get("score")
-        self.layers = [
-            LayerWeights(*(self.views.get(f"model.layers.{layer}.{field}") for field in LayerWeights._fields))
-            for layer in range(config.num_hidden_layers)
-        ]
+        self.layers = [tuple(block.views(self.views) for block in blocks) for blocks in config.blocks]
 
     def _allocate(self, region):
         """({name: view of a Parameter}, bytes of their memory)."""
@@ -161,7 +94,7 @@ class Weights:
         return {p.name: self.flat[p.offset : p.offset + p.size].reshape(p.shape) for p in self.parameters}, nbytes
 
     def layer(self, index):
-        """The LayerWeights of a layer that is computed next."""
+        """The views of a layer that is computed next, a tuple of each block's Weights."""
         return self.layers[index]
 
     def spans(self):
@@ -246,7 +179,8 @@ def load_weights(folder, config, dtype=None, heads=None, shard=WHOLE, make_weigh
     """
     folder = Path(folder)
     files = _open_checkpoint(folder)
-    expected = {source: (rows, *p.shape[1:]) for p in parameters(config) for source, rows in p.rows}
+    of_model = {source: (p, rows) for p in parameters(config) for source, rows in p.rows}
+    expected = {source: (rows, *p.shape[1:]) for source, (p, rows) in of_model.items()}
     if config.tie_word_embeddings and "lm_head.weight" in files:
         _drop_tied_head(files)
     # Rotary frequencies that old checkpoints have as a buffer; they follow from the config.
@@ -269,7 +203,8 @@ def load_weights(folder, config, dtype=None, heads=None, shard=WHOLE, make_weigh
     mapped = {path: np.memmap(path, np.uint8, "r") for path in {stored.path for stored, _, _ in places}}
     copies = []
     for stored, source, at in places:
-        values = stored.values_in(mapped[stored.path])[shard.rows(source, stored.shape[0])].reshape(-1)
+        p, rows = of_model[source]
+        values = stored.values_in(mapped[stored.path])[p.part_of(shard, rows)].reshape(-1)
         for first, array in weights.spans():
             lower, upper = max(at, first), min(at + len(values), first + len(array))
             if lower < upper:

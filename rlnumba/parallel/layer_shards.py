@@ -2,7 +2,7 @@
 
 ZeRO, stage 3 (Rajbhandari et al. 2020), for models whose weights are too large for each GPU.
 
-    slices of a layer      rank r has elements [r s, (r + 1) s) of the layer's matrices, s = n / R rounded up
+    slices of a layer      rank r has elements [r s, (r + 1) s) of the layer's n matrix elements, s = n / R rounded up
     the layer              gathered into one buffer before its forward, and before its backward
     the layer's gradient   float32, of one layer at a time; folded as soon as it is complete (zero.py)
     rest                   embedding, heads, norms and biases: on every rank
@@ -17,8 +17,8 @@ All ranks gather and fold together. A rank without a micro-batch in a round take
 
 import numpy as np
 
-from rlnumba.model.layer_gradients import layer_span
-from rlnumba.model.weights import MATRIX_ALIGNMENT, Weights
+from rlnumba.model.parameter import MATRIX_ALIGNMENT, layer_spans
+from rlnumba.model.weights import Weights
 from rlnumba.parallel.communicator import as_bytes
 from rlnumba.parallel.zero import Part, ShardedOptimizer
 from rlnumba.runtime import device, memory
@@ -43,15 +43,15 @@ class LayerShards(Weights):
         rank, world_size = self.communicator.rank, self.communicator.world_size
         self.parts_of_ranks = [Part.of(self.size, each, world_size) for each in range(world_size)]
         part = self.parts_of_ranks[rank] if self.is_trained else Part(0, 0)
-        layers = range(self.config.num_hidden_layers)
-        self._begins = [layer_span(self.parameters, index)[0] for index in layers]
-        begin, end = layer_span(self.parameters, 0)
-        self._layer_size, matrices_end = end - begin, layer_span(self.parameters, layers[-1])[1]
-        self._slice = -(-self._layer_size // (world_size * MATRIX_ALIGNMENT)) * MATRIX_ALIGNMENT
-        sizes = [part.size, self._slice * len(layers), self._slice * world_size, begin, self.size - matrices_end]
+        self._layers = layer_spans(self.parameters)
+        (begin, _), (_, matrices_end) = self._layers[0], self._layers[-1]
+        slices = [
+            -(-(end - first) // (world_size * MATRIX_ALIGNMENT)) * MATRIX_ALIGNMENT for first, end in self._layers
+        ]
+        sizes = [part.size, sum(slices), max(slices) * world_size, begin, self.size - matrices_end]
         with memory.allocating(region, sum(sizes) * self.dtype.itemsize):
-            self.flat, slices, self._buffer, *rest = (device.xp().zeros(size, self.dtype) for size in sizes)
-        self.first, self._slices = part.start, slices.reshape(len(layers), self._slice)
+            self.flat, own, self._buffer, *rest = (device.xp().zeros(size, self.dtype) for size in sizes)
+        self.first, self._slices = part.start, np.split(own, np.cumsum(slices)[:-1])
         self._rest = list(zip((0, matrices_end), rest, strict=True))
         views = {p.name: self._view(p) for p in self.parameters}
         return views, sum(sizes) * self.dtype.itemsize
@@ -61,20 +61,21 @@ class LayerShards(Weights):
         for first, array in self._rest:
             if first <= p.offset < first + len(array):
                 return array[p.offset - first : p.offset - first + p.size].reshape(p.shape)
-        at = p.offset - self._begins[int(p.name.split(".")[2])]
+        at = p.offset - self._layers[p.layer][0]
         return self._buffer[at : at + p.size].reshape(p.shape)
 
     def layer(self, index):
-        """The LayerWeights of a layer, gathered from all ranks, which call this together."""
-        self.communicator.gather(self._slices[index], self._buffer.reshape(-1, self._slice))
+        """The views of a layer, gathered from all ranks, which call this together."""
+        own, world_size = self._slices[index], self.communicator.world_size
+        self.communicator.gather(own, self._buffer[: world_size * len(own)].reshape(world_size, -1))
         return self.layers[index]
 
     def spans(self):
         """[(number of the first element, array)] of all that this rank has; the same elements may be in two of them."""
         found = [(self.first, self.flat), *self._rest]
-        for begin, own in zip(self._begins, self._slices, strict=True):
-            start = self.communicator.rank * self._slice
-            found.append((begin + start, own[: max(min(self._slice, self._layer_size - start), 0)]))
+        for (first, end), own in zip(self._layers, self._slices, strict=True):
+            start = first + self.communicator.rank * len(own)
+            found.append((start, own[: max(min(len(own), end - start), 0)]))
         return found
 
     def init_score(self, head_init, seed):

@@ -31,13 +31,13 @@ from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob import slices
 from rlnumba.kernels.logprob.chunked import forward_rows, logp_of_logits
 from rlnumba.kernels.nn.rmsnorm import rmsnorm
-from rlnumba.model.layers import HeapAllocator
 from rlnumba.model.shard import Columns, Shard, vocabulary
 from rlnumba.model.transformer import load_model
 from rlnumba.parallel.communicator import as_bytes
 from rlnumba.parallel.launch import launch
 from rlnumba.parallel.placement import placement
 from rlnumba.runtime import device
+from rlnumba.runtime.arena import HeapAllocator
 from rlnumba.runtime.context import current
 
 # The module that lists the kernels of ranks.

@@ -153,12 +153,9 @@ def _extended(array, length, value):
 
 
 def cost_of(lengths, config):
-    """Multiplications of a layer's forward of sequences of these lengths, about: int. config: of the model."""
-    H, E = config.num_attention_heads, config.head_dim
-    per_token = (2 * H + 2 * config.num_key_value_heads) * E + 3 * config.intermediate_size
+    """Multiplications of the layers' forward of sequences of these lengths, about: int. config: of the model."""
     lengths = np.asarray(lengths, np.int64)
-    # Causal: half of the products of queries and keys, and of probabilities and values.
-    return int(lengths.sum() * config.hidden_size * per_token + H * E * (lengths**2).sum())
+    return sum(int(block.cost(lengths, config)) for blocks in config.blocks for block in blocks)
 
 
 def costliest_first(batches, config, lengths_of=None):

@@ -30,7 +30,7 @@ from rlnumba.model.heads import (
     value_head_forward,
 )
 from rlnumba.model.layer_gradients import backward_and_update
-from rlnumba.model.lora import Dropout
+from rlnumba.model.low_rank import Dropout
 from rlnumba.model.transformer import Tape, packed_attention
 from rlnumba.optim import Optimizer
 from rlnumba.parallel.gradient_fold import GradientFold, rounds

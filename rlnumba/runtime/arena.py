@@ -7,7 +7,7 @@ its arrays never move, and its memory may be lent while no array of it is in use
 """
 
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 
@@ -101,3 +101,13 @@ class Arena:
         memory.take_back(self)
         if self._memory is not None:
             self._memory.give_back()
+
+
+class HeapAllocator:
+    """The allocator where no arena is given: plain arrays, freed with their last reference."""
+
+    def empty(self, shape, dtype):
+        return device.xp().empty(shape, dtype)
+
+    def scope(self):
+        return nullcontext()

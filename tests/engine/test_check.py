@@ -15,18 +15,18 @@ from tests.trainers.runs import MODEL
 pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="changes arrays of NumPy")
 
 IDS, PROMPT, COPIES = [3 + i % 40 for i in range(21)], 18, 3
-# (block of a layer, place in what it returns): the operator that wrote it.
+# (block of a layer, field of what it saves): the operator that wrote it.
 OUTPUTS = {
-    (0, 1): "input rmsnorm",
-    (0, 3): "qkv_proj",
-    (0, 4): "qkv_split of q (head norm, rope)",
-    (0, 5): "qkv_split of k (head norm, rope)",
-    (0, 6): "qkv_split of v",
-    (0, 8): "attention",
-    (1, 0): "o_proj",
-    (1, 1): "post rmsnorm",
-    (1, 3): "gate_up_proj",
-    (1, 4): "swiglu",
+    (0, "normed"): "input rmsnorm",
+    (0, "qkv"): "qkv_proj",
+    (0, "q"): "qkv_split of q (head norm, rope)",
+    (0, "k"): "qkv_split of k (head norm, rope)",
+    (0, "v"): "qkv_split of v",
+    (0, "attended"): "attention",
+    (1, "x"): "o_proj",
+    (1, "normed"): "post rmsnorm",
+    (1, "gate_up"): "gate_up_proj",
+    (1, "activated"): "swiglu",
 }
 AGREES = "log-prob of the sampled token, or what depends on the rest of the batch: alone, all hidden states agree"
 
@@ -50,10 +50,10 @@ def change(model, monkeypatch, forward, edit):
 @pytest.mark.parametrize("place", OUTPUTS, ids=OUTPUTS.get)
 @pytest.mark.parametrize("position, part", [(0, "prefill"), (17, "prefill"), (18, "decode"), (20, "decode")])
 def test_the_operator_at_fault_is_named(monkeypatch, layer, place, position, part):
-    model, (block, index) = load_model(MODEL), place
+    model, (block, field) = load_model(MODEL), place
 
     def edit(tape, hidden):
-        array = tape.layers[layer][block][index]
+        array = getattr(tape.layers[layer][block], field)
         array.reshape(COPIES * len(IDS), -1)[2 * len(IDS) + position, 1] += 1
 
     change(model, monkeypatch, 0, edit)
@@ -64,8 +64,8 @@ def test_the_operator_at_fault_is_named(monkeypatch, layer, place, position, par
 def test_the_stream_between_layers_is_named(monkeypatch):
     names = []
     for edit in (
-        lambda tape, hidden: np.add.at(tape.layers[0][0][0], (4, 0), 1),
-        lambda tape, hidden: np.add.at(tape.layers[1][0][0], (4, 0), 1),
+        lambda tape, hidden: np.add.at(tape.layers[0][0].x, (4, 0), 1),
+        lambda tape, hidden: np.add.at(tape.layers[1][0].x, (4, 0), 1),
         lambda tape, hidden: np.add.at(tape.last[0], (4, 0), 1),
         lambda tape, hidden: np.add.at(hidden, (4, 0), 1),
     ):
@@ -79,13 +79,13 @@ def test_the_stream_between_layers_is_named(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("index, name", [(5, "qkv_split of k (head norm, rope)"), (6, "qkv_split of v")])
-def test_keys_and_values_are_read_from_the_cache(monkeypatch, index, name):
+@pytest.mark.parametrize("field, name", [("k", "qkv_split of k (head norm, rope)"), ("v", "qkv_split of v")])
+def test_keys_and_values_are_read_from_the_cache(monkeypatch, field, name):
     """Each copy has blocks of its own, 16 tokens long, two for 21 tokens: position 19 of the second is in its last."""
     model = load_model(MODEL)
 
     def edit(tape, hidden):
-        tape.layers[0][0][index][3, 3, 0, 0] += 1
+        getattr(tape.layers[0][0], field)[3, 3, 0, 0] += 1
 
     calls = change(model, monkeypatch, 3, edit)
     assert first_difference(model, IDS, PROMPT, COPIES) == f"layer 0 {name}, at position 19 (decode)"
@@ -105,7 +105,7 @@ def test_queries_may_be_left_out_of_decode(monkeypatch):
     assert first_difference(model, IDS, PROMPT, COPIES) == AGREES
 
     def edit(tape, hidden):
-        tape.layers[1][0][8][1, 0, 0] += 1
+        tape.layers[1][0].attended[1, 0, 0] += 1
 
     change(model, monkeypatch, 2, edit)
     assert first_difference(model, IDS, PROMPT, COPIES) == "layer 1 attention, at position 18 (decode)"

@@ -349,11 +349,11 @@ def test_the_cpu_cache_grows_while_requests_run(model, alone):
     engine.add_request("short", [1, 2, 3], SamplingParams(max_tokens=20))
     engine.step()
     engine.step()
-    small, kept = engine.blocks.num_blocks, engine.runner.cache.k[:, 0, :3].copy()
+    small, kept = engine.blocks.num_blocks, engine.runner.cache.arrays[0][:, 0, :3].copy()
     engine.add_request("long", [5] * 100, SamplingParams(max_tokens=50, n=3))
     engine.step()
     assert small < engine.blocks.num_blocks == engine.runner.cache.num_blocks == 3 * 11 + 3
-    assert kept.any() and (engine.runner.cache.k[:, 0, :3] == kept).all()
+    assert kept.any() and (engine.runner.cache.arrays[0][:, 0, :3] == kept).all()
     outputs = run(engine)
     assert [result(outputs["short", 0])] == alone([1, 2, 3], SamplingParams(max_tokens=20))
     expected = alone([5] * 100, SamplingParams(max_tokens=50, n=3))
@@ -368,7 +368,7 @@ def test_sleep_keeps_requests(model, alone, enable_sleep_mode):
     for _ in range(5):
         engine.step()
     engine.sleep()
-    assert (engine.runner.cache.k is None) == bool(enable_sleep_mode)
+    assert (engine.runner.cache.arrays is None) == bool(enable_sleep_mode)
     engine.add_request(1, [7], params)
     outputs = run(engine)
     for number, prompt in enumerate([list(range(20)), [7]]):

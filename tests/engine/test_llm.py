@@ -17,8 +17,8 @@ from rlnumba.engine.sequence import RequestOutput
 from rlnumba.engine.steps import attention
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.model.blocks.attention import PackedAttention
 from rlnumba.model.config import ModelConfig
-from rlnumba.model.layers import PackedAttention
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, load_model, pack, score
 from rlnumba.model.weights import Weights
@@ -560,15 +560,15 @@ def test_taking_and_giving_back_the_cache_counts_once(model):
 
     before = held()
     cache = KVCache(model.config, 3, 16, "float32")
-    assert cache.nbytes == 3 * 2 * 2 * 16 * 2 * 16 * 4 and cache.k is None and held() == before
+    assert cache.nbytes == 3 * 2 * 2 * 16 * 2 * 16 * 4 and cache.arrays is None and held() == before
     cache.take()
-    k = cache.k
+    k = cache.arrays[0]
     cache.take()
-    assert cache.k is k and k.shape == (2, 3, 16, 2, 16) == cache.v.shape and k.dtype == np.float32
+    assert cache.arrays[0] is k and k.shape == (2, 3, 16, 2, 16) == cache.arrays[1].shape and k.dtype == np.float32
     assert held() == before + cache.nbytes
     for _ in range(2):
         cache.give_back()
-        assert cache.k is None and cache.v is None and held() == before
+        assert cache.arrays is None and held() == before
     cache.take()
     assert held() == before + cache.nbytes
     del cache
@@ -606,22 +606,22 @@ def test_sleep_lends_the_cache_and_the_text_stays(model):
     """Its memory stays until an allocation needs it."""
     llm, prompt, params = LLM(model), [[1, 2, 3] * 10], SamplingParams(max_tokens=8)
     before, cache = llm.generate(prompt, params), llm.engine.runner.cache
-    k = cache.k
+    k = cache.arrays[0]
     # While the engine is awake its cache is its own.
     memory.reclaim()
-    assert cache.k is k and llm.engine.blocks.block_of_hash
+    assert cache.arrays[0] is k and llm.engine.blocks.block_of_hash
     llm.sleep()
-    assert cache.k is k and llm.engine.is_asleep and not llm.engine.blocks.block_of_hash
+    assert cache.arrays[0] is k and llm.engine.is_asleep and not llm.engine.blocks.block_of_hash
     llm.wake()
-    assert drawn(llm.generate(prompt, params)) == drawn(before) and cache.k is k
-    assert not memory.reclaim() and cache.k is k
+    assert drawn(llm.generate(prompt, params)) == drawn(before) and cache.arrays[0] is k
+    assert not memory.reclaim() and cache.arrays[0] is k
     llm.sleep()
-    assert memory.reclaim() and cache.k is None and not memory.reclaim()
+    assert memory.reclaim() and cache.arrays is None and not memory.reclaim()
     llm.wake()
-    assert drawn(llm.generate(prompt, params)) == drawn(before) and cache.k is not None
-    k = cache.k
+    assert drawn(llm.generate(prompt, params)) == drawn(before) and cache.arrays is not None
+    k = cache.arrays[0]
     llm.sleep()
-    assert cache.k is k
+    assert cache.arrays[0] is k
     llm.wake()
     assert drawn(llm.generate(prompt, params)) == drawn(before)
 
@@ -631,7 +631,7 @@ def test_a_cache_that_is_never_lent(model):
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
     llm.sleep()
     memory.reclaim()
-    assert llm.engine.runner.cache.k is not None
+    assert llm.engine.runner.cache.arrays is not None
 
 
 def test_sleep_mode_gives_the_cache_back_and_the_text_stays(model):
@@ -849,16 +849,16 @@ def test_an_allocation_that_does_not_fit_takes_a_lent_cache(prompts):
     assert cache.nbytes > 1 << 30
     llm.sleep()
     device.xp().empty(1 << 20, np.uint8)
-    assert cache.k is not None
+    assert cache.arrays is not None
     for _ in range(2):
         device.xp().get_default_memory_pool().free_all_blocks()
         large = device.xp().empty(device.memory_info()[0] + cache.nbytes // 2, np.uint8)
-        assert cache.k is None and 0 < cache.memory.mapped_bytes < cache.nbytes
+        assert cache.arrays is None and 0 < cache.memory.mapped_bytes < cache.nbytes
         large.fill(1)
         device.synchronize()
         del large
         llm.wake()
-        assert cache.k is not None and drawn(llm.generate(prompts, params)) == expected
+        assert cache.arrays is not None and drawn(llm.generate(prompts, params)) == expected
         llm.sleep()
 
 
@@ -871,7 +871,7 @@ def test_a_lent_cache_leaves_memory_to_the_driver(prompts):
     llm.sleep()
     device.xp().get_default_memory_pool().free_all_blocks()
     large = device.xp().empty(device.memory_info()[0] - memory.MARGIN_BYTES // 2, np.uint8)
-    assert llm.engine.runner.cache.k is None
+    assert llm.engine.runner.cache.arrays is None
     assert device.memory_info()[0] > memory.MARGIN_BYTES
     del large
 
@@ -902,7 +902,7 @@ def test_steps_with_a_lent_cache_allocate_nothing(prompts):
         llm.wake()
         llm.generate(prompts, params)
         llm.sleep()
-        found.append((pool.total_bytes(), llm.engine.runner.cache.k.data.ptr, device.memory_info()[0]))
+        found.append((pool.total_bytes(), llm.engine.runner.cache.arrays[0].data.ptr, device.memory_info()[0]))
     assert len({pool_bytes for pool_bytes, _, _ in found[2:]}) == 1
     assert len({address for _, address, _ in found}) == 1
 

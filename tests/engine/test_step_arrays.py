@@ -17,6 +17,8 @@ from rlnumba.engine.steps.shapes import (
     pad_step,
     prefill_bucket,
 )
+from rlnumba.model.blocks.attention import Attention
+from rlnumba.model.blocks.mlp import Mlp
 
 
 def make_table():
@@ -148,7 +150,7 @@ def test_large_steps_and_long_contexts_are_no_graphs():
 def config_of(hidden_size, intermediate_size, heads, kv_heads, head_dim):
     return SimpleNamespace(
         hidden_size=hidden_size, intermediate_size=intermediate_size, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head_dim,
+        num_key_value_heads=kv_heads, head_dim=head_dim, blocks=[[Attention(0), Mlp(0)]] * 3,
     )  # fmt: skip
 
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from rlnumba.engine.cache import KVCache
+from rlnumba.engine.few_rows import weights_of
 from rlnumba.engine.steps.attention import PagedAttention
-from rlnumba.kernels.decoder.ops import decoder_config, decoder_forward, decoder_weights
+from rlnumba.kernels.decoder.ops import decoder_config, decoder_forward
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Transformer
 from rlnumba.model.weights import Weights
@@ -50,7 +51,7 @@ def step_of(model, context_lens, seed=0):
     }
     cache = KVCache(model.config, rows * width + 3, BLOCK_SIZE, model.dtype)
     cache.take()
-    for array in (cache.k, cache.v):
+    for array in cache.arrays:
         array[...] = device.asarray(generator.standard_normal(array.shape, np.float32).astype(model.dtype))
     return {name: device.asarray(array) for name, array in arrays.items()}, cache
 
@@ -65,7 +66,7 @@ def by_kernels(model, arrays, cache):
 def by_decoder(model, arrays, cache, blocks=None, launches=1):
     """The hidden states by the persistent kernel, after so many launches of it."""
     config, weights = model.config, model.weights
-    packed = decoder_weights(weights.flat, weights.embed_tokens, weights.layers, weights.norm)
+    packed = weights_of(weights)
     heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     rows = len(arrays["input_ids"])
     decoder = decoder_config(packed, *heads, rows, BLOCK_SIZE, blocks)
@@ -74,7 +75,7 @@ def by_decoder(model, arrays, cache, blocks=None, launches=1):
     names = "input_ids", "position_ids", "context_lens", "slot_mapping", "block_tables"
     for _ in range(launches):
         decoder_forward(
-            decoder, packed, *(arrays[name] for name in names), cache.k, cache.v, *model.rope,
+            decoder, packed, *(arrays[name] for name in names), cache.arrays[0], cache.arrays[1], *model.rope,
             config.rms_norm_eps, config.scale, out,
         )  # fmt: skip
     return out
@@ -87,7 +88,7 @@ def assert_equal_bits(model, context_lens, **options):
     found = device.to_host(by_decoder(model, arrays, cache, **options)).view(np.uint16)
     used = np.array(context_lens) > 0
     np.testing.assert_array_equal(found[used], expected[used])
-    for ours, theirs in ((cache.k, other.k), (cache.v, other.v)):
+    for ours, theirs in zip(cache.arrays, other.arrays, strict=True):
         np.testing.assert_array_equal(device.to_host(ours).view(np.uint16), device.to_host(theirs).view(np.uint16))
 
 
@@ -126,7 +127,7 @@ def test_other_shapes_are_left_to_the_separate_kernels(settings, what):
     model = model_of(num_hidden_layers=1, **settings)
     weights, config = model.weights, model.config
     with dispatch.forced("sm90"):
-        packed = decoder_weights(weights.flat, weights.embed_tokens, weights.layers, weights.norm)
+        packed = weights_of(weights)
         assert (packed is None) == (what == "weights")
         if packed is not None:
             heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim

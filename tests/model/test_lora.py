@@ -14,8 +14,9 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.model import lora
-from rlnumba.model.layers import MODULES
-from rlnumba.model.lora import Adapter, Dropout, load_adapter, merge
+from rlnumba.model.blocks.block import MODULES
+from rlnumba.model.lora import Adapter, load_adapter, merge
+from rlnumba.model.low_rank import Dropout, LoraContext
 from rlnumba.model.transformer import Tape, host_copy, load_model, pack, packed_attention, save_model, score
 from rlnumba.model.weights import open_tensors
 from rlnumba.runs.policy import Policy
@@ -201,7 +202,7 @@ def test_gradients_are_finite_differences(recompute, targets, dropout):
         if dropout is None:
             return x
         mask = np.empty(x.shape, np.float32)
-        dropout.apply(layer * 4 + lora.PROJECTIONS.index(fused), np.ones(x.shape, np.float32), mask)
+        dropout.apply(layer * 4 + ("qkv", "o", "gate_up", "down").index(fused), np.ones(x.shape, np.float32), mask)
         return x * (mask != 0) / (1 - dropout.p)
 
     def value():
@@ -231,9 +232,9 @@ def test_what_is_in_no_block_stays_zero():
             view[...] = 0
         assert not flat.any()
     # The rows of up_proj alone are trained, those of gate_proj are not.
-    b = device.to_host(grads.layers[1].gate_up.b)
+    b = device.to_host(grads.layers[1]["gate_up"].b)
     assert b[64:].any() and not b[:64].any()
-    assert grads.layers[0].o is None and grads.layers[0].down is None
+    assert "o" not in grads.layers[0] and "down" not in grads.layers[0]
 
 
 def test_recomputation_gives_the_same_bits():
@@ -271,7 +272,7 @@ def test_chunked_prefill_agrees_with_training():
 
 def test_check_names_the_operator_with_an_adapter(monkeypatch):
     model = random_adapter(load_model(MODEL))
-    reduce, calls = lora.LoraContext.reduce, []
+    reduce, calls = LoraContext.reduce, []
 
     def changed(self, layer, name, x, memory):
         xa = reduce(self, layer, name, x, memory)
@@ -280,7 +281,7 @@ def test_check_names_the_operator_with_an_adapter(monkeypatch):
             xa[0] += 1
         return xa
 
-    monkeypatch.setattr(lora.LoraContext, "reduce", changed)
+    monkeypatch.setattr(LoraContext, "reduce", changed)
     found = check.first_difference(model, SEQUENCES[2], 20, 2)
     assert found == "layer 1 gate_up_proj, at position 0 (prefill)"
 

@@ -11,11 +11,11 @@ from safetensors.numpy import load_file, save_file
 from rlnumba.errors import UserError
 from rlnumba.model.config import HEADS, LM_HEAD, SCORE_HEAD, ModelConfig
 from rlnumba.model.heads import value_head_backward, value_head_forward
-from rlnumba.model.layers import HeapAllocator
 from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.transformer import Tape, load_model, pack, packed_attention, save_model
 from rlnumba.model.weights import parameters
 from rlnumba.runtime import device
+from rlnumba.runtime.arena import HeapAllocator
 from tests.close import assert_close, assert_same_bits
 from tests.model.test_transformer import GOLDEN, MODELS, NAMES
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from rlnumba.errors import UserError
 from rlnumba.model import tensor_file, weights
 from rlnumba.model.config import ModelConfig
+from rlnumba.model.parameter import ALIGNMENT
 from rlnumba.model.weights import Weights, load_weights, open_tensors, save_weights, write_tensors
 from rlnumba.runtime import device, memory, transfer
 from tests.close import assert_same_bits
@@ -69,15 +70,15 @@ def test_layout():
     config, held = loaded("llama_head48")
     used = np.zeros(held.flat.size, bool)
     for p in held.parameters:
-        assert p.offset % weights.ALIGNMENT == 0 and not used[p.offset : p.offset + p.size].any()
+        assert p.offset % ALIGNMENT == 0 and not used[p.offset : p.offset + p.size].any()
         used[p.offset : p.offset + p.size] = True
         assert (p.offset < held.decay_end) == (len(p.shape) == 2)
     assert not device.to_host(held.flat)[~used].any()
     grads = held.grads()
     assert grads.flat.shape == held.flat.shape and grads.flat.dtype == np.float32 and not grads.flat.any()
-    grads.layers[1].down[0, 0] = 1
+    grads.layers[1][1].down[0, 0] = 1
     assert grads["model.layers.1.down"][0, 0] == 1 and np.count_nonzero(device.to_host(grads.flat)) == 1
-    assert held.layers[0].q_norm is None and held.layers[0].o_bias.shape == (48,)
+    assert held.layers[0][0].q_norm is None and held.layers[0][0].o_bias.shape == (48,)
 
 
 def test_regions_count_bytes():
@@ -140,7 +141,7 @@ def test_random_weights():
     assert not (held.flat == Weights.random(config, seed=4).flat).all()
     # 9,216 draws: the deviation of their spread is 0.02 / sqrt(2 * 9216) = 0.00015.
     assert abs(float(held.embed_tokens.std()) - 0.02) < 0.0008
-    assert (held.norm == 1).all() and not held.layers[0].qkv_bias.any()
+    assert (held.norm == 1).all() and not held.layers[0][0].qkv_bias.any()
 
 
 def test_missing_extra_and_misshapen_tensors_are_named(tmp_path):

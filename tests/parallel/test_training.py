@@ -13,6 +13,8 @@ import pytest
 from rlnumba import checkpoint, cli
 from rlnumba.config import DeployConfig, LoraConfig, SFTConfig, load_run, to_toml
 from rlnumba.errors import ConfigError, RankError
+from rlnumba.model.blocks.attention import Attention
+from rlnumba.model.blocks.mlp import Mlp
 from rlnumba.runs.micro_batch import MicroBatch, costliest_first
 from rlnumba.runs.ranks import train_on_ranks
 from rlnumba.trainers.sft import run_sft
@@ -84,6 +86,7 @@ def test_batches_are_numbered_by_their_cost():
 
     class Config:
         hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim = 8, 16, 4, 2, 4
+        blocks = ((Attention(0), Mlp(0)),)
 
     # As many tokens: the longer sequence is the costlier one; equal ones keep their order.
     batches = [batch(5, 5), batch(10), batch(3), batch(4, 6), batch(10)]

@@ -464,7 +464,7 @@ def test_generation_and_training_that_do_not_fit_together_take_turns():
                     policy.arena.empty((size,), np.uint8)
             losses.append(sft.train_step(policy, rows, 0.0)["loss"])
         assert policy.arena.nbytes >= policy.arena.peak >= size
-        assert 0 < cache.memory.mapped_bytes < cache.nbytes and cache.k is None
+        assert 0 < cache.memory.mapped_bytes < cache.nbytes and cache.arrays is None
         addresses.add((policy.arena.address, cache.memory.address, llm.engine.runner.arena.address))
         used.append(device.memory_info()[0])
     assert all(text == texts[0] for text in texts) and len(set(losses)) == 1 and len(addresses) == 1

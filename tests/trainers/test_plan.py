@@ -14,7 +14,8 @@ from rlnumba.config import AsyncConfig, DeployConfig, to_toml
 from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import UserError
 from rlnumba.kernels.nn import reduce
-from rlnumba.model import layers, transformer
+from rlnumba.model import transformer
+from rlnumba.model.blocks import projection
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.lora import Adapter
 from rlnumba.model.shard import Shard
@@ -282,13 +283,13 @@ def test_planning_reads_no_weights_and_leaves_no_trace(tmp_path):
     for path in MODEL.glob("*.json"):
         shutil.copy(path, folder)
     run = dataclasses.replace(sft_run(tmp_path / "run"), model=str(folder))
-    linear, before = layers.linear, memory.report()
+    linear, before = projection.linear, memory.report()
     Planner(run, False, GIB).plan()
-    assert layers.linear is linear and memory.report() == before and device.name() == "cpu"
+    assert projection.linear is linear and memory.report() == before and device.name() == "cpu"
     with pytest.raises(RuntimeError, match="in the block"), shapes_only():
-        assert layers.linear is not linear and device.name() == "shapes"
+        assert projection.linear is not linear and device.name() == "shapes"
         raise RuntimeError("in the block")
-    assert layers.linear is linear and memory.report() == before and device.name() == "cpu"
+    assert projection.linear is linear and memory.report() == before and device.name() == "cpu"
 
 
 def test_arrays_without_memory():

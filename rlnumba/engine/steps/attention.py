@@ -18,10 +18,10 @@ class PagedAttention:
         self.cache, self.scale, self.arrays = cache, config.scale, arrays
         self.bounds = max_seqlen_q, max_context_len
         self.groups = arrays.get("shared_prefix_lens"), arrays.get("group_sizes"), max_group_size
-        _, _, block_size, kv_heads, head_dim = cache.shape
-        heads = (cache.dtype.name, config.num_attention_heads, kv_heads, head_dim, block_size)
+        kv_heads, head_dim = config.num_key_value_heads, config.head_dim
+        heads = (cache.arrays[0].dtype.name, config.num_attention_heads, kv_heads, head_dim, cache.block_size)
         self.fuses_qkv = max_seqlen_q == 1 and fuses_qkv(*heads[:4])
-        # Made once, because it is the same for all layers.
+        # Made once, because it is the same for all layers with attention.
         self.plan = plan_paged_attention(
             *heads, arrays["cu_seqlens"], arrays["context_lens"], *self.bounds, *self.groups
         )
@@ -31,7 +31,7 @@ class PagedAttention:
 
         Returns q, the layer's caches and None; for q None as well where attention computes it from qkv.
         """
-        caches, (max_seqlen_q, max_context_len) = (self.cache.k[layer], self.cache.v[layer]), self.bounds
+        caches, (max_seqlen_q, max_context_len) = self.cache.layers[layer], self.bounds
         projection = qkv, w.q_norm, w.k_norm, ctx.config.rms_norm_eps, *ctx.rope, ctx.position_ids
         slots, tables, cu_seqlens, context_lens = (self.arrays[name] for name in READ_BY_ATTENTION)
         sequences, groups = (tables, cu_seqlens, context_lens), (*self.groups, self.plan)

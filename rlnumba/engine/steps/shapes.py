@@ -90,9 +90,8 @@ class StepShape(NamedTuple):
 
 def most_prefill_tokens(config, max_num_batched_tokens):
     """The most tokens of a prefill step that is a graph, for a ModelConfig."""
-    attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-    layer_weights = config.hidden_size * (attention + 3 * config.intermediate_size)
-    return min(MAX_PREFILL_TOKENS, LAYER_PRODUCTS // layer_weights, max_num_batched_tokens)
+    products = sum(block.products(config) for blocks in config.blocks for block in blocks)
+    return min(MAX_PREFILL_TOKENS, LAYER_PRODUCTS * len(config.blocks) // products, max_num_batched_tokens)
 
 
 def prefill_bucket(shape, max_tokens):

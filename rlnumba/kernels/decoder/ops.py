@@ -29,6 +29,23 @@ from rlnumba.runtime.launch import launch
 MOST_KEYS = SEGMENT_KEYS
 
 
+class DecoderLayer(NamedTuple):
+    """The weights of one layer, (rows, columns) each or (n,); None where the model has no such parameter."""
+
+    input_norm: object
+    qkv: object
+    qkv_bias: object
+    q_norm: object
+    k_norm: object
+    o: object
+    o_bias: object
+    post_norm: object
+    gate_up: object
+    gate_up_bias: object
+    down: object
+    down_bias: object
+
+
 class DecoderWeights(NamedTuple):
     """A decoder's weights as the kernel reads them: those of all layers lie at equal distances in one buffer.
 
@@ -50,7 +67,7 @@ class DecoderWeights(NamedTuple):
 def decoder_weights(flat, embed_tokens, layers, norm):
     """The DecoderWeights of a model, or None where its layers are not alike or have biases.
 
-    flat (n,): the buffer that all are views of; layers: LayerWeights; norm (D,): the last one.
+    flat (n,): the buffer that all are views of; layers: DecoderLayers; norm (D,): the last one.
     """
     first = layers[0]
     biases = first.qkv_bias, first.o_bias, first.gate_up_bias, first.down_bias

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlnumba import data
+from rlnumba.engine.cache import block_bytes_of
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
 from rlnumba.engine.parallel_size import weights_bytes
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed, tokens_of_group
 from rlnumba.engine.speculation import longest_verified
-from rlnumba.kernels.attention.ops import attention_backward_nbytes
 from rlnumba.kernels.logprob import chunked
 from rlnumba.model.lora import Places, lora_of_run
 from rlnumba.model.shard import WHOLE, Shard
@@ -180,7 +180,7 @@ class Planner:
         if workspace:
             regions["attention"] = workspace
             notes["attention"] = "results of parts of long sequences, which are merged"
-        least_kv = self._add_kv(regions, notes, run, itemsize, step.prompts, self.config) if has_engine else 0
+        least_kv = self._add_kv(regions, notes, run, dtype, step.prompts, self.config) if has_engine else 0
         if self.on_gpu:
             extra = {"operators": operators, "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
@@ -220,7 +220,7 @@ class Planner:
             regions["adapter"] = Places.of(self.config, lora_of_run(run.lora, self.config), shard).size * itemsize
         if is_pushed:
             regions["new weights"] = sent
-        self._add_kv(regions, {}, run, itemsize, prompts, shard.config_of(self.config))
+        self._add_kv(regions, {}, run, dtype, prompts, shard.config_of(self.config))
         if self.on_gpu:
             regions |= {"peer": arena_bytes(shard.count)} if shard.count > 1 else {}
             regions["CUDA context"] = CONTEXT_BYTES
@@ -230,16 +230,14 @@ class Planner:
         """The name of the dtype of weights and activations."""
         return run.train.dtype or (self.config.dtype if self.on_gpu else "float32")
 
-    def _add_kv(self, regions, notes, run, itemsize, prompts, config):
+    def _add_kv(self, regions, notes, run, dtype, prompts, config):
         """The KV cache: on a GPU what gpu_memory_utilization leaves, at most what all sequences can use.
 
         config: of the model, or of the part of it that a process has. Returns the bytes that the longest sequence
         needs, or all where their number is given.
         """
         engine = run.engine
-        block_bytes = (
-            2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BLOCK_SIZE * itemsize
-        )
+        block_bytes = block_bytes_of(config, BLOCK_SIZE, device.dtype(dtype))
         limit = longest_sequence(config, engine)
         needed = [blocks_needed(min(n + run.train.max_completion_length, limit), BLOCK_SIZE) for n in prompts]
         least = max(needed)
@@ -333,8 +331,10 @@ def operator_bytes(tokens, sequences, config, dtype):
 
     dtype: its name, of the activations.
     """
-    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    return logits_bytes(tokens, config) + attention_backward_nbytes(dtype, tokens, sequences, *heads)
+    # The blocks run one after another.
+    blocks = [block for blocks in config.blocks for block in blocks]
+    in_blocks = max(block.operator_bytes(config, dtype, tokens, sequences) for block in blocks)
+    return logits_bytes(tokens, config) + in_blocks
 
 
 def logits_bytes(tokens, config):

@@ -1,0 +1,184 @@
+"""Attention: its block of a layer, forward with its backward under it, and the attention of training.
+
+    out = x + o_proj(attention(rope(norm?(q, k)), v)),  q | k | v = qkv_proj(rmsnorm(x))
+
+A backward overwrites the gradient of the block's output with that of its input: `dx` is that of out on entry.
+Source: the modelling code of transformers for Qwen3, Qwen2 and Llama.
+"""
+
+from typing import NamedTuple
+
+from rlnumba.kernels.attention.ops import attention, attention_backward, attention_backward_nbytes
+from rlnumba.kernels.nn.qkv import qkv_split, qkv_split_backward
+from rlnumba.kernels.nn.rmsnorm import rmsnorm_backward
+from rlnumba.model.blocks.block import F32, Block, CacheArray, normed_rows, scope_of
+from rlnumba.model.blocks.projection import project, project_backward, project_to_residual, reduce
+from rlnumba.model.shard import Shard
+from rlnumba.runtime.arena import HeapAllocator
+
+
+class AttentionWeights(NamedTuple):
+    """The views of the block's parameters, or their gradients; None where there is none."""
+
+    input_norm: object = None
+    qkv: object = None
+    qkv_bias: object = None
+    q_norm: object = None
+    k_norm: object = None
+    o: object = None
+    o_bias: object = None
+
+
+class SavedAttention(NamedTuple):
+    """The block's input and the outputs of its operators, None where the backward computes them again.
+
+    x, normed (N, D); rstd (N,) f32; qkv (N, (H + 2 HK) E); q, attended (N, H, E); k, v (N, HK, E); head_rstd
+    (N, H + HK) f32. xas: what `reduce` returned for qkv and o.
+    """
+
+    x: object
+    normed: object
+    rstd: object
+    qkv: object
+    q: object
+    k: object
+    v: object
+    head_rstd: object
+    attended: object
+    xas: tuple | None
+
+
+class PackedAttention:
+    """Causal attention within each packed sequence: the attention backend of training and scoring.
+
+    cu_seqlens: (B + 1,) int32; scale: 1 / sqrt(head_dim); memory: an Arena (inside its scope) or None, for the
+    log-sum-exps that the backward reads.
+    """
+
+    def __init__(self, cu_seqlens, max_seqlen, scale, memory=None):
+        self.cu_seqlens, self.max_seqlen, self.scale = cu_seqlens, max_seqlen, scale
+        self.memory = memory or HeapAllocator()
+        self.lse, self.reserved = {}, {}
+
+    def reserve(self, layer, heads, tokens):
+        """Allocate now what this layer's next `forward` leaves for the backward, in the scope that is open now."""
+        self.reserved[layer] = self.memory.empty((heads, tokens), F32)
+
+    def qkv_norm_rope(self, layer, qkv, w, ctx, q):
+        """Write q (N, H, E) from qkv (N, (H + 2 HK) E); return (k, v, rstd) for the forward and the backward.
+
+        k, v (N, HK, E), k normalised and rotated as q is; rstd (N, H + HK) float32 of the heads' norms, if any.
+        """
+        N, H, E = q.shape
+        HK, empty = ctx.config.num_key_value_heads, ctx.memory.empty
+        k, v, rstd = empty((N, HK, E), q.dtype), empty((N, HK, E), q.dtype), empty((N, H + HK), F32)
+        qkv_split(qkv, w.q_norm, w.k_norm, ctx.config.rms_norm_eps, *ctx.rope, ctx.position_ids, q, k, v, rstd)
+        return k, v, rstd
+
+    def forward(self, layer, qkv, w, ctx, out):
+        """qkv (N, (H + 2 HK) E) -> out (N, H, E), written in place; returns (q, k, v, rstd), of qkv_norm_rope."""
+        q = ctx.memory.empty(out.shape, out.dtype)
+        k, v, rstd = self.qkv_norm_rope(layer, qkv, w, ctx, q)
+        lse = self.reserved.pop(layer, None)
+        self.lse[layer] = lse = self.memory.empty((q.shape[1], q.shape[0]), F32) if lse is None else lse
+        attention(q, k, v, self.cu_seqlens, self.max_seqlen, self.scale, out, lse)
+        return q, k, v, rstd
+
+    def backward(self, layer, dout, inputs, out, gradients):
+        """The gradients of inputs (q, k, v), written in place, after this layer's latest forward, which wrote out."""
+        lse, lengths = self.lse.pop(layer), (self.cu_seqlens, self.max_seqlen)
+        attention_backward(dout, *inputs, out, lse, *lengths, self.scale, *gradients)
+
+
+class Attention(Block):
+    """Causal attention of grouped query heads, with the norms and rotations that the config asks for."""
+
+    NORM = "input_norm", "input_layernorm"
+    Weights, Saved = AttentionWeights, SavedAttention
+    PROJECTIONS, RECOMPUTED, CACHED = ("qkv", "o"), ("norm", "rope"), ("k", "v")
+    CUT = ("num_key_value_heads", "num_attention_heads")
+    OPERATORS = {  # noqa: RUF012
+        "normed": "input rmsnorm",
+        "qkv": "qkv_proj",
+        "q": "qkv_split of q (head norm, rope)",
+        "k": "qkv_split of k (head norm, rope)",
+        "v": "qkv_split of v",
+        "attended": "attention",
+    }
+    OUTPUT = "o_proj"
+    # The norm, qkv, attention, o.
+    LAUNCHES = 4
+
+    def matrices(self, config):
+        D, q, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        rows = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+        qkv = tuple((f"self_attn.{name}", heads * config.head_dim) for name, heads in rows)
+        return [
+            *self.matrix("qkv", D, qkv, Shard.own_rows, config.attention_bias),
+            *self.matrix("o", q * config.head_dim, (("self_attn.o_proj", D),), Shard.own_rows, config.o_bias),
+        ]
+
+    def vectors(self, config):
+        names = ("q_norm", "k_norm") if config.qk_norm else ()
+        return [self.vector(name, f"self_attn.{name}", config.head_dim) for name in names]
+
+    def forward(self, x, w, ctx, out, recomputed=()):
+        config, empty, N = ctx.config, ctx.memory.empty, x.shape[0]
+        H, HK, E = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        rstd, qkv, attended = empty((N,), F32), empty((N, (H + 2 * HK) * E), x.dtype), empty((N, H, E), x.dtype)
+        if "rope" in recomputed:
+            ctx.attention.reserve(self.layer, H, N)
+        with scope_of(ctx, "norm", recomputed):
+            normed = normed_rows(x, w.input_norm, rstd, ctx)
+            qkv_xa = project(self.layer, "qkv", normed, w, ctx, qkv)
+        with scope_of(ctx, "rope", recomputed):
+            rotated = ctx.attention.forward(self.layer, qkv, w, ctx, attended)
+            o_xa = project_to_residual(self.layer, "o", attended.reshape(N, H * E), w, ctx, out, x)
+        normed = None if "norm" in recomputed else normed
+        rotated = [None] * len(rotated) if "rope" in recomputed else rotated
+        return SavedAttention(x, normed, rstd, qkv, *rotated, attended, None if recomputed else (qkv_xa, o_xa))
+
+    def backward(self, dx, w, grads, ctx, saved):
+        layer, x, qkv, attended = self.layer, saved.x, saved.qkv, saved.attended
+        empty, flat = ctx.memory.empty, attended.reshape(x.shape[0], -1)
+        q, k, v, head_rstd = saved.q, saved.k, saved.v, saved.head_rstd
+        if q is None:
+            q = empty(attended.shape, x.dtype)
+            k, v, head_rstd = ctx.attention.qkv_norm_rope(layer, qkv, w, ctx, q)
+        o_xa = reduce(layer, "o", flat, ctx) if saved.xas is None else saved.xas[1]
+        dflat = project_backward(layer, "o", dx, flat, o_xa, w, grads, ctx)
+        dq, dk, dv = (empty(array.shape, x.dtype) for array in (q, k, v))
+        ctx.attention.backward(layer, dflat.reshape(attended.shape), (q, k, v), attended, (dq, dk, dv))
+        dqkv = empty(qkv.shape, x.dtype)
+        rope = *ctx.rope, ctx.position_ids
+        qkv_split_backward(dq, dk, dv, qkv, w.q_norm, w.k_norm, *rope, head_rstd, dqkv, grads.q_norm, grads.k_norm)
+        normed = normed_rows(x, w.input_norm, saved.rstd, ctx) if saved.normed is None else saved.normed
+        qkv_xa = reduce(layer, "qkv", normed, ctx) if saved.xas is None else saved.xas[0]
+        dnormed = project_backward(layer, "qkv", dqkv, normed, qkv_xa, w, grads, ctx)
+        rmsnorm_backward(dnormed, x, w.input_norm, saved.rstd, dx, grads.input_norm, accumulate=True)
+
+    def products(self, config):
+        return config.hidden_size * self._head_columns(config)
+
+    def cost(self, lengths, config):
+        # Causal: half of the products of queries and keys, and of probabilities and values.
+        pairs = config.num_attention_heads * config.head_dim * (lengths**2).sum()
+        return super().cost(lengths, config) + pairs
+
+    def row_elements(self, config):
+        return 2 * config.hidden_size + self._head_columns(config)
+
+    def _head_columns(self, config):
+        """Columns of q, k, v and the attended heads together."""
+        return 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+
+    def operator_bytes(self, config, dtype, tokens, sequences):
+        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        return attention_backward_nbytes(dtype, tokens, sequences, *heads)
+
+    def gpu_columns(self, config):
+        return {"num_key_value_heads x head_dim": config.num_key_value_heads * config.head_dim}
+
+    def cache_entry(self, config, block_size, dtype):
+        shape = block_size, config.num_key_value_heads, config.head_dim
+        return CacheArray("k", shape, dtype), CacheArray("v", shape, dtype)

@@ -1,0 +1,116 @@
+"""The dense MLP with SwiGLU: its block of a layer, forward with its backward under it.
+
+    out = x + down_proj(silu(gate) * up),  gate | up = gate_up_proj(rmsnorm(x))
+
+A backward overwrites the gradient of the block's output with that of its input: `dx` is that of out on entry.
+Source: the modelling code of transformers for Qwen3, Qwen2 and Llama.
+"""
+
+from typing import NamedTuple
+
+from rlnumba.kernels.gemm.ops import linear_backward_input, linear_swiglu
+from rlnumba.kernels.nn.rmsnorm import rmsnorm_backward
+from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward
+from rlnumba.model.blocks.block import F32, Block, normed_rows, scope_of
+from rlnumba.model.blocks.projection import (
+    project,
+    project_backward,
+    project_to_residual,
+    reduce,
+    reduced,
+    weight_backward,
+)
+from rlnumba.model.shard import Shard
+
+
+class MlpWeights(NamedTuple):
+    """The views of the block's parameters, or their gradients; None where there is none."""
+
+    post_norm: object = None
+    gate_up: object = None
+    gate_up_bias: object = None
+    down: object = None
+    down_bias: object = None
+
+
+class SavedMlp(NamedTuple):
+    """The block's input and the outputs of its operators, None where the backward computes them again.
+
+    x, normed (N, D); rstd (N,) f32; gate_up (N, 2 F), which the backward overwrites; activated (N, F). xas: what
+    `reduce` returned for gate_up and down.
+    """
+
+    x: object
+    normed: object
+    rstd: object
+    gate_up: object
+    activated: object
+    xas: tuple | None
+
+
+class Mlp(Block):
+    """The MLP of a dense layer."""
+
+    NORM = "post_norm", "post_attention_layernorm"
+    Weights, Saved = MlpWeights, SavedMlp
+    PROJECTIONS, RECOMPUTED, CUT = ("gate_up", "down"), ("norm", "swiglu"), ("intermediate_size",)
+    OPERATORS = {"normed": "post rmsnorm", "gate_up": "gate_up_proj", "activated": "swiglu"}  # noqa: RUF012
+    OUTPUT = "down_proj"
+    # The norm, gate and up with SwiGLU, down.
+    LAUNCHES = 3
+
+    def matrices(self, config):
+        D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        return [
+            *self.matrix("gate_up", D, (("mlp.gate_proj", F), ("mlp.up_proj", F)), Shard.own_rows, bias),
+            *self.matrix("down", F, (("mlp.down_proj", D),), Shard.own_rows, bias),
+        ]
+
+    def forward(self, x, w, ctx, out, recomputed=()):
+        layer, empty, (N, _), F = self.layer, ctx.memory.empty, x.shape, ctx.config.intermediate_size
+        rstd, gate_up = empty((N,), F32), empty((N, 2 * F), x.dtype)
+        kept = None if "swiglu" in recomputed else empty((N, F), x.dtype)
+        with scope_of(ctx, "norm", recomputed):
+            normed = normed_rows(x, w.post_norm, rstd, ctx)
+            with scope_of(ctx, "swiglu", recomputed):
+                activated = empty((N, F), x.dtype) if kept is None else kept
+                if w.gate_up_bias is None:
+                    gate_up_xa, low_rank = reduced(layer, "gate_up", normed, ctx)
+                    linear_swiglu(normed, w.gate_up, gate_up, activated, low_rank)
+                else:
+                    gate_up_xa = project(layer, "gate_up", normed, w, ctx, gate_up)
+                    swiglu(gate_up, activated)
+                if out is not None:
+                    down_xa = project_to_residual(layer, "down", activated, w, ctx, out, x)
+                else:
+                    down_xa = reduce(layer, "down", activated, ctx)
+        normed = None if "norm" in recomputed else normed
+        return SavedMlp(x, normed, rstd, gate_up, kept, None if recomputed else (gate_up_xa, down_xa))
+
+    def backward(self, dx, w, grads, ctx, saved):
+        layer, x, gate_up, activated = self.layer, saved.x, saved.gate_up, saved.activated
+        # The gradient of gate | up takes their place.
+        dgate_up = gate_up
+        if activated is None and ctx.lora is None:
+            # The pass that reads gate | up computes SwiGLU again, over its own gradient.
+            activated = ctx.memory.empty((x.shape[0], w.down.shape[1]), x.dtype)
+            linear_backward_input(dx, w.down, activated)
+            swiglu_backward(activated, gate_up, dgate_up, out_over_dout=True)
+            weight_backward("down", dx, activated, grads, ctx)
+        else:
+            if activated is None:
+                activated = ctx.memory.empty((x.shape[0], w.down.shape[1]), x.dtype)
+                swiglu(gate_up, activated)
+            down_xa = reduce(layer, "down", activated, ctx) if saved.xas is None else saved.xas[1]
+            dactivated = project_backward(layer, "down", dx, activated, down_xa, w, grads, ctx)
+            swiglu_backward(dactivated, gate_up, dgate_up)
+        normed = normed_rows(x, w.post_norm, saved.rstd, ctx) if saved.normed is None else saved.normed
+        gate_up_xa = reduce(layer, "gate_up", normed, ctx) if saved.xas is None else saved.xas[0]
+        dnormed = project_backward(layer, "gate_up", dgate_up, normed, gate_up_xa, w, grads, ctx)
+        rmsnorm_backward(dnormed, x, w.post_norm, saved.rstd, dx, grads.post_norm, accumulate=True)
+
+    def products(self, config):
+        return 3 * config.hidden_size * config.intermediate_size
+
+    def row_elements(self, config):
+        return 2 * config.hidden_size + 3 * config.intermediate_size

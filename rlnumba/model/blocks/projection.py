@@ -1,0 +1,47 @@
+"""A block's projections, y = x w^T + bias, with the low-rank update of an adapter; each backward under its forward."""
+
+from rlnumba.kernels.gemm.ops import bias_backward, linear, linear_backward_input, linear_backward_weight
+
+
+def project(layer, name, x, w, ctx, y, residual=None):
+    """y = x w^T + bias + residual of the projection `name`, plus its adapter's update; returns `reduce`'s result."""
+    xa, low_rank = reduced(layer, name, x, ctx)
+    linear(x, getattr(w, name), y, bias=getattr(w, f"{name}_bias"), residual=residual, low_rank=low_rank)
+    return xa
+
+
+def project_to_residual(layer, name, x, w, ctx, y, residual):
+    """`project` into the residual stream y. Each of several ranks has some columns of x, and its own of y."""
+    if ctx.ranks is not None:
+        x = ctx.ranks.gather_columns(x, ctx.memory.empty((x.shape[0], x.shape[1] * ctx.ranks.count), x.dtype))
+    return project(layer, name, x, w, ctx, y, residual)
+
+
+def reduce(layer, name, x, ctx):
+    """s x A^T of the projection's adapter, None where there is none."""
+    return ctx.lora and ctx.lora.reduce(layer, name, x, ctx.memory)
+
+
+def reduced(layer, name, x, ctx):
+    """`reduce`'s result, and with the adapter's B what `linear` takes as a low rank; (None, None) without one."""
+    xa = reduce(layer, name, x, ctx)
+    return xa, None if xa is None else (xa, ctx.lora.pair(layer, name).b)
+
+
+def project_backward(layer, name, dy, x, xa, w, grads, ctx):
+    """dx (N, K), from dy (N, M), of `project`, which returned xa; the gradients of what is trained are written."""
+    weight_backward(name, dy, x, grads, ctx)
+    dx = ctx.memory.empty(x.shape, x.dtype)
+    if xa is None:
+        linear_backward_input(dy, getattr(w, name), dx)
+    else:
+        ctx.lora.backward(layer, name, dy, x, xa, getattr(w, name), dx, ctx.memory)
+    return dx
+
+
+def weight_backward(name, dy, x, grads, ctx):
+    """The gradients of the weight and the bias of the projection `name`, where they are trained."""
+    if (dw := getattr(grads, name)) is not None:
+        linear_backward_weight(dy, x, dw, accumulate=ctx.adds_gradients)
+    if (dbias := getattr(grads, f"{name}_bias")) is not None:
+        bias_backward(dy, dbias)

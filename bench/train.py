@@ -23,7 +23,7 @@ from shapes import SHAPES, random_model
 from rlnumba.config import LoraConfig, SFTConfig
 from rlnumba.data import TokenSequence
 from rlnumba.kernels.nn.elementwise import fill
-from rlnumba.model.heads import lm_head_backward, lm_head_forward
+from rlnumba.model.heads import HeadGradients, LogprobHead
 from rlnumba.model.layer_gradients import backward_and_update
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model, packed_attention
@@ -51,7 +51,7 @@ def timed_on_host(seconds, work):
 
 def phases(policy, sequences):
     """{phase: seconds} of one training step, written out so that each phase can be timed."""
-    seconds, model, grads, arena = {}, policy.model, policy.grads, policy.arena
+    seconds, model, grads, arena, lm_head = {}, policy.model, policy.grads, policy.arena, LogprobHead()
     with policy.scope():
         batch = timed(seconds, "batch", lambda: sft.target_batch(sequences))
         xp, count = device.xp(), batch.rows.shape[0]
@@ -65,14 +65,14 @@ def phases(policy, sequences):
         head = timed(
             seconds,
             "head",
-            lambda: lm_head_forward(model, hidden, batch.rows, batch.target_ids, 1.0, arena, *outputs),
+            lambda: lm_head.forward(model, hidden, batch, arena, *outputs),
         )
         dlogprobs = arena.empty(outputs[0].shape, np.float32)
         fill(-1.0 / count, dlogprobs)
         dhidden = timed(
             seconds,
             "head backward",
-            lambda: lm_head_backward(model, head, dlogprobs, grads.lm_head, arena),
+            lambda: lm_head.backward(model, head, HeadGradients(grads.lm_head), arena, dlogprobs),
         )
         if policy.train.optimizer_in_backward:
             policy.optimizer.begin(policy.train.learning_rate)

@@ -37,8 +37,6 @@ LONG_FUNCTIONS = {"rlnumba/kernels/rl/policy_loss.py:policy_loss_ref": 107}
 MOST_ARGUMENTS = 8
 LONG_SIGNATURES = {
     "rlnumba/data/pairs.py:load_pairs": 9,
-    "rlnumba/model/heads.py:lm_head_forward": 11,
-    "rlnumba/model/heads.py:lm_head_forward_backward": 13,
     "rlnumba/optim.py:Optimizer.__init__": 12,
     "rlnumba/trainers/asynchronous.py:start_ahead": 11,
     "rlnumba/trainers/dynamic_sampling.py:generate": 11,
@@ -49,7 +47,7 @@ LONG_SIGNATURES = {
     "rlnumba/trainers/rloo.py:generate": 12,
     "rlnumba/trainers/trainer.py:PromptTrainer.__init__": 11,
 }
-LONG_OPERATORS = 52
+LONG_OPERATORS = 53
 
 # Decorators of what runs on the device, or is an instruction.
 DEVICE = re.compile(r"\b(jit|njit|device_function|instruction\w*|intrinsic|warp_wide|warpgroup_wide|_warp_function)\b")

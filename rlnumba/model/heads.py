@@ -1,14 +1,20 @@
 """The heads: log-probs of chosen next tokens, or one number for chosen tokens, from hidden states; and the gradients.
 
+    saved = head.forward(model, hidden, targets, arena, *outputs)                          outputs are written
+    dhidden = head.backward(model, saved, gradients, arena, *derivatives)                  by each of the outputs
+
+    LogprobHead     logprobs, entropy, top1     dlogprobs, dentropy
+    ValueHead       values                      dvalues
+    BothHeads       logprobs, values, entropy   dlogprobs, dvalues, dentropy
+
 Only the rows that predict a target reach the (V, D) matrix: T of the N hidden states, gathered before and scattered
 after. If the derivative of the loss by each log-prob is known beforehand, forward and backward are one call that
-takes fewer GEMMs (kernels/logprob/ops.py).
-
-The head of one output, a reward model's or a critic's, reads its rows of the hidden states where they are. A policy
-with both heads adds the second's gradient to that of the first: value_head_backward(..., dhidden).
+takes fewer GEMMs (kernels/logprob/ops.py). The value head, a reward model's or a critic's, reads its rows of the hidden
+states where they are.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -17,64 +23,82 @@ from rlnumba.kernels.nn.elementwise import fill, gather_rows, scatter_rows
 from rlnumba.kernels.nn.scalar_head import scalar_head, scalar_head_backward
 
 
-@dataclass
-class SavedHead:
-    """Inputs of lm_head_backward: rows, target_ids (T,) i32, hidden (T, D) gathered, lse, entropy (T,) f32, and N."""
+class Targets(NamedTuple):
+    """The T tokens of a batch that a head computes something for; a TargetBatch has the same fields.
+
+    rows (T,) i32: those of the hidden states that are read; target_ids (T,) i32: the tokens that they predict, None for
+    values. thresholds (T,) f32: the smallest logit that each prediction has, or None for all. every_row: compute rows
+    without a gradient, too, as a captured graph has to, which cannot look for them.
+    """
 
     rows: object
-    target_ids: object
-    temperature: float
-    hidden: object
-    lse: object
-    num_tokens: int
-    entropy: object = None
+    target_ids: object = None
     thresholds: object = None
     every_row: bool = False
 
 
-def lm_head_forward(
-    model, hidden, rows, target_ids, temperature, arena, logprobs, entropy=None, top1=None, thresholds=None,
-    every_row=False,
-):  # fmt: skip
-    """Log-probs of target_ids (T,) i32 from rows (T,) i32 of hidden (N, D): the SavedHead for lm_head_backward.
+class HeadGradients(NamedTuple):
+    """The gradients that a backward of a head writes: lm_head (V, D) f32, set, None if it is not trained; score, to
+    which it adds."""
 
-    logprobs, entropy (T,) f32 and top1 (T,) i32, the likeliest id, are written. thresholds (T,) f32: the smallest logit
-    that each prediction has, or None for all. every_row: compute rows without a gradient, too, as a captured graph has
-    to, which cannot look for them.
-    """
-    gathered = arena.empty((rows.shape[0], hidden.shape[1]), hidden.dtype)
-    lse = arena.empty((rows.shape[0],), np.float32)
-    gather_rows(hidden, rows, gathered)
-    linear_logp(gathered, model.lm_head, target_ids, temperature, logprobs, lse, entropy, top1, thresholds, every_row)
-    return SavedHead(rows, target_ids, temperature, gathered, lse, hidden.shape[0], entropy, thresholds, every_row)
+    lm_head: object = None
+    score: object = None
 
 
-def lm_head_backward(model, saved, dlogprobs, dweight, arena, dentropy=None):
-    """dhidden (N, D) from dlogprobs (T,) f32; dweight (V, D) f32, the head's own gradient, is written if not None.
+class SavedLogprobs(NamedTuple):
+    """Values that a LogprobHead's backward reads: hidden (T, D) gathered, lse, entropy (T,) f32, and N."""
 
-    dentropy (T,) f32: the derivative of the loss by each entropy, which the forward must have been asked for.
-    """
-    dgathered = arena.empty(saved.hidden.shape, saved.hidden.dtype)
-    linear_logp_backward(
-        saved.hidden, model.lm_head, saved.target_ids, saved.temperature, saved.lse, dlogprobs, dgathered,
-        dweight, None if dentropy is None else saved.entropy, dentropy, saved.thresholds, saved.every_row,
-    )  # fmt: skip
-    return _scattered(dgathered, saved.rows, saved.num_tokens, arena)
+    targets: object
+    hidden: object
+    lse: object
+    entropy: object
+    num_tokens: int
 
 
-def lm_head_forward_backward(
-    model, hidden, rows, target_ids, temperature, dlogprobs, dweight, arena, logprobs,
-    entropy=None, top1=None, thresholds=None, every_row=False,
-):  # fmt: skip
-    """lm_head_forward and lm_head_backward at once, for dlogprobs (T,) f32 known beforehand: dhidden (N, D)."""
-    gathered, dgathered = (arena.empty((rows.shape[0], hidden.shape[1]), hidden.dtype) for _ in range(2))
-    lse = arena.empty((rows.shape[0],), np.float32)
-    gather_rows(hidden, rows, gathered)
-    linear_logp_with_gradient(
-        gathered, model.lm_head, target_ids, temperature, dlogprobs, logprobs, lse, dgathered, dweight,
-        entropy, top1, thresholds, every_row,
-    )  # fmt: skip
-    return _scattered(dgathered, rows, hidden.shape[0], arena)
+@dataclass(frozen=True)
+class LogprobHead:
+    """Log-probs of target_ids, of logits divided by a temperature."""
+
+    temperature: float = 1.0
+    writes_lm_head: ClassVar[bool] = True
+
+    def forward(self, model, hidden, targets, arena, logprobs, entropy=None, top1=None):
+        """Write logprobs, entropy (T,) f32 and top1 (T,) i32, the likeliest id, from hidden (N, D): SavedLogprobs."""
+        gathered = arena.empty((targets.rows.shape[0], hidden.shape[1]), hidden.dtype)
+        lse = arena.empty((targets.rows.shape[0],), np.float32)
+        gather_rows(hidden, targets.rows, gathered)
+        outputs = logprobs, lse, entropy, top1
+        options = targets.thresholds, targets.every_row
+        linear_logp(gathered, model.lm_head, targets.target_ids, self.temperature, *outputs, *options)
+        return SavedLogprobs(targets, gathered, lse, entropy, hidden.shape[0])
+
+    def backward(self, model, saved, gradients, arena, dlogprobs, dentropy=None):
+        """dhidden (N, D) from dlogprobs (T,) f32.
+
+        dentropy (T,) f32: the derivative of the loss by each entropy, which the forward must have been asked for.
+        """
+        targets, dgathered = saved.targets, arena.empty(saved.hidden.shape, saved.hidden.dtype)
+        linear_logp_backward(
+            saved.hidden, model.lm_head, targets.target_ids, self.temperature, saved.lse, dlogprobs, dgathered,
+            gradients.lm_head, None if dentropy is None else saved.entropy, dentropy, targets.thresholds,
+            targets.every_row,
+        )  # fmt: skip
+        return _scattered(dgathered, targets.rows, saved.num_tokens, arena)
+
+    def forward_backward(self, model, hidden, targets, gradients, arena, dlogprobs, outputs):
+        """forward and backward at once, for dlogprobs (T,) f32 known beforehand: dhidden (N, D).
+
+        outputs: logprobs, entropy and top1, of which the last two may be None.
+        """
+        rows = targets.rows
+        gathered, dgathered = (arena.empty((rows.shape[0], hidden.shape[1]), hidden.dtype) for _ in range(2))
+        lse, (logprobs, *others) = arena.empty((rows.shape[0],), np.float32), outputs
+        gather_rows(hidden, rows, gathered)
+        linear_logp_with_gradient(
+            gathered, model.lm_head, targets.target_ids, self.temperature, dlogprobs, logprobs, lse, dgathered,
+            gradients.lm_head, *others, targets.thresholds, targets.every_row,
+        )  # fmt: skip
+        return _scattered(dgathered, rows, hidden.shape[0], arena)
 
 
 def _scattered(values, rows, count, arena):
@@ -85,27 +109,50 @@ def _scattered(values, rows, count, arena):
     return out
 
 
-@dataclass
-class SavedValueHead:
-    """Inputs of value_head_backward: rows (T,) i32 and hidden (N, D), all of it."""
+class SavedValues(NamedTuple):
+    """Values that a ValueHead's backward reads: rows (T,) i32 and hidden (N, D), all of it."""
 
     rows: object
     hidden: object
 
 
-def value_head_forward(model, hidden, rows, values):
-    """Write values (T,) f32, the score head's output for rows (T,) i32 of hidden (N, D): a SavedValueHead."""
-    scalar_head(hidden, rows, model.score, values)
-    return SavedValueHead(rows, hidden)
+@dataclass(frozen=True)
+class ValueHead:
+    """One number for each row, the score head's output."""
+
+    writes_lm_head: ClassVar[bool] = False
+
+    def forward(self, model, hidden, targets, arena, values):
+        """Write values (T,) f32 from hidden (N, D): SavedValues."""
+        scalar_head(hidden, targets.rows, model.score, values)
+        return SavedValues(targets.rows, hidden)
+
+    def backward(self, model, saved, gradients, arena, dvalues, dhidden=None):
+        """dhidden (N, D) from dvalues (T,) f32.
+
+        dhidden: the gradient that follows from another head, to which this one's is added in place; None: zeros.
+        """
+        if dhidden is None:
+            dhidden = arena.empty(saved.hidden.shape, saved.hidden.dtype)
+            fill(0.0, dhidden)
+        scalar_head_backward(saved.hidden, saved.rows, model.score, dvalues, dhidden, gradients.score)
+        return dhidden
 
 
-def value_head_backward(model, saved, dvalues, grads, arena, dhidden=None):
-    """dhidden (N, D) from dvalues (T,) f32; the head's own gradient is added to grads.score.
+@dataclass(frozen=True)
+class BothHeads:
+    """Log-probs and values of a model with both heads, from one forward."""
 
-    dhidden: the gradient that follows from another head, to which this one's is added in place; None: zeros.
-    """
-    if dhidden is None:
-        dhidden = arena.empty(saved.hidden.shape, saved.hidden.dtype)
-        fill(0.0, dhidden)
-    scalar_head_backward(saved.hidden, saved.rows, model.score, dvalues, dhidden, grads.score)
-    return dhidden
+    temperature: float = 1.0
+    writes_lm_head: ClassVar[bool] = True
+
+    def forward(self, model, hidden, targets, arena, logprobs, values, entropy=None):
+        """Write logprobs, values and entropy (T,) f32 from hidden (N, D): (SavedLogprobs, SavedValues)."""
+        saved = LogprobHead(self.temperature).forward(model, hidden, targets, arena, logprobs, entropy)
+        return saved, ValueHead().forward(model, hidden, targets, arena, values)
+
+    def backward(self, model, saved, gradients, arena, dlogprobs, dvalues, dentropy=None):
+        """dhidden (N, D) from the derivatives (T,) f32."""
+        head, logprobs = LogprobHead(self.temperature), saved[0]
+        dhidden = head.backward(model, logprobs, gradients, arena, dlogprobs, dentropy)
+        return ValueHead().backward(model, saved[1], gradients, arena, dvalues, dhidden)

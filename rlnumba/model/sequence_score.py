@@ -7,7 +7,7 @@ that ends in the padding token itself, as where EOS serves for it, is read at th
 import numpy as np
 
 from rlnumba.errors import UserError
-from rlnumba.model.heads import value_head_forward
+from rlnumba.kernels.nn.scalar_head import scalar_head
 from rlnumba.model.transformer import pack, packed_attention, whole_sequences
 from rlnumba.runtime import device
 from rlnumba.runtime.arena import HeapAllocator
@@ -43,7 +43,7 @@ def score_sequences(model, sequences, max_tokens=8192, arena=None):
             attention = packed_attention(model, batch, arena)
             hidden = model.forward(batch.input_ids, batch.position_ids, attention, arena=arena)
             values = memory.empty((len(rows),), np.float32)
-            value_head_forward(model, hidden, device.asarray(rows), values)
+            scalar_head(hidden, device.asarray(rows), model.score, values)
             scores.append(np.array(device.to_host(values)))
     scores = np.concatenate(scores) if scores else np.empty(0, np.float32)
     if not np.isfinite(scores).all():

@@ -16,19 +16,15 @@ which micro-batch.
 import math
 from collections.abc import Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from rlnumba.checkpoint import ArrayPart
 from rlnumba.kernels.nn.elementwise import add, scale
-from rlnumba.model.heads import (
-    lm_head_backward,
-    lm_head_forward,
-    lm_head_forward_backward,
-    value_head_backward,
-    value_head_forward,
-)
+from rlnumba.model.heads import HeadGradients, LogprobHead, ValueHead
 from rlnumba.model.layer_gradients import backward_and_update
 from rlnumba.model.low_rank import Dropout
 from rlnumba.model.transformer import Tape, packed_attention
@@ -44,6 +40,14 @@ from rlnumba.runtime.context import Context
 from rlnumba.runtime.transfer import copy_to_device
 
 
+class Forward(NamedTuple):
+    """A forward whose backward has not begun: its Tape, its head, and what the head has saved."""
+
+    tape: Tape
+    head: object
+    saved: object
+
+
 class Policy:
     """A model in training: weights, gradients, optimizer, activation arena, the Context its kernels run in.
 
@@ -54,7 +58,8 @@ class Policy:
     """
 
     def __init__(self, model, train, reference=None, temperature=1.0, seed=0, communicator=None):
-        self.model, self.reference, self.train, self.temperature = model, reference, train, temperature
+        self.model, self.reference, self.train = model, reference, train
+        self.temperature, self.logprob_head = temperature, LogprobHead(temperature)
         self.seed, self.micro_batch = seed, 0
         # With deploy.zero_stage = 3.
         self.shards_layers = isinstance(model.weights, LayerShards)
@@ -187,8 +192,18 @@ class Policy:
 
         model: the policy's, or another such as the reference.
         """
+        if model is not None and model is not self.model:
+            # The thresholds are of this model's logits: another one has all of its own.
+            batch = replace(batch, thresholds=None)
+        self._evaluate(model or self.model, self.logprob_head, batch, logprobs, entropy, top1)
+
+    def values(self, batch, values):
+        """Write values (T,) f32, the score head's output for the rows of a TargetBatch, without a tape."""
+        self._evaluate(self.model, ValueHead(), batch, values)
+
+    def _evaluate(self, model, head, batch, *outputs):
         with self.scope():
-            self._forward(model or self.model, batch, None, logprobs, entropy, top1)
+            head.forward(model, self._hidden(model, batch), batch, self.arena, *outputs)
 
     @property
     def has_dropout(self):
@@ -217,75 +232,33 @@ class Policy:
             tape.modules, tape.num_layers = frozenset(self.train.recompute_modules), self.train.recompute_num_layers
         return tape
 
-    def forward(self, batch, logprobs, entropy=None, top1=None):
-        """Compute what `logprobs` does, with a tape; returns what `backward` reads, inside the same scope."""
-        tape = self.new_tape()
-        return tape, self._forward(self.model, batch, tape, logprobs, entropy, top1)
+    def forward(self, batch, *outputs, head=None):
+        """Write the outputs of a head of model/heads.py for a TargetBatch, with a tape: the Forward for `backward`.
 
-    def _forward(self, model, batch, tape, *outputs):
-        hidden = self._hidden(model, batch, tape)
-        head = batch.rows, batch.target_ids, self.temperature
-        # The thresholds are of this model's logits: another one has all of its own.
-        thresholds = batch.thresholds if model is self.model else None
-        options = {"thresholds": thresholds, "every_row": batch.every_row}
-        return lm_head_forward(model, hidden, *head, self.arena, *outputs, **options)
-
-    def backward(self, forward, dlogprobs, dentropy=None):
-        """Add to the gradients what follows from dlogprobs (T,) f32, the derivative of the loss by each log-prob.
-
-        dentropy (T,) f32: that by each entropy, for a forward with `entropy`; None where the loss has none.
+        head: by default the LogprobHead, whose outputs are those of `logprobs`. `backward` is called in the same scope.
         """
-        tape, saved = forward
-        head = self._head_target()
-        self._backward(lm_head_backward(self.model, saved, dlogprobs, head, self.arena, dentropy), tape, head)
+        tape, head = self.new_tape(), self.logprob_head if head is None else head
+        hidden = self._hidden(self.model, batch, tape)
+        return Forward(tape, head, head.forward(self.model, hidden, batch, self.arena, *outputs))
+
+    def backward(self, forward, *derivatives):
+        """Add to the gradients what follows from the derivatives of the loss, (T,) f32, by the outputs of a head."""
+        gradients = self._begin_backward(forward.head)
+        dhidden = forward.head.backward(self.model, forward.saved, gradients, self.arena, *derivatives)
+        self._backward(dhidden, forward.tape, gradients.lm_head)
 
     def forward_backward(self, batch, dlogprobs, logprobs, entropy=None, top1=None):
         """forward and backward at once, for dlogprobs known beforehand, which takes fewer GEMMs."""
-        tape = self.new_tape()
-        hidden, head = self._hidden(self.model, batch, tape), self._head_target()
-        dhidden = lm_head_forward_backward(
-            self.model, hidden, batch.rows, batch.target_ids, self.temperature, dlogprobs, head, self.arena,
-            logprobs, entropy, top1, thresholds=batch.thresholds, every_row=batch.every_row,
-        )  # fmt: skip
-        self._backward(dhidden, tape, head)
+        tape, head = self.new_tape(), self.logprob_head
+        hidden, gradients = self._hidden(self.model, batch, tape), self._begin_backward(head)
+        of_head = self.model, hidden, batch, gradients, self.arena
+        dhidden = head.forward_backward(*of_head, dlogprobs, (logprobs, entropy, top1))
+        self._backward(dhidden, tape, gradients.lm_head)
 
-    def values(self, batch, values):
-        """Write values (T,) f32, the score head's output for the rows of a TargetBatch, without a tape."""
-        with self.scope():
-            value_head_forward(self.model, self._hidden(self.model, batch), batch.rows, values)
-
-    def forward_values(self, batch, values):
-        """Compute what `values` does, with a tape; returns what `backward_values` reads, inside the same scope."""
-        tape = self.new_tape()
-        return tape, value_head_forward(self.model, self._hidden(self.model, batch, tape), batch.rows, values)
-
-    def backward_values(self, forward, dvalues):
-        """Add to the gradients what follows from dvalues (T,) f32, the derivative of the loss by each value."""
-        tape, head = forward
+    def _begin_backward(self, head):
+        """The HeadGradients of a backward, once the gradients of the micro-batch before are added up."""
         self.begin_gradients()
-        dhidden = value_head_backward(self.model, head, dvalues, self.grads, self.arena)
-        self._backward(dhidden, tape)
-
-    def forward_with_values(self, batch, logprobs, values, entropy=None):
-        """Log-probs and, of a model with both heads, values (T,) f32 from one forward; for `backward_with_values`."""
-        tape = self.new_tape()
-        hidden = self._hidden(self.model, batch, tape)
-        head = batch.rows, batch.target_ids, self.temperature
-        lm_head = lm_head_forward(self.model, hidden, *head, self.arena, logprobs, entropy)
-        return tape, lm_head, value_head_forward(self.model, hidden, batch.rows, values)
-
-    def backward_with_values(self, forward, dlogprobs, dvalues, dentropy=None):
-        """Add to the gradients what follows from the derivatives by log-probs, values and entropies, (T,) f32."""
-        tape, lm_head, value_head = forward
-        head = self._head_target()
-        dhidden = lm_head_backward(self.model, lm_head, dlogprobs, head, self.arena, dentropy)
-        value_head_backward(self.model, value_head, dvalues, self.grads, self.arena, dhidden)
-        self._backward(dhidden, tape, head)
-
-    def _head_target(self):
-        """Begin a backward: the array that it writes the LM head's gradient to, None if the head is not trained."""
-        self.begin_gradients()
-        return self.gradients.head_target()
+        return HeadGradients(self.gradients.head_target() if head.writes_lm_head else None, self.grads.score)
 
     def _backward(self, dhidden, tape, head=None):
         """The backward of the layers and the embedding; head: what the LM head's has written, None without one."""

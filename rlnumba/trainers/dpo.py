@@ -136,9 +136,8 @@ class StepLoss:
             ref_logps = batch.logps(policy, policy.reference, train.ld_alpha)
         logprobs, dlogprobs = (policy.arena.empty((batch.num_targets,), np.float32) for _ in range(2))
         forward = policy.forward(batch.targets, logprobs, *self.tokens.next(batch))
-        _, head = forward
-        self.tokens.add_hidden(batch, head.hidden)
-        log_sum_sq_probs = log_sum_of_squares(policy, head) if train.use_weighting else None
+        self.tokens.add_hidden(batch, forward.saved.hidden)
+        log_sum_sq_probs = log_sum_of_squares(policy, forward.saved) if train.use_weighting else None
         stats = device.xp().empty((len(pairs), PAIR_STATS), np.float32)
         self.stats.append(stats)
         scales = 1.0 / len(self.pairs), 1.0 / max(self.num_chosen, 1)
@@ -159,15 +158,15 @@ class StepLoss:
         return loss | preference_metrics(stats) | self.tokens.means(parts)
 
 
-def log_sum_of_squares(policy, head):
-    """(T,) f32 from the policy's arena: log sum p^2 over the vocabulary, for a SavedHead of temperature 1.
+def log_sum_of_squares(policy, saved):
+    """(T,) f32 from the policy's arena: log sum p^2 over the vocabulary, for SavedLogprobs of temperature 1.
 
     With logits z it is lse(2 z) - 2 lse(z), of which the second is saved.
     """
-    outputs = [policy.arena.empty(head.lse.shape, np.float32) for _ in range(2)]
+    outputs = [policy.arena.empty(saved.lse.shape, np.float32) for _ in range(2)]
     ignored, doubled = outputs
-    linear_logp(head.hidden, policy.model.lm_head, head.target_ids, 0.5, ignored, doubled)
-    scale(head.lse, -2.0, ignored)
+    linear_logp(saved.hidden, policy.model.lm_head, saved.targets.target_ids, 0.5, ignored, doubled)
+    scale(saved.lse, -2.0, ignored)
     add(doubled, ignored, doubled)
     return doubled
 

@@ -210,8 +210,7 @@ class StepLoss:
             ref_logps = batch.logps(policy, policy.reference)
         logprobs, dlogprobs = (policy.arena.empty((batch.num_targets,), np.float32) for _ in range(2))
         forward = policy.forward(batch.targets, logprobs, *self.tokens.next(batch))
-        _, head = forward
-        self.tokens.add_hidden(batch, head.hidden)
+        self.tokens.add_hidden(batch, forward.saved.hidden)
         stats = device.xp().empty((len(completions), STATS), np.float32)
         self.stats.append((stats, labels))
         arrays = ref_logps, device.asarray(labels.astype(np.uint8)), self.kl_logps, self.ref_kl_logps

@@ -32,6 +32,7 @@ from rlnumba.kernels.rl.gae import gae
 from rlnumba.kernels.rl.ppo_loss import SUMS, ppo_loss, ppo_loss_blocks, ppo_metrics
 from rlnumba.kernels.rl.ppo_rewards import ppo_rewards
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
+from rlnumba.model.heads import BothHeads, ValueHead
 from rlnumba.model.transformer import find_model, load_model, read_config
 from rlnumba.optim import learning_rate_at
 from rlnumba.runs.loading import load_policy
@@ -109,16 +110,16 @@ class ActorCritic:
     def forward(self, batch, logprobs, entropy, values):
         """Write log-probs, entropies and values (T,) f32 of a TargetBatch; returns what `backward` reads."""
         if self.critic is None:
-            return self.policy.forward_with_values(batch, logprobs, values, entropy)
-        return self.policy.forward(batch, logprobs, entropy), self.critic.forward_values(batch, values)
+            return self.policy.forward(batch, logprobs, values, entropy, head=BothHeads(self.policy.temperature))
+        return self.policy.forward(batch, logprobs, entropy), self.critic.forward(batch, values, head=ValueHead())
 
     def backward(self, forward, dlogprobs, dvalues, dentropy):
         """Add to the gradients what follows from the derivatives of the loss, (T,) f32; dentropy may be None."""
         if self.critic is None:
-            self.policy.backward_with_values(forward, dlogprobs, dvalues, dentropy)
+            self.policy.backward(forward, dlogprobs, dvalues, dentropy)
             return
         self.policy.backward(forward[0], dlogprobs, dentropy)
-        self.critic.backward_values(forward[1], dvalues)
+        self.critic.backward(forward[1], dvalues)
 
     def each_micro_batch(self, batches):
         """Iterate as Policy.each_micro_batch does, for what `backward` adds to the gradients of both."""

@@ -15,6 +15,7 @@ from rlnumba.config.reward import RewardRun
 from rlnumba.data.pairs import load_pairs
 from rlnumba.kernels.rl.reward_loss import reward_loss
 from rlnumba.model.config import SCORE_HEAD
+from rlnumba.model.heads import ValueHead
 from rlnumba.model.sequence_score import score_rows
 from rlnumba.runs.loading import load_policy
 from rlnumba.runs.micro_batch import TargetBatch, costliest_first
@@ -68,9 +69,9 @@ def train_step(policy, rows, learning_rate):
     for pairs in policy.each_micro_batch(parts):
         with policy.scope():
             rewards, drewards = policy.arena.empty((2, 2 * len(pairs)), np.float32)
-            forward = policy.forward_values(value_batch(pairs, config), rewards)
+            forward = policy.forward(value_batch(pairs, config), rewards, head=ValueHead())
             scores.loss(pairs, rewards, drewards)
-            policy.backward_values(forward, drewards)
+            policy.backward(forward, drewards)
     info = policy.step(learning_rate)
     return LateMetrics(lambda: metrics_of(policy.of_all_micro_batches(scores.read())) | info)
 

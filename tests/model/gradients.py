@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rlnumba.model.heads import lm_head_backward, lm_head_forward
+from rlnumba.model.heads import HeadGradients, LogprobHead, Targets
 from rlnumba.model.transformer import pack, packed_attention
 from rlnumba.runtime import device
 
@@ -17,7 +17,8 @@ def gradients_of_logprobs(model, sequences, tape, arena):
     with arena.scope():
         attention = packed_attention(model, batch, arena)
         hidden = model.forward(batch.input_ids, batch.position_ids, attention, tape, arena)
-        head = lm_head_forward(model, hidden, device.asarray(rows), targets, 1.0, arena, logprobs)
-        dhidden = lm_head_backward(model, head, device.asarray(weights), grads.lm_head, arena)
+        head, targets = LogprobHead(), Targets(device.asarray(rows), targets)
+        saved = head.forward(model, hidden, targets, arena, logprobs)
+        dhidden = head.backward(model, saved, HeadGradients(grads.lm_head), arena, device.asarray(weights))
         model.backward(dhidden, tape, grads)
     return float(np.dot(device.to_host(logprobs).astype(np.float64), weights)), grads

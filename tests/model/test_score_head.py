@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlnumba.errors import UserError
 from rlnumba.model.config import HEADS, LM_HEAD, SCORE_HEAD, ModelConfig
-from rlnumba.model.heads import value_head_backward, value_head_forward
+from rlnumba.model.heads import Targets, ValueHead
 from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.transformer import Tape, load_model, pack, packed_attention, save_model
 from rlnumba.model.weights import parameters
@@ -23,12 +23,14 @@ TIED, UNTIED = "qwen3_tied", "qwen3_untied"
 
 
 def values_of(model, sequences, rows, tape=None):
-    """(values (T,), SavedValueHead) of positions `rows` in these sequences laid end to end."""
+    """(values (T,), SavedValues) of positions `rows` in these sequences laid end to end."""
     batch = pack(sequences)
     attention = packed_attention(model, batch)
     hidden = model.forward(batch.input_ids, batch.position_ids, attention, tape)
     values = device.xp().empty(len(rows), np.float32)
-    return values, value_head_forward(model, hidden, device.asarray(np.asarray(rows, np.int32)), values)
+    return values, ValueHead().forward(
+        model, hidden, Targets(device.asarray(np.asarray(rows, np.int32))), HeapAllocator(), values
+    )
 
 
 @pytest.mark.parametrize("name", [TIED, UNTIED])
@@ -95,11 +97,11 @@ def test_values_and_their_gradient(rng):
     values, saved = values_of(model, sequences, rows, tape)
     hidden = device.to_host(saved.hidden)
     assert_close(values, hidden[rows].astype(np.float64) @ device.to_host(model.score)[0], terms=hidden.shape[1])
-    dhidden = value_head_backward(model, saved, device.asarray(dvalues), grads, HeapAllocator())
+    dhidden = ValueHead().backward(model, saved, grads, HeapAllocator(), device.asarray(dvalues))
     expected = np.zeros_like(hidden)
     expected[rows] = np.outer(dvalues, device.to_host(model.score)[0])
     assert_close(dhidden, expected, what="dhidden")
-    twice = value_head_backward(model, saved, device.asarray(dvalues), model.weights.grads(), HeapAllocator(), dhidden)
+    twice = ValueHead().backward(model, saved, model.weights.grads(), HeapAllocator(), device.asarray(dvalues), dhidden)
     assert twice is dhidden
     assert_close(twice, 2 * expected, what="added to another head's gradient")
     model.backward(device.asarray(expected), tape, grads)

@@ -81,7 +81,7 @@ def test_mean_logits_are_those_of_the_whole_logits(policy):
     sums = {"chosen": [], "rejected": []}
     for part in step.micro_batches():
         with policy.scope():
-            (_, head), _ = step.forward(part)
+            head = step.forward(part)[0].saved
             hidden, weight = (device.to_host(a).astype(np.float64) for a in (head.hidden, policy.model.lm_head))
             logits, count = (hidden @ weight.T).mean(axis=1), sum(pair.chosen.num_trained for pair in part)
             sums["chosen"] += logits[:count].tolist()
@@ -95,7 +95,7 @@ def test_mean_logits_are_those_of_the_whole_logits(policy):
 def test_log_sum_of_squares(policy):
     policy, pairs = policy
     with policy.scope():
-        (_, head), _ = dpo.StepLoss(policy, pairs).forward(pairs)
+        head = dpo.StepLoss(policy, pairs).forward(pairs)[0].saved
         found = device.to_host(dpo.log_sum_of_squares(policy, head))
         hidden, weight = (device.to_host(a).astype(np.float64) for a in (head.hidden, policy.model.lm_head))
     logits = hidden @ weight.T

@@ -10,6 +10,7 @@ from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.ptx.warp import flushed
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
+from rlnumba.model.heads import BothHeads, ValueHead
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
 from rlnumba.runs.policy import Policy
@@ -65,13 +66,13 @@ def in_two_calls(policy, batch, weights):
 
 def of_values(policy, batch, weights):
     values = device.xp().empty(len(weights), np.float32)
-    policy.backward_values(policy.forward_values(batch, values), weights)
+    policy.backward(policy.forward(batch, values, head=ValueHead()), weights)
 
 
 def with_values(policy, batch, weights):
     logprobs, values = (device.xp().empty(len(weights), np.float32) for _ in range(2))
-    forward = policy.forward_with_values(batch, logprobs, values)
-    policy.backward_with_values(forward, weights, weights[::-1].copy())
+    forward = policy.forward(batch, logprobs, values, head=BothHeads())
+    policy.backward(forward, weights, weights[::-1].copy())
 
 
 def gradients(policy, backward, batches):

@@ -11,9 +11,9 @@ from rlnumba.config import DataConfig
 from rlnumba.data import Prompt, PromptData
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import ConfigError, UserError
+from rlnumba.model.heads import LogprobHead
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import RewardError, TrainerState
-from rlnumba.runs import policy as policy_module
 from rlnumba.runs import prompt_loop, prompt_run, prompt_schedule
 from rlnumba.runs.eval import run_eval
 from rlnumba.runs.planning.plan import Planner
@@ -207,13 +207,13 @@ def test_old_logprobs_are_recomputed_only_where_needed():
 @pytest.fixture
 def combined_calls(monkeypatch):
     """A list that gets, for every forward and backward of the head at once, the array of its gradient."""
-    called, head = [], policy_module.lm_head_forward_backward
+    called, forward_backward = [], LogprobHead.forward_backward
 
-    def counted(*arguments, **options):
-        called.append(arguments[6])
-        return head(*arguments, **options)
+    def counted(head, model, hidden, of_batch, gradients, *others):
+        called.append(gradients.lm_head)
+        return forward_backward(head, model, hidden, of_batch, gradients, *others)
 
-    monkeypatch.setattr(policy_module, "lm_head_forward_backward", counted)
+    monkeypatch.setattr(LogprobHead, "forward_backward", counted)
     return called
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
-from rlnumba.model.heads import lm_head_backward, lm_head_forward, lm_head_forward_backward
+from rlnumba.model.heads import HeadGradients, LogprobHead, Targets
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.arena import Arena
 from tests.close import assert_close, assert_same_bits
@@ -23,15 +23,14 @@ def two_ways(rng, dtype):
     model, arena, found = SimpleNamespace(lm_head=weight), Arena("test"), []
     for together in (False, True):
         dweight = xp.full((100, 64), np.float32(np.nan))
+        head, targets, gradients = LogprobHead(0.7), Targets(rows, target_ids), HeadGradients(dweight)
         out = xp.empty(7, np.float32), xp.empty(7, np.float32), xp.empty(7, np.int32)
         with arena.scope():
             if together:
-                dhidden = lm_head_forward_backward(
-                    model, hidden, rows, target_ids, 0.7, dlogprobs, dweight, arena, *out
-                )
+                dhidden = head.forward_backward(model, hidden, targets, gradients, arena, dlogprobs, out)
             else:
-                saved = lm_head_forward(model, hidden, rows, target_ids, 0.7, arena, *out)
-                dhidden = lm_head_backward(model, saved, dlogprobs, dweight, arena)
+                saved = head.forward(model, hidden, targets, arena, *out)
+                dhidden = head.backward(model, saved, gradients, arena, dlogprobs)
             found.append((*out, dhidden.copy(), dweight))
     return found
 

@@ -8,6 +8,7 @@ import pytest
 from rlnumba import data
 from rlnumba.config import SFTConfig
 from rlnumba.errors import UserError
+from rlnumba.model.heads import LogprobHead
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.optim import learning_rate_at
@@ -97,13 +98,13 @@ def test_micro_batches_and_checkpointing_change_nothing_but_rounding(tmp_path):
 @pytest.mark.parametrize(("loss_type", "together"), [("nll", True), ("chunked_nll", True), ("dft", False)])
 def test_forward_and_gradient_of_the_head_at_once(tmp_path, monkeypatch, loss_type, together):
     """Where each target's factor is known beforehand, which dft's is not."""
-    targets, head = [], policy_module.lm_head_forward_backward
+    targets, forward_backward = [], LogprobHead.forward_backward
 
-    def counted(*arguments, **options):
-        targets.append(arguments[6])
-        return head(*arguments, **options)
+    def counted(head, model, hidden, of_batch, gradients, *others):
+        targets.append(gradients.lm_head)
+        return forward_backward(head, model, hidden, of_batch, gradients, *others)
 
-    monkeypatch.setattr(policy_module, "lm_head_forward_backward", counted)
+    monkeypatch.setattr(LogprobHead, "forward_backward", counted)
 
     sft.run_sft(sft_run(tmp_path / "run", max_steps=1, loss_type=loss_type))
     # The head's gradient of the second of two micro-batches is completed elsewhere.

@@ -122,7 +122,7 @@ def run_of(folder, arguments, dtype, **engine):
 def measure(run, warmup):
     """Train; medians and means of the metrics of the steps after the first `warmup`: dict."""
     place = placement(run.num_ranks, "--train-gpus")
-    launch(train_rank, run.num_ranks, run.on_ranks(), **place)
+    launch(train_rank, run.num_ranks, run.resolved(), **place)
     lines = (Path(run.output_dir) / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines][warmup:]
 
@@ -170,7 +170,7 @@ def main():
     if steps:
         synchronous = dataclasses.replace(run, train=dataclasses.replace(run.train, max_steps=steps))
         found["sync"] = measure(synchronous, sync_warmup)
-    found["async"] = measure(asynchronous.weighted(), warmup)
+    found["async"] = measure(asynchronous.resolved(), warmup)
     for name, each in found.items():
         values = f"{each['seconds']:.3f} s a step, {each['tokens_per_s']:.0f} tokens/s"
         if name == "async":

@@ -54,7 +54,7 @@ def train_rank(communicator, run):
 def measure(run, warmup):
     """Train: (median seconds of a step and of its phases after the first `warmup`: dict, hash of the final weights)."""
     place = placement(run.num_ranks, "--gpus")
-    launch(train_rank, run.num_ranks, run.on_ranks(), **place)
+    launch(train_rank, run.num_ranks, run.resolved(), **place)
     folder = Path(run.output_dir)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][warmup:]
     found = {

@@ -72,7 +72,7 @@ def train_rank(communicator, run):
 def measure(run, warmup):
     """Train: the metrics of the steps after the first `warmup`, list of dict."""
     place = placement(run.num_ranks, "--gpus")
-    launch(train_rank, run.num_ranks, run.on_ranks(), **place)
+    launch(train_rank, run.num_ranks, run.resolved(), **place)
     lines = (Path(run.output_dir) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines][warmup:]
 

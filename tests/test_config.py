@@ -113,13 +113,16 @@ def test_unknown_loss_types_are_named(load, value, message):
         load(BASE + f"[train]\nloss_type = {value}\n", kind="dpo")
 
 
+def sizes_of(**train):
+    """(passes, completions, prompts) of a generation."""
+    plan = GRPOConfig(per_device_train_batch_size=4, **train).generation
+    return plan.num_passes, plan.num_completions, plan.num_prompts
+
+
 def test_batch_geometry():
-    train = GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=4, num_generations=8)
-    assert (train.rollout_steps, train.rollout_batch_size, train.prompts_per_rollout) == (4, 16, 2)
-    train = GRPOConfig(per_device_train_batch_size=4, steps_per_generation=2, num_generations=8)
-    assert (train.rollout_steps, train.rollout_batch_size, train.prompts_per_rollout) == (2, 8, 1)
-    train = GRPOConfig(per_device_train_batch_size=4, generation_batch_size=32)
-    assert (train.rollout_steps, train.rollout_batch_size, train.prompts_per_rollout) == (8, 32, 4)
+    assert sizes_of(gradient_accumulation_steps=4, num_generations=8) == (4, 16, 2)
+    assert sizes_of(steps_per_generation=2, num_generations=8) == (2, 8, 1)
+    assert sizes_of(generation_batch_size=32) == (8, 32, 4)
     assert GRPOConfig(epsilon=0.1).clip_high == 0.1 and GRPOConfig(epsilon_high=0.28).clip_high == 0.28
 
 
@@ -448,7 +451,8 @@ def test_every_key_is_read_by_some_code():
         for name in keys_of(section_class)
         if name not in accepted_without_effect and name not in read
     ]
-    # Read through properties of DeployConfig, TrainConfig, GRPOConfig and PolicyLossConfig.
+    # Read through properties of DeployConfig, TrainConfig, GRPOConfig and PolicyLossConfig, of which GenerationPlan and
+    # ReferenceMove are two.
     derived = {
         "deploy.gpus_per_node",
         "train.gradient_checkpointing",
@@ -457,6 +461,8 @@ def test_every_key_is_read_by_some_code():
         "train.epsilon_high",
     }
     derived |= {f"train.vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_min", "clip_max")}
+    derived |= {f"train.{name}" for name in ("num_iterations", "no_resampling_pass_rate", "max_gen_batches")}
+    derived |= {"train.over_sampling_batch_size", "train.ref_model_mixup_alpha", "train.ref_model_sync_steps"}
     derived |= {"train.rollout_is", "train.rollout_is_threshold", "async.importance_sampling_cap"}
     assert set(unread) <= derived, sorted(set(unread) - derived)
 

@@ -20,7 +20,6 @@ FULL_PACKAGES = {"rlnumba/trainers": 21}
 
 MOST_LINES = 600
 LONG_MODULES = {
-    "rlnumba/config/schema.py": 649,
     "rlnumba/engine/core.py": 601,
     "rlnumba/kernels/attention/sm90_forward.py": 632,
     "rlnumba/kernels/rl/policy_loss.py": 635,

@@ -92,6 +92,7 @@ def compile_kernels(config, trainer, gpu, overrides):
     from rlnumba.runtime.compile import pool
 
     def listed(run):
+        run = run.resolved()
         return run, list_signatures(kernel_request(run), properties)
 
     (run, stages), others = first_readable(runs, listed)

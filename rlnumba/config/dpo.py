@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
-from rlnumba.config.schema import Run, TrainConfig
+from rlnumba.config.reference import ReferenceConfig
+from rlnumba.config.schema import Run
 from rlnumba.errors import ConfigError
 
 LOSS_TYPES = (
@@ -80,7 +81,7 @@ class PreferenceLossConfig(Section):
 
 
 @dataclass(frozen=True)
-class PreferenceConfig(TrainConfig):
+class PreferenceConfig(ReferenceConfig):
     """Keys that the [train] sections of `rlnumba dpo` and `rlnumba kto` share."""
 
     learning_rate: float = key(1e-6, "Highest learning rate of AdamW.", minimum=0)
@@ -94,13 +95,6 @@ class PreferenceConfig(TrainConfig):
         None, "Rows of one forward pass of that; None: per_device_train_batch_size.", minimum=1,
         needs="train.precompute_ref_log_probs",
     )  # fmt: skip
-    sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
-    ref_model_mixup_alpha: float = key(
-        0.6, "Share of the policy in each such move.", minimum=0, maximum=1, needs="train.sync_ref_model"
-    )
-    ref_model_sync_steps: int = key(
-        512, "Optimizer steps between two such moves.", minimum=1, needs="train.sync_ref_model"
-    )
 
     def __post_init__(self):
         super().__post_init__()

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from rlnumba.config.generation import DynamicSampling
 from rlnumba.config.keys import Section, key
 from rlnumba.config.rollout import AheadRun, GroupConfig
 from rlnumba.errors import ConfigError
@@ -248,9 +249,18 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
     )
 
     @property
-    def ratio_to_sampler(self):
-        """Whether the importance ratio is to the sampler's log-probs also before the first update: bool."""
-        return self.bypass_mode or self.replay_buffer_size > 0
+    def generation(self):
+        """The GenerationPlan."""
+        plan, dynamic = super().generation, None
+        if self.dynamic_sampling:
+            window = self.over_sampling_batch_size or plan.num_prompts
+            dynamic = DynamicSampling(window, self.max_gen_batches * plan.num_prompts)
+        return plan._replace(
+            # Replayed groups are older than the weights.
+            ratio_to_sampler=self.bypass_mode or self.replay_buffer_size > 0,
+            replay_buffer_size=self.replay_buffer_size,
+            dynamic=dynamic,
+        )
 
     @property
     def policy_loss(self):
@@ -274,7 +284,7 @@ class GRPOConfig(PolicyLossConfig, GroupConfig):
             if self.over_sampling_batch_size < self.prompts_per_rollout:
                 raise ConfigError(
                     f"train.over_sampling_batch_size ({self.over_sampling_batch_size}) must be at least the "
-                    f"{self.prompts_per_rollout} prompts of a generation ({self.prompts_key})"
+                    f"{self.prompts_per_rollout} prompts of a generation ({self.generation.prompts_key})"
                 )
         if self.optimizer_in_backward and self.max_tokens_per_micro_batch is not None:
             raise ConfigError("train.optimizer_in_backward does not go with train.max_tokens_per_micro_batch")
@@ -305,5 +315,12 @@ class GRPORun(AheadRun):
 
     def _check_async(self):
         super()._check_async()
+        if self.train.replay_buffer_size:
+            raise ConfigError("train.replay_buffer_size and [async] cannot both be set")
+        if self.train.dynamic_sampling:
+            # Engines are kept full by the groups of coming steps; a draw by weights is one of a whole batch.
+            for name in ("over_sampling_batch_size", "difficulty_weights"):
+                if getattr(self.train, name) is not None:
+                    raise ConfigError(f"train.dynamic_sampling with [async] does not go with train.{name}")
         if self.is_stale and "is" in self.asynchronous.staleness and self.train.loss_type in ("vespo", "dppo"):
             raise ConfigError(f"async.staleness `is`: train.loss_type {self.train.loss_type} has no such weights")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rlnumba.config.generation import GenerationPlan
 from rlnumba.config.keys import Section, key
 from rlnumba.config.rollout import PromptRun, SamplingConfig
 from rlnumba.errors import ConfigError
@@ -14,12 +15,6 @@ class PPOConfig(SamplingConfig):
     A step is one batch of per_device_train_batch_size x gradient_accumulation_steps prompts with a completion each, on
     which num_ppo_epochs x num_mini_batches optimizer steps are taken.
     """
-
-    # Not keys: a prompt has one completion, the reference stands still, and old log-probs are of all logits.
-    num_generations = num_iterations = 1
-    sync_ref_model = sampling_mask_replay = False
-    # The keys that an error for too few prompts names.
-    prompts_key = "train.per_device_train_batch_size x gradient_accumulation_steps"
 
     learning_rate: float = key(3e-6, "Highest learning rate of AdamW.", minimum=0)
     temperature: float = key(0.7, "Divides the logits, in sampling and in training alike.", above=0)
@@ -51,19 +46,20 @@ class PPOConfig(SamplingConfig):
     score_clip: float | None = key(None, "Clip scores, after scaling, to -+ this; None: no limit.", above=0)
 
     @property
-    def rollout_steps(self):
-        """Micro-batches of per_device_train_batch_size completions that make a batch: int."""
-        return self.micro_batches_per_step
-
-    @property
     def rollout_batch_size(self):
         """Completions of a batch: int."""
         return self.per_device_train_batch_size * self.micro_batches_per_step
 
     @property
-    def prompts_per_rollout(self):
-        """Prompts of a batch, each with one completion: int."""
-        return self.rollout_batch_size
+    def generation(self):
+        """The GenerationPlan: a batch, each prompt of which has one completion."""
+        return GenerationPlan(
+            num_prompts=self.rollout_batch_size,
+            num_completions_each=1,
+            num_completions=self.rollout_batch_size,
+            num_passes=self.micro_batches_per_step,
+            prompts_key="train.per_device_train_batch_size x gradient_accumulation_steps",
+        )
 
     @property
     def batch_keys(self):

@@ -6,8 +6,11 @@ import typing
 from dataclasses import dataclass, replace
 
 from rlnumba.config.asynchronous import AsyncConfig
+from rlnumba.config.data import GYM
+from rlnumba.config.generation import GenerationPlan
 from rlnumba.config.keys import key
-from rlnumba.config.schema import GYM, EngineConfig, EvalConfig, RewardsConfig, Run, TrainConfig
+from rlnumba.config.reference import ReferenceConfig
+from rlnumba.config.schema import EngineConfig, EvalConfig, RewardsConfig, Run, TrainConfig
 from rlnumba.errors import ConfigError
 
 # Parameters of sampling that have a key of their own in [train], and those that generation_kwargs alone has.
@@ -28,9 +31,7 @@ OWN_KEYS = {
 class SamplingConfig(TrainConfig):
     """Keys of how completions are drawn."""
 
-    # Keys of GroupConfig, and of GRPO's.
-    difficulty_weights = no_resampling_pass_rate = None
-    replay_buffer_size, ratio_to_sampler, dynamic_sampling = 0, False, False
+    # A trainer's own section has the property `generation`, the GenerationPlan of its runs.
 
     temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
     top_p: float = key(1.0, "Sample from the likeliest tokens that hold this share; 1 is off.", above=0, maximum=1)
@@ -65,7 +66,7 @@ class SamplingConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
-class GroupConfig(SamplingConfig):
+class GroupConfig(ReferenceConfig, SamplingConfig):
     """A generation of groups of completions, and the reference model; beta is a key of the trainer's own."""
 
     learning_rate: float = key(1e-6, "Highest learning rate of AdamW.", minimum=0)
@@ -84,13 +85,6 @@ class GroupConfig(SamplingConfig):
         "renormalised. For generations that one optimizer step uses up; not in TRL.",
     )
     num_iterations: int = key(1, "Times that each generation is trained on (mu of DeepSeekMath).", minimum=1)
-    sync_ref_model: bool = key(False, "Move the reference model towards the policy now and then (arXiv 2404.09656).")
-    ref_model_mixup_alpha: float = key(
-        0.6, "Share of the policy in each such move.", minimum=0, maximum=1, needs="train.sync_ref_model"
-    )
-    ref_model_sync_steps: int = key(
-        512, "Optimizer steps between two such moves.", minimum=1, needs="train.sync_ref_model"
-    )
     mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
     difficulty_weights: list[float] | None = key(
         None,
@@ -111,8 +105,6 @@ class GroupConfig(SamplingConfig):
         kept = replace(self, steps_per_generation=None, generation_batch_size=completions)
         return TrainConfig.on_ranks(kept, num_ranks)
 
-    prompts_key = "train.per_device_train_batch_size x steps_per_generation / num_generations"
-
     @property
     def rollout_steps(self):
         """Passes of per_device_train_batch_size completions that one generation feeds: int."""
@@ -129,6 +121,29 @@ class GroupConfig(SamplingConfig):
     def prompts_per_rollout(self):
         """Prompts of one generation, each with num_generations completions: int."""
         return self.rollout_batch_size // self.num_generations
+
+    @property
+    def generation(self):
+        """The GenerationPlan."""
+        return GenerationPlan(
+            num_prompts=self.prompts_per_rollout,
+            num_completions_each=self.num_generations,
+            num_completions=self.rollout_batch_size,
+            num_passes=self.rollout_steps,
+            prompts_key="train.per_device_train_batch_size x steps_per_generation / num_generations",
+            num_iterations=self.num_iterations,
+            difficulty_weights=self.difficulty_weights,
+            solved_at=self.no_resampling_pass_rate,
+            replays_mask=self.sampling_mask_replay,
+        )
+
+    def size_keys(self, num_ranks):
+        """The keys that set the number of completions of a generation: str."""
+        for name in ("generation_batch_size", "global_batch_size"):
+            if getattr(self, name) is not None:
+                return f"train.{name}"
+        of_all = " x deploy.num_train_gpus" if num_ranks > 1 else ""
+        return f"train.per_device_train_batch_size x steps_per_generation{of_all}"
 
     def __post_init__(self):
         super().__post_init__()
@@ -175,31 +190,27 @@ class PromptRun(Run):
     def __post_init__(self):
         super().__post_init__()
         try:
-            train = self.train.on_ranks(self.num_ranks)
+            plan = self.train.on_ranks(self.num_ranks).generation
         except ConfigError as error:
             raise ConfigError(f"{error}; deploy.num_train_gpus is {self.num_ranks}") from error
-        if train.rollout_batch_size % train.num_generations:
+        if plan.num_completions % plan.num_completions_each:
             raise ConfigError(
-                f"{self._generation_size_key} ({train.rollout_batch_size}) must be divisible by "
-                f"train.num_generations ({train.num_generations})"
+                f"{self.train.size_keys(self.num_ranks)} ({plan.num_completions}) must be divisible by "
+                f"train.num_generations ({plan.num_completions_each})"
             )
         if not self.rewards.funcs:
             if not self.data.train.startswith(GYM):
                 raise ConfigError("rewards.funcs must name at least one reward function")
             object.__setattr__(self, "rewards", replace(self.rewards, funcs=["gym"]))
-        if self.data.curriculum_column is not None and self.train.difficulty_weights is not None:
+        if self.data.curriculum_column is not None and plan.difficulty_weights is not None:
             raise ConfigError(
                 "data.curriculum_column orders the prompts, and train.difficulty_weights draws them: set one of the two"
             )
 
     @property
-    def _generation_size_key(self):
-        """The keys that set the number of completions of a generation: str."""
-        for name in ("generation_batch_size", "global_batch_size"):
-            if getattr(self.train, name) is not None:
-                return f"train.{name}"
-        of_all = " x deploy.num_train_gpus" if self.num_ranks > 1 else ""
-        return f"train.per_device_train_batch_size x steps_per_generation{of_all}"
+    def is_stale(self):
+        """Whether completions may be of older weights than those that are trained on them: bool."""
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,17 +226,23 @@ class AheadRun(PromptRun):
     # In prime-rl's files it counts the completions of a step.
     batch_size = "train", "generation_batch_size"
 
-    def weighted(self):
-        """This run with the importance weights that async.staleness asks for in [train]."""
+    @property
+    def generates_beside(self):
+        """Whether completions are drawn while the model trains: bool."""
+        return self.asynchronous is not None
+
+    def resolved(self):
+        """See Run; the importance weights are those that async.staleness asks for."""
+        run = super().resolved()
         if not self.is_stale or "is" not in self.asynchronous.staleness or self.train.rollout_is is not None:
-            return self
+            return run
         cap = str(self.asynchronous.importance_sampling_cap)
-        return replace(self, train=replace(self.train, rollout_is=self.weighted_by, rollout_is_threshold=cap))
+        return replace(run, train=replace(run.train, rollout_is=self.weighted_by, rollout_is_threshold=cap))
 
     @property
     def is_stale(self):
         """Whether completions may be of older weights than those that are trained on them: bool."""
-        return self.asynchronous is not None and self.asynchronous.max_staleness > 0
+        return self.generates_beside and self.asynchronous.max_staleness > 0
 
     @property
     def keeps_old_versions(self):
@@ -249,13 +266,6 @@ class AheadRun(PromptRun):
                 "deploy.update_weights_transport `peer` keeps no older weights, which async.in_flight_weight_updates "
                 "= false needs: take `shm` or `auto`"
             )
-        if train.replay_buffer_size:
-            raise ConfigError("train.replay_buffer_size and [async] cannot both be set")
-        if train.dynamic_sampling:
-            # Engines are kept full by the groups of coming steps; a draw by weights is one of a whole batch.
-            for name in ("over_sampling_batch_size", "difficulty_weights"):
-                if getattr(train, name) is not None:
-                    raise ConfigError(f"train.dynamic_sampling with [async] does not go with train.{name}")
         if self.is_stale and train.sampling_mask_replay:
             raise ConfigError(
                 f"train.sampling_mask_replay needs completions of the weights that are trained: async.max_staleness "
@@ -269,7 +279,7 @@ class AheadRun(PromptRun):
         if self.asynchronous.queue_maxsize < train.rollout_batch_size:
             raise ConfigError(
                 f"async.queue_maxsize ({self.asynchronous.queue_maxsize}) must be at least the completions of a "
-                f"generation, {self._generation_size_key} ({train.rollout_batch_size})"
+                f"generation, {self.train.size_keys(self.num_ranks)} ({train.rollout_batch_size})"
             )
 
     def __post_init__(self):

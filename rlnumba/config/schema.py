@@ -5,112 +5,13 @@ section of a trainer and its Run are in the module of its name; docs/make_config
 docs/configuration.md from them.
 """
 
-import re
-import typing
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import NamedTuple
 
-from rlnumba.config.keys import REQUIRED, Condition, Section, and_list, check_keys, check_owners, key
+from rlnumba.config.data import DataConfig
+from rlnumba.config.keys import REQUIRED, Section, and_list, check_keys, check_owners, key
 from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import ConfigError
-
-# Begins the name of a dataset of reasoning-gym in data.train and data.eval.
-GYM = "gym:"
-# The ends of names of files of rows, and what an id of a dataset of the hub looks like.
-ROW_FILES = (".jsonl", ".json", ".parquet", ".csv")
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-# Arguments of transformers' apply_chat_template that are no variables of a template, and cannot be chosen.
-RESERVED_VARIABLES = (
-    *("messages", "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"),
-    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-)
-
-
-def is_of_hub(path):
-    """Whether a path of rows names a dataset of the hub, and no file: one that has the name goes before."""
-    path = Path(path)
-    is_id = HUB_ID.fullmatch(str(path)) and path.suffix.lower() not in ROW_FILES
-    return bool(is_id) and not path.exists() and not path.parent.exists()
-
-
-def paths_of_rows(value):
-    """The paths in a value of data.train or data.eval: one, or several with commas between them; list of str."""
-    return [value] if Path(value).exists() else [part.strip() for part in value.split(",") if part.strip()]
-
-
-def _any_path(is_one):
-    """The is_met of a Condition on data.train or data.eval: is_one(path) for one of its paths."""
-    return lambda value: value is not None and any(map(is_one, paths_of_rows(value)))
-
-
-BOTH, EVAL = ("data.train", "data.eval"), ("data.eval",)
-OF_HUB, OF_GYM = "a dataset of the hub", "a dataset of reasoning-gym"
-IS_OF_HUB, IS_OF_GYM = _any_path(is_of_hub), _any_path(lambda path: path.startswith(GYM))
-
-
-@dataclass(frozen=True)
-class DataConfig(Section):
-    """The files of rows, and how a row becomes a prompt."""
-
-    section = "data"
-    train: str = key(
-        REQUIRED,
-        "Training rows: a .jsonl, .json, .parquet or .csv file, the id of a dataset of the hub, or `gym:NAME` of "
-        "reasoning-gym; several with commas between them. The columns are in docs/data.md.",
-    )
-    eval: str | None = key(None, "Held-out rows of the same columns, evaluated every `train.eval_steps`.")
-    train_weights: list[float] | None = key(
-        None, "For each file of `train`, how often an epoch has its rows: 2.0 twice, 0.5 every other one; None: once."
-    )
-    name: str | None = key(
-        None, "Configuration of a dataset of the hub, its folder there; None: the default one.",
-        needs=Condition(BOTH, OF_HUB, IS_OF_HUB),
-    )  # fmt: skip
-    split: str = key("train", "Its split for `train`.", needs=Condition(("data.train",), OF_HUB, IS_OF_HUB))
-    eval_split: str = key("test", "Its split for `eval`.", needs=Condition(EVAL, OF_HUB, IS_OF_HUB))
-    gym: dict[str, typing.Any] = key(
-        {}, "Arguments of `gym:NAME`: size (500), seed (0), and its own; a table `[data.gym]`. docs/gym.md.",
-        of="generates", needs=Condition(BOTH, OF_GYM, IS_OF_GYM),
-    )  # fmt: skip
-    eval_gym: dict[str, typing.Any] = key(
-        {}, "Those of `eval` that differ, `[data.eval_gym]`; its seed: the first that training has not (seed + size).",
-        of="generates", needs=Condition(EVAL, OF_GYM, IS_OF_GYM),
-    )  # fmt: skip
-    prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
-    completion_column: str | None = key(None, "Column of the completion; None: `completion`.", of="has_completions")
-    answer_column: str | None = key(
-        None,
-        "Column that rewards get as `solution`; None: the first answer column that a reward finds.",
-        of="generates",
-    )
-    system_prompt: str | None = key(None, "System message put before a chat prompt that has none.")
-    prompt_template: str | None = key(
-        None,
-        "Prompt made of a question, or where completions are sampled of any string: {question} and other columns in "
-        "braces are replaced. None: the question, then a line that asks for `####` (GSM8K) or a box around the answer.",
-        of="has_questions",
-    )
-    apply_chat_template: bool | None = key(
-        None, "None: to messages, and to questions if there is one; true: to strings, too; false: not to questions."
-    )
-    chat_template_kwargs: dict[str, typing.Any] = key(
-        {}, "Variables of the template, as {enable_thinking = false}; those of a row's column of this name go first."
-    )
-    curriculum_column: str | None = key(
-        None,
-        "Prompts are taken by ascending value of this column, a number, in every epoch; among equal ones as "
-        "train.shuffle_dataset says.",
-        of="generates",
-    )
-    max_prompt_length: int | None = key(
-        None, "Longer prompts are dropped and counted; None: an error.", minimum=1, of="generates"
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name in self.chat_template_kwargs:
-            if name in RESERVED_VARIABLES:
-                raise ConfigError(f"data.chat_template_kwargs cannot set {name!r}, which is no template's variable")
 
 
 @dataclass(frozen=True)
@@ -348,6 +249,13 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 NAMED_RUNS = ("train.report_to", ("wandb", "trackio"))
 
 
+class ReferenceMove(NamedTuple):
+    """How a reference model follows the policy: every so many optimizer steps, by this share of it."""
+
+    share: float
+    steps: int
+
+
 @dataclass(frozen=True)
 class TrainConfig(Section):
     """Keys that all trainers share: TRL's names, with the defaults of TRL and transformers' TrainingArguments."""
@@ -504,6 +412,11 @@ class TrainConfig(Section):
         """Backward passes in an optimizer step: int."""
         return self.micro_batches_per_step
 
+    @property
+    def reference_move(self):
+        """How the reference model moves, a ReferenceMove; None: it stands still, or there is none."""
+        return None
+
     def on_ranks(self, num_ranks):
         """This section with the sizes of all ranks together in place of those of each, the same for one rank."""
         if num_ranks == 1 or self.global_batch_size is not None:
@@ -583,8 +496,6 @@ class Run:
     trainer, purpose, generates, generates_ahead = None, None, False, False
     has_questions, has_completions = False, False
     batch_size = "train", "per_device_train_batch_size"
-    # A section of those that generate ahead.
-    asynchronous, is_stale = None, False
     # The Runs of all trainers, from config/runs.py.
     of_all_trainers = ()
 
@@ -598,12 +509,17 @@ class Run:
         """Processes that train together, each with a GPU: int."""
         return self.deploy.num_train_gpus
 
-    def weighted(self):
-        """This run with the importance weights that completions of older weights need in [train]."""
-        return self
+    @property
+    def generates_beside(self):
+        """Whether completions are drawn while the model trains: bool."""
+        return False
 
-    def on_ranks(self):
-        """This run with the sizes of all ranks together in [train], so that nothing in it depends on their number."""
+    def resolved(self):
+        """This run as its loop, plan and kernel list read it; a resolved run's is itself.
+
+        [train] has the sizes of all ranks together, so that nothing in it depends on their number, and the importance
+        weights that completions of older weights need. runs/resolve.py does what the model and the device decide.
+        """
         return replace(self, train=self.train.on_ranks(self.num_ranks))
 
     def __post_init__(self):
@@ -623,7 +539,7 @@ class Run:
                 )
         if self.deploy.zero_stage == 3:
             self._check_zero_3()
-        if self.deploy.num_infer_gpus and self.asynchronous is None:
+        if self.deploy.num_infer_gpus and not self.generates_beside:
             raise ConfigError(
                 f"deploy.num_infer_gpus ({self.deploy.num_infer_gpus}) are for asynchronous training: they need the "
                 f"section [async], which rlnumba {and_list(self.trainers_that('generates_ahead'))} have"
@@ -641,7 +557,7 @@ class Run:
             raise ConfigError('deploy.zero_stage 3 makes `final/` of a checkpoint, and train.save_strategy is "no"')
         if self.lora is not None:
             raise ConfigError("deploy.zero_stage 3 does not go with [lora], which trains few parameters: use 2")
-        if getattr(self.train, "sync_ref_model", False):
+        if self.train.reference_move is not None:
             raise ConfigError("deploy.zero_stage 3 does not go with train.sync_ref_model: use 2")
 
     def refuse_ranks(self, key):

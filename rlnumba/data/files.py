@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlnumba.config.schema import RESERVED_VARIABLES, ROW_FILES, is_of_hub, paths_of_rows
+from rlnumba.config.data import RESERVED_VARIABLES, ROW_FILES, is_of_hub, paths_of_rows
 from rlnumba.data.formats import DECODER, csv_rows, json_cell, json_rows, kind_of, parquet_rows
 from rlnumba.data.gym import arguments_of, gym_rows, is_gym
 from rlnumba.errors import ConfigError, UserError, missing, shown

@@ -9,7 +9,7 @@ import functools
 import json
 from dataclasses import fields
 
-from rlnumba.config.schema import GYM
+from rlnumba.config.data import GYM
 from rlnumba.errors import ConfigError, UserError
 
 # reasoning-gym's own default, and where the problems of training begin.

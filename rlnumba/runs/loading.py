@@ -31,7 +31,7 @@ def load_policy(run, folder, reference=False, temperature=1.0, heads=LM_HEAD, he
         kind = weights_of(run, folder.communicator)
         model = load_model(path, train.dtype, heads, head_init, run.seed, make_weights=kind)
     else:
-        if reference and train.sync_ref_model:
+        if reference and train.reference_move is not None:
             raise ConfigError("train.sync_ref_model: with [lora] the reference is the model without its adapter")
         model = load_model(source, train.dtype, heads, head_init, run.seed)
         model.adapter = _adapter(run, folder, model.weights, source)

@@ -323,7 +323,7 @@ class Policy:
         On several ranks, all of which call this, arrays are ArrayParts.
         """
         self.gather_adapter()
-        moves = self.reference is not None and self.train.sync_ref_model
+        moves = self.reference is not None and self.train.reference_move is not None
         return {
             "optimizer": self.optimizer.state_dict(),
             "reference": self.host_part(self.reference.weights.flat) if moves else None,
@@ -346,9 +346,9 @@ class Policy:
 
     def move_reference_if_due(self, step):
         """With sync_ref_model, move the reference every ref_model_sync_steps steps; step: optimizer steps done."""
-        train = self.train
-        if self.reference is not None and train.sync_ref_model and step % train.ref_model_sync_steps == 0:
-            self.move_reference(train.ref_model_mixup_alpha)
+        move = self.train.reference_move
+        if self.reference is not None and move is not None and step % move.steps == 0:
+            self.move_reference(move.share)
 
     def move_reference(self, alpha):
         """reference = alpha policy + (1 - alpha) reference (arXiv 2404.09656)."""

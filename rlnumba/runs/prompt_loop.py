@@ -24,10 +24,8 @@ from rlnumba.optim import learning_rate_at
 from rlnumba.parallel.ray_cluster import connected
 from rlnumba.rewards import TrainerState
 from rlnumba.runs import evaluation
-from rlnumba.runs.planning.engine_size import engine_size_of
 from rlnumba.runs.planning.planned import Step, invented_rollouts, longest_completions
 from rlnumba.runs.prompt_run import (
-    check_sampling,
     check_stops_of,
     eval_params,
     evaluate,
@@ -38,6 +36,7 @@ from rlnumba.runs.prompt_run import (
 )
 from rlnumba.runs.prompt_schedule import BEGINNING, DataState, MicroBatchSchedule, Start
 from rlnumba.runs.run_digest import row_hashes
+from rlnumba.runs.resolve import resolve_here
 from rlnumba.runs.run_folder import Clock, begin_run, log, memory_metrics, owner_of
 from rlnumba.runtime import device, garbage
 from rlnumba.sampling.inference import WaitingProcesses
@@ -95,9 +94,7 @@ class TrainerOnPrompts(NamedTuple):
         together and call this with the same arguments, or None. A signal in the middle of the run and a reward that
         fails leave a checkpoint of the last complete step.
         """
-        run = run.weighted()
-        check_sampling(run)
-        run = engine_size_of(run, communicator)
+        run = resolve_here(run, communicator)
         with (
             owner_of(run, communicator),
             nodes_of(run, communicator),
@@ -237,7 +234,7 @@ class PromptLoop:
     def _start_ahead(self, groups):
         """The Ahead of a run with [async], with these groups of a checkpoint, and let the algorithm generate by it."""
         run, train, step = self.run, self.run.train, self.folder.step
-        if run.asynchronous is None:
+        if not run.generates_beside:
             if groups:
                 raise ConfigError(
                     f"{self.folder.model_folder} has {len(groups)} prompts of an asynchronous run that are not trained "

@@ -35,19 +35,19 @@ def load_prompts(path, run, llm, for_eval=False):
 
 def prompt_order(prompts, run):
     """The PromptOrder of a run on PromptData, at its beginning. Raises UserError for a curriculum without numbers."""
-    train, column = run.train, run.data.curriculum_column
+    train, plan, column = run.train, run.train.generation, run.data.curriculum_column
     curriculum = None if column is None else curriculum_values(prompts, column)
-    options = {"difficulty_weights": train.difficulty_weights, "solved_at": train.no_resampling_pass_rate}
+    options = {"difficulty_weights": plan.difficulty_weights, "solved_at": plan.solved_at}
     order = PromptOrder(len(prompts.prompts), train.shuffle_dataset, run.seed, curriculum=curriculum, **options)
-    if train.replay_buffer_size:
-        order.replay_buffer = ReplayBuffer(train.replay_buffer_size)
+    if plan.replay_buffer_size:
+        order.replay_buffer = ReplayBuffer(plan.replay_buffer_size)
     return order
 
 
 def sampling_params(train, seed, n):
     """The SamplingParams of a [train] section."""
     settings = {name: getattr(train, name) for name in SAMPLING_KEYS} | train.generation_kwargs
-    replay = train.sampling_mask_replay
+    replay = train.generation.replays_mask
     params = SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n, logit_thresholds=replay)
     if replay and (params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty):
         raise ConfigError(
@@ -95,7 +95,7 @@ def sample_report(llm, prompts, run, path, count=4, width=200):
     for row in rows:
         first.setdefault(json.dumps(row["prompt"]), row)
     pairs = []
-    for i in prompt_order(prompts, run).take(train.prompts_per_rollout):
+    for i in prompt_order(prompts, run).take(train.generation.num_prompts):
         row = first.pop(json.dumps(prompts.prompts[i].prompt), None)
         if row is not None:
             pairs.append((prompts.prompts[i], row))

@@ -40,14 +40,15 @@ class MicroBatchSchedule(Schedule):
     """The micro-batches of each optimizer step; an epoch ends without prompts that do not fill a generation."""
 
     def __init__(self, train, path, num_prompts, start=BEGINNING):
-        if num_prompts < train.prompts_per_rollout:
+        self.plan = plan = train.generation
+        if num_prompts < plan.num_prompts:
             raise ConfigError(
-                f"{path}: {num_prompts} prompts are fewer than the {train.prompts_per_rollout} of one generation "
-                f"({train.prompts_key})"
+                f"{path}: {num_prompts} prompts are fewer than the {plan.num_prompts} of one generation "
+                f"({plan.prompts_key})"
             )
-        self.train, self.start = train, start
-        self.micro_steps_per_generation = train.rollout_steps * train.num_iterations
-        super().__init__(train, num_prompts // train.prompts_per_rollout * self.micro_steps_per_generation)
+        self.start, self.size = start, train.per_device_train_batch_size
+        self.micro_steps_per_generation = plan.num_micro_steps
+        super().__init__(train, num_prompts // plan.num_prompts * self.micro_steps_per_generation)
         # Steps of the first epoch, which may begin within a generation.
         self.first_steps = -(-(self.micro_steps_per_epoch - start.within) // self.accumulation)
         if train.max_steps <= 0 and start.step:
@@ -58,8 +59,8 @@ class MicroBatchSchedule(Schedule):
     @property
     def sizes(self):
         """The numbers on which the place of a step within its generation depends: list of int."""
-        size, steps = self.train.per_device_train_batch_size, self.train.rollout_steps
-        return [self.micro_steps_per_epoch, self.accumulation, self.micro_steps_per_generation, size, steps]
+        sizes = [self.micro_steps_per_epoch, self.accumulation, self.micro_steps_per_generation]
+        return [*sizes, self.size, self.plan.num_passes]
 
     def micro_steps(self, step):
         """The MicroSteps of an optimizer step: list."""
@@ -71,9 +72,9 @@ class MicroBatchSchedule(Schedule):
         found = []
         for index in range(start, min(start + self.accumulation, self.micro_steps_per_epoch)):
             within = index % self.micro_steps_per_generation
-            first = index % self.train.rollout_steps * self.train.per_device_train_batch_size
+            first = index % self.plan.num_passes * self.size
             found.append(
-                MicroStep(index, first, within == 0, index - within >= start and not self.train.ratio_to_sampler)
+                MicroStep(index, first, within == 0, index - within >= start and not self.plan.ratio_to_sampler)
             )
         return found
 
@@ -88,7 +89,7 @@ class MicroBatchSchedule(Schedule):
     @property
     def on_policy(self):
         """Whether all completions are trained on before the weights that generated them change."""
-        return self.accumulation % self.micro_steps_per_generation == 0 and not self.train.ratio_to_sampler
+        return self.accumulation % self.micro_steps_per_generation == 0 and not self.plan.ratio_to_sampler
 
 
 class DataState:
@@ -127,21 +128,22 @@ class DataState:
         moved: where other prompts have taken the place of the checkpoint's, {index there: index here} of those that are
         there in both; a new epoch then begins.
         """
+        plan = train.generation
         self.order.epoch, self.order.position = state["prompts"]
         self.order.memory = copy.deepcopy(state.get("memory", {}))
         if moved is not None:
             self.order.begin_with(moved)
         self.num_tokens = state["num_tokens"]
         if self.order.replay_buffer is not None:
-            self.order.replay_buffer.load_state(state.get("replay_buffer", []), train.num_generations)
+            self.order.replay_buffer.load_state(state.get("replay_buffer", []), plan.num_completions_each)
         if state["rollouts"] is None:
             return
         rollouts = rollout.Rollouts(**state["rollouts"])
         has_reference = len(rollouts.ref_logprobs) > 0
         # Its parts are those of the sizes with which it was drawn.
-        *_, size, steps = state.get("sizes", [train.per_device_train_batch_size, train.rollout_steps])
-        is_cut_alike = [size, steps] == [train.per_device_train_batch_size, train.rollout_steps]
-        if len(rollouts.advantages) == train.rollout_batch_size and is_cut_alike and (has_reference or not train.beta):
+        own = [train.per_device_train_batch_size, plan.num_passes]
+        is_cut_alike = state.get("sizes", own)[-2:] == own
+        if len(rollouts.advantages) == plan.num_completions and is_cut_alike and (has_reference or not train.beta):
             self.rollouts, self.metrics = rollouts, state["metrics"]
         else:
             log("the completions in the checkpoint do not fit the changed configuration: drawing others")

@@ -30,7 +30,8 @@ def train_on_ranks(run, resume, reward_funcs=(), callbacks=()):
     `given` takes them. Raises RankError for the first rank that fails, ConfigError where there are no devices for all,
     or for a function or callback that other processes cannot have.
     """
-    count, run = run.num_ranks, run.on_ranks()
+    # Before the ranks have their devices: the kernels of all are listed here.
+    count, run = run.num_ranks, run.resolved()
     num_nodes, timeout_s = run.deploy.num_train_nodes, run.deploy.dist_timeout_seconds
     place = placement(count // num_nodes, "deploy.num_train_gpus")
     for each in (*reward_funcs, *callbacks):

@@ -29,6 +29,7 @@ from rlnumba.runs.loading import load_policy
 from rlnumba.runs.planning.planned import Models, Step
 from rlnumba.runs.policy import Schedule, epoch_order
 from rlnumba.runs.run_digest import row_hashes
+from rlnumba.runs.resolve import resolve_here
 from rlnumba.runs.run_folder import Clock, begin_run, log, memory_metrics
 from rlnumba.runtime import device
 
@@ -80,7 +81,7 @@ class TrainerOnRows(NamedTuple):
         resume: True to continue from the newest readable checkpoint there, an int from that of this step. reward_funcs:
         there are none. communicator: of the ranks that train together and call this with the same arguments, or None.
         """
-        with begin_run(run, resume, communicator) as folder:
+        with begin_run(resolve_here(run, communicator), resume, communicator) as folder:
             run = folder.run
             policy, tokenizer = self.load(run, folder)
             rows = training_rows(self.load_rows, run, policy.model, tokenizer)

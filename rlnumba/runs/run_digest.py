@@ -57,8 +57,7 @@ def digest_of(run):
 
 
 def keys_of_run(run):
-    """{"section.key": value} of a run: JSON values."""
-    run = run.on_ranks()
+    """{"section.key": value} of a resolved run: JSON values."""
     found, sections = {}, sections_of(type(run))
     for section, attribute in {"": None, **section_fields(type(run))}.items():
         owner = run if attribute is None else getattr(run, attribute)
@@ -72,7 +71,7 @@ def keys_of_run(run):
     found["train.global_batch_size"] = train.per_device_train_batch_size * train.micro_batches_per_step
     found.pop("train.gradient_accumulation_steps")
     if "train.generation_batch_size" in found:
-        found["train.generation_batch_size"] = train.rollout_batch_size
+        found["train.generation_batch_size"] = train.generation.num_completions
         found.pop("train.steps_per_generation")
     found["gemm"] = "native" if run.gemm in NATIVE else run.gemm
     return found

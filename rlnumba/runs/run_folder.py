@@ -48,11 +48,11 @@ KERNEL_LIST = "rlnumba.runs.planning.kernel_list"
 
 
 def kernel_request(run):
-    """The Run for KERNEL_LIST, without what its kernels do not depend on.
+    """A resolved run for KERNEL_LIST, without what its kernels do not depend on.
 
     So a run for whose like all kernels were compiled begins without a list of them (runtime/compile/ahead_of_time.py).
     """
-    size, run = run.deploy.tensor_parallel_size, run.on_ranks().weighted()
+    size = run.deploy.tensor_parallel_size
     cut = {"tensor_parallel_size": size, "num_infer_gpus": size} if size > 1 else {}
     train = replace(run.train, learning_rate=0.0, report_to=[], run_name=None, **ANY_ACTIVATIONS)
     if isinstance(run, PromptRun):

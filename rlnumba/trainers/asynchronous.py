@@ -139,7 +139,7 @@ class Pipeline:
 
     def _draw_prompts(self, count):
         """The next prompts of the order: list of indices."""
-        if not self.train.dynamic_sampling:
+        if not self.train.generation.dynamic:
             return self.order.take(count)
         # Epochs follow one another, as in the synchronous run.
         chosen = self.order.upcoming(count, count)
@@ -167,7 +167,7 @@ class Pipeline:
             status(f"{self.buffer.num_complete} groups wait, {self.buffer.num_in_flight} are being generated")
         waited_s = time.perf_counter() - began
         found = [each for group in groups for each in (*group.content.unused, group.content) if each.completions]
-        if self.train.dynamic_sampling:
+        if self.train.generation.dynamic:
             found.sort(key=lambda each: each.draw)
         self.metrics = self._metrics(step, groups, waited_s)
         self.buffer.take(groups)
@@ -181,7 +181,7 @@ class Pipeline:
         self.engines.check()
         for group in self.buffer.dropped():
             self._replace(group)
-        if self.train.dynamic_sampling:
+        if self.train.generation.dynamic:
             groups = self._next_that_differ(size)
         else:
             groups = self.buffer.next(size, self.engines.wait_s)
@@ -226,7 +226,7 @@ class Pipeline:
         differs = not is_uniform(found.groups[0], train.multi_objective_aggregation)
         group.content = drawn = replace(drawn, differs=differs)
         num_drawn = len(self.prompt_ids[drawn.step, drawn.index])
-        if not differs and num_drawn < train.max_gen_batches * train.prompts_per_rollout:
+        if not differs and num_drawn < train.generation.dynamic.most_prompts:
             group.content = replace(drawn, unused=(*drawn.unused, replace(drawn, unused=())))
             (prompt,) = self._draw_prompts(1)
             (params,) = self._params_of(drawn.step, drawn.index, [prompt])

@@ -83,11 +83,9 @@ def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, wri
     # prompt -> ids -> completions, text -> reward
     params = sampling_params(train, derived_seed(run.seed, trainer_state.global_step, index, 0), train.num_generations)
     num_groups, common = train.prompts_per_rollout, (trainer_state, clock)
-    if train.dynamic_sampling:
-        window, most = train.over_sampling_batch_size or num_groups, train.max_gen_batches * num_groups
-
-        chosen = order.upcoming(num_groups, most)
-        limits = num_groups, window, lambda group: differs(group, train)
+    if (dynamic := train.generation.dynamic) is not None:
+        chosen = order.upcoming(num_groups, dynamic.most_prompts)
+        limits = num_groups, dynamic.window, lambda group: differs(group, train)
         generation = dynamic_sampling.generate(llm, rewards, prompts, chosen, params, *common, *limits, writer.status)
         chosen = chosen[: len(generation.groups)]
         order.advance(len(chosen))
@@ -148,7 +146,7 @@ def sampler_is_exact(train):
     params = sampling_params(train, 0, 1)
     filtered = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
     changed = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty or params.min_tokens
-    return (not filtered or train.sampling_mask_replay) and not changed and gemm.backend() != "cublas"
+    return (not filtered or train.generation.replays_mask) and not changed and gemm.backend() != "cublas"
 
 
 def add_logprobs(policy, rollouts, on_policy):

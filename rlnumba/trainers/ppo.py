@@ -234,7 +234,7 @@ def generate(actor, llm, rewards, prompts, order, run, trainer_state, index, on_
     """One batch, in the ActorCritic's buffer: see TrainerOnPrompts. Completions without a reward are left out."""
     train, step = run.train, trainer_state.global_step
     # prompt -> ids -> completions, text -> reward
-    chosen = order.take(train.prompts_per_rollout)
+    chosen = order.take(train.generation.num_prompts)
     params = sampling_params(train, derived_seed(run.seed, step, index, 0), 1)
     llm.wake()
     generation = draw_samples(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status)

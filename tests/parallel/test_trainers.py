@@ -81,7 +81,7 @@ def train_each(communicator, runs, resume=False, fold_by_layer_bytes=gradients.F
         patch.setattr(metrics, "plot", lambda *arguments: None)
         for kind, run in runs:
             train = getattr(importlib.import_module(f"rlnumba.trainers.{kind}"), f"run_{kind}")
-            train(run.on_ranks(), resume, communicator=communicator)
+            train(run.resolved(), resume, communicator=communicator)
 
 
 def train_all(runs, num_ranks, resume=False, **options):
@@ -298,7 +298,7 @@ def test_a_generation_of_all_ranks_has_whole_groups(tmp_path):
     with pytest.raises(ConfigError, match=r"steps_per_generation \(2\) must be divisible by train.num_generations"):
         dataclasses.replace(run, train=type(run.train)(**options))
     of_two = {"train": type(run.train)(**options), "deploy": DeployConfig(num_train_gpus=2)}
-    assert dataclasses.replace(run, **of_two).on_ranks().train.prompts_per_rollout == 1
+    assert dataclasses.replace(run, **of_two).resolved().train.generation.num_prompts == 1
     options["per_device_train_batch_size"] = 3
     with pytest.raises(
         ConfigError, match=r"x deploy.num_train_gpus \(6\) must be divisible by .*num_generations \(4\)"

@@ -369,11 +369,11 @@ def test_the_way_of_new_weights(tmp_path):
 
 def test_importance_weights_follow_from_the_section(tmp_path):
     run = dataclasses.replace(grpo_run(tmp_path / "run"), asynchronous=AsyncConfig(importance_sampling_cap=3.5))
-    train = run.weighted().train
+    train = run.resolved().train
     assert train.importance_sampling_correction == "token_truncate"
     assert train.importance_sampling_bounds == (None, 3.5)
     for other in ({"max_staleness": 0}, {"staleness": ["cap"]}):
         same = dataclasses.replace(run, asynchronous=AsyncConfig(**other))
-        assert same.weighted() is same
+        assert same.resolved() == same
     own = dataclasses.replace(run, train=GRPOConfig(**vars(run.train) | {"rollout_is": "sequence"}))
-    assert own.weighted() is own
+    assert own.resolved() == own

@@ -135,7 +135,7 @@ def taken_on_rank(communicator, runs):
     found = {}
     for name, run in runs.items():
         train = functions[name.partition(",")[0]]
-        found[name] = taken(lambda run, train=train: train(run.on_ranks(), communicator=communicator), run)
+        found[name] = taken(lambda run, train=train: train(run.resolved(), communicator=communicator), run)
     return found
 
 

@@ -116,7 +116,7 @@ class Search:
         if key not in self.choices:
             train = with_changes(self.run, changes).train
             changes = changes | {"train": changes.get("train", {}) | schedule.keys}
-            changed = with_changes(self.run, changes).on_ranks()
+            changed = with_changes(self.run, changes).resolved()
             plan = self.planner.plan(replace(changed, deploy=self.planner.run.deploy))
             seconds = known_seconds(schedule, *rate) + state_seconds(plan)
             seconds += generation_seconds(self.run, plan, rate, self.available)
@@ -152,7 +152,7 @@ def variants(planner, run):
     if run.lora is None and planner.trainer.trains_lm_head:
         found.append(({"lora": LoraConfig()}, OTHER))
     if run.generates and not run.deploy.num_infer_gpus:
-        if run.asynchronous is not None:
+        if run.generates_beside:
             # Generation and training share the GPU at every moment.
             for divisor in (2, 4):
                 share = round(run.engine.gpu_memory_utilization / divisor, 3)
@@ -226,7 +226,7 @@ def generation_seconds(run, plan, rate, available):
     """Seconds of a generation beyond those that it takes where the KV cache has room for all of its sequences."""
     if not plan.least_kv:
         return 0.0
-    sequences = min(run.train.rollout_batch_size / run.num_ranks, run.engine.max_num_seqs)
+    sequences = min(run.train.generation.num_completions / run.num_ranks, run.engine.max_num_seqs)
     room = plan.regions.get("kv", 0)
     if plan.takes_turns:
         room = min(room, available - plan.phases["generation"] + room)

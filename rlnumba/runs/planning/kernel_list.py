@@ -37,7 +37,7 @@ def list_signatures(run, properties):
     Raises UserError for a model or data that the run could not read.
     """
     train = run.train
-    num_prompts = train.prompts_per_rollout if run.generates else 0
+    num_prompts = train.generation.num_prompts if run.generates else 0
     with sampled_rows(max(SAMPLED_ROWS, 8 * train.per_device_train_batch_size, num_prompts)):
         planner = Planner(run, True, 64 * GIB)
         step, dtype = step_of(planner, run), train.dtype or planner.config.dtype
@@ -87,7 +87,7 @@ def launch(calls):
 def engine_request(config, run, dtype, prompt_lengths):
     """The engine's Request of a run on prompts."""
     train = run.train
-    params = sampling_params(train, 0, train.rollout_batch_size // train.prompts_per_rollout)
+    params = sampling_params(train, 0, train.generation.num_completions_each)
     if run.is_stale:
         # Completions run ahead of training: there are as many more, and some begin while others are decoded.
         prompt_lengths = [*prompt_lengths] * (run.asynchronous.max_staleness + 1)

@@ -38,9 +38,8 @@ from rlnumba.parallel.shared_gradients import staging_bytes
 from rlnumba.parallel.transports.peer import arena_bytes
 from rlnumba.runs import graphs, kept_data
 from rlnumba.runs.loading import weights_of
-from rlnumba.runs.planning.engine_size import with_engine_size
 from rlnumba.runs.planning.planned import adapter_of, take_step
-from rlnumba.runs.prompt_run import check_sampling
+from rlnumba.runs.resolve import resolve
 from rlnumba.runtime import device
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.shapes import shapes_only
@@ -117,14 +116,12 @@ class Planner:
     """
 
     def __init__(self, run, on_gpu, total_bytes, keeps_data=False):
-        run = with_engine_size(run.on_ranks(), on_gpu, total_bytes)
+        run = resolve(run, on_gpu, total_bytes)
         # Each of the processes that share a GPU has a part of its memory.
         self.num_sharing = num_sharing(run.num_ranks + run.deploy.num_infer_gpus)
         self.trainer, self.run = TRAINERS[run.trainer], run
         self.on_gpu, self.total_bytes = on_gpu, total_bytes
         self.keeps_data = keeps_data
-        if run.generates:
-            check_sampling(run)
         folder = find_model(run.model, weights=False)
         self.config, self.tokenizer = read_config(folder), Tokenizer.from_folder(folder)
         self.prompts, self._rows = cache(self._prompts), {}
@@ -193,7 +190,7 @@ class Planner:
         names = sorted(regions, key=lambda name: order.index(name) if name in order else len(order))
         regions = {name: regions[name] for name in names if regions[name]}
         # Between micro-batches the engine needs its memory, too; and arrays of the cpu device are not lent.
-        is_interleaved = run.asynchronous is not None and not run.deploy.num_infer_gpus
+        is_interleaved = run.generates_beside and not run.deploy.num_infer_gpus
         lends = has_engine and self.on_gpu and not is_interleaved and run.engine.enable_sleep_mode is not False
         return Plan(regions, notes, tokens, extra, host, checkpoint, bool(lends), least_kv, final)
 

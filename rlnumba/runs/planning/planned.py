@@ -51,7 +51,7 @@ def longest_completions(planner, run):
     """(lengths of the longest prompts of a generation, tokens of the longest prompt and of the longest sequence)."""
     train = run.train
     lengths, _ = planner.prompts(run.data.max_prompt_length)
-    prompts = sorted(lengths, reverse=True)[: train.prompts_per_rollout]
+    prompts = sorted(lengths, reverse=True)[: train.generation.num_prompts]
     if not prompts:
         raise UserError(f"{run.data.train}: no prompt is left")
     limit = longest_sequence(planner.config, run.engine)
@@ -74,7 +74,7 @@ def invented_rollouts(train, prompt_lengths, completion_length, rows):
         advantages=np.ones(rows, np.float32),
         old_logprobs=none,
         ref_logprobs=none,
-        thresholds=zeros if train.sampling_mask_replay else none,
+        thresholds=zeros if train.generation.replays_mask else none,
     )
 
 

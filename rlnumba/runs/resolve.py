@@ -1,4 +1,8 @@
-"""On how many GPUs an inference engine of a run is: deploy.tensor_parallel_size, checked before anything is loaded."""
+"""A run as everything after its command reads it, from what its file says, the model and the device.
+
+    run = resolve(run, on_gpu, total_bytes)     sizes of all ranks, importance weights, GPUs of an engine; what its model
+                                                cannot do is an error before anything is loaded
+"""
 
 from dataclasses import replace
 
@@ -6,15 +10,20 @@ from rlnumba.engine.parallel_size import choose_size, warn_if_slow
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.transformer import find_model, read_config
 from rlnumba.parallel.placement import num_sharing
+from rlnumba.runs.prompt_run import check_sampling
 from rlnumba.runtime import device
 
 
-def with_engine_size(run, on_gpu, total_bytes, warns=False):
-    """A run whose deploy.tensor_parallel_size is a number that its model can be cut into.
+def resolve(run, on_gpu, total_bytes, warns=False):
+    """The Run.resolved of a run, whose deploy.tensor_parallel_size is a number that its model can be cut into.
 
     on_gpu, total_bytes: whether for a GPU, and of how many bytes. warns: whether to print where it is slow. Raises
-    ConfigError for a number that does not divide the model's sizes or deploy.num_infer_gpus.
+    ConfigError for a number that does not divide the model's sizes or deploy.num_infer_gpus, and for parameters of
+    sampling that are wrong, or cannot act on the model. A resolved run's is itself.
     """
+    run = run.resolved()
+    if run.generates:
+        check_sampling(run)
     deploy = run.deploy
     if deploy.tensor_parallel_size == 1:
         return run
@@ -28,7 +37,7 @@ def with_engine_size(run, on_gpu, total_bytes, warns=False):
     return replace(run, deploy=replace(deploy, tensor_parallel_size=size))
 
 
-def engine_size_of(run, communicator):
-    """with_engine_size on this process's device, which rank 0 alone prints about."""
+def resolve_here(run, communicator):
+    """resolve on this process's device, which rank 0 alone prints about. communicator: of the ranks, or None."""
     is_first = communicator is None or communicator.rank == 0
-    return with_engine_size(run, device.name() == "cuda", device.memory_info()[1], is_first)
+    return resolve(run, device.name() == "cuda", device.memory_info()[1], is_first)

@@ -35,8 +35,8 @@ from rlnumba.runs.prompt_run import (
     sampling_params,
 )
 from rlnumba.runs.prompt_schedule import BEGINNING, DataState, MicroBatchSchedule, Start
-from rlnumba.runs.run_digest import row_hashes
 from rlnumba.runs.resolve import resolve_here
+from rlnumba.runs.run_digest import row_hashes
 from rlnumba.runs.run_folder import Clock, begin_run, log, memory_metrics, owner_of
 from rlnumba.runtime import device, garbage
 from rlnumba.sampling.inference import WaitingProcesses

@@ -1,7 +1,8 @@
 """A run as everything after its command reads it, from what its file says, the model and the device.
 
-    run = resolve(run, on_gpu, total_bytes)     sizes of all ranks, importance weights, GPUs of an engine; what its model
-                                                cannot do is an error before anything is loaded
+    run = resolve(run, on_gpu, total_bytes)     sizes of all ranks, importance weights, GPUs of an engine
+
+What its model cannot do is an error here, before anything is loaded.
 """
 
 from dataclasses import replace

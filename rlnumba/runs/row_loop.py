@@ -28,8 +28,8 @@ from rlnumba.runs import kept_data
 from rlnumba.runs.loading import load_policy
 from rlnumba.runs.planning.planned import Models, Step
 from rlnumba.runs.policy import Schedule, epoch_order
-from rlnumba.runs.run_digest import row_hashes
 from rlnumba.runs.resolve import resolve_here
+from rlnumba.runs.run_digest import row_hashes
 from rlnumba.runs.run_folder import Clock, begin_run, log, memory_metrics
 from rlnumba.runtime import device
 

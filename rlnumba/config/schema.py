@@ -250,7 +250,7 @@ NAMED_RUNS = ("train.report_to", ("wandb", "trackio"))
 
 
 class ReferenceMove(NamedTuple):
-    """How a reference model follows the policy: every so many optimizer steps, by this share of it."""
+    """A reference model takes on a share of the policy every so many optimizer steps."""
 
     share: float
     steps: int
@@ -414,7 +414,7 @@ class TrainConfig(Section):
 
     @property
     def reference_move(self):
-        """How the reference model moves, a ReferenceMove; None: it stands still, or there is none."""
+        """The ReferenceMove of a reference model that follows the policy, else None."""
         return None
 
     def on_ranks(self, num_ranks):

@@ -113,7 +113,9 @@ def time_step(model):
         num_generations=COMPLETIONS, per_device_train_batch_size=MICRO_BATCH, global_batch_size=total,
         max_completion_length=COMPLETION_TOKENS, generation_kwargs={"ignore_eos": True}, max_steps=WARMUP + REPEAT,
     )  # fmt: skip
-    run = GRPORun(model="", output_dir="", data=DataConfig(train=""), rewards=RewardsConfig(funcs=[spec]), train=train)
+    run = GRPORun(
+        model="model", output_dir="run", data=DataConfig(train=""), rewards=RewardsConfig(funcs=[spec]), train=train
+    )
     drawn = np.random.default_rng(0).integers(2, model.config.vocab_size, (2 * PROMPTS, PROMPT_TOKENS))
     prompts = PromptData([Prompt("p" * PROMPT_TOKENS, ids.tolist(), {}, str(i)) for i, ids in enumerate(drawn)])
     order, rewards, found = PromptOrder(len(drawn), True, 0), load_rewards(run.rewards), []

@@ -42,6 +42,8 @@ class Parameter:
 
     def of(self, shard):
         """The Parameter of a shard of the model that this one is of."""
+        if shard.count == 1:
+            return self
         parts = ((source, self.part_of(shard, count)) for source, count in self.rows)
         rows = tuple((source, part.stop - part.start) for source, part in parts)
         return replace(self, shape=(sum(count for _, count in rows), *self.shape[1:]), rows=rows)

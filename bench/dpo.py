@@ -74,7 +74,7 @@ def random_pairs(count, length, vocabulary):
     ids = generator.integers(0, vocabulary, (count, 2, length), dtype=np.int32)
     ids[:, 1, :prompt] = ids[:, 0, :prompt]
     mask = np.arange(length) >= prompt
-    return [dpo.Pair(*(TokenSequence(side, mask.copy()) for side in pair)) for pair in ids]
+    return [dpo.ChosenRejected(*(TokenSequence(side, mask.copy()) for side in pair)) for pair in ids]
 
 
 def median_s(work, repeat):

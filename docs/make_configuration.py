@@ -5,7 +5,16 @@ import typing
 from pathlib import Path
 
 from rlnumba.config import Run
-from rlnumba.config.keys import LIMITS, Condition, Section, and_list, keys_of, needs_text, sections_of, split_optional
+from rlnumba.config.keys import (
+    LIMITS,
+    KeyCondition,
+    Section,
+    and_list,
+    keys_of,
+    needs_text,
+    sections_of,
+    split_optional,
+)
 from rlnumba.config.reading import ALIASES
 from rlnumba.config.resuming import RULES, keys_by_rule
 from rlnumba.config.runs import RUNS
@@ -149,7 +158,7 @@ def _shown_conditions(metadata):
     if "needs" not in metadata:
         return owners
     needs = metadata["needs"]
-    return owners + (f" Needs {needs}." if isinstance(needs, Condition) else f" Needs `{needs_text(needs)}`.")
+    return owners + (f" Needs {needs}." if isinstance(needs, KeyCondition) else f" Needs `{needs_text(needs)}`.")
 
 
 def _owners():

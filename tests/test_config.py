@@ -23,7 +23,7 @@ from rlnumba.config import (
     load_run,
     to_toml,
 )
-from rlnumba.config.keys import Condition, keys_of, sections_of
+from rlnumba.config.keys import KeyCondition, keys_of, sections_of
 from rlnumba.config.runs import RUNS
 from rlnumba.config.schema import Run
 from rlnumba.errors import ConfigError
@@ -360,7 +360,7 @@ def test_conditions_name_keys_that_there_are():
                 if "needs" in f.metadata:
                     needs = f.metadata["needs"]
                     of_one = (needs if isinstance(needs, str) else needs[0],)
-                    for each in needs.keys if isinstance(needs, Condition) else of_one:
+                    for each in needs.keys if isinstance(needs, KeyCondition) else of_one:
                         section, _, needed = each.partition(".")
                         assert needed in sections[section], (kind, name)
                 assert "of" not in f.metadata or Run.trainers_that(f.metadata["of"])

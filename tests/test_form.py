@@ -48,6 +48,9 @@ LONG_SIGNATURES = {
 }
 LONG_OPERATORS = 53
 
+# Names that several classes have: how many.
+SHARED_NAMES = {"Batch": 2, "Layout": 2, "TrainerState": 2, "Workspace": 3}
+
 # Decorators of what runs on the device, or is an instruction.
 DEVICE = re.compile(r"\b(jit|njit|device_function|instruction\w*|intrinsic|warp_wide|warpgroup_wide|_warp_function)\b")
 
@@ -148,6 +151,13 @@ def test_functions_take_few_arguments(trees):
     check({name: count for name, count in counts.items() if name not in operators}, MOST_ARGUMENTS, LONG_SIGNATURES)
     long = sorted(name for name in operators if counts[name] > MOST_ARGUMENTS)
     assert len(long) <= LONG_OPERATORS, "\n".join(long)
+
+
+def test_a_class_has_a_name_of_its_own(trees):
+    names = Counter(
+        node.name for _, tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    )
+    check(names, 1, SHARED_NAMES)
 
 
 def test_no_branch_by_the_name_of_a_trainer(trees):

@@ -176,13 +176,13 @@ def test_what_one_completion_causes_costs_no_other(rewards, bad, said):
 def test_short_calls_are_sent_together(rewards, monkeypatch, bad, sizes):
     monkeypatch.setattr(workers, "num_workers", lambda: 1)
     monkeypatch.setattr(workers, "MESSAGE_S", 1e3)
-    made, sent, send = rewards("does_it", reward_errors="skip"), [], workers.Process._send
+    made, sent, send = rewards("does_it", reward_errors="skip"), [], workers.WorkerProcess._send
 
     def counted(process, calls):
         sent.append(len(calls))
         return send(process, calls)
 
-    monkeypatch.setattr(workers.Process, "_send", counted)
+    monkeypatch.setattr(workers.WorkerProcess, "_send", counted)
     # The others arrive while the process makes the first call.
     groups = [submit(made, ["nap"])]
     while not sent:

@@ -6,7 +6,7 @@ import click
 
 from rlnumba.cli.command_line import cli, given_options
 from rlnumba.cli.options import ABOVE_0, BASE, DTYPE, MODEL, PENALTY, POSITIVE, PROMPT_COLUMN, RANKS, SEED, SHARE
-from rlnumba.cli.progress import Progress, log_device, prepare_compiling
+from rlnumba.cli.progress import CommandProgress, log_device, prepare_compiling
 from rlnumba.cli.rows import local_folders, open_model, read_rows_with_ids, token_ids
 from rlnumba.errors import UserError
 
@@ -68,7 +68,7 @@ def generate(model, base, prompts, prompt_column, output, dtype, ranks, **option
     with replacing(output) as file:
         rows = read_rows_with_ids(prompts, "prompt_token_ids", prompt_column)
         from rlnumba.engine.parallel_size import choose_ranks
-        from rlnumba.sampling.offline import Checkpoint, Generation, place_of
+        from rlnumba.sampling.offline import Checkpoint, GenerationJob, place_of
 
         folder, base, config, tokenizer = open_model(model, base)
         size = choose_ranks(tensor_parallel_size, config, dtype, engine.gpu_memory_utilization)
@@ -77,8 +77,8 @@ def generate(model, base, prompts, prompt_column, output, dtype, ranks, **option
         place = place_of(size, num_gpus)
         if base is None:
             place.compile_ahead(config, dtype or config.dtype, engine, list(map(len, ids)), [params])
-        checkpoint, progress = Checkpoint(folder, base, dtype), Progress()
-        generation = Generation(engine, ids, params, [where for _, where in rows])
+        checkpoint, progress = Checkpoint(folder, base, dtype), CommandProgress()
+        generation = GenerationJob(engine, ids, params, [where for _, where in rows])
         outputs = place.generate(checkpoint, generation, progress, failed.__setitem__)
         if len(failed) == len(rows) > 0:
             raise _failure(rows, failed)

@@ -4,7 +4,7 @@ import click
 
 from rlnumba.cli.command_line import cli
 from rlnumba.cli.options import ABOVE_0, CONFIG, OF_A_RUN_FILE, OVERRIDES, TRAINER
-from rlnumba.cli.progress import Progress
+from rlnumba.cli.progress import CommandProgress
 from rlnumba.cli.run_files import first_readable, parse_overrides, runs_of_any_trainer
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.runtime import device, folders
@@ -86,7 +86,7 @@ def compile_kernels(config, trainer, gpu, overrides):
     properties = device.properties() if gpu is None else device.GPUS[gpu]
     if properties.capability is None:
         raise UserError("compile: this machine has no GPU; name the one to compile for by --gpu")
-    progress = Progress()
+    progress = CommandProgress()
     from rlnumba.runs.planning.kernel_list import list_signatures
     from rlnumba.runs.run_folder import KERNEL_LIST, kernel_request
     from rlnumba.runtime.compile import pool

@@ -21,7 +21,7 @@ def log_device():
         click.echo("the first run compiles the functions of the cpu device, about half a minute once", err=True)
 
 
-class Progress:
+class CommandProgress:
     """Progress of a command on stderr: one line that is rewritten, on a terminal only; elsewhere the last line."""
 
     def __init__(self):

@@ -4,7 +4,7 @@ import click
 
 from rlnumba.cli.command_line import cli
 from rlnumba.cli.options import BASE, DTYPE, MODEL, PROMPT_COLUMN, RANKS
-from rlnumba.cli.progress import Progress, log_device, prepare_compiling
+from rlnumba.cli.progress import CommandProgress, log_device, prepare_compiling
 from rlnumba.cli.rows import local_folders, open_model, read_rows_with_ids, token_ids
 from rlnumba.errors import ConfigError
 
@@ -46,7 +46,7 @@ def score(model, base, source, prompt_column, output, dtype, temperature, ranks)
         rows = read_rows_with_ids(source, "token_ids", prompt_column, completion=True)
         from rlnumba.engine.parallel_size import choose_ranks
         from rlnumba.model.config import LM_HEAD, SCORE_HEAD
-        from rlnumba.sampling.offline import Checkpoint, Scoring, place_of
+        from rlnumba.sampling.offline import Checkpoint, ScoringJob, place_of
 
         folder, base, config, tokenizer = open_model(model, base)
         size = choose_ranks(tensor_parallel_size, config, dtype, SCORING_SHARE)
@@ -58,8 +58,8 @@ def score(model, base, source, prompt_column, output, dtype, temperature, ranks)
         if base is None:
             place.compile_ahead(config, dtype or config.dtype, EngineConfig(), (), (), list(map(len, sequences)))
         checkpoint = Checkpoint(folder, base, dtype, SCORE_HEAD if classifies else LM_HEAD)
-        progress = Progress()
-        scored = place.score(checkpoint, Scoring(sequences, temperature or 1.0), progress)
+        progress = CommandProgress()
+        scored = place.score(checkpoint, ScoringJob(sequences, temperature or 1.0), progress)
         for (row, _), ids, values in zip(rows, sequences, scored, strict=True):
             found = {"score": float(values)} if classifies else {"logprobs": [None, *values[1:].tolist()]}
             file.write(to_line(row | {"token_ids": ids} | found))

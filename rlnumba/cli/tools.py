@@ -6,7 +6,7 @@ import click
 
 from rlnumba.cli.command_line import cli
 from rlnumba.cli.options import ABOVE_0, BASE, DTYPE, MODEL, POSITIVE, SEED, TENSOR_PARALLEL
-from rlnumba.cli.progress import Progress, log_device, prepare_compiling
+from rlnumba.cli.progress import CommandProgress, log_device, prepare_compiling
 from rlnumba.cli.rows import open_model
 from rlnumba.errors import UserError
 from rlnumba.runtime import device
@@ -39,7 +39,8 @@ def check(model, base, dtype, temperature, max_tokens, seed, tensor_parallel_siz
     if tensor_parallel_size > 1:
         from rlnumba.parallel import agreement
 
-        element, progress = device.dtype(dtype or ("float32" if device.name() == "cpu" else config.dtype)), Progress()
+        element = device.dtype(dtype or ("float32" if device.name() == "cpu" else config.dtype))
+        progress = CommandProgress()
         options = dtype, max_tokens, temperature, seed, progress.generated
         found = agreement.check_agreement(tensor_parallel_size, folder, base, *options)
     else:
@@ -47,7 +48,7 @@ def check(model, base, dtype, temperature, max_tokens, seed, tensor_parallel_siz
         from rlnumba.model.transformer import load_model
 
         transformer = load_model(model, dtype, base=base)
-        element, progress = transformer.dtype, Progress()
+        element, progress = transformer.dtype, CommandProgress()
         found = check_agreement(transformer, None, max_tokens, temperature, seed, progress.generated)
     progress.end(f"checked in {progress.seconds:.1f} s")
     click.echo(f"tokens compared            {found.tokens}")

@@ -6,7 +6,7 @@ import click
 
 from rlnumba.cli.command_line import cli
 from rlnumba.cli.options import CONFIG, DTYPE, OF_A_RUN_FILE, OVERRIDES, POSITIVE, TRAINER
-from rlnumba.cli.progress import Progress, log_device
+from rlnumba.cli.progress import CommandProgress, log_device
 from rlnumba.cli.run_files import first_readable, parse_overrides, runs_of_any_trainer
 from rlnumba.config.runs import RUNS
 from rlnumba.runtime import device
@@ -109,7 +109,7 @@ def evaluate(config, trainer, model, output, dtype, overrides):
     from rlnumba.runs.eval import describe_model, run_eval
     from rlnumba.runs.row_loop import RowError
 
-    progress = Progress()
+    progress = CommandProgress()
 
     def evaluated(run):
         return run, run_eval(run, model, output, dtype, progress)

@@ -5,7 +5,7 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlnumba.config.keys import REQUIRED, Condition, Section, key
+from rlnumba.config.keys import REQUIRED, KeyCondition, Section, key
 from rlnumba.errors import ConfigError
 
 # Begins the name of a dataset of reasoning-gym in data.train and data.eval.
@@ -33,7 +33,7 @@ def paths_of_rows(value):
 
 
 def _any_path(is_one):
-    """The is_met of a Condition on data.train or data.eval: is_one(path) for one of its paths."""
+    """The is_met of a KeyCondition on data.train or data.eval: is_one(path) for one of its paths."""
     return lambda value: value is not None and any(map(is_one, paths_of_rows(value)))
 
 
@@ -58,17 +58,17 @@ class DataConfig(Section):
     )
     name: str | None = key(
         None, "Configuration of a dataset of the hub, its folder there; None: the default one.",
-        needs=Condition(BOTH, OF_HUB, IS_OF_HUB),
+        needs=KeyCondition(BOTH, OF_HUB, IS_OF_HUB),
     )  # fmt: skip
-    split: str = key("train", "Its split for `train`.", needs=Condition(("data.train",), OF_HUB, IS_OF_HUB))
-    eval_split: str = key("test", "Its split for `eval`.", needs=Condition(EVAL, OF_HUB, IS_OF_HUB))
+    split: str = key("train", "Its split for `train`.", needs=KeyCondition(("data.train",), OF_HUB, IS_OF_HUB))
+    eval_split: str = key("test", "Its split for `eval`.", needs=KeyCondition(EVAL, OF_HUB, IS_OF_HUB))
     gym: dict[str, typing.Any] = key(
         {}, "Arguments of `gym:NAME`: size (500), seed (0), and its own; a table `[data.gym]`. docs/gym.md.",
-        of="generates", needs=Condition(BOTH, OF_GYM, IS_OF_GYM),
+        of="generates", needs=KeyCondition(BOTH, OF_GYM, IS_OF_GYM),
     )  # fmt: skip
     eval_gym: dict[str, typing.Any] = key(
         {}, "Those of `eval` that differ, `[data.eval_gym]`; its seed: the first that training has not (seed + size).",
-        of="generates", needs=Condition(EVAL, OF_GYM, IS_OF_GYM),
+        of="generates", needs=KeyCondition(EVAL, OF_GYM, IS_OF_GYM),
     )  # fmt: skip
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
     completion_column: str | None = key(None, "Column of the completion; None: `completion`.", of="has_completions")

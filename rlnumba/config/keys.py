@@ -39,7 +39,7 @@ REQUIRED = MISSING
 SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-149, (2 - 2.0**-23) * 2.0**127
 
 
-class Condition(NamedTuple):
+class KeyCondition(NamedTuple):
     """A condition on the value of one of several keys, each "section.name": is_met(value), which `text` says."""
 
     keys: tuple
@@ -56,8 +56,8 @@ def key(default, doc, **limits):
     limits: those of LIMITS, `choices` (tuple; of a list, of each element), `nonempty` (bool), `words` (dict of other
     spellings, in lower case), `single` (bool: one string stands for a list of it), `of` (the name of a constant of Run
     that is true for the trainers that read it; by default all read it that have the section), `needs` (a key
-    "section.name" that must be set, such a key and the values that it may have, or a Condition, without which this key
-    has no effect).
+    "section.name" that must be set, such a key and the values that it may have, or a KeyCondition, without which this
+    key has no effect).
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, list | dict):
@@ -273,8 +273,8 @@ def without_effect(run):
 
 
 def _condition(needs):
-    """(keys, is_met) of a key's `needs`, as of a Condition; of a list one element must meet it."""
-    if isinstance(needs, Condition):
+    """(keys, is_met) of a key's `needs`, as of a KeyCondition; of a list one element must meet it."""
+    if isinstance(needs, KeyCondition):
         return needs.keys, needs.is_met
     if isinstance(needs, str):
         return (needs,), lambda value: any(value) if isinstance(value, list) else bool(value)
@@ -290,7 +290,7 @@ def _value_of(run, attributes, name):
 
 def needs_text(needs):
     """The text of a key's `needs`: "train.packing", "train.loss_type = sapo"."""
-    return str(needs) if isinstance(needs, str | Condition) else f"{needs[0]} = {' or '.join(needs[1])}"
+    return str(needs) if isinstance(needs, str | KeyCondition) else f"{needs[0]} = {' or '.join(needs[1])}"
 
 
 def split_optional(hint):

@@ -35,7 +35,7 @@ from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import Scheduler, blocks_needed
 from rlnumba.engine.sequence import Completion, SamplingParams, Sequence, SequenceTable
 from rlnumba.engine.speculation import Speculator, longest_verified
-from rlnumba.engine.steps.shapes import bucket_of
+from rlnumba.engine.steps.shapes import row_bucket_of
 from rlnumba.errors import ConfigError, DeviceError, UserError
 from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.philox import noise_key
@@ -410,7 +410,7 @@ class Engine:
             else:
                 computed = step, *self.runner.run(step, scheduler.table)
         step, num_seqs = computed[0], len(computed[0].rows)
-        kind = (speculator.is_on, bucket_of(num_seqs)) if is_timed and (step.is_decode or step.has_drafts) else None
+        kind = (speculator.is_on, row_bucket_of(num_seqs)) if is_timed and (step.is_decode or step.has_drafts) else None
         output = self._record(*computed)
         self._time(kind)
         if not self.requests:
@@ -495,7 +495,7 @@ class Engine:
         self.last_step = kind, now
         running = self.scheduler.running
         seconds = now - last if kind is not None and kind == last_kind else None
-        self.speculator.record(self.scheduler.table, running, bucket_of(len(running)), kind, seconds)
+        self.speculator.record(self.scheduler.table, running, row_bucket_of(len(running)), kind, seconds)
 
     def _prompt_ids(self, request_id, prompt):
         """The prompt as int32 array; PromptError if it is empty, too long or not of known ids."""

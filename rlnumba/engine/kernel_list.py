@@ -23,10 +23,10 @@ from rlnumba.engine.steps.shapes import (
     SMALL_BUCKETS,
     SMALLEST_TOKENS,
     StepShape,
-    bucket_of,
     context_bucket_of,
     prefill_bucket,
     prefill_rows_of,
+    row_bucket_of,
     token_bucket_of,
 )
 from rlnumba.kernels.attention.paged import sharing
@@ -239,8 +239,8 @@ def prefill_buckets(most_rows):
 
 def decode_buckets(most_rows):
     """The numbers of rows that decode steps of up to most_rows sequences are padded to: list."""
-    found = [bucket for bucket in SMALL_BUCKETS if bucket <= bucket_of(most_rows)]
-    return found + list(range(BUCKET_STEP, bucket_of(most_rows) + 1, BUCKET_STEP))
+    found = [bucket for bucket in SMALL_BUCKETS if bucket <= row_bucket_of(most_rows)]
+    return found + list(range(BUCKET_STEP, row_bucket_of(most_rows) + 1, BUCKET_STEP))
 
 
 def step_arrays_of(shape, request):

@@ -28,12 +28,12 @@ from rlnumba.engine.steps.attention import NullAttention, PagedAttention
 from rlnumba.engine.steps.shapes import (
     MAX_PREFILL_CONTEXT,
     StepShape,
-    bucket_of,
     context_bucket_of,
     most_prefill_tokens,
     pad_step,
     prefill_bucket,
     prefill_rows_of,
+    row_bucket_of,
 )
 from rlnumba.engine.steps.upload import Upload
 from rlnumba.kernels.attention.paged import reserve_workspace, workspace_sizes
@@ -114,7 +114,7 @@ class Runner:
         # Row 0: sampled ids; row 1: their log-probs, row 2: the smallest logits that filters kept, both float32.
         self.longest_verified = longest_verified
         rows = prefill_rows_of(max_num_seqs)
-        self.max_verified = bucket_of(min(max_num_seqs, MAX_NUM_SEQS)) * longest_verified
+        self.max_verified = row_bucket_of(min(max_num_seqs, MAX_NUM_SEQS)) * longest_verified
         self.results = device.xp().empty((3, max(rows, self.max_verified)), np.int32)
         # The same three rows of decode steps, a slot a step in turn; and edits of the host before a step
         # (edit_decode_state).
@@ -205,14 +205,14 @@ class Runner:
     def _largest_calls(self, cached_tokens, eager):
         """Bounds of the largest calls of attention, as workspace_sizes takes them."""
         tokens, longest = self.max_num_batched_tokens, min(self.max_model_len, cached_tokens)
-        rows, context = self.max_num_seqs if eager else bucket_of(self.max_num_seqs), context_bucket_of(longest)
+        rows, context = self.max_num_seqs if eager else row_bucket_of(self.max_num_seqs), context_bucket_of(longest)
         calls = [(self.max_num_seqs, tokens, tokens, longest), (rows, rows, 1, context)]
         if not eager:
             tokens = self.max_prefill_tokens
             padded = prefill_rows_of(self.max_num_seqs)
             calls.append((padded, tokens, tokens, min(context, MAX_PREFILL_CONTEXT)))
         if self.longest_verified:
-            rows = bucket_of(min(self.max_num_seqs, MAX_NUM_SEQS))
+            rows = row_bucket_of(min(self.max_num_seqs, MAX_NUM_SEQS))
             calls.append((rows, self.max_verified, self.longest_verified, context))
         return calls
 
@@ -312,7 +312,7 @@ class Runner:
         kept_tokens: tokens of ended sequences' contexts that attention still reads.
         """
         shape = self.decode.shape
-        rows, smaller = shape.rows, bucket_of(left)
+        rows, smaller = shape.rows, row_bucket_of(left)
         wasted = (rows - smaller) * self.row_bytes + kept_tokens * self.block_bytes // self.block_size
         context = shape.max_context_len
         if self.few_rows.decodes(smaller, context) and not self.few_rows.decodes(rows, context):

@@ -297,7 +297,7 @@ class SingleRank(Communicator):
         as_bytes(out)[...] = as_bytes(array)
 
     def _fold(self, operation, gradient, accumulated, start, count, is_first):
-        check_ranges(operation, [Range(start, accumulated.size, gradient.size)])
+        check_ranges(operation, [FoldRange(start, accumulated.size, gradient.size)])
         add_in_place(accumulated, gradient[start : start + accumulated.size], is_first)
 
     def _barrier(self, operation):
@@ -310,7 +310,7 @@ class SingleRank(Communicator):
         pass
 
 
-class Range(NamedTuple):
+class FoldRange(NamedTuple):
     """A rank's message in a fold: its part of the parameters, and the length of its gradient, None without one."""
 
     start: int

@@ -9,7 +9,7 @@ from rlnumba.parallel.tensor_parallel import TensorParallel
 from rlnumba.runtime.shapes import launches_only
 
 
-class Request(NamedTuple):
+class ShardsRequest(NamedTuple):
     """An engine on `parts` GPUs, and sequences that are scored by as many.
 
     whole: engine.kernel_list.Request of the model; scores_whole: whether one GPU with all of it scores them, too.
@@ -21,9 +21,9 @@ class Request(NamedTuple):
 
 
 def list_signatures(request, properties):
-    """The kernels that a Request needs on a GPU of these device.Properties: two lists of signatures, those of the
+    """The kernels that a ShardsRequest needs on a GPU of these device.Properties: two lists of signatures, those of the
     engine and those that score."""
-    request = Request(*request)
+    request = ShardsRequest(*request)
     whole, make_model = kernel_list.Request(*request.whole), part_of(request.parts)
     with launches_only(properties) as of_engine:
         if whole.prompt_lengths:

@@ -268,7 +268,7 @@ def _connect(link, transport, gpus, failed):
     if transport == "peer":
         from rlnumba.parallel.transports import peer
 
-        return peer.PeerCommunicator(control, peer.Arena(control), failed)
+        return peer.PeerCommunicator(control, peer.PeerArena(control), failed)
     from rlnumba.parallel.transports import nccl
 
     identifier = nccl.unique_id() if link.rank == 0 else None

@@ -25,7 +25,7 @@ from rlnumba.parallel.communicator import add_in_order
 class PulledFold:
     """One fold, begun by the constructor.
 
-    memory: the rank's peer.Arena. number: that of this fold, in 32 bits. places: results of SharedGradients.place_of
+    memory: the rank's PeerArena. number: that of this fold, in 32 bits. places: results of SharedGradients.place_of
     for the gradients of ranks that have one. gradient, accumulated, start, is_first: arguments of Communicator.fold.
     """
 

@@ -1,7 +1,7 @@
 """The hosts of a run that Ray manages: a connection to the cluster, places on its nodes, and calls of actors.
 
     with connected(...):                    the cluster of RAY_ADDRESS, or the one of this host, or a new one here
-        places = Places(deploy, on_gpus)    num_engines places on num_infer_nodes nodes
+        places = EnginePlaces(deploy, on_gpus)    num_engines places on num_infer_nodes nodes
         places.options(index)               for the actor that takes a place
         call(actor, "method", ..., timeout_s=60.0)
 
@@ -194,7 +194,7 @@ class Bundles:
             self._ray.util.remove_placement_group(group)
 
 
-class Places:
+class EnginePlaces:
     """Places for a run's inference engines: a placement group with a bundle for the engines of each node.
 
     Bundles are on nodes of their own where there are enough (SPREAD), and one whose node ends moves to another node

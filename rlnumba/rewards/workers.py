@@ -212,7 +212,7 @@ class Workers:
         future.set_result(self._asynchronous.call(call))
 
     def _start(self):
-        process = Process(self.specs, self.names)
+        process = WorkerProcess(self.specs, self.names)
         with self._lock:
             self._processes = {each for each in self._processes if not each.ended} | {process}
         if self._closed:
@@ -220,7 +220,7 @@ class Workers:
         return process
 
 
-class Process:
+class WorkerProcess:
     """One worker process and the calls that it has at the moment."""
 
     def __init__(self, specs, names):

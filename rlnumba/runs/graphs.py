@@ -54,7 +54,7 @@ def max_tokens(num_parameters):
     return min(MAX_PRODUCTS // num_parameters, MAX_TOKENS)
 
 
-class Bucket:
+class ShapeBucket:
     """Micro-batches of one shape: their buffers on the device and, once it is captured, their graph."""
 
     def __init__(self, inputs, outputs):
@@ -116,7 +116,7 @@ class MicroBatchGraphs:
             shapes = *(tuple(layout.items()) for layout in layouts), micro_batch.max_seqlen
             bucket = self._bucket((function, constants, shapes, policy.gradients.are_zero), layouts)
         else:
-            bucket = Bucket(*layouts)
+            bucket = ShapeBucket(*layouts)
         bucket.inputs.send(arrays)
         batch = DeviceBatch.of(micro_batch, bucket.inputs.arrays)
 
@@ -140,7 +140,7 @@ class MicroBatchGraphs:
     def _bucket(self, key, layouts):
         bucket = self.buckets.get(key)
         if bucket is None:
-            bucket = self.buckets[key] = Bucket(*layouts)
+            bucket = self.buckets[key] = ShapeBucket(*layouts)
             if len(self.buckets) > MAX_BUCKETS:
                 _, oldest = self.buckets.popitem(last=False)
                 oldest.drop_graph()

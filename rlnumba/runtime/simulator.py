@@ -118,7 +118,7 @@ class Grid:
         block_indices = iter(block_indices)
         while True:
             for block_idx in itertools.islice(block_indices, RESIDENT_BLOCKS - len(self.blocks)):
-                self.blocks.append(Block(self, block_idx, block_dim, function))
+                self.blocks.append(BlockState(self, block_idx, block_dim, function))
             if self.pending and (not self.ready or SEED and self.random.random() < COMPLETION_PROBABILITY):
                 self.pending.pop(self.random.randrange(len(self.pending)))()
             elif self.ready:
@@ -169,7 +169,7 @@ class Grid:
         waiting[0].coroutine.throw(RuntimeError(f"block {block.block_idx} is stuck: {'; '.join(parts)}"))
 
 
-class Block:
+class BlockState:
     """The threads of one block, and the state that they share."""
 
     def __init__(self, grid, block_idx, block_dim, function):

@@ -200,7 +200,7 @@ def _connect(link, setup):
         return control
     from rlnumba.parallel.transports import peer
 
-    return peer.PeerCommunicator(control, peer.Arena(control), _end)
+    return peer.PeerCommunicator(control, peer.PeerArena(control), _end)
 
 
 def _end(message):

@@ -1,8 +1,8 @@
 """Completions and scores for a command, computed in this process or on ranks; the result is the same everywhere.
 
     place = place_of(tensor_parallel_size, num_gpus)
-    place.generate(checkpoint, Generation(engine, prompts, params, names), progress, failed)    [RequestOutput]
-    place.score(checkpoint, Scoring(sequences, temperature), progress)                          [array or float]
+    place.generate(checkpoint, GenerationJob(engine, prompts, params, names), progress, failed)    [RequestOutput]
+    place.score(checkpoint, ScoringJob(sequences, temperature), progress)                          [array or float]
 
     OwnProcess      this process, with the whole model
     Shards          ranks with a shard of the model each (parallel/tensor_parallel.py)
@@ -51,7 +51,7 @@ class Checkpoint(NamedTuple):
         return next(filter(None, map(Tokenizer.from_folder, folders)), None)
 
 
-class Generation(NamedTuple):
+class GenerationJob(NamedTuple):
     """A call of LLM.generate: prompts are lists of token ids, names say in errors which prompt one is."""
 
     engine: EngineConfig
@@ -60,7 +60,7 @@ class Generation(NamedTuple):
     names: list
 
 
-class Scoring(NamedTuple):
+class ScoringJob(NamedTuple):
     """Sequences of token ids whose tokens, or which themselves, are scored."""
 
     sequences: list
@@ -131,7 +131,7 @@ def place_of(tensor_parallel_size, num_gpus):
 
 
 def complete(llm, generation, progress=None, failed=None):
-    """LLM.generate of a Generation. Raises UserError, with the prompt's name, for one that cannot be run."""
+    """LLM.generate of a GenerationJob. Raises UserError, with the prompt's name, for one that cannot be run."""
     try:
         return llm.generate(generation.prompts, generation.params, progress, failed=failed)
     except PromptError as error:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from rlnumba.errors import UserError
 from rlnumba.parallel.communicator import as_bytes
-from rlnumba.parallel.ray_cluster import ActorEnded, NoAnswer, Places, call, package
+from rlnumba.parallel.ray_cluster import ActorEnded, EnginePlaces, NoAnswer, call, package
 from rlnumba.runtime.environment import versions_of_results
 from rlnumba.sampling.inference import START_S, Ended, Process
 from rlnumba.sampling.inference_group import Failed
@@ -39,11 +39,11 @@ ENDING_S = 5.0
 class RayEngines:
     """Starts the engines of a run: `start` is what Engines takes; `close` gives their places back.
 
-    deploy: DeployConfig; on_gpus: the same as that of Places; limits: Limits.
+    deploy: DeployConfig; on_gpus: the same as that of EnginePlaces; limits: Limits.
     """
 
     def __init__(self, deploy, on_gpus, limits):
-        self.places, self.max_restarts = Places(deploy, on_gpus), limits.max_restarts
+        self.places, self.max_restarts = EnginePlaces(deploy, on_gpus), limits.max_restarts
         # Seconds in which a call must be answered, and one that gives messages, weights among them.
         self.stale_s, self.give_s = min(limits.stale_s, STALE_S), limits.sync_timeout_s
 

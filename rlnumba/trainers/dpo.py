@@ -41,7 +41,7 @@ def run_dpo(run, resume=False, communicator=None):
 
 
 @dataclass
-class Pair:
+class ChosenRejected:
     """Both completions of a prompt, each after it, truncated.
 
     ref_logps: (2,) float32 of the reference, with precompute_ref_log_probs.
@@ -62,12 +62,12 @@ def num_tokens(pair):
 
 
 def lengths_of(pairs):
-    """The tokens of each sequence of Pairs: list."""
+    """The tokens of each sequence of pairs: list."""
     return [len(sequence) for pair in pairs for sequence in pair.sequences]
 
 
 def load_rows(path, run, model, tokenizer, for_eval=False):
-    """The Pairs of a file; logs what was cut or dropped."""
+    """The ChosenRejected of a file; logs what was cut or dropped."""
     train, config = run.train, model.config
     limit = config.num_positions
     limits = limit, config.vocab_size, config.eos_token_ids
@@ -79,13 +79,13 @@ def load_rows(path, run, model, tokenizer, for_eval=False):
         log(note)
     limit = min(train.max_length or limit, limit)
     return [
-        Pair(*(truncated(pair.prompt_ids, ids, limit, train.truncation_mode) for ids in pair.completions))
+        ChosenRejected(*(truncated(pair.prompt_ids, ids, limit, train.truncation_mode) for ids in pair.completions))
         for pair in data.rows
     ]
 
 
 def prepare(folder, policy, schedule, rows, eval_rows):
-    """With precompute_ref_log_probs, give the Pairs the reference's log-probs, after which it is not needed."""
+    """With precompute_ref_log_probs, give the pairs the reference's log-probs, after which it is not needed."""
     train = policy.train
     if not train.precompute_ref_log_probs:
         return
@@ -99,21 +99,21 @@ def prepare(folder, policy, schedule, rows, eval_rows):
 
 
 def pair_batch(pairs):
-    """The CompletionBatch of a list of Pairs."""
+    """The CompletionBatch of a list of pairs."""
     return CompletionBatch.of([pair.chosen for pair in pairs], [pair.rejected for pair in pairs])
 
 
 def train_step(policy, pairs, learning_rate):
     """One optimizer step on `pairs`: LateMetrics. Writes the gradients, the weights and the optimizer's state."""
-    return optimizer_step(StepLoss(policy, pairs), learning_rate)
+    return optimizer_step(DPOStepLoss(policy, pairs), learning_rate)
 
 
 def evaluate(policy, pairs):
     """Metrics of held-out pairs: {"loss": ..., "rewards/margins": ..., ...}."""
-    return evaluation(StepLoss(policy, pairs))
+    return evaluation(DPOStepLoss(policy, pairs))
 
 
-class StepLoss:
+class DPOStepLoss:
     """The loss and the metrics of the pairs of an optimizer step, micro-batch by micro-batch."""
 
     def __init__(self, policy, pairs):

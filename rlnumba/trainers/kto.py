@@ -43,7 +43,7 @@ def run_kto(run, resume=False, communicator=None):
 
 
 @dataclass
-class Completion:
+class KTOCompletion:
     """A completion after its prompt, truncated to `sequence`, and whether it is desirable.
 
     kl_sequence: the prompt with the completion of the row before it in the batch, set where the KL divergence is
@@ -68,9 +68,9 @@ class Completion:
 
 
 class OtherCompletion(NamedTuple):
-    """The prompt of a Completion with another row's completion, a TokenSequence."""
+    """The prompt of a KTOCompletion with another row's completion, a TokenSequence."""
 
-    completion: Completion
+    completion: KTOCompletion
     kl_sequence: TokenSequence
 
     @property
@@ -93,7 +93,7 @@ def sequence_limit(policy):
 
 
 def load_rows(path, run, model, tokenizer, for_eval=False):
-    """The Completions of a file; logs what was cut or dropped."""
+    """The KTOCompletions of a file; logs what was cut or dropped."""
     train, config = run.train, model.config
     limit = config.num_positions
     data = load_unpaired(path, run.data, train, tokenizer, limit, config.vocab_size, config.eos_token_ids, for_eval)
@@ -104,15 +104,17 @@ def load_rows(path, run, model, tokenizer, for_eval=False):
         log(note)
     limit = min(train.max_length or limit, limit)
     return [
-        Completion(row.prompt_ids, row.completion_ids, row.label, truncated(row.prompt_ids, row.completion_ids, limit))
+        KTOCompletion(
+            row.prompt_ids, row.completion_ids, row.label, truncated(row.prompt_ids, row.completion_ids, limit)
+        )
         for row in data.rows
     ]
 
 
 def prepare(folder, policy, schedule, rows, eval_rows):
-    """With precompute_ref_log_probs, give the Completions the reference's log-probs, after which it is not needed.
+    """With precompute_ref_log_probs, give the KTOCompletions the reference's log-probs, after which it is not needed.
 
-    Those of other prompts' completions are of each batch that a Completion is in: batches begin at the RowSchedule's
+    Those of other prompts' completions are of each batch that a completion is in: batches begin at the RowSchedule's
     position, and in later epochs with the first row.
     """
     train = policy.train
@@ -147,15 +149,15 @@ def sequence_batch(rows):
 
 def train_step(policy, completions, learning_rate):
     """One optimizer step on `completions`: LateMetrics. Writes gradients, weights and the optimizer's state."""
-    return optimizer_step(StepLoss(policy, completions), learning_rate)
+    return optimizer_step(KTOStepLoss(policy, completions), learning_rate)
 
 
 def evaluate(policy, completions):
     """Metrics of held-out rows, with the KL divergence of them all: {"loss": ..., "rewards/margins": ..., ...}."""
-    return evaluation(StepLoss(policy, completions))
+    return evaluation(KTOStepLoss(policy, completions))
 
 
-class StepLoss:
+class KTOStepLoss:
     """The loss and the metrics of the rows of an optimizer step, micro-batch by micro-batch."""
 
     def __init__(self, policy, completions):

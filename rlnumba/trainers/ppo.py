@@ -369,8 +369,8 @@ def train_step(actor, micro_batches, learning_rate):
 
 
 def optimizer_step(actor, mini_batch, learning_rate):
-    """One optimizer step on a mini-batch (indices): (its Pieces, sums of the losses of each on the device, LateMetrics
-    of ActorCritic.step)."""
+    """One optimizer step on a mini-batch (indices): (its ActorMicroBatches, sums of the losses of each on the device,
+    LateMetrics of ActorCritic.step)."""
     experience = actor.experience
     actor.zero_grad(learning_rate, experience.critic_learning_rate)
     pieces, partials = pieces_of(actor, mini_batch), []
@@ -381,7 +381,7 @@ def optimizer_step(actor, mini_batch, learning_rate):
     return pieces, partials, actor.step(learning_rate, experience.critic_learning_rate)
 
 
-class Piece(NamedTuple):
+class ActorMicroBatch(NamedTuple):
     """Completions `chosen` (indices) that go forward and backward together, of part number `part` of a mini-batch.
 
     tokens: completion tokens of the part, over which the loss is a mean; scale: of the loss of each of its tokens.
@@ -394,13 +394,13 @@ class Piece(NamedTuple):
 
 
 def pieces_of(actor, mini_batch):
-    """The Pieces of a mini-batch (indices), in the order in which a step adds their gradients: list."""
+    """The ActorMicroBatches of a mini-batch (indices), in the order in which a step adds their gradients: list."""
     train, rollouts, size = actor.train, actor.experience.rollouts, actor.train.per_device_train_batch_size
     parts, pieces = [mini_batch[first : first + size] for first in range(0, len(mini_batch), size)], []
     for number, part in enumerate(parts):
         tokens = int(rollouts.completion_lengths[part].sum())
         scale = 1.0 / (tokens * len(parts))
-        pieces += [Piece(number, chosen, tokens, scale) for chosen in parts_of_tokens(rollouts, part, train)]
+        pieces += [ActorMicroBatch(number, chosen, tokens, scale) for chosen in parts_of_tokens(rollouts, part, train)]
     lengths = rollouts.prompt_lengths + rollouts.completion_lengths
     return costliest_first(pieces, actor.model.config, lambda piece: lengths[piece.chosen])
 

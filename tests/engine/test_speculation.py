@@ -11,7 +11,7 @@ from rlnumba.engine.core import BLOCK_SIZE
 from rlnumba.engine.ngram import NgramIndex
 from rlnumba.engine.scheduler import SchedulerOutput
 from rlnumba.engine.speculation import MAX_NUM_SEQS, SpeculationPolicy, Speculator
-from rlnumba.engine.steps.shapes import StepShape, bucket_of, pad_step
+from rlnumba.engine.steps.shapes import StepShape, pad_step, row_bucket_of
 from rlnumba.errors import ConfigError
 from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
@@ -203,7 +203,8 @@ def test_padding_changes_no_bits(model):
     runner = engine.runner
 
     def replay(graph, arrays, shape):
-        assert shape.rows == bucket_of(3) == 4 and shape.sampled == 4 * shape.max_seqlen_q == len(arrays["input_ids"])
+        assert shape.rows == row_bucket_of(3) == 4
+        assert shape.sampled == 4 * shape.max_seqlen_q == len(arrays["input_ids"])
         assert arrays["cu_seqlens"][-1] <= shape.sampled and len(arrays["context_lens"]) == 4
         padded.append(arrays["cu_seqlens"][-1])
         runner.compute(arrays, shape)

@@ -11,11 +11,11 @@ from rlnumba.engine.steps.shapes import (
     MAX_PREFILL_CONTEXT,
     MAX_PREFILL_TOKENS,
     StepShape,
-    bucket_of,
     context_bucket_of,
     most_prefill_tokens,
     pad_step,
     prefill_bucket,
+    row_bucket_of,
 )
 from rlnumba.model.blocks.attention import Attention
 from rlnumba.model.blocks.mlp import Mlp
@@ -163,7 +163,7 @@ def test_prefill_graphs_of_large_models_are_small():
 
 @pytest.mark.parametrize("rows, bucket", [(1, 1), (2, 2), (3, 4), (8, 8), (9, 16), (16, 16), (17, 32), (256, 256)])
 def test_buckets(rows, bucket):
-    assert bucket_of(rows) == bucket
+    assert row_bucket_of(rows) == bucket
 
 
 def test_context_buckets():

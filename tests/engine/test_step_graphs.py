@@ -8,7 +8,7 @@ import pytest
 from rlnumba.config import EngineConfig
 from rlnumba.engine import Engine, SamplingParams, run_ahead, runner
 from rlnumba.engine.core import BLOCK_SIZE
-from rlnumba.engine.steps.shapes import bucket_of
+from rlnumba.engine.steps.shapes import row_bucket_of
 from rlnumba.runtime import device
 from tests.engine.test_core import TINY, check_idle, run
 from tests.engine.test_llm import TwoCharacterTokens, make_model
@@ -146,7 +146,7 @@ def test_rows_are_put_together_again_when_those_that_ended_have_cost_as_much(mod
         engine.runner.begin = lambda step, table, begun=begun, begin=begin: (
             begun.append(int(step.starts.max())) or begin(step, table)
         )
-        engine.runner.wasted_bytes = lambda left, kept_tokens: 10 * (32 - bucket_of(left))
+        engine.runner.wasted_bytes = lambda left, kept_tokens: 10 * (32 - row_bucket_of(left))
         monkeypatch.setattr(run_ahead, "REPACK_BYTES", repack * 160)
         with np.errstate(all="ignore"):
             assert run_all(engine, requests) == expected

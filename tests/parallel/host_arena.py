@@ -14,7 +14,7 @@ from rlnumba.parallel.transports.peer import COUNTERS, SLOTS
 
 
 class HostArena:
-    """The interface of peer.Arena. arenas: those of all ranks, to be filled; delay(): called before each step."""
+    """The interface of peer.PeerArena. arenas: those of all ranks, to be filled; delay(): called before each step."""
 
     def __init__(self, rank, arenas, piece_bytes, first, delay):
         self.rank, self.world_size, self.piece_bytes = rank, len(arenas), piece_bytes

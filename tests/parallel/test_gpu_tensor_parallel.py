@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlnumba import cli
-from rlnumba.cli.progress import Progress
+from rlnumba.cli.progress import CommandProgress
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.check import Rollout, compare
@@ -15,7 +15,7 @@ from rlnumba.model.lora import save_adapter
 from rlnumba.model.transformer import load_model, save_model
 from rlnumba.parallel import tensor_parallel
 from rlnumba.parallel.placement import RANKS_PER_GPU
-from rlnumba.sampling.offline import Checkpoint, Generation, Shards
+from rlnumba.sampling.offline import Checkpoint, GenerationJob, Shards
 from tests.engine.test_llm import make_model
 from tests.model.test_lora import random_adapter
 from tests.parallel.test_gpu_training import SIZES
@@ -148,7 +148,7 @@ def test_greedy_text_does_not_depend_on_the_ranks(folder):
     """One sequence, which few-row kernels decode on one rank."""
     config, params = EngineConfig(), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     expected = LLM(load_model(folder), None, config).generate([[7] * 20], params)[0].completions[0]
-    generation = Generation(config, [[7] * 20], params, ["prompt"])
-    (output,) = Shards(2).generate(Checkpoint(folder), generation, Progress(), None)
+    generation = GenerationJob(config, [[7] * 20], params, ["prompt"])
+    (output,) = Shards(2).generate(Checkpoint(folder), generation, CommandProgress(), None)
     assert output.completions[0].token_ids == expected.token_ids
     assert output.completions[0].logprobs == expected.logprobs

@@ -62,7 +62,7 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path, policy, name):
         train = dpo_run(tmp_path, loss_type=name, label_smoothing=0.1, per_device_train_batch_size=size).train
         policy.train = train
         policy.zero_grad()
-        step = dpo.StepLoss(policy, pairs)
+        step = dpo.DPOStepLoss(policy, pairs)
         for part in step.micro_batches():
             with policy.scope():
                 policy.backward(*step.forward(part))
@@ -77,7 +77,7 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path, policy, name):
 
 def test_mean_logits_are_those_of_the_whole_logits(policy):
     policy, pairs = policy
-    step = dpo.StepLoss(policy, pairs)
+    step = dpo.DPOStepLoss(policy, pairs)
     sums = {"chosen": [], "rejected": []}
     for part in step.micro_batches():
         with policy.scope():
@@ -95,7 +95,7 @@ def test_mean_logits_are_those_of_the_whole_logits(policy):
 def test_log_sum_of_squares(policy):
     policy, pairs = policy
     with policy.scope():
-        head = dpo.StepLoss(policy, pairs).forward(pairs)[0].saved
+        head = dpo.DPOStepLoss(policy, pairs).forward(pairs)[0].saved
         found = device.to_host(dpo.log_sum_of_squares(policy, head))
         hidden, weight = (device.to_host(a).astype(np.float64) for a in (head.hidden, policy.model.lm_head))
     logits = hidden @ weight.T

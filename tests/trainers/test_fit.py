@@ -338,7 +338,7 @@ def test_what_changes_the_result_is_said(planner_of):
 def test_what_recomputation_and_transfers_cost():
     """Of 16,384 tokens of a model of 0.6 B parameters: 147.7 ms, and 12 bytes a parameter there and back at 50 GB/s."""
     rate = 16_384 * 6 * 0.6e9 / 4e14, 14 * 0.6e9, 1
-    kept = fit_choices.Schedule({}, 1.0, 1, False)
+    kept = fit_choices.StepChoice({}, 1.0, 1, False)
     assert fit_choices.known_seconds(kept, *rate) == pytest.approx(0.147456 + 0.002)
     assert fit_choices.known_seconds(kept._replace(recomputed=1.246), *rate) == pytest.approx(0.147456 * 1.246 + 0.002)
     assert fit_choices.known_seconds(kept._replace(pieces=4), *rate) == pytest.approx(0.147456 + 0.008)

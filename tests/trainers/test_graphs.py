@@ -479,7 +479,7 @@ def test_graphs_for_which_there_is_no_memory_are_said_to_be_missing(monkeypatch,
     there, lent = [True, False, False], []
     monkeypatch.setattr(memory, "reclaim", lambda nbytes: lent.append(nbytes) or there.pop(0))
     of_run, error = graphs.MicroBatchGraphs(SFTConfig(), False, 1), MemoryError("out of\nmemory")
-    buckets = [graphs.Bucket({}, {}) for _ in range(3)]
+    buckets = [graphs.ShapeBucket({}, {}) for _ in range(3)]
     for bucket in buckets:
         of_run._make_room(bucket, error)
     assert [of_run._has_room(bucket) for bucket in buckets] == [True, False, False]
@@ -494,7 +494,7 @@ def test_a_graph_is_captured_once_there_is_memory_for_it(monkeypatch):
     monkeypatch.setattr(device, "memory_info", lambda: (free[0], 80 << 30))
     of_run = graphs.MicroBatchGraphs(SFTConfig(), False, 1)
     policy = SimpleNamespace(gradients=SimpleNamespace(are_zero=None), scope=contextlib.nullcontext)
-    bucket = graphs.Bucket({}, {})
+    bucket = graphs.ShapeBucket({}, {})
     bucket.has_run = True
 
     def capture(policy, bucket, compute):

@@ -29,7 +29,7 @@ def policy(tmp_path):
     policy = Policy(load_model(MODEL), run.train, load_model(MODEL))
     rows = kto.load_rows(run.data.train, run, policy.model, Tokenizer.from_folder(MODEL))[:12]
     # Completions with the prompts of others become likelier, too, so that the KL divergence is above 0.
-    desirable = [kto.Completion(row.prompt_ids, row.completion_ids, True, row.sequence) for row in rows]
+    desirable = [kto.KTOCompletion(row.prompt_ids, row.completion_ids, True, row.sequence) for row in rows]
     for _ in range(3):
         kto.train_step(policy, desirable, 1e-3)
     return policy, rows
@@ -52,7 +52,7 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path, policy, loss_type):
     for size in (12, 4, 5, 2):
         policy.train = kto_run(tmp_path, loss_type=loss_type, per_device_train_batch_size=size).train
         policy.zero_grad()
-        step = kto.StepLoss(policy, rows)
+        step = kto.KTOStepLoss(policy, rows)
         for part in step.micro_batches():
             with policy.scope():
                 policy.backward(*step.forward(part))

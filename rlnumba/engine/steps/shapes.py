@@ -33,7 +33,7 @@ OF_SEQUENCES = ("block_tables", "context_lens")
 OF_STEP = ("cu_seqlens", "num_steps")
 
 
-def bucket_of(rows):
+def row_bucket_of(rows):
     """The smallest graph size that holds this many rows."""
     return next((bucket for bucket in SMALL_BUCKETS if rows <= bucket), -(-rows // BUCKET_STEP) * BUCKET_STEP)
 
@@ -71,12 +71,12 @@ class StepShape(NamedTuple):
 
     def of_decode(self):
         """The bucket of decode: a token of each sequence."""
-        rows = bucket_of(self.rows)
+        rows = row_bucket_of(self.rows)
         return StepShape(rows, rows, rows, 1, context_bucket_of(self.max_context_len), self.max_group_size)
 
     def of_drafts(self, longest_verified):
         """The bucket of steps with drafts: each sequence has as many tokens as any may have, and all are sampled."""
-        rows = bucket_of(self.rows)
+        rows = row_bucket_of(self.rows)
         tokens = rows * longest_verified
         return StepShape(rows, tokens, tokens, longest_verified, context_bucket_of(self.max_context_len))
 

@@ -12,8 +12,8 @@ import numpy as np
 from rlnumba.parallel.communicator import (
     TIMEOUT_S,
     Communicator,
+    FoldRange,
     Operation,
-    Range,
     add_in_place,
     as_bytes,
     check_ranges,
@@ -98,8 +98,8 @@ class NcclCommunicator(Communicator):
         self._watch(operation)
 
     def _fold(self, operation, gradient, accumulated, start, count, is_first):
-        mine = Range(start, accumulated.size, None if gradient is None else gradient.size)
-        ranges = [Range(*each) for each in self._all_objects(operation, tuple(mine))]
+        mine = FoldRange(start, accumulated.size, None if gradient is None else gradient.size)
+        ranges = [FoldRange(*each) for each in self._all_objects(operation, tuple(mine))]
         check_ranges(operation, ranges)
         length = self._piece_bytes // 4
         for first in range(0, max(each.size for each in ranges), length):

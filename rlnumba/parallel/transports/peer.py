@@ -31,7 +31,7 @@ import numpy as np
 from rlnumba.errors import CommunicationError, DeviceError
 from rlnumba.kernels.peer.inbox import FIRST_EPOCH, Inboxes, clear_inbox, inbox_bytes
 from rlnumba.parallel import shared_gradients
-from rlnumba.parallel.communicator import Communicator, Operation, Range, add_in_place, as_bytes, check_ranges
+from rlnumba.parallel.communicator import Communicator, FoldRange, Operation, add_in_place, as_bytes, check_ranges
 from rlnumba.parallel.pulled_fold import PulledFold
 from rlnumba.parallel.shared_gradients import SharedGradients
 from rlnumba.parallel.transports.small_gathers import SmallGathers, capacity_of
@@ -50,7 +50,7 @@ PULLS_GRADIENTS = True
 # several, of twice the size where they are floats.
 SMALL_BYTES = 1 << 20
 ALIGNMENT = 256
-# Kinds of counters in an Arena, one of each for each rank.
+# Kinds of counters in a PeerArena, one of each for each rank.
 COUNTERS = 4
 UINT32 = 1 << 32
 # Seconds in which the work of a GPU ends after an error, unless it waits for what a rank that failed did not begin.
@@ -62,8 +62,9 @@ CONNECT = Operation("connect", 0, "")
 class PeerCommunicator(Communicator):
     """A rank among GPUs of one host; see Communicator. Operations are ordered on CuPy's current stream.
 
-    control: a SharedMemoryCommunicator of the same ranks, whose owner this becomes. memory: this rank's Arena. failed:
-    called with a message when an operation on the GPU does not end; ends the process. first: the counters' start.
+    control: a SharedMemoryCommunicator of the same ranks, whose owner this becomes. memory: this rank's PeerArena.
+    failed: called with a message when an operation on the GPU does not end; ends the process. first: the counters'
+    start.
     """
 
     def __init__(self, control, memory, failed, first=0):
@@ -153,10 +154,10 @@ class PeerCommunicator(Communicator):
     def _begin_fold(self, operation, gradient, accumulated, start, count, is_first):
         if self._unfinished is not None:
             raise ValueError(f"{operation}: {self._unfinished} has not been finished")
-        mine = Range(start, accumulated.size, None if gradient is None else gradient.size)
+        mine = FoldRange(start, accumulated.size, None if gradient is None else gradient.size)
         place = None if gradient is None else self._memory.gradients.place_of(gradient)
         found = self._control.exchange(operation, (tuple(mine), place))
-        ranges, places = [Range(*each) for each, _ in found], [place for _, place in found[:count]]
+        ranges, places = [FoldRange(*each) for each, _ in found], [place for _, place in found[:count]]
         check_ranges(operation, ranges)
         ending = self._begin_copies(operation)
         if None in places:
@@ -251,7 +252,7 @@ class _Ending:
         return self.event is not None and self.event.done
 
 
-class Arena:
+class PeerArena:
     """Memory of this process's GPU that the other ranks of the host have mapped, and theirs.
 
     It holds, from the start: counters of pieces that arrived from each rank, of own pieces that each rank has released,
@@ -421,12 +422,12 @@ class Arena:
 
 
 def arena_bytes(world_size, piece_bytes=PIECE_BYTES, small_bytes=SMALL_BYTES):
-    """Bytes of a rank's Arena."""
+    """Bytes of a rank's PeerArena."""
     return _offsets(world_size, small_bytes)[1] + world_size * SLOTS * _aligned(piece_bytes)
 
 
 def _offsets(world_size, small_bytes):
-    """The offsets of the inbox and of the slots in an Arena, after the counters."""
+    """The offsets of the inbox and of the slots in a PeerArena, after the counters."""
     inbox = _aligned(COUNTERS * 4 * world_size)
     return inbox, inbox + _aligned(inbox_bytes(world_size, capacity_of(small_bytes)))
 

@@ -26,7 +26,7 @@ from multiprocessing import Pipe, reduction
 
 import numpy as np
 
-from rlnumba.parallel.communicator import TIMEOUT_S, Range, add_in_place, as_bytes, check_ranges
+from rlnumba.parallel.communicator import TIMEOUT_S, FoldRange, add_in_place, as_bytes, check_ranges
 from rlnumba.parallel.transports.messages import MessageCommunicator
 
 # Bytes of a slot: larger arrays move in pieces of this size. Not tuned.
@@ -136,8 +136,8 @@ class SharedMemoryCommunicator(MessageCommunicator):
                 piece[...] = slot[: piece.size]
 
     def _fold(self, operation, gradient, accumulated, start, count, is_first):
-        mine = Range(start, accumulated.size, None if gradient is None else gradient.size)
-        ranges = [Range(*each) for each in self.exchange(operation, tuple(mine))]
+        mine = FoldRange(start, accumulated.size, None if gradient is None else gradient.size)
+        ranges = [FoldRange(*each) for each in self.exchange(operation, tuple(mine))]
         check_ranges(operation, ranges)
         # A slot has one part for each rank that reads it.
         length = self._piece_bytes // self.world_size // 4

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.errors import CommunicationError
-from rlnumba.parallel.communicator import TIMEOUT_S, Range, add_in_place, as_bytes, check_ranges
+from rlnumba.parallel.communicator import TIMEOUT_S, FoldRange, add_in_place, as_bytes, check_ranges
 from rlnumba.parallel.transports.messages import MessageCommunicator, limit_waiting
 
 # Bytes of an array in a message. Not tuned.
@@ -261,8 +261,8 @@ class TcpCommunicator(MessageCommunicator):
         return self._unpickled(self.exchange(operation, pickle.dumps(value)), value)
 
     def _fold(self, operation, gradient, accumulated, start, count, is_first):
-        mine = Range(start, accumulated.size, None if gradient is None else gradient.size)
-        ranges = [Range(*each) for each in self.exchange(operation, tuple(mine))]
+        mine = FoldRange(start, accumulated.size, None if gradient is None else gradient.size)
+        ranges = [FoldRange(*each) for each in self.exchange(operation, tuple(mine))]
         check_ranges(operation, ranges)
         length = self._piece_bytes // 4
         for first in range(0, max(each.size for each in ranges), length):

@@ -50,7 +50,7 @@ class Choice(NamedTuple):
     result: str
 
 
-class Schedule(NamedTuple):
+class StepChoice(NamedTuple):
     """A way to compute a step: keys of [train], what recomputation costs, how many micro-batches there are for one of
     the file, whether the state is in host memory."""
 
@@ -86,7 +86,7 @@ def fastest_choices(planner, run, available):
 
 
 class Search:
-    """The search for choices: what was planned for it. choices: {changes and Schedule as text: Choice}."""
+    """The search for choices: what was planned for it. choices: {changes and StepChoice as text: Choice}."""
 
     def __init__(self, planner, run, available):
         self.planner, self.run, self.available = planner, run, available
@@ -111,7 +111,7 @@ class Search:
         return None
 
     def _choice(self, changes, result, schedule, rate):
-        """The Choice of a variant and a Schedule, whether it fits or not."""
+        """The Choice of a variant and a StepChoice, whether it fits or not."""
         key = repr((changes, schedule))
         if key not in self.choices:
             train = with_changes(self.run, changes).train
@@ -163,7 +163,7 @@ def variants(planner, run):
 
 
 def schedules_of(train, planner):
-    """The Schedules of a [train] section: list."""
+    """The StepChoices of a [train] section: list."""
     modes, layers = activation_modes(train), planner.config.num_hidden_layers
     costs = [RECOMPUTED["full"], *([RECOMPUTED["cheapest"]] if len(modes) == 3 else []), RECOMPUTED["selective"]]
     of_modes = list(zip(modes, costs, strict=False))
@@ -178,7 +178,7 @@ def schedules_of(train, planner):
     while True:
         for offloads in {train.offload_optimizer, True}:
             offload = {"offload_optimizer": True} if offloads and not train.offload_optimizer else {}
-            found += [Schedule(unset | keys | batch | offload, cost, pieces, offloads) for keys, cost in of_modes]
+            found += [StepChoice(unset | keys | batch | offload, cost, pieces, offloads) for keys, cost in of_modes]
         halved = halved_batch(train)
         if not halved or (train.optimizer_in_backward and train.global_batch_size is None):
             return found
@@ -211,8 +211,8 @@ def arithmetic_seconds(planner, plan, run):
 
 
 def known_seconds(schedule, arithmetic, micro_batch_bytes, batches):
-    """Seconds of a step by what is known of a Schedule without a plan, the transfers of the state being taken for those
-    of 12 bytes a parameter."""
+    """Seconds of a step, as far as a StepChoice says without a plan; the state's transfers are taken for those of 12
+    bytes a parameter."""
     transfers = 2 * 12 / MICRO_BATCH_BYTES * micro_batch_bytes / HOST_BYTES if schedule.offloads else 0.0
     return arithmetic * schedule.recomputed + batches * schedule.pieces * micro_batch_bytes / MEMORY_BYTES + transfers
 

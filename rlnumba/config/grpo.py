@@ -47,6 +47,8 @@ def rejection_modes(rollout_rs, rollout_rs_threshold):
     return found
 
 
+# Loss types without importance weights: their ratio is to the sampler, or has the correction in it.
+UNCORRECTED = ("vespo", "dppo")
 SAPO, VESPO, DPPO = (("train.loss_type", (name,)) for name in ("sapo", "vespo", "dppo"))
 
 
@@ -150,7 +152,7 @@ class PolicyLossConfig(Section):
         if self.rollout_is_batch_normalize:
             if self.rollout_is is None:
                 raise ConfigError("train.rollout_is_batch_normalize needs train.rollout_is")
-            if self.loss_type in ("vespo", "dppo"):
+            if self.loss_type in UNCORRECTED:
                 raise ConfigError(f"train.rollout_is_batch_normalize: loss_type {self.loss_type} has no such weights")
         low, high = self.importance_sampling_bounds
         if self.rollout_is is not None:
@@ -322,5 +324,5 @@ class GRPORun(AheadRun):
             for name in ("over_sampling_batch_size", "difficulty_weights"):
                 if getattr(self.train, name) is not None:
                     raise ConfigError(f"train.dynamic_sampling with [async] does not go with train.{name}")
-        if self.is_stale and "is" in self.asynchronous.staleness and self.train.loss_type in ("vespo", "dppo"):
+        if self.is_stale and "is" in self.asynchronous.staleness and self.train.loss_type in UNCORRECTED:
             raise ConfigError(f"async.staleness `is`: train.loss_type {self.train.loss_type} has no such weights")

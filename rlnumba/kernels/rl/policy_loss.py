@@ -36,6 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.config import grpo
 from rlnumba.kernels.checks import F32, I32, check, check_all
 from rlnumba.kernels.ptx.warp import block_max, block_sum, device_function, warp_max, warp_sum
 from rlnumba.runtime import device
@@ -49,8 +50,8 @@ MASKS = (np.dtype(np.float32), np.dtype(np.uint8))
 # Forms of a token's loss as a function of the ratio. All other loss types share the first form.
 CLIP, CISPO, SAPO, VESPO, DPPO = range(5)
 OTHER_FORMS = {"cispo": CISPO, "sapo": SAPO, "vespo": VESPO, "dppo": DPPO}
-# Forms whose ratio is to the sampler already, or that take the correction into their weight.
-UNCORRECTED = (VESPO, DPPO)
+# The forms of the loss types without importance weights.
+UNCORRECTED = tuple(OTHER_FORMS[name] for name in grpo.UNCORRECTED)
 
 # Columns of `metrics` and `sequence_stats`: sums, then maxima, then minima. RATIOS counts the values that the
 # clip columns add up: tokens, or sequences at sequence level; CORRECTED does so for the correction.

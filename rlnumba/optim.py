@@ -28,6 +28,7 @@ chunk, so the bits are those of a step on the device.
 
 import math
 import weakref
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -55,51 +56,62 @@ CHUNK = 1 << 24
 STREAMS = 2
 
 
+@dataclass(frozen=True)
+class AdamWConfig:
+    """The settings of an Optimizer. Defaults are torch.optim.AdamW's, but for max_grad_norm, TRL's; None or 0 turns
+    clipping off.
+
+    optim, master_weights, offload: see the table above; without a master bfloat16 weights are rounded stochastically,
+    which a float32 model does not need. seed: of that rounding, and of bfloat16 moments'.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float | None = 1.0
+    optim: str = "adamw_torch"
+    master_weights: bool = True
+    offload: bool = False
+    seed: int = 0
+
+    @staticmethod
+    def of(train, seed):
+        """The settings of a [train] section."""
+        return AdamWConfig(
+            train.adam_beta1, train.adam_beta2, train.adam_epsilon, train.weight_decay, train.max_grad_norm,
+            train.optim, train.master_weights, train.offload_optimizer, seed,
+        )  # fmt: skip
+
+
+DEFAULTS = AdamWConfig()
+
+
 class Optimizer:
     """AdamW for one model.
 
     weights: has flat (n,) of the model's dtype and decay_end, the number of leading elements that decay.
-    grads: has flat (n,) float32 in the same layout; `update` does not read it. Defaults of the arguments are
-    torch.optim.AdamW's, but for max_grad_norm, TRL's; None or 0 turns clipping off.
-
-    optim, master_weights, offload: see the table above; without a master bfloat16 weights are rounded stochastically,
-    which a float32 model does not need; ConfigError for float16. seed: of that rounding, and of bfloat16 moments'.
-    first_element: the number of weights.flat[0] among a model's parameters, for the same; a multiple of BLOCK.
+    grads: has flat (n,) float32 in the same layout; `update` does not read it. config: AdamWConfig; ConfigError for
+    float16 without master weights. first_element: the number of weights.flat[0] among a model's parameters, for random
+    bits of rounding; a multiple of BLOCK.
 
     steps counts the steps taken, skipped_steps those left out because the gradient was not finite; reading them waits
     for the device. state: {name: array} of m, v and what else there is, on the device or, with offload, on the host.
     """
 
-    def __init__(
-        self,
-        weights,
-        grads,
-        *,
-        beta1=0.9,
-        beta2=0.999,
-        epsilon=1e-8,
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-        optim="adamw_torch",
-        master_weights=True,
-        offload=False,
-        seed=0,
-        first_element=0,
-    ):
-        self.weights, self.grads, self.first_element = weights, grads, first_element
-        self.betas, self.epsilon, self.weight_decay = (beta1, beta2), epsilon, weight_decay
-        self.max_grad_norm, self.optim, self.offload, self.seed = max_grad_norm, optim, offload, seed
+    def __init__(self, weights, grads, config=DEFAULTS, first_element=0):
+        self.weights, self.grads, self.config, self.first_element = weights, grads, config, first_element
         self._steps = self._skipped_steps = 0
         # The NormReading of the last step, until it is counted.
         self._last = None
-        dtype, self.layout = weights.flat.dtype, dict(MOMENTS[optim])
-        if dtype != F32 and master_weights:
+        dtype, self.layout = weights.flat.dtype, dict(MOMENTS[config.optim])
+        if dtype != F32 and config.master_weights:
             self.layout["master"] = (F32, 1)
         elif dtype not in (F32, BF16):
             raise ConfigError(f"train.master_weights = false needs bfloat16 or float32 weights, got {dtype}")
-        self.is_rounded_at_random = optim == "adamw_bf16" or (dtype == BF16 and not master_weights)
-        size, empty = weights.flat.shape[0], empty_pinned if offload else device.xp().empty
-        region = "host" if offload else "moments"
+        self.is_rounded_at_random = config.optim == "adamw_bf16" or (dtype == BF16 and not config.master_weights)
+        size, empty = weights.flat.shape[0], empty_pinned if config.offload else device.xp().empty
+        region = "host" if config.offload else "moments"
         self.state = {}
         for name, (kind, each) in self.layout.items():
             count = -(-size // each)
@@ -110,7 +122,7 @@ class Optimizer:
         self._norm = Staged({"sum": ((1,), F32)})
         _track(self, region, self.state)
         self._lanes = []
-        if offload and device.name() == "cuda":
+        if config.offload and device.name() == "cuda":
             self._lanes = [_Lane(self.layout, min(CHUNK, size)) for _ in range(STREAMS)]
             _track(self, "moments", *(lane.state for lane in self._lanes))
         self._for_each_part(self._clear, reads=False)
@@ -148,7 +160,7 @@ class Optimizer:
         total = self._norm.arrays["sum"]
         self._sum_squares(total)
         self._prepare(learning_rate)
-        clip(total, self.max_grad_norm or 0.0, self._scalars)
+        clip(total, self.config.max_grad_norm or 0.0, self._scalars)
         self._for_each_part(lambda part, state: self._adamw(part, state, self.grads.flat[part]))
         self._join()
         return self._end_step()
@@ -191,17 +203,19 @@ class Optimizer:
     def _prepare(self, learning_rate):
         """Copy to the device what the kernels of the next step read."""
         step = self.steps + 1
-        arrays = {"scalars": adamw_scalars(learning_rate, *self.betas, self.epsilon, self.weight_decay, step)}
+        config = self.config
+        settings = config.beta1, config.beta2, config.epsilon, config.weight_decay
+        arrays = {"scalars": adamw_scalars(learning_rate, *settings, step)}
         if self.is_rounded_at_random:
-            arrays["noise"] = rounding_noise(self.seed, step)
+            arrays["noise"] = rounding_noise(config.seed, step)
             self._noise = self._step.arrays["noise"]
         self._step.send(arrays)
 
     def _adamw(self, part, state, grads):
         """One step of a slice of the parameters from its gradients."""
-        operator = adamw_8bit if self.optim == "adamw_8bit" else adamw
+        operator = adamw_8bit if self.config.optim == "adamw_8bit" else adamw
         decay_end = min(max(self.weights.decay_end - part.start, 0), part.stop - part.start)
-        moments = (state[name] for name in MOMENTS[self.optim])
+        moments = (state[name] for name in MOMENTS[self.config.optim])
         weights, master, first = self.weights.flat[part], state.get("master"), self.first_element + part.start
         operator(weights, master, grads, *moments, self._scalars, decay_end, self._noise, first)
 
@@ -217,7 +231,7 @@ class Optimizer:
         writes it. With offload the caller has to _join.
         """
         end = self.weights.flat.shape[0] if end is None else end
-        length = CHUNK if self.offload else max(end - begin, 1)
+        length = CHUNK if self.config.offload else max(end - begin, 1)
         for lane in self._lanes:
             lane.context.wait_for(current())
         for index, start in enumerate(range(begin, end, length)):
@@ -241,7 +255,7 @@ class Optimizer:
     def state_dict(self):
         """The state for a resumed run: optim, NumPy arrays of the state (m, v, ..., master), and the counters."""
         arrays = {key: device.host_copy(array) for key, array in self.state.items()}
-        return {"optim": self.optim, **arrays, "steps": self.steps, "skipped_steps": self.skipped_steps}
+        return {"optim": self.config.optim, **arrays, "steps": self.steps, "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state):
         """Restore what state_dict returned; of a 16-bit model also set the weights to the rounded master.
@@ -250,8 +264,9 @@ class Optimizer:
         size.
         """
         saved = state.get("optim", "adamw_torch")
-        if saved != self.optim:
-            raise UserError(f"optimizer state: saved with train.optim = {saved!r}, and this run has {self.optim!r}")
+        if saved != self.config.optim:
+            own = self.config.optim
+            raise UserError(f"optimizer state: saved with train.optim = {saved!r}, and this run has {own!r}")
         arrays = self.state
         got_names, expected_names = {*state} - {"optim"}, {*arrays, "steps", "skipped_steps"}
         expected, got = (", ".join(sorted(names)) for names in (expected_names, got_names))
@@ -263,9 +278,9 @@ class Optimizer:
                 raise UserError(f"optimizer state: {key} must be {array.shape}, got {state[key].shape}")
         device.synchronize()
         for key, array in arrays.items():
-            if self.offload:
+            if self.config.offload:
                 array[...] = state[key]
-        if not self.offload:
+        if not self.config.offload:
             copy_to_device([(array, state[key]) for key, array in arrays.items()])
         if "master" in arrays:
             self._for_each_part(lambda part, state: cast(state["master"], self.weights.flat[part]))

@@ -36,7 +36,6 @@ LONG_FUNCTIONS = {"rlnumba/kernels/rl/policy_loss.py:policy_loss_ref": 107}
 MOST_ARGUMENTS = 8
 LONG_SIGNATURES = {
     "rlnumba/data/pairs.py:load_pairs": 9,
-    "rlnumba/optim.py:Optimizer.__init__": 12,
     "rlnumba/trainers/asynchronous.py:start_ahead": 11,
     "rlnumba/trainers/dynamic_sampling.py:generate": 11,
     "rlnumba/trainers/dynamic_sampling.py:Stream.__init__": 9,

@@ -7,7 +7,7 @@ import pytest
 from rlnumba.config import TrainConfig
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.optim.adamw import adamw_ref, adamw_scalars
-from rlnumba.optim import Optimizer, learning_rate_at
+from rlnumba.optim import AdamWConfig, Optimizer, learning_rate_at
 from rlnumba.runtime import device, memory
 from tests.close import assert_close, assert_same_bits
 
@@ -29,7 +29,7 @@ def problem(dtype="float32", **options):
     weights = Weights(device.asarray(start), 6)
     grads = Gradients(device.xp().zeros(10, np.float32))
     options = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-6, "weight_decay": 0.1} | options
-    return weights, grads, Optimizer(weights, grads, **options)
+    return weights, grads, Optimizer(weights, grads, AdamWConfig(**options))
 
 
 def gradient(step):
@@ -62,8 +62,9 @@ def test_five_steps_of_torch():
 def test_defaults_are_torchs_and_trls():
     weights, grads, _ = problem()
     optimizer = Optimizer(weights, grads)
-    assert optimizer.betas == (0.9, 0.999) and optimizer.epsilon == 1e-8
-    assert (optimizer.weight_decay, optimizer.max_grad_norm) == (0.01, 1.0)
+    config = optimizer.config
+    assert (config.beta1, config.beta2, config.epsilon) == (0.9, 0.999, 1e-8)
+    assert (config.weight_decay, config.max_grad_norm) == (0.01, 1.0)
     assert (optimizer.steps, optimizer.skipped_steps) == (0, 0)
 
 
@@ -194,7 +195,7 @@ def large_problem(dtype="bfloat16", size=1280, **options):
     start = np.cos(np.arange(size) * 0.9).astype(device.dtype(dtype))
     weights = Weights(device.asarray(start), size * 3 // 5)
     grads = Gradients(device.xp().zeros(size, np.float32))
-    return weights, grads, Optimizer(weights, grads, weight_decay=0.1, **options)
+    return weights, grads, Optimizer(weights, grads, AdamWConfig(weight_decay=0.1, **options))
 
 
 def run_large(problem, steps):
@@ -260,7 +261,7 @@ def test_short_moments_follow_float32_ones(optim, tolerance):
         size = 512
         weights = Weights(device.asarray(np.linspace(-1, 1, size).astype(np.float32)), 0)
         grads = Gradients(device.xp().zeros(size, np.float32))
-        optimizer = Optimizer(weights, grads, optim=optim, max_grad_norm=0)
+        optimizer = Optimizer(weights, grads, AdamWConfig(optim=optim, max_grad_norm=0))
         curvature, noise = np.geomspace(0.1, 10, size), np.random.default_rng(0)
         for _ in range(150):
             x = device.to_host(weights.flat)
@@ -279,7 +280,7 @@ def test_weights_without_a_master_take_small_steps_on_average():
     size = 4096
     weights = Weights(device.asarray(np.ones(size, device.dtype("bfloat16"))), 0)
     grads = Gradients(device.asarray(np.ones(size, np.float32)))
-    optimizer = Optimizer(weights, grads, master_weights=False, max_grad_norm=0)
+    optimizer = Optimizer(weights, grads, AdamWConfig(master_weights=False, max_grad_norm=0))
     for _ in range(20):
         optimizer.step(1e-4)
     moved = 1 - device.to_host(weights.flat).astype(np.float64)

@@ -26,7 +26,7 @@ from rlnumba.checkpoint import ArrayPart
 from rlnumba.errors import UserError
 from rlnumba.kernels.nn import reduce
 from rlnumba.model.layer_gradients import AFTER, BEFORE, update_order
-from rlnumba.optim import Optimizer
+from rlnumba.optim import DEFAULTS, Optimizer
 from rlnumba.runtime import device, memory
 
 F32 = np.dtype(np.float32)
@@ -67,11 +67,11 @@ class _Flat(NamedTuple):
 class ShardedOptimizer(Optimizer):
     """AdamW for one model on the ranks of a Communicator, all of which call each method at the same time.
 
-    weights: as Optimizer's, the same on all ranks; options: its keywords. grads.flat is this rank's part of the step's
+    weights: as Optimizer's, the same on all ranks; config: AdamWConfig. grads.flat is this rank's part of the step's
     gradient, which `fold` writes. state: that of this rank's part.
     """
 
-    def __init__(self, weights, communicator, **options):
+    def __init__(self, weights, communicator, config=DEFAULTS):
         self.model_weights, self.communicator = weights, communicator
         size, world_size = self._size(), communicator.world_size
         self.parts = [Part.of(size, rank, world_size) for rank in range(world_size)]
@@ -82,7 +82,7 @@ class ShardedOptimizer(Optimizer):
         memory.track("grads", grads.flat.nbytes)
         weakref.finalize(self, memory.track, "grads", -grads.flat.nbytes)
         own = _Flat(self._own_weights(), decay_end)
-        super().__init__(own, grads, **options, first_element=part.start)
+        super().__init__(own, grads, config, part.start)
         # The sums of all ranks' parts, each as long as the first, which is the longest.
         self._own_sums = device.xp().zeros(reduce.num_segments(self.parts[0].size), np.float32)
         self._sums = device.xp().zeros((world_size, len(self._own_sums)), np.float32)
@@ -173,7 +173,7 @@ class ShardedOptimizer(Optimizer):
             name: ArrayPart(device.host_copy(self.state[name]), self.part.of_state(each).start or 0, -(-size // each))
             for name, (_, each) in self.layout.items()
         }
-        return {"optim": self.optim, **arrays, "steps": self.steps, "skipped_steps": self.skipped_steps}
+        return {"optim": self.config.optim, **arrays, "steps": self.steps, "skipped_steps": self.skipped_steps}
 
     def gathered(self, name):
         """An array of the state of all parts, on the host of rank 0, where it arrives a piece at a time; else None.
@@ -188,7 +188,7 @@ class ShardedOptimizer(Optimizer):
             return None
         whole = np.empty(-(-self._size() // each), own.dtype)
         device.synchronize()
-        whole[self.part.of_state(each)] = own if self.offload else device.to_host(own)
+        whole[self.part.of_state(each)] = own if self.config.offload else device.to_host(own)
         for other in range(1, self.communicator.world_size):
             target = whole[self.parts[other].of_state(each)]
             for first in range(0, len(target), length):

@@ -28,7 +28,7 @@ from rlnumba.model.heads import HeadGradients, LogprobHead, ValueHead
 from rlnumba.model.layer_gradients import backward_and_update
 from rlnumba.model.low_rank import Dropout
 from rlnumba.model.transformer import Tape, packed_attention
-from rlnumba.optim import Optimizer
+from rlnumba.optim import AdamWConfig, Optimizer
 from rlnumba.parallel.gradient_fold import GradientFold, rounds
 from rlnumba.parallel.layer_shards import LayerOptimizer, LayerShards
 from rlnumba.parallel.zero import Part, ShardedOptimizer
@@ -66,15 +66,12 @@ class Policy:
         self.communicator = communicator if communicator is not None and communicator.world_size > 1 else None
         self.gradients = Gradients(model, train, self.communicator)
         self.grads = self.gradients.arrays
-        moments = {"beta1": train.adam_beta1, "beta2": train.adam_beta2, "epsilon": train.adam_epsilon}
-        limits = {"weight_decay": train.weight_decay, "max_grad_norm": train.max_grad_norm}
-        kept = {"optim": train.optim, "master_weights": train.master_weights, "offload": train.offload_optimizer}
-        options = {**moments, **limits, **kept, "seed": seed}
+        config = AdamWConfig.of(train, seed)
         if self.communicator is None:
-            self.optimizer = Optimizer(model.trained, self.grads, **options)
+            self.optimizer = Optimizer(model.trained, self.grads, config)
         else:
             kind = LayerOptimizer if self.shards_layers else ShardedOptimizer
-            self.optimizer = kind(model.trained, communicator, **options)
+            self.optimizer = kind(model.trained, communicator, config)
         self.fold = None if self.communicator is None else GradientFold(self.optimizer, self.grads)
         if model.adapter is not None:
             self._share_master(model.adapter)

@@ -9,7 +9,7 @@ from rlnumba.checkpoint import ArrayPart
 from rlnumba.errors import UserError
 from rlnumba.kernels.nn import reduce
 from rlnumba.kernels.optim.adamw_8bit import BLOCK
-from rlnumba.optim import Optimizer
+from rlnumba.optim import AdamWConfig, Optimizer
 from rlnumba.parallel import launch
 from rlnumba.parallel.zero import Part, ShardedOptimizer
 from rlnumba.runtime import device
@@ -44,7 +44,7 @@ def gradient_of(step, k, size):
 def on_one(size, dtype, micro_batches, options, steps=range(STEPS), state=None):
     """(weights, state, norms) after steps of Optimizer, gradients added by NumPy."""
     weights, grads = weights_of(size, dtype), Weights(device.xp().zeros(size, np.float32), 0)
-    optimizer = Optimizer(weights, grads, **options)
+    optimizer = Optimizer(weights, grads, AdamWConfig(**options))
     if state is not None:
         weights.flat[...] = device.asarray(state[0])
         optimizer.load_state_dict(state[1])
@@ -63,7 +63,7 @@ def on_rank(communicator, size, dtype, micro_batches, options, steps=range(STEPS
     reduce.SEGMENT = segment
     world_size, rank = communicator.world_size, communicator.rank
     weights = weights_of(size, dtype)
-    optimizer = ShardedOptimizer(weights, communicator, **options)
+    optimizer = ShardedOptimizer(weights, communicator, AdamWConfig(**options))
     if state is not None:
         weights.flat[...] = device.asarray(state[0])
         optimizer.load_state_dict(state[1])

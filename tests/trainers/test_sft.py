@@ -226,8 +226,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(tmp_path):
 def test_every_key_of_the_optimizer_reaches_it():
     train = SFTConfig(adam_beta1=0.8, adam_beta2=0.7, adam_epsilon=1e-5, weight_decay=0.3, max_grad_norm=0.4)
     optimizer = Policy(load_model(MODEL), train).optimizer
-    assert optimizer.betas == (0.8, 0.7) and optimizer.epsilon == 1e-5
-    assert (optimizer.weight_decay, optimizer.max_grad_norm) == (0.3, 0.4)
+    config = optimizer.config
+    assert (config.beta1, config.beta2, config.epsilon) == (0.8, 0.7, 1e-5)
+    assert (config.weight_decay, config.max_grad_norm) == (0.3, 0.4)
 
 
 def test_a_clock_counts_each_moment_in_one_phase(monkeypatch):

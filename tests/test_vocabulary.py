@@ -1,5 +1,6 @@
 """One word for one thing, and it is the field's: words that no file uses, each with what to say instead."""
 
+import ast
 import pathlib
 import re
 
@@ -86,6 +87,12 @@ SUBJECT_FIRST = (
 GENITIVE = re.compile(r'"""(Of|As|What|Where|Which|How|Whose|That)\b')
 
 
+# Packages in whose docstrings what is said of an argument has its noun: "config: the model's", not "config: of the
+# model". A line of the docstring begins with the argument, or a sentence or a clause does.
+ARGUMENTS_WITH_NOUNS = ("cli", "runs")
+ARGUMENT = re.compile(r'(?m)(?:^ +|[.;] |""")([a-z_]+(?:, [a-z_]+)*): (?:of|as)\b')
+
+
 def findings(name, text):
     """A line for each forbidden word of a text."""
     return [
@@ -115,6 +122,28 @@ def test_docstrings_have_their_subject_first():
     paths += (ROOT / "rlnumba").glob("*.py")
     found = [line for path in paths for line in genitives(path.relative_to(ROOT), path.read_text())]
     assert not found, "\n".join(sorted(found))
+
+
+def arguments_without_nouns(name, text):
+    """A line for each argument of a docstring of which a genitive is said."""
+    return [
+        f"{name}:{node.body[0].lineno}: {found[0].strip()!r}; say what it is"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        for found in ARGUMENT.finditer(ast.get_docstring(node, clean=False) or "")
+    ]
+
+
+def test_arguments_are_said_with_nouns():
+    folders = [ROOT / "rlnumba" / package for package in ARGUMENTS_WITH_NOUNS]
+    paths = [path for path in FILES if path.suffix == ".py" and any(folder in path.parents for folder in folders)]
+    found = [line for path in paths for line in arguments_without_nouns(path.relative_to(ROOT), path.read_text())]
+    assert len(paths) > 20 and not found, "\n".join(found)
+
+
+def test_arguments_without_nouns_are_found():
+    text = '"""A model.\n\n    config: of the model; base, folder: as load_model. dtype: the weights\'."""'
+    assert len(arguments_without_nouns("a.py", text)) == 2
 
 
 @pytest.mark.parametrize(

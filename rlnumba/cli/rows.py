@@ -10,7 +10,7 @@ from rlnumba.errors import UserError
 def open_model(model, base):
     """(folder, base folder, ModelConfig, Tokenizer or None) of a folder or hub id: all but the weights, read last.
 
-    base: of an adapter, and None of a model, as load_model takes it.
+    base: an adapter's, None for a model, as load_model takes it.
     """
     from rlnumba.model.tokenizer import Tokenizer
     from rlnumba.model.transformer import find_base, read_config

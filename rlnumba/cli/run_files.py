@@ -29,8 +29,8 @@ def parse_overrides(arguments):
 def first_readable(runs, work, unreadable=UserError):
     """(work(run), a note that names the other trainers) of the first of `runs` that can be read.
 
-    runs: of runs_of_any_trainer. The rows of the first may be those of another trainer that reads the file: an
-    `unreadable` error of its work is raised only if the others fail, too.
+    runs: the result of runs_of_any_trainer. The rows of the first may be those of another trainer that reads the file:
+    an `unreadable` error of its work is raised only if the others fail, too.
     """
     problems = []
     for index, run in enumerate(runs):

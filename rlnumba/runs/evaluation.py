@@ -31,7 +31,7 @@ def generate(llm, rewards, prompts, params, trainer_state, status=None):
 
 
 def metrics_of(generation, names, run):
-    """{"eval_reward": ..., "eval_pass@k": ..., ...} of a Generation. names: of the reward functions."""
+    """{"eval_reward": ..., "eval_pass@k": ..., ...} of a Generation. names: the reward functions'."""
     found = generation_metrics([generation], names)
     by_function = {"": [[s.reward for s in group] for group in generation.groups]}
     if len(names) > 1:

@@ -44,7 +44,7 @@ def memory_of(model, train, communicator):
 
 
 class Gradients:
-    """The gradients of one model; train: the [train] section; communicator: of several ranks, or None.
+    """The gradients of one model; train: the [train] section; communicator: several ranks', or None.
 
     arrays: what a backward writes, a Weights' grads or LayerGradients; are_zero: whether nothing has been added yet, on
     which the kernels that a backward launches depend.

@@ -78,7 +78,7 @@ class ShapeBucket:
 class MicroBatchGraphs:
     """The graphs of one policy.
 
-    train: its [train] section; has_dropout: whether its training forward has dropout; num_parameters: of its model.
+    train: its [train] section; has_dropout: whether its training forward has dropout; num_parameters: its model's.
     pads: whether micro-batches get the shape of a bucket; captures: whether these may become graphs.
     """
 
@@ -97,7 +97,7 @@ class MicroBatchGraphs:
     def run(self, policy, function, micro_batch, outputs, constants, pads=True):
         """Call function(policy, batch, results, *constants), or replay what it launched for a batch of this bucket.
 
-        function: of a module, launches kernels and reads nothing back; batch: the DeviceBatch of the MicroBatch;
+        function: a module's, launches kernels and reads nothing back; batch: the DeviceBatch of the MicroBatch;
         results: {name: array} on the device, of `outputs`, {name: (length, dtype)}, length None for one of each target.
         constants: a tuple, hashable; pads: False for a function that does read from the device, which is then neither
         padded nor captured. Returns a function that waits for the results: {name: NumPy array}, without padding.

@@ -20,7 +20,7 @@ def load_policy(run, folder, reference=False, temperature=1.0, heads=LM_HEAD, he
     With [lora], the policy is the run's `model` with an adapter, which alone is trained and saved.
     reference: whether the policy needs the log-probs of the run's `model` as it was before training; policy.reference
     is None otherwise. With [lora] it is the same model with the adapter switched off, and takes no memory.
-    temperature: divides the logits. heads, head_init: as in load_model, with the run's seed. Raises UserError for a
+    temperature: divides the logits. heads, head_init: load_model's, with the run's seed. Raises UserError for a
     folder that is damaged or does not fit.
     """
     source, train = find_model(run.model), run.train

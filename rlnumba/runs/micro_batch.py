@@ -113,7 +113,7 @@ class MicroBatch:
         return self.tokens | self.targets | self.sequences | self.others
 
     def cost(self, config):
-        """cost_of its sequences: int. config: of the model."""
+        """cost_of its sequences: int. config: the model's."""
         return cost_of(np.diff(self.sequences["cu_seqlens"]), config)
 
     @property
@@ -153,7 +153,7 @@ def _extended(array, length, value):
 
 
 def cost_of(lengths, config):
-    """Multiplications of the layers' forward of sequences of these lengths, about: int. config: of the model."""
+    """Multiplications of the layers' forward of sequences of these lengths, about: int. config: the model's."""
     lengths = np.asarray(lengths, np.int64)
     return sum(int(block.cost(lengths, config)) for blocks in config.blocks for block in blocks)
 
@@ -161,7 +161,7 @@ def cost_of(lengths, config):
 def costliest_first(batches, config, lengths_of=None):
     """Micro-batches in the order in which a step adds their gradients, which does not depend on who computes them.
 
-    So the ranks of a round have about as much to do. config: of the model. lengths_of(batch): of its sequences, where
+    So the ranks of a round have about as much to do. config: the model's. lengths_of(batch): its sequences', where
     the batches are no MicroBatches.
     """
     if lengths_of is None:

@@ -52,8 +52,8 @@ class Policy:
     """A model in training: weights, gradients, optimizer, activation arena, the Context its kernels run in.
 
     model, reference: Transformers, the latter None where the loss has no KL term; train: the [train] section;
-    temperature: divides the logits; seed: of the optimizer's stochastic rounding, and of dropout. A model with an
-    adapter trains that alone. communicator: of the ranks that train together, each a part of every step's micro-batches
+    temperature: divides the logits; seed: draws stochastic rounding, and dropout. A model with an adapter trains that
+    alone. communicator: that of the ranks that train together, each a part of every step's micro-batches
     (each_micro_batch), or None: this process alone.
     """
 
@@ -159,7 +159,7 @@ class Policy:
     def of_all_micro_batches(self, values, count=None):
         """The values of each_micro_batch, or of `own`, of all ranks in the order of the whole: a list.
 
-        values: what can be pickled. count: of all parts, after `own`.
+        values: what can be pickled. count: the number of all parts, after `own`.
         """
         if self.communicator is None:
             return values

@@ -90,7 +90,7 @@ class TrainerOnPrompts(NamedTuple):
         """Train a Run, and return its TrainerState; writes its output_dir.
 
         resume: True to continue from the newest readable checkpoint there, an int from that of this step. reward_funcs:
-        the functions themselves, where run.rewards.funcs only names them. communicator: of the ranks that train
+        the functions themselves, where run.rewards.funcs only names them. communicator: that of the ranks that train
         together and call this with the same arguments, or None. A signal in the middle of the run and a reward that
         fails leave a checkpoint of the last complete step.
         """
@@ -164,7 +164,7 @@ class PromptLoop:
     """The loaded parts of the run of a RunFolder, and its steps. The other arguments are those of
     TrainerOnPrompts.train.
 
-    llm: of this rank; generator: the LLM, or that of all ranks. elsewhere: the EngineElsewhere that both have where
+    llm: this rank's; generator: the LLM, or that of all ranks. elsewhere: the EngineElsewhere that both have where
     ranks have the weights in parts, else None. ahead: the Ahead of a run with [async], else None; waiting: the
     WaitingProcesses that become its inference processes. state: the DataState; complete: what a checkpoint keeps of the
     data after the last complete step.

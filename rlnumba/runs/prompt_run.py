@@ -21,7 +21,7 @@ from rlnumba.trainers.replay_buffer import ReplayBuffer
 
 
 def load_prompts(path, run, llm, for_eval=False):
-    """The prompts of a file as token ids; logs how many were too long. for_eval: of data.eval."""
+    """The prompts of a file as token ids; logs how many were too long. for_eval: whether it is data.eval."""
     vocab_size = llm.model.config.vocab_size
     prompts = None if for_eval else kept_data.taken(kept_data.prompts_key(run, llm.max_model_len))
     if prompts is None:
@@ -82,7 +82,7 @@ def eval_params(run):
 def sample_report(llm, prompts, run, path, count=4, width=200):
     """Prompts of the first generation, `count` at most: their completions of the first step and of the same noise now.
 
-    `width` characters of each: str, empty where the first step has none of these prompts. path: of the run, for its
+    `width` characters of each: str, empty where the first step has none of these prompts. path: the run's, for its
     completions.jsonl.
     """
     train = run.train

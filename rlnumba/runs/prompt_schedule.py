@@ -100,7 +100,7 @@ class DataState:
         self.num_tokens, self.rollouts, self.metrics = 0, None, {}
 
     def begin(self, rollouts, generations, names, metrics):
-        """Use a new generation. generations: list of Generation; names: of the reward functions; metrics: further."""
+        """Use a new generation. generations: list of Generation; names: the reward functions'; metrics: further."""
         self.rollouts, self.metrics = rollouts, generation_metrics(generations, names) | metrics
         self.num_tokens += sum(each.num_tokens for each in generations)
         num_samples = sum(len(each.samples) for each in generations)

@@ -26,8 +26,8 @@ from rlnumba.trainers.every import TRAINERS
 def train_on_ranks(run, resume, reward_funcs=(), callbacks=()):
     """Train a run on run.num_ranks processes, of which the first writes its folder: the TrainerState.
 
-    reward_funcs: functions, or names of [rewards], where run.rewards.funcs is not enough to find them; callbacks: as
-    `given` takes them. Raises RankError for the first rank that fails, ConfigError where there are no devices for all,
+    reward_funcs: functions, or names of [rewards], where run.rewards.funcs is not enough to find them; callbacks: those
+    that `given` takes. Raises RankError for the first rank that fails, ConfigError where there are no devices for all,
     or for a function or callback that other processes cannot have.
     """
     # Before the ranks have their devices: the kernels of all are listed here.

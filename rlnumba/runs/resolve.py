@@ -39,6 +39,6 @@ def resolve(run, on_gpu, total_bytes, warns=False):
 
 
 def resolve_here(run, communicator):
-    """resolve on this process's device, which rank 0 alone prints about. communicator: of the ranks, or None."""
+    """resolve on this process's device, which rank 0 alone prints about. communicator: the ranks', or None."""
     is_first = communicator is None or communicator.rank == 0
     return resolve(run, device.name() == "cuda", device.memory_info()[1], is_first)

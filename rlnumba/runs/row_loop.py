@@ -79,7 +79,8 @@ class TrainerOnRows(NamedTuple):
         """Train a Run, and return its TrainerState; writes its output_dir.
 
         resume: True to continue from the newest readable checkpoint there, an int from that of this step. reward_funcs:
-        there are none. communicator: of the ranks that train together and call this with the same arguments, or None.
+        there are none. communicator: that of the ranks that train together and call this with the same arguments, or
+        None.
         """
         with begin_run(resolve_here(run, communicator), resume, communicator) as folder:
             run = folder.run
@@ -156,7 +157,7 @@ def training_rows(load_rows, run, model, tokenizer):
 class RowSchedule:
     """The optimizer steps of a run on `count` rows, from where it begins or goes on.
 
-    epoch, position: of the next step's first row. total_steps: of the whole run, `step` of which are done.
+    epoch, position: those of the next step's first row. total_steps: the whole run's, `step` of which are done.
     """
 
     def __init__(self, train, count, step=0, epoch=0, position=0):

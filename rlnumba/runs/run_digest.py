@@ -157,8 +157,8 @@ def _update(content, value):
 def check_keys(saved, own, where, step):
     """Compare what a checkpoint has of its run with the run that goes on: lines that say what has changed.
 
-    saved, own: as digest_of. where: the checkpoint's folder; step: its number. Raises ConfigError, one line, for what
-    must not change.
+    saved, own: results of digest_of. where: the checkpoint's folder; step: its number. Raises ConfigError, one line,
+    for what must not change.
     """
     lines, problems = [], []
     for name, value in own["keys"].items():

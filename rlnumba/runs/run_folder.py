@@ -77,8 +77,8 @@ def owner_of(run, communicator=None):
 def begin_run(run, resume, communicator=None):
     """A block that has the RunFolder of a run, whose `run` is to be used: inputs may have other paths there.
 
-    Kernels of the run that the cache lacks are compiled on all cores. communicator: of the ranks that train together,
-    or None. Raises UserError where another run has the folder.
+    Kernels of the run that the cache lacks are compiled on all cores. communicator: that of the ranks that train
+    together, or None. Raises UserError where another run has the folder.
     """
     with owner_of(run, communicator):
         inside = SetAside(run.output_dir)
@@ -102,9 +102,9 @@ class RunFolder:
 
     resume: True for the newest readable checkpoint (without any, the run starts afresh and logs it), or the step of a
     checkpoint, an int. model_folder: that checkpoint's folder, or None. state: its trainer state, or None. step:
-    optimizer steps done. run: with the paths that its inputs have by now (run_inputs.py).
-    communicator: of the ranks that train together, this one the first, or None. Raises UserError if the folder cannot
-    be written to, holds checkpoints of which none is readable, not that of the step, or those of another trainer.
+    optimizer steps done. run: with the paths that its inputs have by now (run_inputs.py). communicator: that of the
+    ranks that train together, this one the first, or None. Raises UserError if the folder cannot be written to, holds
+    checkpoints of which none is readable, not that of the step, or those of another trainer.
     """
 
     is_first_rank = True
@@ -172,7 +172,7 @@ class RunFolder:
         """Note the rows of the run, and find out whether they are those of the checkpoint that it goes on from.
 
         Returns {index of a row there: its index here} of training rows that are other ones, else None. hashes,
-        eval_hashes: of data.train and data.eval, as run_digest.row_hashes. All ranks call this.
+        eval_hashes: those of data.train and data.eval, by run_digest.row_hashes. All ranks call this.
         """
         eval_hash = None if eval_hashes is None else hashlib.sha256(eval_hashes.tobytes()).hexdigest()
         self.digest |= {"rows": hashes, "eval_rows": eval_hash}

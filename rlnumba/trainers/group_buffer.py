@@ -31,7 +31,7 @@ class Group:
 
 
 class GroupBuffer:
-    """capacity: most groups that are in flight or complete. order: of ORDERS."""
+    """capacity: most groups that are in flight or complete. order: one of ORDERS."""
 
     def __init__(self, capacity, order="start"):
         if order not in ORDERS:

@@ -277,7 +277,7 @@ def optimizer_step(policy, micro_batches, learning_rate, bonus):
 class TokenChoice:
     """The tokens of an optimizer step that the surrogate and the entropy bonus have.
 
-    loss_mask (T,) f32; coef: of the bonus. kept (T,) f32, 0 or 1, once it is made, else None; num_kept: their number.
+    loss_mask (T,) f32; coef: the bonus's. kept (T,) f32, 0 or 1, once it is made, else None; num_kept: their number.
     """
 
     def __init__(self, bonus, loss_mask, coef):

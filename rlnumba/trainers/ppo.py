@@ -177,7 +177,7 @@ class ActorCritic:
 class RolloutBuffer:
     """Arrays of a batch's T completion tokens on the device, allocated once for the most there can be.
 
-    old_logprobs, ref_logprobs, values: of policy, reference and critic before the update; kl, rewards, advantages,
+    old_logprobs, ref_logprobs, values: by policy, reference and critic before the update; kl, rewards, advantages,
     returns. begin(T) makes each of them the (T,) float32 view of its memory that holds.
     """
 
@@ -221,7 +221,7 @@ class RunningMoments:
 class Experience:
     """A batch as the optimizer steps read it: completions on the host; their arrays are in the RolloutBuffer.
 
-    seed: of the order in each epoch; critic_learning_rate: of this step; score_moments: with this batch's scores.
+    seed: orders each epoch; critic_learning_rate: this step's; score_moments: with this batch's scores.
     """
 
     rollouts: rollout.Rollouts
@@ -384,7 +384,8 @@ def optimizer_step(actor, mini_batch, learning_rate):
 class ActorMicroBatch(NamedTuple):
     """Completions `chosen` (indices) that go forward and backward together, of part number `part` of a mini-batch.
 
-    tokens: completion tokens of the part, over which the loss is a mean; scale: of the loss of each of its tokens.
+    tokens: completion tokens of the part, over which the loss is a mean; scale: multiplies the loss of each of its
+    tokens.
     """
 
     part: int

@@ -185,7 +185,7 @@ def stored_reference_logps(folder, policy, datasets, batch_logps, size, ld_alpha
 
 
 def _reference_logps(policy, rows, batch_logps, size, ld_alpha, name):
-    """The n log-probs of each row under the reference: a list of lists of float. name: of the rows, for messages."""
+    """The n log-probs of each row under the reference: a list of lists of float. name: the rows', for messages."""
     parts, reported = [], time.monotonic()
     every = range(0, len(rows), size)
     firsts = policy.own(every)

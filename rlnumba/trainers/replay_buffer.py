@@ -31,7 +31,7 @@ class Entry:
 
 
 class ReplayBuffer:
-    """The groups of highest score, at most `size`, the highest first. metrics: of the last `replay`."""
+    """The groups of highest score, at most `size`, the highest first. metrics: the last `replay`'s."""
 
     def __init__(self, size):
         self.size, self.entries, self.metrics = size, [], {}
@@ -39,7 +39,7 @@ class ReplayBuffer:
     def replay(self, groups, train, step, seed):
         """The Rollouts of groups of Samples with advantages, in their order, one each; the groups enter the buffer.
 
-        Those of equal rewards are replaced as far as there are others. step: optimizer steps done; seed: of the draw.
+        Those of equal rewards are replaced as far as there are others. step: optimizer steps done; seed: draws them.
         """
         found = [Rollouts.of(group, train.mask_truncated_completions) for group in groups]
         uniform = [is_uniform(group, train.multi_objective_aggregation) for group in groups]

@@ -16,7 +16,7 @@ class SharedRewardError(RewardError, SharedError):
 class RewardsOnRanks:
     """The Rewards of a run, which rank 0 has and calls; `rewards` is None on other ranks.
 
-    names, weights, all_in_workers: as Rewards', on all ranks.
+    names, weights, all_in_workers: those of Rewards, on all ranks.
     """
 
     def __init__(self, rewards, communicator):

@@ -27,7 +27,7 @@ NAMED_SWITCHES = 3
 def fit_to_device(run, communicator=None):
     """The Run with the activations that it keeps on this process's GPU; on the cpu device as it is, which keeps all.
 
-    communicator: of the ranks that train together, which all call this and get the same; the
+    communicator: that of the ranks that train together, which all call this and get the same; the
     least free memory of theirs decides. Prints what was chosen and why. Raises DeviceError for a run that does not fit
     the GPU, and what Planner raises.
     """
@@ -50,7 +50,7 @@ def fit_to_device(run, communicator=None):
 def available_bytes(free, total, num_sharing=1):
     """Bytes that a process may have of a GPU, its CUDA context included, which exists already.
 
-    free, total: of the GPU, by the driver. num_sharing: processes that share it alike.
+    free, total: the GPU's bytes, by the driver. num_sharing: processes that share it alike.
     """
     return (free + min(total - free, num_sharing * CONTEXT_BYTES)) // num_sharing
 

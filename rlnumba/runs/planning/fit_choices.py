@@ -42,7 +42,7 @@ PARTS = (1 / 4, 1 / 2, 3 / 4)
 
 
 class Choice(NamedTuple):
-    """Keys that fit: changes {section: {key: value}, or "lora": LoraConfig}; seconds by the rule; result: of ORDER."""
+    """Keys that fit: changes {section: {key: value}, or "lora": LoraConfig}; seconds by the rule; result in ORDER."""
 
     changes: dict
     plan: Plan
@@ -93,7 +93,7 @@ class Search:
         self.choices, self.plan = {}, planner.plan()
 
     def fastest(self, changes, result, most_pieces):
-        """The fastest Choice that fits of a variant, or None. most_pieces: of a micro-batch of the file."""
+        """The fastest Choice that fits of a variant, or None. most_pieces: those of the file's micro-batch."""
         run = with_changes(self.run, changes)
         schedules = [each for each in schedules_of(run.train, self.planner) if each.pieces <= most_pieces]
         rate = arithmetic_seconds(self.planner, self.plan, run)
@@ -199,7 +199,7 @@ def result_of_pieces(train, pieces):
 def arithmetic_seconds(planner, plan, run):
     """(seconds of a step's arithmetic, of one of its micro-batches' bytes, micro-batches), with nothing recomputed.
 
-    plan: of the planner's run. run: the run as its file has it, or a variant.
+    plan: that of the planner's run. run: the run as its file has it, or a variant.
     """
     parameters = plan.regions["weights"] / device.dtype(planner.dtype_of(planner.run)).itemsize
     # Those of all ranks together are shared.

@@ -62,9 +62,9 @@ OF_PHASES = {"training": ("activations", "operators"), "generation": ("engine ac
 class Plan:
     """regions: {name: bytes}, the names those of memory.report() but for "reference", which that counts as weights.
 
-    notes: {name: what the bytes follow from}. tokens: of the largest micro-batch. extra: {name: bytes} of the GPU that
-    no region counts. host: bytes of pinned host memory. checkpoint: of the host's memory while a checkpoint is written,
-    and of the disk, of several ranks the part of each. final: of the disk, of the trained model alone, likewise.
+    notes: {name: what the bytes follow from}. tokens: the largest micro-batch's. extra: {name: bytes} of the GPU that
+    no region counts. host: bytes of pinned host memory. checkpoint: bytes of the host's memory while a checkpoint is
+    written, and of the disk; of several ranks the part of each. final: bytes of the disk for the trained model alone.
     takes_turns: whether training and generation never need their regions at once. least_kv: bytes of the KV cache
     below which the longest sequence does not fit.
     """
@@ -230,7 +230,7 @@ class Planner:
     def _add_kv(self, regions, notes, run, dtype, prompts, config):
         """The KV cache: on a GPU what gpu_memory_utilization leaves, at most what all sequences can use.
 
-        config: of the model, or of the part of it that a process has. Returns the bytes that the longest sequence
+        config: the model's, or that of the part of it that a process has. Returns the bytes that the longest sequence
         needs, or all where their number is given.
         """
         engine = run.engine

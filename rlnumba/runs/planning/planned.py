@@ -34,7 +34,7 @@ class Step(NamedTuple):
     """The largest micro-batch of a run: each of calls(policy, critic) is a function that takes an optimizer step on it,
     or what goes before one.
 
-    tokens: of the micro-batch. sequences: the most of any micro-batch. models: of the run. prompts: lengths of the
+    tokens: the micro-batch's. sequences: the most of any micro-batch. models: the run's. prompts: lengths of the
     longest prompts of one generation, or []. rehearse(policy, critic, rollouts, every_form): such functions for other
     Rollouts; None over rows.
     """
@@ -111,7 +111,7 @@ def take_step(config, dtype, run, step, communicator=None):
 def make_policies(config, dtype, run, step, communicator=None):
     """(Policy, the critic's Policy or None) of a run, with weights that nothing was read into, for a Step.
 
-    run: of its attributes train, lora and deploy are read. communicator: as of Policy.
+    run: has train, lora and deploy. communicator: Policy's.
     """
     config = dataclasses.replace(config, heads=step.models.heads)
     model = Transformer(config, weights_of(run, communicator)(config, dtype))

@@ -14,7 +14,7 @@ WORTH_LISTING = 0.005
 
 
 def savings(planner, plan):
-    """[(switch, bytes saved)] of what would change the total, the most first. plan: of the Planner's own run."""
+    """[(switch, bytes saved)] of what would change the total, the most first. plan: that of the Planner's own run."""
     found = []
     for switch, changes in _switches(planner.trainer, planner.run, planner.on_gpu, planner.config.dtype):
         try:

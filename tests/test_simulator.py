@@ -4,7 +4,6 @@ The simulator has no type checks, so passing there is half the proof. Every (ker
 that was launched is therefore compiled for real GPUs as well, without one: NVVM and ptxas come from PyPI.
 """
 
-import ast
 import contextlib
 import fcntl
 import importlib
@@ -19,6 +18,7 @@ import pytest
 
 from rlnumba.runtime import device
 from rlnumba.runtime.launch import find_kernel
+from tests.kernels.sources import kernels_of
 from tests.offline import find_ptxas, troubles_of
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -92,22 +92,12 @@ def test_kernels_in_the_simulator(session_folder, part):
     assert int(re.search(r"(\d+) passed", output)[1]) > 5
 
 
-def kernels_of(path):
-    """The functions of a source file that @cuda.jit makes kernels of, those inside of factories too."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        for decorator in getattr(node, "decorator_list", ()):
-            options = decorator.keywords if isinstance(decorator, ast.Call) else []
-            what = decorator.func if isinstance(decorator, ast.Call) else decorator
-            if ast.unparse(what) == "cuda.jit" and "device" not in [option.arg for option in options]:
-                yield node.name
-
-
 def test_every_kernel_was_launched(signatures):
     launched = {(module, name) for module, name, _, _ in signatures}
     written = {
-        (".".join(path.relative_to(ROOT).with_suffix("").parts), name)
+        (".".join(path.relative_to(ROOT).with_suffix("").parts), kernel.name)
         for path in (ROOT / "rlnumba/kernels").rglob("*.py")
-        for name in kernels_of(path)
+        for kernel in kernels_of(path)
     }
     assert len(written) > 40
     assert not written - launched

@@ -37,9 +37,10 @@ from rlnumba.kernels.logprob import chunked
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward, linear_logp_with_gradient
 from rlnumba.kernels.logprob.sm90 import chunk_columns, one_pass_shape
-from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig, logprob_kernel
+from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig, TileResults, TileRows, TileShape, logprob_kernel
 from rlnumba.kernels.nn import elementwise
 from rlnumba.runtime import dispatch, launch
+from rlnumba.runtime.arguments import tuple_type
 
 BF16 = "bfloat16"
 TEMPERATURE = 0.8
@@ -335,8 +336,8 @@ def print_candidates(what, candidates, rounds=5, most=10):
 GEOMETRIES = [(4, 2, 2), (4, 0, 2), (4, 1, 2), (4, 3, 2), (3, 2, 2), (3, 2, 4), (3, 0, 4)]
 FORWARD_GEOMETRIES = [(4, 2, 2), (4, 0, 2), (4, 1, 2), (4, 3, 2), (3, 2, 2)]
 KERNEL_TYPES = (
-    *["uint8[::1]"] * 3, "int32[::1]", "float32[::1]", "float32[::1]", "float32", "float32[::1]", "float32[::1]",
-    *["int64"] * 6,
+    *["uint8[::1]"] * 3, tuple_type(TileRows, "int32[::1]", *["float32[::1]"] * 6), "float32",
+    tuple_type(TileResults, "float32[::1]", "float32[::1]"), tuple_type(TileShape, *["int64"] * 6),
 )  # fmt: skip
 
 

@@ -55,49 +55,49 @@ class DecodeState(NamedTuple):
 
 @supports_pdl
 @cuda.jit
-def advance_decode_state_kernel(
-    token_ids, logprobs, thresholds, block_size, keeps_context, live, input_ids, position_ids, slot_mapping,
-    context_lens, block_tables, position, stop_ids, length_limit, history, banned, banned_until, num_steps, results,
-):  # fmt: skip
-    """One block; a thread owns every THREADS-th row. All of them read num_steps before thread 0 increments it."""
+def advance_decode_state_kernel(token_ids, logprobs, thresholds, block_size, keeps_context, state, results):
+    """One block; a thread owns every THREADS-th row. All of them read num_steps before thread 0 increments it.
+
+    state: a DecodeState.
+    """
     griddepcontrol_launch_dependents()
     griddepcontrol_wait()
-    slot = num_steps[0] % results.shape[0]
-    for row in range(cuda.threadIdx.x, live.shape[0], cuda.blockDim.x):
+    slot = state.num_steps[0] % results.shape[0]
+    for row in range(cuda.threadIdx.x, state.live.shape[0], cuda.blockDim.x):
         # All loads before the first store, so that they are in flight together.
-        token, logprob, is_live, p = token_ids[row], logprobs[row], live[row], position[row]
-        ends = p + 1 >= length_limit[row]
-        for i in range(stop_ids.shape[1]):
-            if stop_ids[row, i] == token:
+        token, logprob, is_live, p = token_ids[row], logprobs[row], state.live[row], state.position[row]
+        ends = p + 1 >= state.length_limit[row]
+        for i in range(state.stop_ids.shape[1]):
+            if state.stop_ids[row, i] == token:
                 ends = True
         column, next_slot = p // block_size, -1
         # Beyond the table's end no step follows.
-        if column < block_tables.shape[1]:
-            next_slot = block_tables[row, column] * block_size + p % block_size
-        lifts_ban = banned.shape[1] > 0 and p + 1 >= banned_until[row]
+        if column < state.block_tables.shape[1]:
+            next_slot = state.block_tables[row, column] * block_size + p % block_size
+        lifts_ban = state.banned.shape[1] > 0 and p + 1 >= state.banned_until[row]
         results[slot, 0, row] = token
         results[slot, 1, row] = logprob
         if thresholds.shape[0] > 0:
             results[slot, 2, row] = thresholds[row]
         if is_live != 0 and ends:
-            live[row] = 0
-            slot_mapping[row] = -1
+            state.live[row] = 0
+            state.slot_mapping[row] = -1
             if keeps_context == 0:
-                context_lens[row] = 0
+                state.context_lens[row] = 0
         elif is_live != 0:
-            input_ids[row] = token
-            position_ids[row] = p
-            context_lens[row] = p + 1
-            position[row] = p + 1
-            slot_mapping[row] = next_slot
-            if p < history.shape[1]:
-                history[row, p] = token
+            state.input_ids[row] = token
+            state.position_ids[row] = p
+            state.context_lens[row] = p + 1
+            state.position[row] = p + 1
+            state.slot_mapping[row] = next_slot
+            if p < state.history.shape[1]:
+                state.history[row, p] = token
             if lifts_ban:
-                for i in range(banned.shape[1]):
-                    banned[row, i] = -1
+                for i in range(state.banned.shape[1]):
+                    state.banned[row, i] = -1
     cuda.syncthreads()
     if cuda.threadIdx.x == 0:
-        num_steps[0] += 1
+        state.num_steps[0] += 1
 
 
 @cuda.jit
@@ -145,7 +145,7 @@ def advance_decode_state(token_ids, logprobs, thresholds, block_size, state, res
     if device.name() == "cpu":
         advance_decode_state_ref(token_ids, logprobs, thresholds, block_size, state, results, keeps_context)
         return
-    arguments = token_ids, logprobs, thresholds, np.int32(block_size), np.int32(keeps_context), *state, results
+    arguments = token_ids, logprobs, thresholds, np.int32(block_size), np.int32(keeps_context), state, results
     threads = min(THREADS, -(-max(rows, 1) // 32) * 32)
     # Attention reads some of the state before its griddepcontrol_wait.
     launch(advance_decode_state_kernel, 1, threads, *arguments, serialize_next=True)

@@ -5,6 +5,8 @@ from rlnumba.kernels.optim.adamw import adamw_ref, adamw_scalars
 from rlnumba.kernels.optim.adamw_8bit import (
     BLOCK,
     ZERO_CODES,
+    Codes,
+    Moments,
     adamw_8bit,
     adamw_8bit_kernel,
     adamw_8bit_ref,
@@ -15,6 +17,7 @@ from rlnumba.kernels.optim.adamw_8bit import (
 )
 from rlnumba.kernels.optim.stochastic_rounding import rounding_noise
 from rlnumba.runtime import device
+from rlnumba.runtime.arguments import tuple_type
 from tests.close import assert_close, assert_same_bits
 
 SIZES = [0, 4, BLOCK - 4, BLOCK, BLOCK + 128, 8 * BLOCK + 4]
@@ -168,12 +171,8 @@ def test_kernel_compiles_for_gpus(compile_offline, weights, has_master):
         f"{weights}[::1]",
         f32 if has_master else f"{weights}[::1]",
         f32,
-        i32,
-        i32,
-        f32,
-        f32,
-        "float32[:,::1]",
-        "uint8[::1]",
+        tuple_type(Moments, i32, i32, f32, f32),
+        tuple_type(Codes, "float32[:,::1]", "uint8[::1]"),
     ]
     types += [f32, "int64", "uint32[::1]", "int64"]
     kernel = adamw_8bit_kernel(4, True, has_master, weights != "float32" and not has_master)

@@ -5,6 +5,8 @@ from rlnumba.kernels.attention import sm90_backward
 from rlnumba.kernels.attention.ops import IS_SUPPORTED
 from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
 from rlnumba.kernels.attention.sm90_backward import (
+    BackwardBatch,
+    DqSums,
     attention_backward_kernel,
     attention_backward_sm90,
     attention_round_dq_kernel,
@@ -14,6 +16,7 @@ from rlnumba.kernels.attention.sm90_backward import (
 )
 from rlnumba.kernels.attention.sm90_backward_mainloop import AttentionBackwardConfig
 from rlnumba.runtime import device
+from rlnumba.runtime.arguments import tuple_type
 from tests.close import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.sm90
@@ -100,10 +103,10 @@ def test_kernels_compile(compile_offline, config):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
     x, f, i, m = "int32[:,:,::1]", "float32[::1]", "int32[::1]", "uint8[::1]"
-    sizes = ["int64", "int64", "float32"]
     rows = [x, x, "float32[:,::1]", i, "int32", f, i, i]
     troubles = compile_offline(attention_rows_kernel(config), rows, (9, 0, "a"))
-    gemms = [m, m, m, m, f, i, *sizes, i, i, f, x, x]
+    batch, dq = tuple_type(BackwardBatch, i, "int64", "int64"), tuple_type(DqSums, i, i, f)
+    gemms = [m, m, m, m, f, batch, "float32", dq, x, x]
     troubles += compile_offline(attention_backward_kernel(config), gemms, (9, 0, "a"))
     troubles += compile_offline(attention_round_dq_kernel(config), [f, i, "int32", "float32", x], (9, 0, "a"))
     assert not troubles, "\n".join(troubles)

@@ -16,8 +16,10 @@ from rlnumba.kernels.attention.sm80_forward import (
     attention_sm80,
     sm80_attention_kernel,
 )
+from rlnumba.kernels.attention.sm80_tiles import Batch
 from rlnumba.kernels.attention.split_kv import Workspace
 from rlnumba.runtime import device
+from rlnumba.runtime.arguments import tuple_type
 from rlnumba.runtime.context import current
 from tests.close import assert_close, assert_same_bits
 
@@ -142,12 +144,12 @@ def test_kernels_compile_for_gpus(compile_offline, architecture, limit, head_dim
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
     x, f, i = "uint16[:,:,::1]", "float32[:,::1]", "int32[::1]"
-    troubles = []
+    batch, troubles = tuple_type(Batch, i, i, i, "int64"), []
     for block_size in (0, 16):
         config = attention_config(head_dim, "bfloat16", block_size, limit)
-        types = [x, x, x, i, i, i, "int64", "float32", f, i, x, f]
+        types = [x, x, x, batch, "float32", f, i, x, f]
         troubles += compile_offline(sm80_attention_kernel(config), types, architecture)
-    types = [x, x, x, i, i, i, "int64", "int64", "float32", f, f, x]
+    types = [x, x, x, batch, "int64", "float32", f, f, x]
     kernel = sm80_decode_kernel(decode_config(head_dim, "bfloat16", 16, limit))
     troubles += compile_offline(kernel, types, architecture)
     troubles += compile_offline(merge_segments_kernel(1024), [i, i, "int64", f, f, x], architecture)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.attention.reference import attention_ref
-from rlnumba.kernels.attention.scheduler import list_work_items_kernel
+from rlnumba.kernels.attention.scheduler import Pages, PrefillBatch, list_work_items_kernel
 from rlnumba.kernels.attention.sm90_decode import producer
-from rlnumba.kernels.attention.sm90_decode.config import Batch, DecodeConfig, Pages, decode_config
+from rlnumba.kernels.attention.sm90_decode.config import Batch, DecodeConfig, decode_config
 from rlnumba.kernels.attention.sm90_decode.consumer import column_sum_function
 from rlnumba.kernels.attention.sm90_decode.kernel import paged_attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_forward import (
@@ -30,8 +30,9 @@ from tests.close import assert_close, assert_same_bits
 pytestmark = pytest.mark.sm90
 BF16, F16 = "bfloat16", "float16"
 # Types of attention_sm90_kernel's arguments: four tensor maps, arrays, numbers.
-FORWARD = ["uint8[::1]"] * 4 + ["int32[:,::1]", "float32[:,::1]", "int32[::1]", "int32[::1]", "int32[:,::1]"]
-FORWARD += ["int32"] * 4 + ["float32"]
+FORWARD = ["uint8[::1]"] * 4 + ["int32[:,::1]", "float32[:,::1]"]
+FORWARD += [tuple_type(PrefillBatch, "int32[::1]", "int32[::1]", "int32", "int32", "int32")]
+FORWARD += [tuple_type(Pages, "int32[:,::1]", "int32"), "int32", "float32"]
 # Those of paged_attention_sm90_kernel's behind its queries.
 PAGED = ["uint8[::1]", "uint8[::1]"]
 PAGED += [tuple_type(Batch, "int32[::1]", "int32[::1]", "int32[:,::1]", "int32[::1]", *["int32"] * 5)]

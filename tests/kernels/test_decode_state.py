@@ -12,6 +12,7 @@ from rlnumba.kernels.decode_state import (
     edit_decode_state_ref,
 )
 from rlnumba.runtime import device
+from rlnumba.runtime.arguments import tuple_type
 from tests.close import assert_same_bits
 
 BLOCK = 4
@@ -167,7 +168,7 @@ def test_several_steps_are_the_references(rng, rows=300, threads_past=4):
 def test_machine_code(compile_offline):
     vector, matrix, cube = "int32[::1]", "int32[:,::1]", "int32[:,:,::1]"
     fields = [matrix if name in ("block_tables", "stop_ids", "history", "banned") else vector for name in FIELDS]
-    types = (vector, vector, vector, "int32", "int32", *fields, cube)
+    types = (vector, vector, vector, "int32", "int32", tuple_type(DecodeState, *fields), cube)
     for architecture in ((8, 0), (9, 0)):
         assert not compile_offline(advance_decode_state_kernel, types, architecture)
         assert not compile_offline(

@@ -2,10 +2,11 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.gemm import ops as gemm
-from rlnumba.kernels.gemm.sm90 import gemm_sm90_kernel, gemm_with_config
+from rlnumba.kernels.gemm.sm90 import LowRank, gemm_sm90_kernel, gemm_with_config
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig, best_config
 from rlnumba.kernels.nn.swiglu import swiglu, swiglu_ref
 from rlnumba.runtime import device, dispatch
+from rlnumba.runtime.arguments import tuple_type
 from rlnumba.runtime.launch import pdl_scope
 from tests.close import assert_close, assert_same_bits
 from tests.graph_edges import edges_of
@@ -147,15 +148,22 @@ def test_every_chosen_config_is_possible():
                 assert config.columns % 64 == 0 or (not b_mn and output == "same")
 
 
+def types_of(config):
+    """Types of gemm_sm90_kernel's arguments, without bias and residual."""
+    tensor_map, nothing, pairs, number = "uint8[::1]", "int32[::1]", "int32[:,::1]", "int64"
+    rank_operands = tuple_type(LowRank, tensor_map, tensor_map, number) if config.low_rank else number
+    staged = [tensor_map, tensor_map if config.swiglu else nothing]
+    outputs = staged if config.staged_columns else [pairs, pairs]
+    return [tensor_map, tensor_map, rank_operands, *outputs, nothing, *[number] * 4]
+
+
 @pytest.mark.parametrize("n, k", [(4096, 1024), (1024, 2048), (1024, 3072)])
 def test_weight_gradients_of_16_bits_compile_for_gpus(compile_offline, n, k):
     """The tiles for the layers of Qwen3-0.6B, without a spill."""
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
     config = best_config(n, k, 16_384, "bfloat16", True, True, "same", False, False, 132)
-    maps, nothing, pairs = "uint8[::1]", "int32[::1]", "int32[:,::1]"
-    types = [maps, maps, maps, nothing, pairs, nothing, pairs, *["int64"] * 4]
-    troubles = compile_offline(gemm_sm90_kernel(config), types, (9, 0, "a"))
+    troubles = compile_offline(gemm_sm90_kernel(config), types_of(config), (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 
 
@@ -166,10 +174,7 @@ def test_a_low_rank_compiles_for_gpus(compile_offline, m, b_mn):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
     config = best_config(m, 4096, 12_288, "bfloat16", False, b_mn, "same", False, True, 132, low_rank=True)
-    staged = config.staged_columns > 0
-    maps, nothing, pairs = "uint8[::1]", "int32[::1]", "int32[:,::1]"
-    types = [*[maps] * 4, *[maps if staged else nothing] * 2, pairs, nothing, pairs, *["int64"] * 5]
-    troubles = compile_offline(gemm_sm90_kernel(config), types, (9, 0, "a"))
+    troubles = compile_offline(gemm_sm90_kernel(config), types_of(config), (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 
 
@@ -179,10 +184,7 @@ def test_swiglu_compiles_for_gpus(compile_offline, m):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
     config = best_config(m, 3072, 1024, "bfloat16", False, False, "same", False, False, 132, True)
-    staged = config.staged_columns > 0
-    maps, nothing, pairs = "uint8[::1]", "int32[::1]", "int32[:,::1]"
-    types = [maps, maps, *[maps if staged else nothing] * 2, pairs, nothing, pairs, *["int64"] * 4]
-    troubles = compile_offline(gemm_sm90_kernel(config), types, (9, 0, "a"))
+    troubles = compile_offline(gemm_sm90_kernel(config), types_of(config), (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 
 

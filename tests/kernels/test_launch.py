@@ -23,6 +23,7 @@ from rlnumba.runtime.context import Context, current
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import Parameters
 from tests.graph_edges import edges_of
+from tests.kernels.sources import kernels_of
 from tests.offline import troubles_of
 
 if device.name() == "sim":
@@ -220,6 +221,17 @@ def test_a_kernel_reads_the_fields_of_a_named_tuple():
         launch.launch(nested_kernel, 1, 4, arguments._replace(pair=Pair(out, arguments.pair.y.T)), out)
     with pytest.raises(TypeError, match="nested_kernel: neither an array of CuPy"):
         launch.launch(nested_kernel, 1, 4, arguments, np.zeros(4, np.float32))
+
+
+# Arguments of a kernel at most: more are groups that have a name.
+MOST_ARGUMENTS = 10
+
+
+def test_no_kernel_has_many_arguments():
+    kernels = [kernel for path in (PACKAGE / "kernels").rglob("*.py") for kernel in kernels_of(path)]
+    assert len(kernels) > 60
+    counts = {kernel.name: len(kernel.args.args) for kernel in kernels}
+    assert {name: count for name, count in counts.items() if count > MOST_ARGUMENTS} == {}
 
 
 @launch.supports_pdl

@@ -12,9 +12,18 @@ from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.chunked import logp_of_logits
 from rlnumba.kernels.logprob.ops import IGNORED, linear_logp_backward_ref, linear_logp_ref
 from rlnumba.kernels.logprob.sm90 import chunk_columns, one_pass_shape, split_k_rounds
-from rlnumba.kernels.logprob.sm90_kernel import MAX_EXPONENT, LogprobConfig, can_stagger, logprob_kernel
+from rlnumba.kernels.logprob.sm90_kernel import (
+    MAX_EXPONENT,
+    LogprobConfig,
+    TileResults,
+    TileRows,
+    TileShape,
+    can_stagger,
+    logprob_kernel,
+)
 from rlnumba.kernels.sampling.ops import sample
 from rlnumba.runtime import device, dispatch
+from rlnumba.runtime.arguments import tuple_type
 from tests.close import ROUNDING, assert_close, assert_same_bits
 from tests.kernels.test_logprob import NAMES, masked_and_renormalised, one_and_two_calls
 
@@ -210,9 +219,9 @@ def test_kernels_compile_for_gpus(compile_offline, mode, options):
     """The configs that the operators choose: no float64, no spills."""
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
-    types = ["uint8[::1]"] * 3 + ["int32[::1]", *["float32[::1]"] * 3, "float32", *["float32[::1]"] * 2]
-    types += ["int64"] * 6
-    config = LogprobConfig("bfloat16", mode, **options)
+    config, floats = LogprobConfig("bfloat16", mode, **options), ["float32[::1]"]
+    types = ["uint8[::1]"] * 3 + [tuple_type(TileRows, "int32[::1]", *floats * 6), "float32"]
+    types += [tuple_type(TileResults, *floats * 2), tuple_type(TileShape, *["int64"] * 6)]
     assert not compile_offline(logprob_kernel(config), tuple(types), (9, 0, "a"))
 
 

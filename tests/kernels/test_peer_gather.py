@@ -304,6 +304,6 @@ def test_arrays_are_checked():
 def test_machine_code(compile_offline, words):
     arrays = np.zeros((1, 4), np.int32), np.zeros((1, 8), np.int32)
     inboxes = Inboxes(np.zeros(2, np.int64), np.ones(2, np.uint32), np.zeros(1, np.int32), 0, 2, 0)
-    types = tuple(map(type_name, (*arrays, *inboxes.arguments(words), 0, 0, 1, *Layout.of_arrays(4, 2))))
+    types = tuple(map(type_name, (*arrays, inboxes.of_kind(words), 0, 0, 1, Layout.of_arrays(4, 2))))
     for architecture in [(8, 0), (9, 0), (10, 0)]:
         assert not compile_offline(peer_gather_kernel(words), types, architecture)

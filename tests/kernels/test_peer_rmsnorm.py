@@ -85,5 +85,5 @@ def test_machine_code(compile_offline, element, columns):
     arrays = np.zeros((1, 1, 4), np.int32), np.zeros(columns, dtype), 1e-6, np.zeros((1, 1, columns), dtype)
     inboxes = Inboxes(np.zeros(2, np.int64), np.ones(2, np.uint32), np.zeros(1, np.int32), 0, 2, 0)
     for architecture in [(8, 0), (9, 0), (10, 0)]:
-        types = tuple(map(type_name, (*arrays, *inboxes.arguments(OF_VALUES))))
+        types = tuple(map(type_name, (*arrays, inboxes.of_kind(OF_VALUES))))
         assert not compile_offline(kernel, types, architecture)

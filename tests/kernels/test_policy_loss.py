@@ -12,6 +12,7 @@ from rlnumba.kernels.rl.policy_loss import (
     LOSS,
     METRICS,
     NOTHING,
+    Logprobs,
     loss_terms,
     policy_loss,
     policy_loss_kernel,
@@ -21,6 +22,7 @@ from rlnumba.kernels.rl.policy_loss import (
     reduce_stats,
 )
 from rlnumba.runtime import device
+from rlnumba.runtime.arguments import tuple_type
 from tests.close import assert_close, assert_gradient, assert_same_bits
 from tests.kernels.gpu_arithmetic import use_gpu_arithmetic
 from tests.kernels.loss_configs import CORRECTIONS, loss_config
@@ -277,7 +279,14 @@ def test_entropy_mask(rng, level):
 def test_machine_code(compile_offline, config, selects_tokens):
     """No float64, no spills, whatever the kernel is specialised for."""
     kernel = policy_loss_kernel(loss_terms(loss_config(**config) if config else SequenceLossConfig(), selects_tokens))
-    arrays = ["float32[::1]"] * 5 + ["uint8[::1]", "int32[::1]", *["float32[::1]"] * 3, "float32[:,::1]"]
+    arrays = [
+        tuple_type(Logprobs, *["float32[::1]"] * 4),
+        "float32[::1]",
+        "uint8[::1]",
+        "int32[::1]",
+        *["float32[::1]"] * 3,
+        "float32[:,::1]",
+    ]
     assert not compile_offline(kernel, tuple(arrays), (9, 0))
 
 

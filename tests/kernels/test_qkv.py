@@ -14,6 +14,7 @@ from rlnumba.kernels.nn.qkv import (
 )
 from rlnumba.kernels.nn.rope import HeadShape, rope_table
 from rlnumba.runtime import device
+from rlnumba.runtime.arguments import tuple_type
 from tests.close import assert_close, assert_gradient, assert_same_bits
 from tests.kernels.kv_cache import write_kv
 
@@ -220,14 +221,17 @@ def test_kernels_compile_for_gpus(compile_offline, element, heads, kv_heads, wid
     for architecture in architectures:
         for normed, cached in ((False, False), (True, False), (True, True)):
             weight = halves if normed else table
-            types = [halves, weight, weight, "float32", table, table, ids, ids, halves, halves, halves, table]
+            norm = tuple_type(qkv.HeadNorm, weight, weight, "float32")
+            types = [halves, norm, table, table, ids, ids, halves, halves, halves, table]
             for most_heads in (1, qkv.SPLIT_HEADS):
                 kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads)
                 troubles += compile_offline(kernel, types, architecture)
         kernel = qkv_split_backward_kernel(shape, heads, kv_heads)
         troubles += compile_offline(kernel, [halves] * 3 + [table, table, ids, halves], architecture)
         kernel = qkv_split_norm_backward_kernel(shape, heads, kv_heads)
-        types = [halves] * 6 + [table, table, ids, table, halves, table]
+        types = (
+            [tuple_type(qkv.HeadGradients, *[halves] * 3)] + [halves] * 3 + [table, table, ids, table, halves, table]
+        )
         troubles += compile_offline(kernel, types, architecture)
     assert not troubles, "\n".join(troubles)
 

@@ -42,9 +42,17 @@ ITEM_COLUMNS = 9
 
 # The sequences of a prefill kernel: (B + 1,) bounds of queries, (B,) keys, B, and query heads of a key head. Sequences
 # with at most decode_rows query rows a key head are the decode kernel's.
-Batch = namedtuple("Batch", "cu_seqlens context_lens sequences gqa_ratio decode_rows")
-# Those of a step of decode; shared_prefix_lens and group_sizes are empty if not grouped.
+PrefillBatch = namedtuple("PrefillBatch", "cu_seqlens context_lens sequences gqa_ratio decode_rows")
+# Where the keys of sequences lie in the cache: (B, blocks) and the tokens of a block.
+Pages = namedtuple("Pages", "block_tables block_size")
+# Sequences of a step of decode; shared_prefix_lens and group_sizes are empty if not grouped.
 DecodeStep = namedtuple("DecodeStep", "cu_seqlens context_lens shared_prefix_lens group_sizes gqa_ratio max_leading")
+
+
+def prefill_batch(cu_seqlens, context_lens, gqa_ratio, decode_rows):
+    """The PrefillBatch of these arrays, as a kernel takes it."""
+    numbers = map(np.int32, (cu_seqlens.shape[0] - 1, gqa_ratio, decode_rows))
+    return PrefillBatch(cu_seqlens, context_lens, *numbers)
 
 
 @functools.cache
@@ -110,13 +118,13 @@ def page_lookup(box):
     shift = box.bit_length() - 1
 
     @device_function
-    def page_row(block_tables, block_size, sequence, key, context_len):
+    def page_row(pages, sequence, key, context_len):
         """The cache's row of a key that begins a box; beyond the last key, of the sequence's last box, for no use."""
         index = i32(min(key, i32(context_len - 1)) >> i32(shift))
         if box < TILE_KEYS:
-            return i32(block_tables[sequence, index] << i32(shift))
-        boxes = block_size >> i32(shift)
-        return i32(((block_tables[sequence, index // boxes] * boxes) + index % boxes) << i32(shift))
+            return i32(pages.block_tables[sequence, index] << i32(shift))
+        boxes = pages.block_size >> i32(shift)
+        return i32(((pages.block_tables[sequence, index // boxes] * boxes) + index % boxes) << i32(shift))
 
     return page_row
 

@@ -170,13 +170,11 @@ def sm80_decode_kernel(config):
                     partial[index, column], partial[index, column + 1] = acc[at], acc[at + 1]
 
     @cuda.jit(launch_bounds=(threads, 2))
-    def sm80_decode_kernel(
-        q, k, v, cu_seqlens, block_tables, context_lens, max_blocks, segments, scale, partial, weights, out
-    ):
+    def sm80_decode_kernel(q, k, v, batch, segments, scale, partial, weights, out):
         """A block owns DECODE_ROWS rows of a KV head of a sequence and one segment of its keys.
 
-        out is written where a sequence has one segment; else partial (segments N H, padded head_dim) and weights
-        (segments N H, 2): a segment's acc, m and l.
+        batch: a Batch of sm80_tiles.py. out is written where a sequence has one segment; else partial (segments N H,
+        padded head_dim) and weights (segments N H, 2): a segment's acc, m and l.
         """
         blocks = cuda.shared.array(segment_blocks, np.int32)
         maxima = cuda.shared.array(max_count, np.float32)
@@ -196,12 +194,12 @@ def sm80_decode_kernel(config):
         first_row = i32(cuda.blockIdx.z // segments * DECODE_ROWS)
         heads = i32(q.shape[1])
         gqa_ratio, start, length, token_bytes, key_bytes, q_offset, k_offset = read_sequence(
-            q, k, cu_seqlens, sequence, kv_head
+            q, k, batch.cu_seqlens, sequence, kv_head
         )
         valid_rows = min(i32(i32(length * gqa_ratio) - first_row), i32(DECODE_ROWS))
         if valid_rows <= 0:
             return
-        context_len = context_lens[sequence]
+        context_len = batch.context_lens[sequence]
         query_offset, first_key = i32(context_len - length), i32(segment_index * i32(segment))
         visible_keys = i32(0)
         if context_len > 0:
@@ -214,7 +212,7 @@ def sm80_decode_kernel(config):
         base = shared_address(cuda.shared.array(0, np.uint8))
         k_source, v_source = address_of(k) + k_offset, address_of(v) + k_offset
         for i in range(thread, (segment_keys + block_size - 1) // block_size, threads):
-            blocks[i] = block_tables[sequence * max_blocks + (first_key // block_size + i)]
+            blocks[i] = batch.block_tables[sequence * batch.max_blocks + (first_key // block_size + i)]
         copy_rows(base, address_of(q) + q_offset, first_row, valid_rows, gqa_ratio, token_bytes, thread)
         cuda.syncthreads()
         for half in range(2):
@@ -368,7 +366,7 @@ def paged_attention_sm80(
         sm80_decode_kernel(config),
         (kv_heads, sequences, -(-max_seqlen_q * gqa_ratio // DECODE_ROWS) * segments),
         32 * DECODE_WARPS,
-        q, k, v, cu_seqlens, block_tables.reshape(-1), context_lens, block_tables.shape[1], segments,
+        q, k, v, sm80_tiles.Batch(cu_seqlens, block_tables.reshape(-1), context_lens, block_tables.shape[1]), segments,
         float(scale * softmax.LOG2_E), partial, weights, out,
         shared=config.shared_bytes,
     )  # fmt: skip

@@ -20,6 +20,7 @@ import numpy as np
 from rlnumba.kernels.attention import softmax
 from rlnumba.kernels.attention.sm80_tiles import (
     BLOCK_BYTES,
+    Batch,
     copy_functions,
     gemm_functions,
     kv_tile_function,
@@ -256,14 +257,12 @@ def sm80_attention_kernel(config):
             acc[i] = f32(0.0)
 
     @cuda.jit(launch_bounds=(threads, config.blocks_per_sm))
-    def sm80_attention_kernel(
-        q, k, v, cu_seqlens, block_tables, context_lens, max_blocks, scale, totals, in_use, out, lse
-    ):
+    def sm80_attention_kernel(q, k, v, batch, scale, totals, in_use, out, lse):
         """A block owns `rows` rows of a KV head of a sequence, of which the last, which see the most keys, come first.
 
-        k, v: (rows, HK, E). block_tables (B max_blocks,) and context_lens (B,) are of the cache, lse of packed
-        sequences. totals (slots, slot_floats): over the segments before the present one, a slot for each block that has
-        several; in_use (slots,): 1 for a slot in use, 0 before and after the launch.
+        k, v: (rows, HK, E). batch: a Batch of sm80_tiles.py; lse is that of packed sequences. totals (slots,
+        slot_floats): over the segments before the present one, a slot for each block that has several; in_use (slots,):
+        1 for a slot in use, 0 before and after the launch.
         """
         block_values = cuda.shared.array(BLOCK_VALUES, np.int32)
         acc = cuda.local.array(acc_count, np.float32)
@@ -279,14 +278,14 @@ def sm80_attention_kernel(config):
         kv_head, sequence = i32(cuda.blockIdx.x), i32(cuda.blockIdx.y)
         first_row = i32(i32(cuda.gridDim.z - 1 - cuda.blockIdx.z) * i32(rows))
         gqa_ratio, start, length, token_bytes, key_bytes, q_offset, k_offset = read_sequence(
-            q, k, cu_seqlens, sequence, kv_head
+            q, k, batch.cu_seqlens, sequence, kv_head
         )
         valid_rows = min(i32(i32(length * gqa_ratio) - first_row), i32(rows))
         if valid_rows <= 0:
             return
         context_len, table = length, i32(0)
         if block_size:
-            context_len, table = context_lens[sequence], i32(sequence * i32(max_blocks))
+            context_len, table = batch.context_lens[sequence], i32(sequence * i32(batch.max_blocks))
         query_offset = i32(context_len - length)
         visible_keys = i32(i32(query_offset + i32(i32(first_row + valid_rows) - 1) // gqa_ratio) + 1)
         if context_len == 0:
@@ -317,11 +316,11 @@ def sm80_attention_kernel(config):
         next_tile = np.int64(0) if block_size else np.int64(softmax.TILE_KEYS) * key_bytes
         for j in range(stages):
             target = base + k_tiles + j * tile_bytes
-            load_kv_tile(target, k_source, block_tables, table, j, tiles, context_len, key_bytes, thread)
+            load_kv_tile(target, k_source, batch.block_tables, table, j, tiles, context_len, key_bytes, thread)
             k_source += next_tile
             if j + 1 < stages:
                 target = base + v_tiles + j * tile_bytes
-                load_kv_tile(target, v_source, block_tables, table, j, tiles, context_len, key_bytes, thread)
+                load_kv_tile(target, v_source, batch.block_tables, table, j, tiles, context_len, key_bytes, thread)
                 v_source += next_tile
         stage = tile = i32(0)
         while tile < tiles:
@@ -330,7 +329,7 @@ def sm80_attention_kernel(config):
             cuda.syncthreads()
             v_stage = i32(stage - i32(1)) if stage > i32(0) else i32(stages - 1)
             v_tile, target = i32(tile + i32(stages - 1)), base + v_tiles + v_stage * i32(tile_bytes)
-            load_kv_tile(target, v_source, block_tables, table, v_tile, tiles, context_len, key_bytes, thread)
+            load_kv_tile(target, v_source, batch.block_tables, table, v_tile, tiles, context_len, key_bytes, thread)
             v_source += next_tile
             tile_start = i32(tile * i32(softmax.TILE_KEYS))
             is_visible = tile_start < i32(first_position + i32(warp_rows))
@@ -342,7 +341,7 @@ def sm80_attention_kernel(config):
             wait_for_tile()
             cuda.syncthreads()
             k_tile, target = i32(tile + i32(stages)), base + k_tiles + stage * i32(tile_bytes)
-            load_kv_tile(target, k_source, block_tables, table, k_tile, tiles, context_len, key_bytes, thread)
+            load_kv_tile(target, k_source, batch.block_tables, table, k_tile, tiles, context_len, key_bytes, thread)
             k_source += next_tile
             if is_visible:
                 values = base + v_tiles + stage * i32(tile_bytes)
@@ -415,6 +414,6 @@ def prefill_sm80(
         sm80_attention_kernel(config),
         (kv_heads, sequences, -(-max_seqlen_q * (heads // kv_heads) // config.rows)),
         config.threads,
-        q, k, v, cu_seqlens, block_tables.reshape(-1), context_lens, block_tables.shape[1],
+        q, k, v, Batch(cu_seqlens, block_tables.reshape(-1), context_lens, block_tables.shape[1]),
         float(scale * softmax.LOG2_E), *totals, out, lse, shared=config.shared_bytes,
     )  # fmt: skip

@@ -49,6 +49,7 @@ Sources: Dao 2023 (FlashAttention-2), algorithm 2; Shah et al. 2024 (FlashAttent
 
 import functools
 import math
+from collections import namedtuple
 
 import numpy as np
 
@@ -85,6 +86,10 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
 ROWS_IN_FLIGHT = 4
 # Most rows that a sequence's sums of dq take beyond its tokens.
 MORE_SUM_ROWS = 9
+# Sequences, query heads, and the bound of a sequence's length.
+BackwardBatch = namedtuple("BackwardBatch", "cu_seqlens heads max_seqlen")
+# The sums of dq, the semaphores that order their addition, and the counter from which blocks draw tiles of keys.
+DqSums = namedtuple("DqSums", "work_counter semaphores sums")
 
 
 @specialize
@@ -341,31 +346,29 @@ def attention_backward_kernel(config):
         sm90.mbarrier_init_fence()
 
     @cuda.jit(launch_bounds=(3 * WARPGROUP, 1))
-    def attention_backward_kernel(
-        q_map, k_map, v_map, dout_map, rows, cu_seqlens, heads, max_seqlen, scale, work_counter, semaphores, dq_sums,
-        dk, dv,
-    ):  # fmt: skip
+    def attention_backward_kernel(q_map, k_map, v_map, dout_map, rows, batch, scale, dq, dk, dv):
         """dk, dv (N, HK, E / 2, pairs of elements) and the float32 sums of dq, of each (query tile, head, part, row).
 
-        A tile has dq_sum_rows for each head and part. A block owns the keys of a tile and KV head; step s is query tile
-        s // gqa_ratio from the last, head s % gqa_ratio. Warp 0 of the first warpgroup loads tiles, warps 1 and 2 add
-        dq to its sums, and warp 3 zeroes the rows beyond the sequence's end.
+        batch: a BackwardBatch; dq: a DqSums. A tile has dq_sum_rows for each head and part. A block owns the keys of a
+        tile and KV head; step s is query tile s // gqa_ratio from the last, head s % gqa_ratio. Warp 0 of the first
+        warpgroup loads tiles, warps 1 and 2 add dq to its sums, and warp 3 zeroes the rows beyond the sequence's end.
         """
         thread = i32(cuda.threadIdx.x)
         warpgroup = sm90.warp_uniform(thread >> i32(7))
         base = shared_base()
         work_index = cuda.shared.array(1, np.int32)
         if thread == 0:
-            work_index[0] = cuda.atomic.add(work_counter, 0, 1)
+            work_index[0] = cuda.atomic.add(dq.work_counter, 0, 1)
             init_barriers(base)
         cuda.syncthreads()
 
         kv_heads = i32(dk.shape[1])
         sequence, kv_head, key_tile, start, length = schedule(
-            sm90.warp_uniform(work_index[0]), cu_seqlens, kv_heads, max_seqlen
+            sm90.warp_uniform(work_index[0]), batch.cu_seqlens, kv_heads, batch.max_seqlen
         )
         if key_tile < 0:
             return
+        heads = batch.heads
         gqa_ratio = i32(heads) // kv_heads
         first_key = key_tile * i32(keys)
         first_row = i32(start + first_key)
@@ -388,8 +391,8 @@ def attention_backward_kernel(config):
                 )  # fmt: skip
             elif thread == 32 or thread == 64:
                 reduce_dq(
-                    base, thread >> i32(6), dq_sums, semaphores, gqa_ratio, i32(heads), kv_head * gqa_ratio, key_tile,
-                    query_tiles, tile, i32(first_row + sequence * i32(MORE_SUM_ROWS) + last_query),
+                    base, thread >> i32(6), dq.sums, dq.semaphores, gqa_ratio, i32(heads), kv_head * gqa_ratio,
+                    key_tile, query_tiles, tile, i32(first_row + sequence * i32(MORE_SUM_ROWS) + last_query),
                     dq_sum_rows(valid_queries),
                 )  # fmt: skip
             elif thread >= 96:
@@ -494,8 +497,8 @@ def attention_backward_sm90(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, sca
     k_map, v_map = (tensor_map(x, config.keys, 1, 64) for x in (k, v))
     launch(
         attention_backward_kernel(config), kv_heads * sequences * key_tiles, 3 * WARPGROUP,
-        q_map, k_map, v_map, dout_map, rows, cu_seqlens, heads, max_seqlen, float(scale), work_counter, semaphores,
-        dq_sums, dk.view(np.int32), dv.view(np.int32), shared=config.layout.nbytes,
+        q_map, k_map, v_map, dout_map, rows, BackwardBatch(cu_seqlens, heads, max_seqlen), float(scale),
+        DqSums(work_counter, semaphores, dq_sums), dk.view(np.int32), dv.view(np.int32), shared=config.layout.nbytes,
     )  # fmt: skip
     launch(
         attention_round_dq_kernel(config), (query_tiles * sequences, heads), 128,

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention import softmax
-from rlnumba.kernels.attention.scheduler import Batch, page_lookup, prefill_scheduler
+from rlnumba.kernels.attention.scheduler import Pages, page_lookup, prefill_batch, prefill_scheduler
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, matrix_address, ring, shared_base, shared_layout
@@ -147,15 +147,14 @@ def load_functions(config):
 
     @device_function
     def load_kv(source, target, full, empty, stage, parity, tiles, kv_head, row, sequence, context_len, pages, lane):
-        """Load a work item's tiles of K or V; row: of the first key, if packed; pages: block_tables, block_size."""
-        block_tables, block_size = pages
+        """Load a work item's tiles of K or V; row: of the first key, if packed; pages: Pages."""
         # Lane i loads box i % boxes_per_tile of the tile, columns 64 (i // boxes_per_tile) on.
         part, column_box = lane % i32(boxes_per_tile), lane // i32(boxes_per_tile)
         target = Address(target + column_box * BOX_BYTES + part * (box * LINE))
         row, page, next_page, index = i32(row + part * box), i32(0), i32(0), i32(part)
         key = i32(lane * box) if several else i32(0)
         if paged and several:
-            next_page = page_row(block_tables, block_size, sequence, key, context_len)
+            next_page = page_row(pages, sequence, key, context_len)
         while tiles > 0:
             if paged and several:
                 if index == part:
@@ -163,11 +162,11 @@ def load_functions(config):
                     page = next_page
                     if tiles > tiles_per_lookup:
                         key = i32(key + 32 * box)
-                        next_page = page_row(block_tables, block_size, sequence, key, context_len)
+                        next_page = page_row(pages, sequence, key, context_len)
                 row = i32(shuffle(page, index))
                 index = i32((index + boxes_per_tile) & i32(31))
             elif paged:
-                row = page_row(block_tables, block_size, sequence, key, context_len)
+                row = page_row(pages, sequence, key, context_len)
                 key = i32(key + softmax.TILE_KEYS)
             sm90.mbarrier_wait(Address(empty + stage * MBARRIER_BYTES), parity)
             barrier = Address(full + stage * MBARRIER_BYTES)
@@ -552,14 +551,11 @@ def attention_sm90_kernel(config):
     produce, consume, (init_ring, _) = producer_function(config), consumer_function(config), ring(stages)
 
     @cuda.jit(launch_bounds=((consumers + 1) * WARPGROUP, 1))
-    def attention_sm90_kernel(
-        q_map, k_map, v_map, out_map, out, lse, cu_seqlens, context_lens, block_tables, block_size, gqa_ratio,
-        query_tiles, decode_rows, c,
-    ):  # fmt: skip
+    def attention_sm90_kernel(q_map, k_map, v_map, out_map, out, lse, batch, pages, query_tiles, c):
         """A block computes work items until there are none: warpgroup 0 loads, the others are consumers.
 
-        out (N, H E / 2), pairs of elements; lse (H, N), or empty if not wanted; context_lens (B,) and block_tables,
-        empty if not paged. gqa_ratio: H / HK; query_tiles: of the longest sequence; decode_rows: see scheduler.Batch.
+        out (N, H E / 2), pairs of elements; lse (H, N), or empty if not wanted; batch: a PrefillBatch, whose
+        context_lens, like pages, are empty if not paged; query_tiles: of the longest sequence.
         """
         item = cuda.shared.array(ITEM_FIELDS, np.int32)
         thread = i32(cuda.threadIdx.x)
@@ -575,11 +571,9 @@ def attention_sm90_kernel(config):
             if consumers > 1:
                 setmaxnreg_dec()
             if thread < 64:
-                batch = Batch(cu_seqlens, context_lens, i32(cu_seqlens.shape[0] - 1), gqa_ratio, decode_rows)
                 produce(
                     sm90.tensor_map_address(q_map), sm90.tensor_map_address(k_map), sm90.tensor_map_address(v_map),
-                    batch, i32(out.shape[1] * 2 // head_dim), query_tiles, (block_tables, block_size), item, base,
-                    thread,
+                    batch, i32(out.shape[1] * 2 // head_dim), query_tiles, pages, item, base, thread,
                 )  # fmt: skip
         else:
             if consumers > 1:
@@ -608,25 +602,23 @@ def attention_sm90(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None
     if not len(q) or max_seqlen < 1:
         return
     config = config or attention_config(head_dim, q.dtype.name, gqa_ratio)
-    k_map, v_map = (tensor_map(x, TILE_ROWS, 1, 64) for x in (k, v))
-    launch_attention(
-        config, q, k_map, v_map, cu_seqlens, unused(1), unused(2), 1, gqa_ratio, max_seqlen, 0,
-        float(scale * softmax.LOG2_E), out, lse,
-    )  # fmt: skip
+    maps = [tensor_map(x, TILE_ROWS, 1, 64) for x in (k, v)]
+    batch = prefill_batch(cu_seqlens, unused(1), gqa_ratio, 0)
+    pages = Pages(unused(2), np.int32(1))
+    launch_attention(config, q, maps, batch, pages, max_seqlen, float(scale * softmax.LOG2_E), out, lse)
 
 
-def launch_attention(
-    config, q, k_map, v_map, cu_seqlens, context_lens, block_tables, block_size, gqa_ratio, max_seqlen, decode_rows, c,
-    out, lse,
-):  # fmt: skip
-    """Launch the kernel of `config` on the grid that sequences of up to max_seqlen query tokens fill."""
+def launch_attention(config, q, maps, batch, pages, max_seqlen, c, out, lse):
+    """Launch the kernel of `config` on the grid that sequences of up to max_seqlen query tokens fill.
+
+    maps: tensor maps of K and V; batch: a PrefillBatch.
+    """
     tokens, heads, _ = q.shape
     query_tiles = -(-max_seqlen // config.item_tokens)
-    items = query_tiles * (cu_seqlens.shape[0] - 1) * (heads // config.consumers if config.paired else heads)
+    items = query_tiles * int(batch.sequences) * (heads // config.consumers if config.paired else heads)
     launch(
         attention_sm90_kernel(config), min(items, device.sm_count()), (config.consumers + 1) * WARPGROUP,
-        tensor_map(q, TILE_ROWS, 1, 64), k_map, v_map, tensor_map(out, TILE_ROWS, 1, 64),
-        out.reshape(tokens, -1).view(np.int32), lse, cu_seqlens, context_lens, block_tables,
-        np.int32(block_size), np.int32(gqa_ratio), np.int32(query_tiles), np.int32(decode_rows), c,
+        tensor_map(q, TILE_ROWS, 1, 64), *maps, tensor_map(out, TILE_ROWS, 1, 64),
+        out.reshape(tokens, -1).view(np.int32), lse, batch, pages, np.int32(query_tiles), c,
         shared=config.layout.nbytes,
     )  # fmt: skip

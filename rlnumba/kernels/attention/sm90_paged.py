@@ -8,8 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS, LISTING_THREADS, list_work_items_kernel
-from rlnumba.kernels.attention.sm90_decode.config import THREADS, Batch, DecodeConfig, Pages, Projection, decode_config
+from rlnumba.kernels.attention.scheduler import (
+    ITEM_COLUMNS,
+    LISTING_THREADS,
+    Pages,
+    list_work_items_kernel,
+    prefill_batch,
+)
+from rlnumba.kernels.attention.sm90_decode.config import THREADS, Batch, DecodeConfig, Projection, decode_config
 from rlnumba.kernels.attention.sm90_decode.kernel import paged_attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_forward import MAX_DECODE_ROWS, attention_config, launch_attention
 from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
@@ -195,9 +201,9 @@ def paged_attention_sm90(
     if max_seqlen_q * gqa_ratio <= config.rows:
         return
     launch_attention(
-        prefill_config or chunk_config(head_dim, element, gqa_ratio, box, max_seqlen_q), q, *maps, cu_seqlens,
-        context_lens, block_tables, block_size, gqa_ratio, max_seqlen_q, config.rows, float(scale * LOG2_E), out,
-        unused(2, np.float32) if lse is None else lse,
+        prefill_config or chunk_config(head_dim, element, gqa_ratio, box, max_seqlen_q), q, maps,
+        prefill_batch(cu_seqlens, context_lens, gqa_ratio, config.rows), Pages(block_tables, np.int32(block_size)),
+        max_seqlen_q, float(scale * LOG2_E), out, unused(2, np.float32) if lse is None else lse,
     )  # fmt: skip
 
 

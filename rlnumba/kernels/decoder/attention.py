@@ -85,7 +85,7 @@ def produce_kv_function(config):
             first_key = i32(0)
             while first_key < context_len:
                 key = i32(first_key + part * box)
-                page = page_row(rows.block_tables, rows.block_size, row, key, context_len)
+                page = page_row(rows, row, key, context_len)
                 page = i32(layer * rows.kv_slots + page)
                 load_tile(k_map, page, kv_head, part, column_box, at, stage, parity)
                 stage, parity = advance(stage, parity)

@@ -3,6 +3,8 @@
 Sums are float32, in ascending order of the reduction index: a row's bits depend on that row alone.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from rlnumba.kernels.ptx.warp import add_gradient, narrow, widen
@@ -18,11 +20,19 @@ COLUMNS = 32
 ROW_LANES = 16
 
 
-@cuda.jit
-def gemm_simt_kernel(a, a_row, a_step, b, b_column, b_step, steps, bias, addend, adds, out):
-    """out[i, j] = bias[j] + addend[i, j] + sum over s of a[i a_row + s a_step] b[j b_column + s b_step].
+class Operand(NamedTuple):
+    """A matrix: element [i, s], s along the reduction, is flat[i row + s step]."""
 
-    a and b are flat; the strides say which way a matrix lies. A bias or addend without elements is left out;
+    flat: object
+    row: int
+    step: int
+
+
+@cuda.jit
+def gemm_simt_kernel(a, b, steps, bias, addend, adds, out):
+    """out[i, j] = bias[j] + addend[i, j] + sum over s of A[i, s] B[j, s].
+
+    a, b: Operands. A bias or addend without elements is left out;
     addend may be out itself, and is if the product is added to it (adds). A block owns TILE x TILE outputs, a
     thread one. The sum runs in ascending s, TILE steps at a time: the block copies a square of a and one of b
     to shared memory, each along the direction in which it is contiguous, then every thread multiplies its row
@@ -37,14 +47,14 @@ def gemm_simt_kernel(a, a_row, a_step, b, b_column, b_step, steps, bias, addend,
     total = np.float32(0.0)
     for first in range(0, steps, TILE):
         # The element that a thread loads: consecutive x take consecutive addresses.
-        i, s = (y, x) if a_step == 1 else (x, y)
+        i, s = (y, x) if a.step == 1 else (x, y)
         a_tile[i, s] = np.float32(0.0)
         if first_row + i < rows and first + s < steps:
-            a_tile[i, s] = widen(a[(first_row + i) * a_row + (first + s) * a_step])
-        j, s = (y, x) if b_step == 1 else (x, y)
+            a_tile[i, s] = widen(a.flat[(first_row + i) * a.row + (first + s) * a.step])
+        j, s = (y, x) if b.step == 1 else (x, y)
         b_tile[j, s] = np.float32(0.0)
         if first_column + j < columns and first + s < steps:
-            b_tile[j, s] = widen(b[(first_column + j) * b_column + (first + s) * b_step])
+            b_tile[j, s] = widen(b.flat[(first_column + j) * b.row + (first + s) * b.step])
         cuda.syncthreads()
         for step in range(TILE):
             total += a_tile[y, step] * b_tile[x, step]
@@ -84,12 +94,12 @@ def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None)
     """The gemm of ops.BACKENDS by the simt kernel."""
     rows, columns = out.shape
     steps = a.shape[0] if a_mn else a.shape[1]
-    a_operand = a.reshape(-1), *((1, rows) if a_mn else (steps, 1))
-    b_operand = b.reshape(-1), *((1, columns) if b_mn else (steps, 1))
-    bias = a_operand[0][:0] if bias is None else bias
+    a_operand = Operand(a.reshape(-1), *((1, rows) if a_mn else (steps, 1)))
+    b_operand = Operand(b.reshape(-1), *((1, columns) if b_mn else (steps, 1)))
+    bias = a_operand.flat[:0] if bias is None else bias
     addend = out if add else out[:0] if residual is None else residual
     grid = -(-columns // TILE) * -(-rows // TILE)
-    launch(gemm_simt_kernel, grid, (TILE, TILE), *a_operand, *b_operand, steps, bias, addend, int(add), out)
+    launch(gemm_simt_kernel, grid, (TILE, TILE), a_operand, b_operand, steps, bias, addend, int(add), out)
 
 
 def bias_backward(dout, dbias):

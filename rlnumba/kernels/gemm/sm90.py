@@ -18,6 +18,7 @@ whatever the tile's shape: a row's bits do not depend on M or on the config.
 """
 
 import functools
+from collections import namedtuple
 
 import numpy as np
 
@@ -43,6 +44,10 @@ ARCHITECTURES = [(9, 0, "a")]
 # A GEMM of more than ROWS rows by a weight of as many elements is too long to gain from programmatic dependent launch,
 # and loses: 256 rows by 4096 x 12,288 take 46 us instead of 40.
 LARGE_WEIGHT = 1 << 23
+
+
+# Tensor maps of A' and B', and the steps of their reduction.
+LowRank = namedtuple("LowRank", "a_map b_map rank")
 
 
 @functools.cache
@@ -197,8 +202,11 @@ def consumer_function(config):
     main_loop = main_loop_function(columns, config.stages, config.stage_bytes, start, each_round)
 
     @device_function
-    def consume(base, consumer, thread, c_map, residual_map, c, bias, residual, m, shape):
-        """Compute and store this block's tiles; shape: (tiles, tiles down, across, stages of a tile, n)."""
+    def consume(base, consumer, thread, c, residual, bias, m, shape):
+        """Compute and store this block's tiles; shape: (tiles, tiles down, across, stages of a tile, n).
+
+        c, residual: addresses of tensor maps if the output is staged, else arrays.
+        """
         tiles, tiles_down, tiles_across, rounds, n = shape
         lane, warp, leader = thread & i32(31), (thread >> i32(5)) & i32(3), (thread & i32(127)) == 0
         staged = base + layout.staged + consumer * staged_bytes
@@ -219,8 +227,7 @@ def consumer_function(config):
             row = i32(first_row + warp * i32(16) + (lane >> i32(2)))
             pair = i32((tile_column * tile_columns >> i32(1)) + (lane & i32(3)))
             load_residual(words, residual, row, pair, m, n)
-            source = c_map if prefetched_columns else residual_map
-            part = source, first_row, tile_column, staged, prefetched
+            part = c if prefetched_columns else residual, first_row, tile_column, staged, prefetched
             full, empty = base + layout.full, base + layout.empty
             stage, parity = main_loop(acc, a, b, full, empty, rounds, stage, parity, leader, part)
             if prefetches:
@@ -229,7 +236,7 @@ def consumer_function(config):
             add_addends(acc, bias, words, staged, pair, n, warp, lane)
             if staged_columns:
                 group = consumer + i32(1)
-                store_by_tma(acc, c_map, residual_map, first_row, tile_column, n, staged, group, warp, lane, leader)
+                store_by_tma(acc, c, residual, first_row, tile_column, n, staged, group, warp, lane, leader)
             else:
                 store_by_threads(acc, c, residual, row, pair, m, n)
         if leader:
@@ -256,10 +263,15 @@ def gemm_sm90_kernel(config):
     produce_a, produce_b = producer(config, load_a, False), producer(config, load_b, not config.b_mn)
     consume = consumer_function(config)
 
-    @device_function
-    def compute(
-        a_map, b_map, rank_a_map, rank_b_map, c_map, residual_map, c, bias, residual, m, n, k, rank, a_stage_bytes
-    ):
+    @supports_pdl
+    @cuda.jit(launch_bounds=((consumers + 1) * WARPGROUP, config.blocks_per_sm))
+    def gemm_sm90_kernel(a_map, b_map, rank_operands, c, residual, bias, m, n, k, a_stage_bytes):
+        """C (m, n) from A and B with k steps of reduction; with SwiGLU, C (m, 2 n), and `residual` (m, n) is written.
+
+        rank_operands: a LowRank if config.low_rank, else of no use. c, residual: tensor maps if the config stages the
+        output, else arrays (m, n / 2) of pairs of 16 bits. bias (n / 2): pairs, too. Arrays that the config does not
+        use have no elements. a_stage_bytes: of A's boxes of one stage. Shared memory: Sm90GemmConfig.layout.
+        """
         thread = i32(cuda.threadIdx.x)
         warpgroup = sm90.warp_uniform(thread >> i32(7))
         base = shared_base()
@@ -276,7 +288,10 @@ def gemm_sm90_kernel(config):
         rounds = i32((k + steps - 1) // steps)
         rank_step = i32(rounds * steps)
         if low_rank:
-            rounds = i32(rounds + i32((rank + steps - 1) // steps))
+            rank_a_map, rank_b_map = rank_operands.a_map, rank_operands.b_map
+            rounds = i32(rounds + i32((rank_operands.rank + steps - 1) // steps))
+        else:
+            rank_a_map, rank_b_map = a_map, b_map
         shape = i32(tiles_down * tiles_across), tiles_down, tiles_across, rounds, i32(n)
         if warpgroup == 0:
             if reallocates_registers:
@@ -292,40 +307,16 @@ def gemm_sm90_kernel(config):
         else:
             if reallocates_registers:
                 sm90.setmaxnreg_inc()
-            c_address, residual_address = sm90.tensor_map_address(c_map), sm90.tensor_map_address(residual_map)
-            if staged and thread == WARPGROUP:
-                sm90.prefetch_tensor_map(c_address)
-                if residual_by_tma:
-                    sm90.prefetch_tensor_map(residual_address)
+            if staged:
+                target, addend = sm90.tensor_map_address(c), sm90.tensor_map_address(residual)
+                if thread == WARPGROUP:
+                    sm90.prefetch_tensor_map(target)
+                    if residual_by_tma:
+                        sm90.prefetch_tensor_map(addend)
+            else:
+                target, addend = c, residual
             griddepcontrol_wait()
-            consumer = warpgroup - i32(1)
-            consume(base, consumer, thread, c_address, residual_address, c, bias, residual, i32(m), shape)
-
-    bounds = (consumers + 1) * WARPGROUP, config.blocks_per_sm
-    if low_rank:
-
-        @supports_pdl
-        @cuda.jit(launch_bounds=bounds)
-        def gemm_sm90_kernel(
-            a_map, b_map, rank_a_map, rank_b_map, c_map, residual_map, c, bias, residual, m, n, k, rank, a_stage_bytes
-        ):
-            """C (m, n) as the kernel below computes it, plus the GEMM of a second pair of operands, `rank` steps."""
-            shape = m, n, k, rank, a_stage_bytes
-            compute(a_map, b_map, rank_a_map, rank_b_map, c_map, residual_map, c, bias, residual, *shape)
-
-    else:
-
-        @supports_pdl
-        @cuda.jit(launch_bounds=bounds)
-        def gemm_sm90_kernel(a_map, b_map, c_map, residual_map, c, bias, residual, m, n, k, a_stage_bytes):
-            """C (m, n) from A and B with k steps of reduction; with SwiGLU, C (m, 2 n), and `residual` (m, n) is
-            written.
-
-            c, residual (m, n / 2) and bias (n / 2) are seen as pairs of 16 bits. Arrays that the config does not use
-            have no elements. a_stage_bytes: of A's boxes of one stage. Shared memory: Sm90GemmConfig.layout.
-            """
-            shape = m, n, k, 0, a_stage_bytes
-            compute(a_map, b_map, a_map, b_map, c_map, residual_map, c, bias, residual, *shape)
+            consume(base, warpgroup - i32(1), thread, target, addend, bias, i32(m), shape)
 
     return gemm_sm90_kernel
 
@@ -359,23 +350,23 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, low_rank=None)
     panels = (config.panels,) if config.panels > 1 and not config.low_rank else ()
     a_box = *(panels if config.eight_rows else ()), a_rows, 64
     b_box = *(() if config.swiglu else panels), 64 if config.b_mn else config.tile_columns, 64
-    operands = tensor_map(a, *a_box), tensor_map(b, *b_box)
+    rank_operands = 0
     if config.low_rank:
         rank_a, rank_b = low_rank
-        operands = *operands, tensor_map(rank_a, *a_box), tensor_map(rank_b, *b_box)
-    staged = config.staged_columns > 0
+        rank_operands = LowRank(tensor_map(rank_a, *a_box), tensor_map(rank_b, *b_box), rank_a.shape[1])
     # TMA loads the residual, or stores SwiGLU's output.
-    residual_by_tma = staged and (config.residual or config.swiglu)
-    c_map = tensor_map(out, ROWS, config.box_columns) if staged else unused()
-    residual_map = tensor_map(residual, ROWS, config.box_columns) if residual_by_tma else unused()
-    c = unused(2) if staged else out.view(np.int32)
+    if config.staged_columns > 0:
+        c = tensor_map(out, ROWS, config.box_columns)
+        addend = tensor_map(residual, ROWS, config.box_columns) if config.residual or config.swiglu else unused()
+    else:
+        c, addend = out.view(np.int32), unused(2) if residual is None else residual.view(np.int32)
     bias = unused() if bias is None else bias.view(np.int32)
-    residual = unused(2) if residual is None or staged else residual.view(np.int32)
     a_stage_bytes = config.panels * LINE * (config.rows if config.a_mn else a_rows)
     tiles = -(-m // config.rows) * -(-n // config.tile_columns)
     grid, block = min(tiles, device.sm_count() * config.blocks_per_sm), (config.consumers + 1) * WARPGROUP
     # Only a weight is loaded before griddepcontrol_wait.
     pdl = ALWAYS if config.b_mn else m <= ROWS or b.size < LARGE_WEIGHT
-    steps = (k, rank_a.shape[1]) if config.low_rank else (k,)
-    arguments = *operands, c_map, residual_map, c, bias, residual, m, n, *steps, a_stage_bytes
-    launch(gemm_sm90_kernel(config), grid, block, *arguments, shared=config.layout.nbytes, pdl=pdl)
+    launch(
+        gemm_sm90_kernel(config), grid, block, tensor_map(a, *a_box), tensor_map(b, *b_box), rank_operands, c, addend,
+        bias, m, n, k, a_stage_bytes, shared=config.layout.nbytes, pdl=pdl,
+    )  # fmt: skip

@@ -11,7 +11,8 @@ import numpy as np
 
 from rlnumba.kernels.cpu import logprob as cpu
 from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
-from rlnumba.kernels.logprob import IGNORED, kernel_outputs, slices
+from rlnumba.kernels.logprob import IGNORED, slices
+from rlnumba.kernels.logprob.terms import VANISHED, entropy_terms, kernel_outputs, store_terms
 from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.nn.row_sum import GROUPS, LOG2_E, ROW_THREADS, row_terms_function
 from rlnumba.kernels.ptx.warp import device_function, exp2, vector_access, widen
@@ -23,26 +24,8 @@ from rlnumba.runtime.launch import launch, specialize
 # 16 bits, 64 MiB, and the float32 gradient of the hidden states of CHUNK_SUMS elements, 32 MiB.
 CHUNK_LOGITS = 1 << 26
 CHUNK_SUMS = 1 << 23
-# log2 p is at least this, so that a p of 0 times its logarithm is 0; 2 to the power of it is 0 in float32.
-VANISHED, LN_2 = np.float32(-1000.0), np.float32(math.log(2.0))
 # Chunks of more are rounded down to a multiple of this, as GEMMs have tiles.
 CHUNK_TILE = 128
-
-
-@device_function
-def store_terms(row, row_logp, row_lse, row_entropy, row_top1, logp, lse, entropy, top1):
-    """entropy and top1 without elements are not written."""
-    logp[row], lse[row] = row_logp, row_lse
-    if entropy.shape[0] > 0:
-        entropy[row] = row_entropy
-    if top1.shape[0] > 0:
-        top1[row] = row_top1
-
-
-@device_function
-def entropy_terms(scale, entropy, slope):
-    """(offset, slope) such that dz = scale onehot - p (offset + slope log2 p), from dlogp / T, H and dentropy / T."""
-    return cuda.fma(slope, entropy, scale), slope * LN_2
 
 
 @specialize
@@ -51,8 +34,8 @@ def logp_kernel(masked):
     row_terms = row_terms_function(masked)
 
     @cuda.jit
-    def logp_kernel(logits, ids, temperature, thresholds, logp, lse, entropy, top1):
-        """A block owns a row of logits and reads it once. An id outside the vocabulary gives NaN."""
+    def logp_kernel(logits, ids, temperature, thresholds, terms):
+        """A block owns a row of logits and reads it once; terms (Terms) are written, NaN for an id outside of V."""
         scratch = cuda.shared.array(32, np.float32)
         groups = cuda.shared.array((GROUPS, 3), np.float32)
         row = cuda.blockIdx.x
@@ -67,7 +50,7 @@ def logp_kernel(masked):
                 if masked and widen(logits[row, token]) < threshold:
                     value = np.float32(-math.inf)
         if cuda.threadIdx.x == 0:
-            store_terms(row, value, row_lse, row_entropy, top, logp, lse, entropy, top1)
+            store_terms(row, value, row_lse, row_entropy, top, terms)
 
     return logp_kernel
 
@@ -144,7 +127,7 @@ def logp_of_logits(logits, ids, temperature, logp, lse, entropy=None, top1=None,
         cpu.logp_rows(logits, ids, np.float32(temperature), thresholds, logp, lse, entropy, top1)
         return
     outputs = kernel_outputs(logp, lse, entropy, top1, ids)
-    launch(logp_kernel(masked), ids.shape[0], ROW_THREADS, logits, ids, float(temperature), thresholds, *outputs)
+    launch(logp_kernel(masked), ids.shape[0], ROW_THREADS, logits, ids, float(temperature), thresholds, outputs)
 
 
 def logp_of_logits_backward(

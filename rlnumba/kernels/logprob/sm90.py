@@ -26,17 +26,28 @@ import numpy as np
 
 from rlnumba.kernels.checks import CHUNK, is_16_byte_aligned, unused
 from rlnumba.kernels.gemm.sm90 import gemm
-from rlnumba.kernels.logprob import kernel_outputs, slices
-from rlnumba.kernels.logprob.sm90_kernel import MAX_EXPONENT, RESULTS, LogprobConfig, can_stagger, logprob_kernel
+from rlnumba.kernels.logprob import slices
+from rlnumba.kernels.logprob.sm90_kernel import (
+    MAX_EXPONENT,
+    RESULTS,
+    LogprobConfig,
+    TileResults,
+    TileRows,
+    TileShape,
+    can_stagger,
+    logprob_kernel,
+)
 from rlnumba.kernels.logprob.sm90_rows import (
     REFERENCE_ROWS,
     ROW_THREADS,
     SUM_THREADS,
+    ScaledRows,
     finish_exponentials_kernel,
     join_tiles_kernel,
     reference_kernel,
     sum_splits_kernel,
 )
+from rlnumba.kernels.logprob.terms import kernel_outputs
 from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
 from rlnumba.kernels.ptx.shared_memory import LINE
@@ -64,11 +75,8 @@ def is_supported(hidden, weight):
     return hidden.dtype != np.float32 and hidden.size > 0 and rows_aligned and is_16_byte_aligned(hidden, weight)
 
 
-def _launch(
-    config, a, b, out=None, temperature=1.0, ids=None, lse=None, dlogp=None, results=None, target_logits=None,
-    first_id=0, split_rounds=0, thresholds=None,
-):  # fmt: skip
-    """Launch logprob_kernel; None for what the mode does not use."""
+def _launch(config, a, b, out=None, temperature=1.0, results=None, first_id=0, split_rounds=0, **rows):
+    """Launch logprob_kernel. out, results (TileResults): None if the mode writes none; rows: fields of TileRows."""
     m, k = a.shape
     split_k = config.mode == "split_k"
     n = b.shape[1] if split_k else b.shape[0]
@@ -82,15 +90,13 @@ def _launch(
     if not can_stagger(config, shortest):
         config = config._replace(stagger=0)
     out_map = unused() if out is None else tensor_map(out, ROWS, config.box_columns)
-    ids = unused() if ids is None else ids
-    floats = lse, dlogp, results, target_logits, thresholds
-    floats = (unused(dtype=np.float32) if array is None else array for array in floats)
-    lse, dlogp, results, target_logits, thresholds = floats
+    nothing = unused(dtype=np.float32)
+    arrays = TileRows(unused(), *[nothing] * 6)._replace(**rows)
     launch(
         logprob_kernel(config), min(tiles, device.sm_count()), (config.consumers + 1) * WARPGROUP,
-        tensor_map(a, a_rows, 64), tensor_map(b, 64 if split_k else TILE_COLUMNS, 64), out_map, ids, lse, dlogp,
-        thresholds, float(temperature), results, target_logits, m, n, k, first_id, split_rounds,
-        (a_rows + TILE_COLUMNS) * LINE,
+        tensor_map(a, a_rows, 64), tensor_map(b, 64 if split_k else TILE_COLUMNS, 64), out_map, arrays,
+        float(temperature), results or TileResults(nothing, nothing),
+        TileShape(m, n, k, first_id, split_rounds, (a_rows + TILE_COLUMNS) * LINE),
         shared=config.layout.nbytes, pdl=ALWAYS,
     )  # fmt: skip
 
@@ -116,12 +122,10 @@ def linear_logp(
     all_target_logits = xp.full(ids.shape, math.nan, np.float32)
     outputs = kernel_outputs(logp, lse, entropy, top1, ids)
     for rows, count in slices(hidden.shape[0], step):
-        results, target_logits = all_results[:count].reshape(-1), all_target_logits[rows]
-        limits = None if thresholds is None else thresholds[rows]
-        of_rows = ids[rows], None, None, results, target_logits
-        _launch(config, hidden[rows], weight, None, temperature, *of_rows, thresholds=limits)
-        inputs = results, target_logits, float(temperature)
-        launch(join_tiles_kernel, count, ROW_THREADS, *inputs, *(array[rows] for array in outputs), pdl=ALWAYS)
+        results = TileResults(all_results[:count].reshape(-1), all_target_logits[rows])
+        of_rows = {"ids": ids[rows]} if thresholds is None else {"ids": ids[rows], "thresholds": thresholds[rows]}
+        _launch(config, hidden[rows], weight, None, temperature, results, **of_rows)
+        launch(join_tiles_kernel, count, ROW_THREADS, results, float(temperature), outputs.of_rows(rows), pdl=ALWAYS)
 
 
 def backward_rows(width):
@@ -166,16 +170,17 @@ def linear_logp_backward(
     xp, (vocabulary, width) = device.xp(), weight.shape
     step = min(backward_rows(width), hidden.shape[0])
     columns = columns or chunk_columns(step, width, vocabulary)
+    arrays = {"ids": ids, "lse": lse, "dlogp": dlogp, "thresholds": thresholds}
+    if dentropy is not None:
+        arrays |= {"entropy": entropy, "dentropy": dentropy}
     memory, all_sums = xp.empty(step * _padded(columns), hidden.dtype), xp.empty((step, width), np.float32)
     for rows, count in slices(hidden.shape[0], step):
         h, sums = hidden[rows], all_sums[:count]
         for chunk, chunk_width in slices(vocabulary, columns):
             part, pitch = weight[chunk], _padded(chunk_width)
             dz = memory[: count * pitch].reshape(count, pitch)
-            of_entropy = (None, None) if dentropy is None else (entropy[rows], dentropy[rows])
-            of_rows = ids[rows], lse[rows], dlogp[rows], *of_entropy
-            limits = None if thresholds is None else thresholds[rows]
-            _launch(config, h, part, dz, temperature, *of_rows, first_id=chunk.start, thresholds=limits)
+            of_rows = {name: array[rows] for name, array in arrays.items() if array is not None}
+            _launch(config, h, part, dz, temperature, first_id=chunk.start, **of_rows)
             gemm(dz, part, sums, b_mn=True, add=chunk.start > 0)
             if dweight is not None:
                 gemm(dz, h, dweight[chunk], a_mn=True, b_mn=True, add=accumulate or rows.start > 0)
@@ -245,14 +250,13 @@ def linear_logp_with_gradient(
         count = (hidden.shape[0] - end) % step or step
         rows, end = slice(end, end + count), end + count
         h, targets = hidden[rows], ids[rows]
-        references, target_logits = all_references[rows], all_target_logits[rows]
-        results, dz = all_results[:count].reshape(-1), exponentials[:count]
-        scaled_hidden, row_factors = all_scaled_hidden[:count], all_row_factors[:count]
-        _launch(config, h, weight, dz, temperature, targets, references, None, results, target_logits)
+        references, dz = all_references[rows], exponentials[:count]
+        results = TileResults(all_results[:count].reshape(-1), all_target_logits[rows])
+        scaled = ScaledRows(all_scaled_hidden[:count], all_row_factors[:count])
+        _launch(config, h, weight, dz, temperature, results, ids=targets, reference_logits=references)
         launch(
-            finish_exponentials_kernel, count, ROW_THREADS, dz, results, target_logits, references, targets,
-            float(temperature), MAX_EXPONENT[config.element], dlogp[rows], h, *(array[rows] for array in outputs),
-            scaled_hidden, row_factors, pdl=ALWAYS,
+            finish_exponentials_kernel, count, ROW_THREADS, dz, results, references, targets, float(temperature),
+            MAX_EXPONENT[config.element], dlogp[rows], h, outputs.of_rows(rows), scaled, pdl=ALWAYS,
         )  # fmt: skip
         padded = -(-count // config.rows) * config.rows
         # A block that is shorter than others has as many tiles, in more splits.
@@ -260,6 +264,6 @@ def linear_logp_with_gradient(
         split_rounds, _ = split_k_rounds(rounds, tiles, len(all_partials) // padded)
         partials = all_partials[: -(-rounds // split_rounds) * padded]
         _launch(split_config, dz, weight, partials, split_rounds=split_rounds)
-        launch(sum_splits_kernel, count, SUM_THREADS, partials, padded, row_factors, dhidden[rows], pdl=ALWAYS)
+        launch(sum_splits_kernel, count, SUM_THREADS, partials, padded, scaled.factors, dhidden[rows], pdl=ALWAYS)
         if dweight is not None:
-            gemm(dz, scaled_hidden, dweight, a_mn=True, b_mn=True, add=accumulate or rows.start > 0)
+            gemm(dz, scaled.hidden, dweight, a_mn=True, b_mn=True, add=accumulate or rows.start > 0)

@@ -22,7 +22,7 @@ import numpy as np
 
 from rlnumba.kernels.gemm.scheduler import tile_coordinates
 from rlnumba.kernels.gemm.sm90 import main_loop_function
-from rlnumba.kernels.logprob.chunked import VANISHED, entropy_terms
+from rlnumba.kernels.logprob.terms import VANISHED, entropy_terms
 from rlnumba.kernels.nn.row_sum import LOG2_E, NONE, TILE_COLUMNS, exponentials_of_sixteen, join, largest_of_sixteen
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.pipeline import (
@@ -56,6 +56,40 @@ RESULTS = 4
 # Powers of two by which an exponential may exceed 1: far below what bfloat16 holds, times what a row adds up. None in
 # float16, whose exponentials are all relative to their tile's largest logit.
 MAX_EXPONENT = {"bfloat16": 64.0, "float16": -1e30}
+
+
+class TileRows(NamedTuple):
+    """Arrays (m,) that the consumers read; those that a mode does not use have no elements.
+
+    ids: of all modes but "split_k"; lse, dlogp, and with entropy also entropy and dentropy: of "dlogits";
+    reference_logits: of "exponentials"; thresholds: where logits are masked.
+    """
+
+    ids: object
+    lse: object
+    dlogp: object
+    entropy: object
+    dentropy: object
+    reference_logits: object
+    thresholds: object
+
+
+class TileResults(NamedTuple):
+    """results (m tiles RESULTS,): of each row and tile; target_logits (m,): the logits of ids."""
+
+    results: object
+    target_logits: object
+
+
+class TileShape(NamedTuple):
+    """Sizes of a GEMM; first_id: of B's first row; split_rounds: of "split_k"; stage_nbytes: of a stage's boxes."""
+
+    m: int
+    n: int
+    k: int
+    first_id: int
+    split_rounds: int
+    stage_nbytes: int
 
 
 class LogprobConfig(NamedTuple):
@@ -418,9 +452,9 @@ def consumer_function(config):
     main_loop = main_loop_function(TILE_COLUMNS, config.stages, config.stage_bytes, start, each_round)
 
     @device_function
-    def consume(base, group, thread, out_map, arrays, temperature, m, n, first_id, schedule):
-        """Compute this block's tiles and reduce or store them; arrays: as unpacked here."""
-        ids, lse, dlogp, thresholds, results, target_logits = arrays
+    def consume(base, group, thread, out_map, arrays, temperature, results, shape, schedule):
+        """Compute this block's tiles and reduce or store them; arrays: TileRows."""
+        m, n = shape.m, shape.n
         tiles, stride, _, tiles_down, tiles_across, _, _ = schedule
         consumer = group - i32(1)
         lane, warp = thread & i32(31), (thread >> i32(5)) & i32(3)
@@ -449,15 +483,15 @@ def consumer_function(config):
                 if with_entropy:
                     offset[half], slope[half] = np.float32(0.0), np.float32(0.0)
                 if not split_k and row + half * 8 < m:
-                    targets[half] = i32(ids[row + half * 8] - i32(first_id) - start_column - quad_lane * 2)
+                    targets[half] = i32(arrays.ids[row + half * 8] - i32(shape.first_id) - start_column - quad_lane * 2)
                     if dlogits:
-                        shift[half] = -lse[row + half * 8] * LOG2_E
-                        scale[half] = dlogp[row + half * 8] / temperature
+                        shift[half] = -arrays.lse[row + half * 8] * LOG2_E
+                        scale[half] = arrays.dlogp[row + half * 8] / temperature
                     if with_entropy:
-                        row_entropy, dentropy = results[row + half * 8], target_logits[row + half * 8]
+                        row_entropy, dentropy = arrays.entropy[row + half * 8], arrays.dentropy[row + half * 8]
                         offset[half], slope[half] = entropy_terms(scale[half], row_entropy, dentropy / temperature)
                     if exponentials:
-                        shift[half] = lse[row + half * 8]
+                        shift[half] = arrays.reference_logits[row + half * 8]
             if stagger > 0 and consumer == 1:
                 sm90.mbarrier_wait(staggered, stagger_parity)
             stage, parity = main_loop(
@@ -469,11 +503,11 @@ def consumer_function(config):
             if not split_k and start_column + i32(TILE_COLUMNS) > n:
                 mask_columns(acc, start_column + quad_lane * 2, n)
             if masked:
-                mask_below(acc, thresholds, row, m)
+                mask_below(acc, arrays.thresholds, row, m)
             output = out_map, start_column, first_row, staged, group, warp, lane
             if folds:
                 tile = row, m, tile_column, tiles_across
-                fold_tile(acc, tile, quad_lane, factor, targets, shift, results, target_logits, output)
+                fold_tile(acc, tile, quad_lane, factor, targets, shift, results.results, results.target_logits, output)
             if dlogits:
                 differentiate(acc, 0, targets, factor, shift, scale, offset, slope, output)
                 differentiate(acc, 1, targets, factor, shift, scale, offset, slope, output)
@@ -498,19 +532,14 @@ def logprob_kernel(config):
 
     @supports_pdl
     @cuda.jit(launch_bounds=((consumers + 1) * WARPGROUP, 1))
-    def logprob_kernel(
-        a_map, b_map, out_map, ids, lse, dlogp, thresholds, temperature, results, target_logits, m, n, k, first_id,
-        split_rounds, stage_nbytes,
-    ):  # fmt: skip
+    def logprob_kernel(a_map, b_map, out_map, rows, temperature, results, shape):
         """Tiles of 64 rows a consumer x 256 columns of a GEMM with k steps of reduction.
 
-        A (m, k): hidden rows or dz; B (n, k), or (k, n) for "split_k": rows of the output matrix from first_id on. ids,
-        dlogp, thresholds (m,); lse (m,), for "exponentials" the rows' reference logits; results (m, tiles, 4) and
-        target_logits (m,), the logits of ids, are written by "forward" and "exponentials"; for "dlogits" with entropy
-        they are the rows' entropy (m,) and dentropy (m,), and are read. All but "forward" write the matrix of out_map:
-        dz, the exponentials, or with "split_k" the partial sums of A B, split_rounds rounds each, one below the other,
-        m rounded up to whole tiles apart. Arrays that a mode does not use are one element long. stage_nbytes: of a
-        stage's boxes. Shared memory: LogprobConfig.layout.
+        A (m, k): hidden rows or dz; B (n, k), or (k, n) for "split_k": rows of the output matrix from first_id on.
+        rows: TileRows; results: TileResults, written by "forward" and "exponentials"; shape: a TileShape. All but
+        "forward" write the matrix of out_map: dz, the exponentials, or with "split_k" the partial sums of A B,
+        split_rounds rounds each, one below the other, m rounded up to whole tiles apart. Arrays that a mode does not
+        use have no elements. Shared memory: LogprobConfig.layout.
         """
         thread = i32(cuda.threadIdx.x)
         group = sm90.warp_uniform(thread >> i32(7))
@@ -522,15 +551,14 @@ def logprob_kernel(config):
         cuda.syncthreads()
         griddepcontrol_launch_dependents()
         griddepcontrol_wait()
-        schedule = schedule_tiles(m, n, k, split_rounds)
+        schedule = schedule_tiles(shape.m, shape.n, shape.k, shape.split_rounds)
         if group == 0:
             sm90.setmaxnreg_dec()
             if thread == 0:
                 a, b = sm90.tensor_map_address(a_map), sm90.tensor_map_address(b_map)
-                produce(a, b, base, stage_nbytes, schedule)
+                produce(a, b, base, shape.stage_nbytes, schedule)
         else:
             sm90.setmaxnreg_inc()
-            arrays = ids, lse, dlogp, thresholds, results, target_logits
-            consume(base, group, thread, out_map, arrays, temperature, m, n, first_id, schedule)
+            consume(base, group, thread, out_map, rows, temperature, results, shape, schedule)
 
     return logprob_kernel

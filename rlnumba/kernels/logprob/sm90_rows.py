@@ -1,12 +1,13 @@
 """Kernels of the sm_90 log-prob that work on rows: they join tile results and finish the one-pass form's gradient."""
 
 import math
+from collections import namedtuple
 
 import numpy as np
 
-from rlnumba.kernels.logprob.chunked import store_terms
 from rlnumba.kernels.logprob.sm90_kernel import ARCHITECTURES as ARCHITECTURES
 from rlnumba.kernels.logprob.sm90_kernel import RESULTS, exponent_base
+from rlnumba.kernels.logprob.terms import store_terms
 from rlnumba.kernels.nn.row_sum import (
     CLASSES,
     GROUPS,
@@ -68,18 +69,24 @@ def joined_terms(results, tiles, row, temperature):
     return lse, entropy, top
 
 
+@device_function
+def tiles_of_row(tiles):
+    """The number of tiles of a row, from TileResults."""
+    return tiles.results.shape[0] // (RESULTS * tiles.target_logits.shape[0])
+
+
 @supports_pdl
 @cuda.jit
-def join_tiles_kernel(results, target_logits, temperature, logp, lse, entropy, top1):
-    """A block owns a row. An id outside the vocabulary, whose target logit is NaN, gives NaN."""
+def join_tiles_kernel(tiles, temperature, terms):
+    """A block owns a row. tiles: TileResults; terms: Terms, written, NaN for an id outside the vocabulary."""
     row = cuda.blockIdx.x
     griddepcontrol_launch_dependents()
     griddepcontrol_wait()
-    tiles = results.shape[0] // (RESULTS * target_logits.shape[0])
-    row_lse, row_entropy, top = joined_terms(results, tiles, row, temperature)
+    count = tiles_of_row(tiles)
+    row_lse, row_entropy, top = joined_terms(tiles.results, count, row, temperature)
     if cuda.threadIdx.x == 0:
-        row_logp = target_logits[row] / temperature - row_lse
-        store_terms(row, row_logp, row_lse, row_entropy, top, logp, lse, entropy, top1)
+        row_logp = tiles.target_logits[row] / temperature - row_lse
+        store_terms(row, row_logp, row_lse, row_entropy, top, terms)
 
 
 @cuda.jit
@@ -135,31 +142,34 @@ def gradient_of_row(line, results, start, reference, factor, shift, scale, max_e
             store_eight(line, second, values, EIGHT)
 
 
+# What dweight's GEMM takes for the rows' hidden states, and the factors of dhidden's rows.
+ScaledRows = namedtuple("ScaledRows", "hidden factors")
+
+
 @supports_pdl
 @cuda.jit
 def finish_exponentials_kernel(
-    exponentials, results, target_logits, reference_logits, ids, temperature, max_exponent, dlogp, hidden,
-    logp, lse, entropy, top1, scaled_hidden, row_factors,
-):  # fmt: skip
+    exponentials, tiles, reference_logits, ids, temperature, max_exponent, dlogp, hidden, terms, scaled
+):
     """join_tiles_kernel, and what exponentials lack of dz = dlogp / T (onehot(ids) - p).
 
     exponentials (rows, pitch) are e = 2^((z - base) factor), base the row's reference logit or, by exponent_base, the
     largest logit of a tile. A row in which all have the reference keeps them: dz = c e with c = -dlogp / T 2^(reference
-    factor - lse log2(e)), and the factor c goes to row_factors[row] and to scaled_hidden[row] = c hidden[row]; only the
-    target's element becomes e - 1 / p. In any other row they become dz, scaled_hidden[row] = hidden[row] and
-    row_factors[row] = 1. The target's comes from its own float32 logit, so that a probability near 1 leaves an exact
+    factor - lse log2(e)), and the factor c goes to scaled.factors[row] and to scaled.hidden[row] = c hidden[row]; only
+    the target's element becomes e - 1 / p. In any other row they become dz, scaled.hidden[row] = hidden[row] and
+    scaled.factors[row] = 1. The target's comes from its own float32 logit, so that a probability near 1 leaves an exact
     gradient. Columns beyond the vocabulary stay 0. A block owns a row, a thread EIGHT neighbouring elements at a time.
     """
     row = cuda.blockIdx.x
     griddepcontrol_launch_dependents()
     griddepcontrol_wait()
     pitch, width = exponentials.shape[1], hidden.shape[1]
-    tiles = results.shape[0] // (RESULTS * target_logits.shape[0])
-    row_lse, row_entropy, top = joined_terms(results, tiles, row, temperature)
+    count = tiles_of_row(tiles)
+    row_lse, row_entropy, top = joined_terms(tiles.results, count, row, temperature)
     factor, shift = LOG2_E / temperature, -row_lse * LOG2_E
     scale = dlogp[row] / temperature
     target = ids[row]
-    rest = np.float32(1.0) - exp2(cuda.fma(target_logits[row], factor, shift))
+    rest = np.float32(1.0) - exp2(cuda.fma(tiles.target_logits[row], factor, shift))
     reference = reference_logits[row]
     above = -cuda.fma(reference, factor, shift)
     row_factor = np.float32(1.0)
@@ -168,20 +178,20 @@ def finish_exponentials_kernel(
     if one_base:
         row_factor = -scale * exp2(-above)
     else:
-        start, line = np.int64(row) * tiles * RESULTS, exponentials[row]
-        gradient_of_row(line, results, start, reference, factor, shift, scale, max_exponent, target, rest)
+        start, line = np.int64(row) * count * RESULTS, exponentials[row]
+        gradient_of_row(line, tiles.results, start, reference, factor, shift, scale, max_exponent, target, rest)
     if cuda.threadIdx.x == 0:
         if one_base and 0 <= target < pitch:
             exponentials[row, target] = narrow(-exp2(above) * rest, exponentials)
-        row_factors[row] = row_factor
-        row_logp = target_logits[row] / temperature - row_lse
-        store_terms(row, row_logp, row_lse, row_entropy, top, logp, lse, entropy, top1)
+        scaled.factors[row] = row_factor
+        row_logp = tiles.target_logits[row] / temperature - row_lse
+        store_terms(row, row_logp, row_lse, row_entropy, top, terms)
     for column in range(EIGHT * cuda.threadIdx.x, width, EIGHT * ROW_THREADS):
         values = cuda.local.array(EIGHT, np.float32)
         load_eight(hidden[row], column, values, 0)
         for i in range(EIGHT):
             values[i] *= row_factor
-        store_eight(scaled_hidden[row], column, values, 0)
+        store_eight(scaled.hidden[row], column, values, 0)
 
 
 @supports_pdl

@@ -14,6 +14,7 @@ part of either half in its order, then a butterfly of the group. In inference k 
 """
 
 import functools
+from collections import namedtuple
 
 import numpy as np
 
@@ -84,6 +85,12 @@ def head_norm(shape):
     return head_scale, scale_head
 
 
+# Weights of the norms of query and key heads, and eps; not used without norms.
+HeadNorm = namedtuple("HeadNorm", "q_weight k_weight eps")
+# Gradients of q, k and v, as arrays of halves of heads.
+HeadGradients = namedtuple("HeadGradients", "dq dk dv")
+
+
 @specialize
 def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
     """The kernel for `heads` query and `kv_heads` key heads of a HeadShape, with or without norm.
@@ -105,8 +112,8 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
 
     @supports_pdl
     @cuda.jit(launch_bounds=(32 * SPLIT_WARPS, shape.blocks_of_sm(resident)))
-    def qkv_split_kernel(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
-        """A warp owns `heads_of_group` heads of a token for each of its groups of lanes; weights are one head.
+    def qkv_split_kernel(qkv, norm, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
+        """A warp owns `heads_of_group` heads of a token for each of its groups of lanes; norm: a HeadNorm.
 
         Its groups work on neighbouring heads, so that the warp reads and writes whole lines of memory. Angles are read
         once for all of them. Heads are counted in 32 bits: 64 take one more instruction out of five.
@@ -130,9 +137,9 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
             if first_head >= heads:
                 kv_row = slot_mapping[np.uint64(row)]
             if normed and first_head < heads:
-                load_head(q_weight, 0, e, weights, 0)
+                load_head(norm.q_weight, 0, e, weights, 0)
             elif normed and first_head < rotated:
-                load_head(k_weight, 0, e, weights, 0)
+                load_head(norm.k_weight, 0, e, weights, 0)
             load_angles(cos, sin, position, e, c, s)
             griddepcontrol_wait()
             griddepcontrol_launch_dependents()
@@ -151,15 +158,15 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
                 kv_row = slot_mapping[np.uint64(row)]
         if normed:
             for i in range(heads_of_group):
-                scales[i] = head_scale(values, i * of_head, eps)
+                scales[i] = head_scale(values, i * of_head, norm.eps)
             # A loop of its own: NVVM unrolls short ones only, and values have to be in registers.
             for i in range(heads_of_group):
                 head = i32(first_head + i32(i * groups))
                 if head < rotated:
                     if not loads_before_wait and head < heads:
-                        load_head(q_weight, 0, e, weights, 0)
+                        load_head(norm.q_weight, 0, e, weights, 0)
                     elif not loads_before_wait:
-                        load_head(k_weight, 0, e, weights, 0)
+                        load_head(norm.k_weight, 0, e, weights, 0)
                     scale_head(values, i * of_head, scales[i], weights, 0)
                     if not cached and e == 0:
                         rstd[np.uint64(row), np.uint64(head)] = scales[i]
@@ -297,9 +304,9 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
 
     @cuda.jit(launch_bounds=(32 * WARPS, shape.blocks_of_sm(RESIDENT)))
     def qkv_split_norm_backward_kernel(
-        dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, partials
+        gradients, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, partials
     ):
-        """A tile is `groups` query, key or value heads, one for each group of lanes.
+        """A tile is `groups` query, key or value heads, one for each group of lanes. gradients: HeadGradients.
 
         Block (b, t) owns tile t of every gridDim.x-th WARPS tokens, a warp one of these tokens at a time; so a lane
         keeps its elements of the weights, and of their gradient, in registers. Order of that sum: a lane's tokens, the
@@ -310,15 +317,15 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
         e, head = lane % lanes * vector, tile * groups + lane // lanes
         dweight = cuda.local.array(of_head, np.float32)
         if tile < q_tiles:
-            q_backward(dq, head, qkv, q_weight, cos, sin, position_ids, rstd, dqkv, dweight)
+            q_backward(gradients.dq, head, qkv, q_weight, cos, sin, position_ids, rstd, dqkv, dweight)
         elif tile < q_tiles + k_tiles:
             head -= q_tiles * groups
-            k_backward(dk, head, qkv, k_weight, cos, sin, position_ids, rstd, dqkv, dweight)
+            k_backward(gradients.dk, head, qkv, k_weight, cos, sin, position_ids, rstd, dqkv, dweight)
         else:
             head -= (q_tiles + k_tiles) * groups
             for row in range(cuda.blockIdx.x * WARPS + warp, position_ids.shape[0], cuda.gridDim.x * WARPS):
                 if head < kv_heads:
-                    load_head(dv, row * kv_heads + head, e, dweight, 0)
+                    load_head(gradients.dv, row * kv_heads + head, e, dweight, 0)
                     store_head(dqkv, row * all_heads + rotated + head, e, dweight, 0)
             return
         griddepcontrol_launch_dependents()
@@ -373,10 +380,10 @@ def _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q
     most_heads = 1 if rows * shape.share(all_heads, 1)[1] <= FEW_SPLIT_WARPS else SPLIT_HEADS
     blocks = -(-rows * shape.share(all_heads, most_heads)[1] // SPLIT_WARPS)
     # For what a version does not use, any array of the right type.
-    norm = [in_halves(weight, shape.half) for weight in norm] or [cos, cos]
+    norm = HeadNorm(*([in_halves(weight, shape.half) for weight in norm] or [cos, cos]), float(eps))
     slots, rstd = slot_mapping if cached else position_ids, rstd if normed and not cached else cos
     qkv, q, k, v = (in_halves(array, shape.half) for array in (qkv, q, k, v))
-    arguments = qkv, *norm, float(eps), cos, sin, position_ids, slots, q, k, v, rstd
+    arguments = qkv, norm, cos, sin, position_ids, slots, q, k, v, rstd
     kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads)
     launch(kernel, blocks, (32, SPLIT_WARPS), *arguments, pdl=ALWAYS)
 
@@ -460,7 +467,17 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     blocks = min(-(-rows // WARPS), max(BACKWARD_BLOCKS // tiles, 1))
     partials = device.xp().empty(((q_tiles + k_tiles) * blocks, width), np.float32)
     norm = [in_halves(weight, shape.half) for weight in norm]
-    arguments = dq, dk, dv, qkv, *norm, cos, sin, position_ids, rstd, dqkv, in_halves(partials, shape.half)
+    arguments = (
+        HeadGradients(dq, dk, dv),
+        qkv,
+        *norm,
+        cos,
+        sin,
+        position_ids,
+        rstd,
+        dqkv,
+        in_halves(partials, shape.half),
+    )
     launch(qkv_split_norm_backward_kernel(shape, heads, kv_heads), (blocks, tiles), (32, WARPS), *arguments)
     if trained:
         add_partials(partials, dq_weight, q_tiles * blocks, dk_weight)

@@ -141,7 +141,7 @@ def _tables():
     below = device.asarray(np.concatenate([INTERVALS_M.limits_below(True), INTERVALS_V.limits_below(False)]))
     # Later launches may be on other streams.
     device.synchronize()
-    return tables, below
+    return Codes(tables, below)
 
 
 @numba.njit
@@ -180,6 +180,22 @@ def nearest_function(intervals, signed):
     return nearest
 
 
+class Moments(NamedTuple):
+    """Quantized moments: m, v, int32 words of four codes, and the largest magnitude of each block of BLOCK elements."""
+
+    m: object
+    v: object
+    m_absmax: object
+    v_absmax: object
+
+
+class Codes(NamedTuple):
+    """The values of codes, and a table by which the nearest is found: the arrays of _tables."""
+
+    tables: object
+    below: object
+
+
 @specialize
 def adamw_8bit_kernel(access, bounded, has_master, rounds_weights):
     """The kernel that moves `access` elements of weights, master and gradients at a time.
@@ -193,10 +209,8 @@ def adamw_8bit_kernel(access, bounded, has_master, rounds_weights):
 
     # Bounded accesses need more registers.
     @cuda.jit(launch_bounds=(THREADS, RESIDENT - 1 if bounded else RESIDENT))
-    def adamw_8bit_kernel(
-        weights, master, grads, m, v, m_absmax, v_absmax, tables, below, scalars, decay_end, noise, first_element
-    ):
-        """A warp owns a block of BLOCK elements at a time; m, v: int32 words of four codes.
+    def adamw_8bit_kernel(weights, master, grads, moments, codes, scalars, decay_end, noise, first_element):
+        """A warp owns a block of BLOCK elements at a time. moments: Moments; codes: Codes.
 
         A lane loads all its elements before it computes. Nothing depends on the order of blocks.
         """
@@ -204,9 +218,9 @@ def adamw_8bit_kernel(access, bounded, has_master, rounds_weights):
         shared_below = cuda.shared.array(COUNTS, np.uint8)
         thread = cuda.threadIdx.x
         for row in range(4):
-            shared[row, thread] = tables[row, thread]
+            shared[row, thread] = codes.tables[row, thread]
         for i in range(thread, COUNTS, THREADS):
-            shared_below[i] = below[i]
+            shared_below[i] = codes.below[i]
         cuda.syncthreads()
         if not scalars[8] < np.float32(math.inf):
             return
@@ -215,7 +229,7 @@ def adamw_8bit_kernel(access, bounded, has_master, rounds_weights):
         first_codes, second_codes = cuda.local.array(PARTS, np.int32), cuda.local.array(PARTS, np.int32)
         zero, one = np.float32(0.0), np.float32(1.0)
         factors, grad_scale = adamw_factors(scalars), scalars[7]
-        lane, size, blocks = thread % 32, grads.shape[0], m_absmax.shape[0]
+        lane, size, blocks = thread % 32, grads.shape[0], moments.m_absmax.shape[0]
         for number in range(cuda.blockIdx.x * WARPS + thread // 32, blocks, cuda.gridDim.x * WARPS):
             block = np.uint64(number)
             start = number * BLOCK + lane * VECTOR
@@ -226,8 +240,8 @@ def adamw_8bit_kernel(access, bounded, has_master, rounds_weights):
                 first_codes[part] = second_codes[part] = np.int32(0)
                 if not bounded or at < size:
                     word = np.uint64(at) // np.uint64(VECTOR)
-                    first_codes[part], second_codes[part] = m[word], v[word]
-            scale_m, scale_v = m_absmax[block], v_absmax[block]
+                    first_codes[part], second_codes[part] = moments.m[word], moments.v[word]
+            scale_m, scale_v = moments.m_absmax[block], moments.v_absmax[block]
             compiler_barrier()
             largest_m = largest_v = zero
             for part in range(PARTS):
@@ -252,8 +266,8 @@ def adamw_8bit_kernel(access, bounded, has_master, rounds_weights):
             if largest_v >= TINY:
                 inverse_v = one / largest_v
             if lane == 0:
-                m_absmax[block] = largest_m if largest_m >= TINY else zero
-                v_absmax[block] = largest_v if largest_v >= TINY else zero
+                moments.m_absmax[block] = largest_m if largest_m >= TINY else zero
+                moments.v_absmax[block] = largest_v if largest_v >= TINY else zero
             for part in range(PARTS):
                 at = start + part * PART
                 packed_m = packed_v = np.int32(0)
@@ -269,7 +283,7 @@ def adamw_8bit_kernel(access, bounded, has_master, rounds_weights):
                         value[part * VECTOR + i] = stochastic_bfloat16(value[part * VECTOR + i], words[i], 0)
                 if not bounded or at < size:
                     word = np.uint64(at) // np.uint64(VECTOR)
-                    m[word], v[word] = packed_m, packed_v
+                    moments.m[word], moments.v[word] = packed_m, packed_v
                 store(master, at, value, part * VECTOR)
                 if has_master:
                     store(weights, at, value, part * VECTOR)
@@ -321,7 +335,7 @@ def adamw_8bit(
         if not scalars[8] < np.inf:
             return
         p = as_float32(master)
-        _adamw_8bit_cpu(p, as_float32(grads), m, v, m_absmax, v_absmax, _tables()[0], scalars, decay_end)
+        _adamw_8bit_cpu(p, as_float32(grads), m, v, m_absmax, v_absmax, _tables().tables, scalars, decay_end)
         if rounds_weights:
             round_on_cpu(p, weights, noise, first_element, WEIGHTS, 0)
         elif weights is not master:
@@ -330,10 +344,12 @@ def adamw_8bit(
     access, bounded = min(access_length(size, weights, master, grads), VECTOR), size % BLOCK != 0
     kernel = adamw_8bit_kernel(access, bounded, weights is not master, rounds_weights)
     noise = unused(1, np.uint32) if noise is None else noise
-    words = m.view(np.int32), v.view(np.int32)
+    moments = Moments(m.view(np.int32), v.view(np.int32), m_absmax, v_absmax)
     blocks = min(-(-len(m_absmax) // WARPS), RESIDENT * device.sm_count())
-    state = *words, m_absmax, v_absmax, *_tables()
-    launch(kernel, blocks, THREADS, weights, master, grads, *state, scalars, int(decay_end), noise, int(first_element))
+    launch(
+        kernel, blocks, THREADS, weights, master, grads, moments, _tables(), scalars, int(decay_end), noise,
+        int(first_element),
+    )  # fmt: skip
 
 
 def quantize_ref(values, signed):

@@ -67,9 +67,9 @@ class Layout(NamedTuple):
 
 
 @device_function
-def start_of(rank, width, longer, extra, total):
+def start_of(rank, layout):
     """Layout's start(rank)."""
-    return min(rank * width + min(rank, longer) * extra, total)
+    return min(rank * layout.width + min(rank, layout.longer) * layout.extra, layout.total)
 
 
 @device_function
@@ -86,11 +86,10 @@ def peer_gather_kernel(words):
 
     @supports_pdl
     @cuda.jit
-    def peer_gather_kernel(
-        source, out, inboxes, state, error, first_rank, first_packet, capacity, limit_cycles, start, row_step,
-        row_count, rows, width, longer, extra, total,
-    ):  # fmt: skip
+    def peer_gather_kernel(source, out, inboxes, start, row_step, row_count, layout):
         """out[i] = the gather on rank first_rank + i, of which this launch is grid.y = i, of received_rows.
+
+        inboxes: KindInboxes; layout: a Layout.
 
         A thread owns a packet of what each pair of ranks exchanges, from word `start` on. The first packet is always
         sent. The last block of a rank that has read its epoch increments it.
@@ -99,42 +98,43 @@ def peer_gather_kernel(words):
         griddepcontrol_launch_dependents()
         values = cuda.local.array(words, np.int32)
         local = i64(cuda.blockIdx.y)
-        world_size = i64(inboxes.shape[0])
-        rank = first_rank + local
+        addresses, state, capacity = inboxes.addresses, inboxes.state, inboxes.capacity
+        world_size = i64(addresses.shape[0])
+        rank = inboxes.first_rank + local
         # Addresses do not change: those of this inbox and of the next rank's are read while the kernel before runs.
-        inbox, neighbour = inboxes[rank], inboxes[(rank + 1) % world_size]
+        inbox, neighbour = addresses[rank], addresses[(rank + 1) % world_size]
         griddepcontrol_wait()
         epoch = state[2 * local + EPOCH]
         packet = i64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
         index = start + words * packet
         # In packets: where the half of an inbox begins that this epoch has.
-        half = first_packet + (i64(epoch) & 1) * world_size * capacity
-        begin = start_of(rank, width, longer, extra, total)
-        columns = start_of(rank + 1, width, longer, extra, total) - begin
+        half = inboxes.first_packet + (i64(epoch) & 1) * world_size * capacity
+        begin = start_of(rank, layout)
+        columns = start_of(rank + 1, layout) - begin
         # To all others, from the next rank on; what stays comes last.
         for step in range(1, world_size + 1):
             other = (rank + step) % world_size
-            first_row, count = received_rows(other, row_step, row_count, rows)
+            first_row, count = received_rows(other, row_step, row_count, layout.rows)
             first_word, end = first_row * columns, count * columns
             if packet < capacity and (packet == 0 or index < end):
                 load(source[local], first_word + index, values, first_word + end)
                 if step == world_size:
-                    store(out[local], index, values, begin, columns, total, end)
+                    store(out[local], index, values, begin, columns, layout.total, end)
                 else:
-                    theirs = neighbour if step == 1 else inboxes[other]
+                    theirs = neighbour if step == 1 else addresses[other]
                     send(theirs + (half + rank * capacity + packet) * PACKET_BYTES, values, epoch)
         end_epoch(state, local, epoch)
-        _, own_rows = received_rows(rank, row_step, row_count, rows)
+        _, own_rows = received_rows(rank, row_step, row_count, layout.rows)
         for step in range(1, world_size):
             other = (rank + world_size - step) % world_size
-            begin = start_of(other, width, longer, extra, total)
-            columns = start_of(other + 1, width, longer, extra, total) - begin
+            begin = start_of(other, layout)
+            columns = start_of(other + 1, layout) - begin
             end = own_rows * columns
             if packet < capacity and (packet == 0 or index < end):
                 address = inbox + (half + other * capacity + packet) * PACKET_BYTES
-                if receive(address, values, epoch, limit_cycles) == 0:
-                    error[local] = i32(other + 1)
-                store(out[local], index, values, begin, columns, total, end)
+                if receive(address, values, epoch, inboxes.limit_cycles) == 0:
+                    inboxes.error[local] = i32(other + 1)
+                store(out[local], index, values, begin, columns, layout.total, end)
 
     return peer_gather_kernel
 
@@ -164,10 +164,10 @@ def peer_gather(source, out, layout, inboxes, are_floats=False, row_width=None):
     row_step, row_count = (0, layout.rows) if row_width is None else (row_width, row_width)
     longest = min(row_count, layout.rows) * max(layout.columns(rank) for rank in range(inboxes.world_size))
     words = _words_of_packet(source, out, layout, are_floats)
-    arguments, a_launch = (source, out, *inboxes.arguments(words)), words * inboxes.capacity
+    arguments, a_launch = (source, out, inboxes.of_kind(words)), words * inboxes.capacity
     for start in range(0, longest, a_launch):
         grid = -(-min(longest - start, a_launch) // (words * THREADS)), count
-        launch(peer_gather_kernel(words), grid, THREADS, *arguments, start, row_step, row_count, *layout)
+        launch(peer_gather_kernel(words), grid, THREADS, *arguments, start, row_step, row_count, layout)
 
 
 def _words_of_packet(source, out, layout, are_floats):

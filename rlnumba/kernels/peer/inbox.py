@@ -225,6 +225,18 @@ def end_epoch(state, local, epoch):
             state[2 * local + EPOCH] = u32(following)
 
 
+class KindInboxes(NamedTuple):
+    """Inboxes, as a kernel takes them that sends packets of one kind, whose first packet is first_packet."""
+
+    addresses: object
+    state: object
+    error: object
+    first_rank: int
+    first_packet: int
+    capacity: int
+    limit_cycles: int
+
+
 class Inboxes(NamedTuple):
     """The inboxes of all R ranks, for a process that has n of them: one on a GPU, all in the simulator.
 
@@ -245,11 +257,10 @@ class Inboxes(NamedTuple):
     def world_size(self):
         return len(self.addresses)
 
-    def arguments(self, words):
-        """Those of a kernel that sends packets of a kind: addresses, state, error, first_rank, first packet of the
-        kind, capacity, limit_cycles."""
+    def of_kind(self, words):
+        """The KindInboxes of a kernel that sends packets of a kind."""
         first = 0 if words == WITH_EPOCHS else packets_of_kind(self.world_size, self.capacity)
-        return *self[:4], first, *self[4:]
+        return KindInboxes(*self[:4], first, *self[4:])
 
     def check(self, name, count):
         """Raise ValueError for arrays that are not those of `count` ranks of this process."""

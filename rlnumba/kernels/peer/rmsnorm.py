@@ -48,26 +48,28 @@ def peer_rmsnorm_kernel(layout, element):
 
     @supports_pdl
     @cuda.jit(launch_bounds=(threads, 1))
-    def peer_rmsnorm_kernel(
-        parts, weight, eps, out, inboxes, state, error, first_rank, first_packet, capacity, limit_cycles
-    ):
-        """Block (x, y): row x on rank first_rank + y, whose columns of it are parts[y, x], (words,) int32."""
+    def peer_rmsnorm_kernel(parts, weight, eps, out, inboxes):
+        """Block (x, y): row x on rank first_rank + y, whose columns of it are parts[y, x], (words,) int32.
+
+        inboxes: KindInboxes.
+        """
+        addresses, state, capacity = inboxes.addresses, inboxes.state, inboxes.capacity
         sums = cuda.shared.array(32, np.float32)
         row, local = i64(cuda.blockIdx.x), i64(cuda.blockIdx.y)
         values, weights = cuda.local.array(values_count, np.float32), cuda.local.array(values_count, np.float32)
         words, packet = cuda.local.array(words_count, np.int32), cuda.local.array(WORDS, np.int32)
-        world_size, own_words = i64(inboxes.shape[0]), i64(parts.shape[2])
-        rank, first = first_rank + local, cuda.threadIdx.x * vector
+        world_size, own_words = i64(addresses.shape[0]), i64(parts.shape[2])
+        rank, first = inboxes.first_rank + local, cuda.threadIdx.x * vector
         # All blocks run by now: they wait for other GPUs, but for no block of this one.
         griddepcontrol_launch_dependents()
         for chunk in range(chunks):
             load(weight, first + chunk * threads * vector, weights, chunk * vector)
         # Addresses do not change, so they are read before the wait, as peer_gather_kernel reads them.
-        inbox, neighbour = inboxes[rank], inboxes[(rank + 1) % world_size]
+        inbox, neighbour = addresses[rank], addresses[(rank + 1) % world_size]
         griddepcontrol_wait()
         epoch = state[2 * local + EPOCH]
         # In packets: where the half of an inbox begins that this epoch has, and a row in a rank's part.
-        half, row_packets = first_packet + (i64(epoch) & 1) * world_size * capacity, own_words // WORDS
+        half, row_packets = inboxes.first_packet + (i64(epoch) & 1) * world_size * capacity, own_words // WORDS
         first_of_row = half + row * row_packets
         for chunk in range(chunks):
             word = i64((cuda.threadIdx.x + chunk * threads) * WORDS)
@@ -76,7 +78,7 @@ def peer_rmsnorm_kernel(layout, element):
                 load_words(parts[local, row], own_word, packet, 0)
                 number = first_of_row + rank * capacity + own_word // WORDS
                 for step in range(1, world_size):
-                    theirs = neighbour if step == 1 else inboxes[(rank + step) % world_size]
+                    theirs = neighbour if step == 1 else addresses[(rank + step) % world_size]
                     send(theirs + number * PACKET_BYTES, packet, epoch)
                 for i in range(WORDS):
                     words[chunk * WORDS + i] = packet[i]
@@ -89,8 +91,8 @@ def peer_rmsnorm_kernel(layout, element):
                     words[chunk * WORDS + i] = i32(0)
             elif owner != rank:
                 number = first_of_row + owner * capacity + (word - owner * own_words) // WORDS
-                if receive(inbox + number * PACKET_BYTES, packet, epoch, limit_cycles) == 0:
-                    error[local] = i32(owner + 1)
+                if receive(inbox + number * PACKET_BYTES, packet, epoch, inboxes.limit_cycles) == 0:
+                    inboxes.error[local] = i32(owner + 1)
                 for i in range(WORDS):
                     words[chunk * WORDS + i] = packet[i]
         for i in range(words_count):
@@ -135,4 +137,4 @@ def peer_rmsnorm(parts, weight, eps, out, inboxes):
     layout = share_row(world_size * columns, parts.itemsize, PACKET_BYTES // parts.itemsize, *FORWARD)
     words = parts.reshape(count, rows * columns).view(np.int32).reshape(count, rows, -1)
     kernel = peer_rmsnorm_kernel(layout, parts.dtype.name)
-    launch(kernel, (rows, count), layout.threads, words, weight, float(eps), out, *inboxes.arguments(WORDS))
+    launch(kernel, (rows, count), layout.threads, words, weight, float(eps), out, inboxes.of_kind(WORDS))

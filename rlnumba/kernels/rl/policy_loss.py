@@ -66,6 +66,15 @@ LOG_RATIO_LIMIT, LOG_SMALLEST = np.float32(20.0), np.float32(math.log(1e-8))
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
+class Logprobs(NamedTuple):
+    """Log-probs (N,) of the tokens, by whose they are."""
+
+    policy: object
+    old: object
+    ref: object
+    rollout: object
+
+
 class LossTerms(NamedTuple):
     """The constants that policy_loss_kernel is compiled for: those options of a PolicyLossConfig that its loss reads.
 
@@ -243,18 +252,18 @@ def sequence_function(terms):
     (k_pos, lambda_pos), (k_neg, lambda_neg) = np.float32(terms.if_positive), np.float32(terms.if_negative)
 
     @device_function
-    def sequence_terms(logprobs, old_logprobs, rollout_logprobs, loss_mask, begin, end, advantage, scratch):
+    def sequence_terms(logprobs, loss_mask, begin, end, advantage, scratch):
         """(tokens, ratio, correction, keep, phi) of tokens [begin, end); ratio and correction at sequence level."""
         tokens = log_ratio = log_ratio_limited = log_correction = log_correction_limited = drift = ZERO
         for n in range(begin + cuda.threadIdx.x, end, THREADS):
             mask = np.float32(loss_mask[n])
             if mask != ZERO:
-                change = logprobs[n] - old_logprobs[n]
-                difference = old_logprobs[n] - rollout_logprobs[n]
+                change = logprobs.policy[n] - logprobs.old[n]
+                difference = logprobs.old[n] - logprobs.rollout[n]
                 tokens += mask
                 log_ratio += mask * change
                 log_ratio_limited += mask * clamp(change, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-                drift += mask * (rollout_logprobs[n] - logprobs[n])
+                drift += mask * (logprobs.rollout[n] - logprobs.policy[n])
                 log_correction += mask * difference
                 if vespo and correct_tokens:
                     log_correction_limited += mask * bounded_log(correction_of(difference))
@@ -322,11 +331,8 @@ def policy_loss_kernel(terms):
     is_dppo = terms.form == DPPO
 
     @cuda.jit
-    def policy_loss_kernel(
-        logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, entropy_mask, scale,
-        dlogprobs, sequence_stats,
-    ):  # fmt: skip
-        """A block owns a sequence, a thread every THREADS-th token of it.
+    def policy_loss_kernel(logprobs, advantages, loss_mask, cu_seqlens, entropy_mask, scale, dlogprobs, sequence_stats):
+        """A block owns a sequence, a thread every THREADS-th token of it. logprobs: Logprobs.
 
         Pass 1 sums over the sequence (tokens, log-ratios); pass 2 computes each token's loss and the part of its
         gradient that depends on itself alone; at sequence level pass 3 adds the gradient through the common ratio to
@@ -337,7 +343,7 @@ def policy_loss_kernel(terms):
         begin, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
         advantage = advantages[sequence]
         tokens, sequence_ratio, sequence_correction, keep, phi = sequence_terms(
-            logprobs, old_logprobs, rollout_logprobs, loss_mask, begin, end, advantage, scratch
+            logprobs, loss_mask, begin, end, advantage, scratch
         )
         divisor = max(tokens, ONE)
         weight = scale[0] / divisor if per_sequence_mean else scale[0]
@@ -349,18 +355,18 @@ def policy_loss_kernel(terms):
             if mask != ZERO:
                 ratio, correction = sequence_ratio, sequence_correction
                 if not sequence_level:
-                    ratio = np.float32(math.exp(logprobs[n] - old_logprobs[n]))
-                difference = old_logprobs[n] - rollout_logprobs[n]
+                    ratio = np.float32(math.exp(logprobs.policy[n] - logprobs.old[n]))
+                difference = logprobs.old[n] - logprobs.rollout[n]
                 if correct_tokens:
                     correction = correction_of(difference)
                 if is_dppo:
-                    phi = logprobs[n] - rollout_logprobs[n]
+                    phi = logprobs.policy[n] - logprobs.rollout[n]
                     ratio = np.float32(math.exp(phi))
                 token_keep = keep
                 if selects_tokens:
                     token_keep *= np.float32(entropy_mask[n])
                 token_loss, gradient, through_ratio, kl = token_terms(
-                    ratio, logprobs[n], ref_logprobs[n], advantage, token_keep, correction, phi
+                    ratio, logprobs.policy[n], logprobs.ref[n], advantage, token_keep, correction, phi
                 )
                 if sequence_level:
                     shared_slope += mask * weight * through_ratio
@@ -486,6 +492,7 @@ def policy_loss(
         return
     kernel = policy_loss_kernel(loss_terms(config, entropy_mask is not None))
     selected = logprobs[:0] if entropy_mask is None else entropy_mask
+    arrays = Logprobs(*arrays[:4]), *arrays[4:]
     launch(kernel, sequences, THREADS, *arrays, selected, scale, dlogprobs, sequence_stats)
     launch(reduce_stats_kernel, METRICS, 32, sequence_stats, loss, metrics)
 

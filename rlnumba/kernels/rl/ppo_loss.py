@@ -47,6 +47,15 @@ POLICY, VALUE, APPROX_KL, CLIPPED, VALUE_CLIPPED, RATIO, ENTROPY = range(7)
 SUMS = 7
 
 
+class Rollout(NamedTuple):
+    """Arrays (N,) of a batch's tokens, computed before it is trained on."""
+
+    old_logprobs: object
+    advantages: object
+    old_values: object
+    returns: object
+
+
 class PPOTerms(NamedTuple):
     """The constants that ppo_loss_kernel is compiled for."""
 
@@ -97,11 +106,11 @@ def ppo_loss_kernel(terms):
         return HALF * plain_loss, error, ZERO
 
     @cuda.jit
-    def ppo_loss_kernel(
-        logprobs, entropy, values, rows, old_logprobs, advantages, old_values, returns, scale,
-        dlogprobs, dvalues, partials,
-    ):  # fmt: skip
-        """A block owns BLOCK_TOKENS tokens at a time, a thread every THREADS-th of them; block b writes partials[b]."""
+    def ppo_loss_kernel(logprobs, entropy, values, rows, rollout, scale, dlogprobs, dvalues, partials):
+        """A block owns BLOCK_TOKENS tokens at a time, a thread every THREADS-th of them; block b writes partials[b].
+
+        rollout: a Rollout.
+        """
         scratch = cuda.shared.array((SUMS, WARPS), np.float32)
         sums = cuda.local.array(SUMS, np.float32)
         now = cuda.local.array((3, UNROLL), np.float32)
@@ -116,8 +125,8 @@ def ppo_loss_kernel(terms):
                 n = u32(min(first + i * THREADS, tokens - 1))
                 now[0, i], now[1, i], now[2, i] = logprobs[n], entropy[n], values[n]
                 row = u32(rows[n])
-                before[0, i], before[1, i] = old_logprobs[row], advantages[row]
-                before[2, i], before[3, i] = old_values[row], returns[row]
+                before[0, i], before[1, i] = rollout.old_logprobs[row], rollout.advantages[row]
+                before[2, i], before[3, i] = rollout.old_values[row], rollout.returns[row]
             for i in range(UNROLL):
                 n = first + i * THREADS
                 if n < tokens:
@@ -170,15 +179,16 @@ def ppo_loss(
     check_all("ppo_loss", (tokens,), F32, entropy=entropy, values=values, dlogprobs=dlogprobs, dvalues=dvalues)
     check_all("ppo_loss", (size,), F32, advantages=advantages, old_values=old_values, returns=returns)
     check("ppo_loss", "partials", partials, (ppo_loss_blocks(tokens), SUMS), F32)
-    arrays = logprobs, entropy, values, rows, old_logprobs, advantages, old_values, returns
+    rollout = Rollout(old_logprobs, advantages, old_values, returns)
     if device.name() == "cpu":
         if tokens and not (rows.min() >= 0 and rows.max() < size):
             raise ValueError(f"ppo_loss: rows must be in [0, {size}), got {rows.min()} to {rows.max()}")
-        dlogprobs[...], dvalues[...], sums = ppo_loss_ref(*arrays, config, scale)
+        dlogprobs[...], dvalues[...], sums = ppo_loss_ref(logprobs, entropy, values, rows, *rollout, config, scale)
         partials[...] = 0
         partials[0] = sums
         return
     kernel = ppo_loss_kernel(ppo_terms(config))
+    arrays = logprobs, entropy, values, rows, rollout
     launch(kernel, ppo_loss_blocks(tokens), THREADS, *arrays, float(scale), dlogprobs, dvalues, partials)
 
 

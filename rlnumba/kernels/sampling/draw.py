@@ -5,6 +5,7 @@ prompt (philox.noise_key); a segment's counter ends with 1 instead. g = -log(-lo
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,6 +47,14 @@ LIST_LOADS = 8
 SCRATCH = max(LIST, ROW_BINS * DRAW_THREADS)
 
 load_pair, _ = vector_access(2, 2)
+
+
+class Counters(NamedTuple):
+    """The words that a row's noise is a function of: keys (rows, 2), sample_index (rows,), position (rows,)."""
+
+    keys: object
+    sample_index: object
+    position: object
 
 
 @device_function
@@ -181,13 +190,11 @@ def row_sums(sums, tiles, values, factor, groups):
 
 @supports_pdl
 @cuda.jit(launch_bounds=(DRAW_THREADS, 2))
-def draw_kernel(
-    logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs, thresholds,
-    sums, bounds, counts, candidates, candidate_ids,
-):  # fmt: skip
+def draw_kernel(logits, row_limits, counters, token_ids, logprobs, thresholds, scanned):
     """A block draws the token of a row: joins the sums of its tiles, applies the filters, takes the Gumbel argmax.
 
-    thresholds may have no elements: the smallest logit that the filters keep, -inf without filters.
+    row_limits: Limits; counters: Counters; scanned: the Scanned that scan_kernel has written. thresholds may have no
+    elements: the smallest logit that the filters keep, -inf without filters.
     Without filters first of the segments, which are the tiles, two threads a class, then of the segment's tokens.
     """
     griddepcontrol_launch_dependents()
@@ -201,12 +208,14 @@ def draw_kernel(
     scratch = cuda.shared.array(SCRATCH, np.float32)
     row, thread, width = cuda.blockIdx.x, i32(cuda.threadIdx.x), i32(logits.shape[1])
     tiles = i32((width + (TILE_COLUMNS - 1)) // TILE_COLUMNS)
-    line, tile_sums, row_candidates = logits[row], sums[row], candidates[row]
+    line, tile_sums, row_candidates = logits[row], scanned.sums[row], scanned.candidates[row]
     values = cuda.local.array(16, np.float32)
     # All loads of a row's arguments are in flight together: one after the other would take as long as the rest.
-    row_temperature, limits = temperature[row], (top_k[row], top_p[row], min_p[row])
-    noise = u32(position[row]), u32(sample_index[row]), keys[row, 0], keys[row, 1]
-    bound, count = bounds[row], i32(counts[row])
+    row_temperature = row_limits.temperature[row]
+    limits = row_limits.top_k[row], row_limits.top_p[row], row_limits.min_p[row]
+    keys = counters.keys
+    noise = u32(counters.position[row]), u32(counters.sample_index[row]), keys[row, 0], keys[row, 1]
+    bound, count = scanned.bounds[row], i32(scanned.counts[row])
     load_tiles(tile_sums, i32(thread >> 1), tiles, values)
     compiler_barrier()
     greedy = row_temperature == np.float32(0.0)
@@ -245,7 +254,7 @@ def draw_kernel(
         if complete:
             total = np.float32(mass) / WEIGHT_UNITS
             best, token = list_gumbel_argmax(
-                scratch, candidate_ids[row], count, threshold, divisor, factor, noise, block_best
+                scratch, scanned.candidate_ids[row], count, threshold, divisor, factor, noise, block_best
             )
         else:
             threshold, total = filter_row(
@@ -263,4 +272,4 @@ def draw_kernel(
         if thresholds.shape[0] > 0:
             thresholds[row] = kept_from
         # For the next launch.
-        counts[row] = i32(0)
+        scanned.counts[row] = i32(0)

@@ -38,8 +38,8 @@ from rlnumba.kernels.nn.row_sum import GROUPS, ROW_THREADS, TILE_COLUMNS, row_te
 from rlnumba.kernels.philox import philox_ref
 from rlnumba.kernels.ptx.warp import access_length, griddepcontrol_launch_dependents, griddepcontrol_wait
 from rlnumba.kernels.sampling import scan
-from rlnumba.kernels.sampling.draw import DRAW_THREADS, SEGMENT, SEGMENT_NOISE, TOKEN_NOISE, draw_kernel
-from rlnumba.kernels.sampling.scan import SCAN_THREADS, Workspace, blocks_per_row, sample_rank, scan_kernel
+from rlnumba.kernels.sampling.draw import DRAW_THREADS, SEGMENT, SEGMENT_NOISE, TOKEN_NOISE, Counters, draw_kernel
+from rlnumba.kernels.sampling.scan import SCAN_THREADS, Limits, Workspace, blocks_per_row, sample_rank, scan_kernel
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
@@ -123,12 +123,14 @@ def sample(
     if not rows:
         return
     row_blocks = int(blocks_per_row(rows, columns))
-    workspace = current().own(Workspace).arrays(rows, -(-columns // TILE_COLUMNS))
-    inputs = logits, logits.reshape(-1), temperature, top_k, top_p, min_p
+    scanned = current().own(Workspace).arrays(rows, -(-columns // TILE_COLUMNS))
+    limits = Limits(temperature, top_k, top_p, min_p)
     ranks = sample_rank(columns, scan.EXPECTED), sample_rank(columns, scan.EXPECTED_IF_FEW)
     kernel = scan_kernel(min(2, access_length(columns, logits)))
-    launch(kernel, rows * row_blocks, SCAN_THREADS, *inputs, np.int32(row_blocks), *ranks, *workspace)
-    launch(draw_kernel, rows, DRAW_THREADS, *arguments, *workspace)
+    inputs = logits, logits.reshape(-1), limits, np.int32(row_blocks), *ranks
+    launch(kernel, rows * row_blocks, SCAN_THREADS, *inputs, scanned)
+    counters = Counters(keys, sample_index, position)
+    launch(draw_kernel, rows, DRAW_THREADS, logits, limits, counters, token_ids, logprobs, thresholds, scanned)
     if thresholds.shape[0] > 0:
         launch(kept_logprobs_kernel, rows, ROW_THREADS, logits, temperature, thresholds, replay, token_ids, logprobs)
 

@@ -1,6 +1,7 @@
 """The kernel that reads rows of logits once: sums of their tiles, and candidates of the rows with filters."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,6 +44,30 @@ EXPECTED, EXPECTED_IF_FEW, FEW = 4096, 1024, 128
 # Maxima of sixteen logits each, from which a row's candidate bound is guessed, and bisections for it.
 MAXIMA, BISECTIONS = 128, 12
 LANE_MAXIMA = MAXIMA // 32
+
+
+class Limits(NamedTuple):
+    """Temperature and filters of each row, (rows,), as ops.sample takes them."""
+
+    temperature: object
+    top_k: object
+    top_p: object
+    min_p: object
+
+
+class Scanned(NamedTuple):
+    """Arrays that scan_kernel leaves draw_kernel.
+
+    sums (rows, 2 tiles): of each tile the largest and the sum of 2^((z - largest) factor). Of rows with filters: bounds
+    (rows,); counts (rows,), how many tokens reach the bound, zero before and after both kernels; LIST of these at most
+    in candidates and candidate_ids (rows, LIST), in any order.
+    """
+
+    sums: object
+    bounds: object
+    counts: object
+    candidates: object
+    candidate_ids: object
 
 
 @device_function
@@ -153,19 +178,16 @@ def scan_kernel(access):
     # With access 1, sixteen loads keep more registers in use than eight resident blocks leave.
     @supports_pdl
     @cuda.jit(launch_bounds=(SCAN_THREADS, SCAN_BLOCKS if access == 2 else SCAN_BLOCKS - 2))
-    def scan_kernel(
-        logits, flat, temperature, top_k, top_p, min_p,
-        row_blocks, rank, rank_if_few, sums, bounds, counts, candidates, candidate_ids,
-    ):  # fmt: skip
+    def scan_kernel(logits, flat, limits, row_blocks, rank, rank_if_few, scanned):
         """`row_blocks` blocks share a row and read it once, a warp a part of 512 columns at a time, a lane 16 of them.
 
         The next part is loaded while one is added up, in row_sum.py's order. After four parts their lanes' sums change
         lanes through shared memory: of each two tiles, which are joined and written.
 
-        Written: sums (rows, 2 tiles), of each tile the largest and the sum of 2^((z - largest) factor); of rows with
-        filters bounds (rows,), counts (rows,), how many tokens reach the bound, and LIST of these at most in candidates
-        and candidate_ids (rows, LIST), in any order. flat: the logits with one axis. rank...: of candidate_bound.
+        flat: the logits with one axis. limits: Limits. rank...: of candidate_bound. scanned: a Scanned, is written.
         """
+        sums, counts, candidates = scanned.sums, scanned.counts, scanned.candidates
+        ids = scanned.candidate_ids
         griddepcontrol_launch_dependents()
         griddepcontrol_wait()
         maxima = cuda.shared.array(MAXIMA, np.float32)
@@ -181,7 +203,8 @@ def scan_kernel(access):
         lane_column = i32((lane >> 2) * QUAD_COLUMNS + (lane & 3) * 2)
         offset = np.int64(row) * width + (at + lane_column)
         load_part(flat, offset, line, at, lane_column, values)
-        row_temperature, row_top_k, row_top_p, row_min_p = temperature[row], top_k[row], top_p[row], min_p[row]
+        row_temperature, row_top_k = limits.temperature[row], limits.top_k[row]
+        row_top_p, row_min_p = limits.top_p[row], limits.min_p[row]
         compiler_barrier()
         filtered = is_filtered(row_temperature, row_top_k, row_top_p, row_min_p, width)
         factor = LOG2_E / (np.float32(1.0) if row_temperature == np.float32(0.0) else row_temperature)
@@ -191,7 +214,7 @@ def scan_kernel(access):
             few = 0 < row_top_k <= FEW or row_min_p > np.float32(0.0)
             bound = candidate_bound(line, row_temperature, rank_if_few if few else rank, maxima)
             if first_part == 0 and thread == 0:
-                bounds[row] = bound
+                scanned.bounds[row] = bound
         warp_sums, part = i32(warp * (4 * PADDED_LANES)), i32(0)
         while at < width:
             bits, lane_sum = i32(0), warp_sums + part * PADDED_LANES + lane
@@ -206,7 +229,7 @@ def scan_kernel(access):
             load_part(flat, offset, line, next_at, lane_column, values)
             compiler_barrier()
             if filtered and ballot(bits) != 0:
-                list_candidates(bits, line, i32(at + lane_column), row, lane, counts, candidates, candidate_ids)
+                list_candidates(bits, line, i32(at + lane_column), row, lane, counts, candidates, ids)
             if part == 3 or next_at >= width:
                 sync_warp()
                 join_tiles(largests, totals, warp_sums, part, at, stride, row, tiles, lane, factor, sums)
@@ -225,12 +248,12 @@ class Workspace:
         self.kept = {}
 
     def arrays(self, rows, tiles):
-        """sums, bounds, counts, candidates and candidate_ids of at least so many rows."""
+        """A Scanned of at least so many rows."""
         kept = self.kept.setdefault(tiles, [])
         if not kept or len(kept[-1][0]) < rows:
             zeros, rows = device.xp().zeros, 1 << (rows - 1).bit_length()
             sums, bounds, counts = zeros((rows, 2 * tiles), np.float32), zeros(rows, np.float32), zeros(rows, np.int32)
-            kept.append((sums, bounds, counts, zeros((rows, LIST), np.float32), zeros((rows, LIST), np.int32)))
+            kept.append(Scanned(sums, bounds, counts, zeros((rows, LIST), np.float32), zeros((rows, LIST), np.int32)))
         return kept[-1]
 
 

@@ -120,8 +120,6 @@ class Batch(NamedTuple):
     max_leading: np.int32
 
 
-# Where keys lie in the cache.
-Pages = namedtuple("Pages", "block_tables block_size")
 # Static shared memory: (Q_SLOTS, ITEM_FIELDS), (WORK_INDICES,), (MERGE_SLOTS, MERGE_FIELDS) int32.
 Queues = namedtuple("Queues", "items work_indices merges")
 # A work item as warp 0 publishes it: the columns of scheduler.py's list, and what ITEM_FIELDS adds.

@@ -145,11 +145,10 @@ def page_functions(config):
 
     @device_function
     def look_up_pages(page_rows, pages, sequence, first_key, context_len, lane):
-        """page_rows[i]: the cache's row of box 32 i + lane from first_key on; pages: (block_tables, block_size)."""
-        block_tables, block_size = pages
+        """page_rows[i]: the cache's row of box 32 i + lane from first_key on; pages: scheduler.Pages."""
         for i in range(lookups):
             key = i32(first_key + (i * 32 + lane) * box)
-            page_rows[i] = page_row(block_tables, block_size, sequence, key, context_len)
+            page_rows[i] = page_row(pages, sequence, key, context_len)
 
     @device_function
     def look_up_item(page_rows, pages, record, lane):

@@ -12,8 +12,8 @@ def open_model(model, base):
 
     base: an adapter's, None for a model, as load_model takes it.
     """
+    from rlnumba.model.hub import find_base, read_config
     from rlnumba.model.tokenizer import Tokenizer
-    from rlnumba.model.transformer import find_base, read_config
 
     folder, adapter = find_base(model, base)
     config = read_config(folder, adapter)

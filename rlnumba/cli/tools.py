@@ -71,9 +71,10 @@ def merge(model, adapter, output, dtype):
 
     check_output(output, {})
     log_device()
+    from rlnumba.model.hub import find_model
     from rlnumba.model.lora import is_adapter
     from rlnumba.model.lora import merge as merge_weights
-    from rlnumba.model.transformer import find_model, load_model, save_model
+    from rlnumba.model.transformer import load_model, save_model
 
     folder, adapter_folder = find_model(model), find_model(adapter)
     if is_adapter(folder):

@@ -15,9 +15,10 @@ from rlnumba.engine.kernel_list import extras_of
 from rlnumba.engine.sequence import RequestOutput, SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.model.hub import find_base, find_model
 from rlnumba.model.lora import AdapterStack
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_base, find_model, load_model, with_adapters
+from rlnumba.model.transformer import load_model, with_adapters
 from rlnumba.runtime import device
 from rlnumba.runtime.compile import ahead_of_time
 

@@ -86,7 +86,7 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder):
         """The config of a Hugging Face folder; end-of-sequence ids of generation_config.json, which transformers and
-        vLLM generate with, take the place of config.json's. Those of a tokenizer are in transformer.py's read_config.
+        vLLM generate with, take the place of config.json's. Those of a tokenizer are in hub.py's read_config.
 
         Raises UserError, one line naming file and key, for anything missing, mistyped or not supported.
         """

@@ -8,14 +8,13 @@ never exist at once.
 """
 
 import copy
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.errors import ConfigError, UserError, missing
+from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob.ops import IGNORED, linear_logp
 from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tokens
@@ -23,18 +22,15 @@ from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
 from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.model.blocks.attention import PackedAttention
 from rlnumba.model.blocks.block import ForwardContext, norm_rows
-from rlnumba.model.config import LM_HEAD, ModelConfig, read_json
+from rlnumba.model.config import LM_HEAD, read_json
+from rlnumba.model.hub import find_base, find_model, read_config
 from rlnumba.model.lora import (
     AdapterStack,
-    adapter_heads,
-    is_adapter,
     load_adapter,
-    read_adapter_config,
     save_adapter,
 )
 from rlnumba.model.low_rank import Dropout, LoraContext, projection_numbers
 from rlnumba.model.shard import WHOLE
-from rlnumba.model.tokenizer import end_token_id
 from rlnumba.model.weights import Weights, load_weights, save_weights, write_json
 from rlnumba.runtime import device
 from rlnumba.runtime.arena import HeapAllocator
@@ -319,59 +315,6 @@ def check_finite(logprobs):
     """Raise UserError if a log-prob in a NumPy array is not finite."""
     if not np.isfinite(logprobs).all():
         raise UserError(NOT_FINITE)
-
-
-def find_model(path_or_hub_id, weights=True):
-    """The local folder of a model: the path itself, or the hub's snapshot of that id, downloaded if it is not cached.
-
-    weights: whether *.safetensors are needed. Raises UserError if it is neither, or cannot be downloaded.
-    """
-    path = Path(path_or_hub_id).expanduser()
-    if path.is_dir():
-        return path
-    name = str(path_or_hub_id)
-    hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) and not Path(name.split("/")[0]).exists()
-    if not hub_id:
-        raise UserError(missing(name, "model folder"))
-    try:
-        import huggingface_hub
-    except ImportError:
-        remedy = "to fetch it from the Hugging Face hub, pip install 'rlnumba[hub]'"
-        raise UserError(f"{missing(name, 'folder')}; {remedy}") from None
-    patterns = ["*.json", "*.jinja", "*.model", "*.txt", *(["*.safetensors"] if weights else [])]
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        raise UserError(missing(name, "folder", str(error).strip().splitlines()[0])) from None
-
-
-def find_base(path_or_hub_id, base=None):
-    """(folder of a model, folder of an adapter on it or None), from the path or hub id of a model or an adapter.
-
-    base: that of the adapter, by default what its adapter_config.json names. UserError if a folder is not there.
-    """
-    folder = find_model(path_or_hub_id)
-    if not is_adapter(folder):
-        if base is not None:
-            raise UserError(f"{folder}: not an adapter folder, so it has no base")
-        return folder, None
-    if base is None:
-        base = read_adapter_config(folder)[1]
-        if not base:
-            raise UserError(f"{folder}: adapter_config.json names no base_model_name_or_path; give the base")
-        try:
-            return find_model(base), folder
-        except UserError as error:
-            raise UserError(f"{folder}: its base cannot be found: {error}; give the base (--base)") from None
-    return find_model(base), folder
-
-
-def read_config(folder, adapter_folder=None):
-    """The ModelConfig of a folder, with its tokenizer's EOS, and with the heads and the EOS of an adapter on it."""
-    config = ModelConfig.from_folder(folder).ending_at(end_token_id(folder))
-    if adapter_folder is None:
-        return config
-    return replace(config, heads=adapter_heads(adapter_folder, config)).ending_at(end_token_id(adapter_folder))
 
 
 def load_model(

@@ -7,7 +7,8 @@ from rlnumba.engine.check import Agreement, compare, draw_rollouts, requests
 from rlnumba.engine.llm import LLM
 from rlnumba.model.blocks.attention import PackedAttention
 from rlnumba.model.config import LM_HEAD
-from rlnumba.model.transformer import find_base, load_model, pack, read_config
+from rlnumba.model.hub import find_base, read_config
+from rlnumba.model.transformer import load_model, pack
 from rlnumba.parallel.tensor_parallel import compile_parts_ahead, follow, on_ranks
 from rlnumba.runtime import device
 

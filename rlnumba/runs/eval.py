@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.model.hub import find_base, find_model
 from rlnumba.model.lora import is_adapter
-from rlnumba.model.transformer import find_base, find_model
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.runs.ranks import check_picklable, resolve_if_named
 from rlnumba.runs.run_folder import silence, start_compiling

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.config import LM_HEAD
+from rlnumba.model.hub import find_model
 from rlnumba.model.lora import adapter_of_run, is_adapter, load_adapter
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_model, load_model
+from rlnumba.model.transformer import load_model
 from rlnumba.model.weights import Weights
 from rlnumba.parallel.layer_shards import LayerShards
 from rlnumba.runs.policy import Policy

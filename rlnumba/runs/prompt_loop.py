@@ -18,8 +18,9 @@ from typing import NamedTuple
 from rlnumba.engine.llm import LLM
 from rlnumba.errors import ConfigError
 from rlnumba.model.config import LM_HEAD
+from rlnumba.model.hub import find_base
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_base, load_model
+from rlnumba.model.transformer import load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.parallel.ray_cluster import connected
 from rlnumba.rewards import TrainerState

@@ -11,8 +11,8 @@ from rlnumba.config.rollout import SAMPLING_KEYS
 from rlnumba.engine.core import check_stops
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
+from rlnumba.model.hub import find_model, read_config
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_model, read_config
 from rlnumba.runs import evaluation, kept_data
 from rlnumba.runs.prompt_order import PromptOrder, curriculum_values
 from rlnumba.runs.run_folder import log

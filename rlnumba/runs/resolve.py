@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rlnumba.engine.parallel_size import choose_size, warn_if_slow
 from rlnumba.model.config import LM_HEAD
-from rlnumba.model.transformer import find_model, read_config
+from rlnumba.model.hub import find_model, read_config
 from rlnumba.parallel.placement import num_sharing
 from rlnumba.runs.prompt_run import check_sampling
 from rlnumba.runtime import device

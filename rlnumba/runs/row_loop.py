@@ -20,9 +20,9 @@ import numpy as np
 from rlnumba.config import LoraConfig
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.config import LM_HEAD
+from rlnumba.model.hub import find_model, read_config
 from rlnumba.model.lora import is_adapter
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_model, read_config
 from rlnumba.optim import learning_rate_at
 from rlnumba.runs import kept_data
 from rlnumba.runs.loading import load_policy

@@ -24,9 +24,9 @@ from rlnumba.config.keys import keys_of, section_fields, sections_of
 from rlnumba.config.resuming import CONTENT, FREE, NEXT, rule_of
 from rlnumba.errors import ConfigError
 from rlnumba.model.config import ModelConfig, read_json
+from rlnumba.model.hub import find_model
 from rlnumba.model.lora import first_adapter, is_adapter
 from rlnumba.model.tokenizer import FILES, TEMPLATE_FOLDER
-from rlnumba.model.transformer import find_model
 from rlnumba.rewards.calling import ModelReward
 from rlnumba.runtime import device
 from rlnumba.runtime.environment import versions_of_results

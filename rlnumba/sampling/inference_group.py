@@ -22,10 +22,11 @@ from typing import NamedTuple
 from rlnumba.errors import CommunicationError, UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.config import ModelConfig
+from rlnumba.model.hub import find_model
 from rlnumba.model.lora import adapter_of_run
 from rlnumba.model.shard import Shard
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import Transformer, check_shard, find_model, load_model
+from rlnumba.model.transformer import Transformer, check_shard, load_model
 from rlnumba.model.weights import Weights
 from rlnumba.parallel.launch import how_ended
 from rlnumba.parallel.tensor_parallel import TensorParallel, follow

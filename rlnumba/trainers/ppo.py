@@ -33,7 +33,8 @@ from rlnumba.kernels.rl.ppo_loss import SUMS, ppo_loss, ppo_loss_blocks, ppo_met
 from rlnumba.kernels.rl.ppo_rewards import ppo_rewards
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.model.heads import BothHeads, ValueHead
-from rlnumba.model.transformer import find_model, load_model, read_config
+from rlnumba.model.hub import find_model, read_config
+from rlnumba.model.transformer import load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.runs.loading import load_policy
 from rlnumba.runs.micro_batch import TargetBatch, costliest_first

@@ -14,9 +14,10 @@ from rlnumba.data import check_ids, encode_scored
 from rlnumba.data.files import TEMPLATE_COLUMNS, template_variables
 from rlnumba.errors import UserError
 from rlnumba.model.config import SCORE_HEAD
+from rlnumba.model.hub import find_base, read_config
 from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import find_base, load_model, read_config
+from rlnumba.model.transformer import load_model
 from rlnumba.rewards.calling import ModelReward
 from rlnumba.runtime.context import Context
 

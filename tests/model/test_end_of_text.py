@@ -12,9 +12,10 @@ from rlnumba.data import load_sft
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.model.config import ModelConfig
+from rlnumba.model.hub import read_config
 from rlnumba.model.lora import adapter_of_run
 from rlnumba.model.tokenizer import Tokenizer, end_token_id
-from rlnumba.model.transformer import load_model, read_config, save_model
+from rlnumba.model.transformer import load_model, save_model
 from rlnumba.runtime import device
 
 MODEL = pathlib.Path(__file__).parent.parent / "golden" / "tiny-qwen3"

@@ -9,8 +9,9 @@ from rlnumba.errors import UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward
+from rlnumba.model.hub import find_model
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import Tape, find_model, load_model, pack, packed_attention, save_model, score
+from rlnumba.model.transformer import Tape, load_model, pack, packed_attention, save_model, score
 from rlnumba.runtime import device
 from rlnumba.runtime.arena import Arena
 from tests.close import assert_close, assert_same_bits

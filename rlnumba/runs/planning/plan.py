@@ -26,10 +26,11 @@ from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed, tokens_of_group
 from rlnumba.engine.speculation import longest_verified
 from rlnumba.kernels.logprob import chunked
+from rlnumba.model.hub import find_model, read_config
 from rlnumba.model.lora import Places, lora_of_run
 from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import Transformer, find_model, read_config
+from rlnumba.model.transformer import Transformer
 from rlnumba.model.weights import Weights
 from rlnumba.optim import CHUNK, STREAMS
 from rlnumba.parallel.placement import num_sharing

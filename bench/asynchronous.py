@@ -26,8 +26,7 @@ from rlnumba.config import AsyncConfig, DataConfig, DeployConfig, EngineConfig, 
 from rlnumba.parallel.launch import launch
 from rlnumba.parallel.placement import placement
 from rlnumba.runtime import device
-from rlnumba.sampling import samples
-from rlnumba.trainers import asynchronous
+from rlnumba.sampling import pipeline, samples
 from rlnumba.trainers.grpo import run_grpo
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
@@ -71,7 +70,7 @@ def draw_lengths(longest):
         found = zip(distinct_params(prompts, params), limits, strict=True)
         return [dataclasses.replace(each, max_tokens=limit) for each, limit in found]
 
-    for module in samples, asynchronous:
+    for module in samples, pipeline:
         module.distinct_params = with_lengths
 
 

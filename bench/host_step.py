@@ -28,9 +28,13 @@ from rlnumba.model.transformer import Transformer
 from rlnumba.model.weights import Weights
 from rlnumba.rewards import TrainerState, load_rewards
 from rlnumba.runs.prompt_order import PromptOrder
+from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.runs.prompt_schedule import DataState
 from rlnumba.runs.run_folder import Clock
 from rlnumba.runtime import device
+from rlnumba.sampling.generations import Generations
+from rlnumba.sampling.pipeline import Course, PromptSource
+from rlnumba.sampling.samples import derived_seed
 from rlnumba.trainers import grpo
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
@@ -119,25 +123,32 @@ def time_step(model):
     drawn = np.random.default_rng(0).integers(2, model.config.vocab_size, (2 * PROMPTS, PROMPT_TOKENS))
     prompts = PromptData([Prompt("p" * PROMPT_TOKENS, ids.tolist(), {}, str(i)) for i, ids in enumerate(drawn)])
     order, rewards, found = PromptOrder(len(drawn), True, 0), load_rewards(run.rewards), []
-    state, writer = DataState(order), Writer()
+    state, policy = DataState(order), Untrained(train)
+    course = Course(
+        [(step, 0) for step in range(train.max_steps)],
+        lambda step: TrainerState(step, train.max_steps, 0.0),
+        lambda step, index: sampling_params(train, derived_seed(run.seed, step, index, 0), COMPLETIONS),
+    )
+    generations = Generations(run, policy, llm, PromptSource(prompts, order, rewards), None)
+    generations.begin(course, 0, [], None)
+    generations.status = Writer().status
+    generations.start()
     for step in range(WARMUP + REPEAT):
         clock, trainer_state, engine.seconds = Clock(), TrainerState(step, train.max_steps, 0.0), {}
         with clock.phase("generate"):
-            rollouts, generations, metrics = grpo.generate(
-                Untrained(train), llm, rewards, prompts, order, run, trainer_state, 0, True, clock, writer
-            )
+            rollouts, generation, metrics = grpo.generate(policy, generations, trainer_state, 0, True, clock)
         with clock.phase("log"):
-            state.begin(rollouts, generations, rewards.names, metrics)
+            state.begin(rollouts, generation, rewards.names, metrics)
         with clock.phase("micro-batches"):
             parts = [rollouts.part(first, MICRO_BATCH, True) for first in range(0, total, MICRO_BATCH)]
             for part in parts:
                 part.micro_batch()
         seconds = engine.seconds | {name.removeprefix("time/"): value for name, value in clock.read().items()}
         found.append(seconds)
-        engine.update_weights(step + 1)
+        generations.update_weights(step + 1)
     names = [name for name in found[-1] if name not in ("generate", "step_time", "logprob", "other decode steps")]
     medians = {name: 1e3 * statistics.median(each[name] for each in found[WARMUP:]) for name in names}
-    return medians, [[sample.completion for sample in group] for group in generations[0].groups]
+    return medians, [[sample.completion for sample in group] for group in generation.groups]
 
 
 class Writer:

@@ -60,28 +60,31 @@ class Decoding:
     def __init__(self, setup_of, sender, arguments):
         self.params = SamplingParams(n=arguments.sequences, max_tokens=128, ignore_eos=True)
         self.number, self.count = 0, arguments.infer_gpus
-        self.engines = Engines(setup_of, sender, self.count, self.submit, self.submit, LIMITS)
+        self.engines = Engines(setup_of, sender, self.count, LIMITS)
         self.engines.start(0)
 
     def begin(self):
         """Return once all processes have decoded a while: kernels are compiled, and graphs captured."""
         for _ in range(2 * self.count):
-            self.submit(None)
+            self.finished(None)
         while self.engines.stats.num_tokens < 400 * self.params.n * self.count:
             self.engines.check()
             time.sleep(0.01)
 
-    def submit(self, done):
+    def finished(self, done):
         """Give a group out, in the place of one that is complete."""
         self.number += 1
         params = dataclasses.replace(self.params, seed=self.number)
-        self.engines.submit(GroupRequest(self.number, PROMPT, params, 0))
+        self.engines.submit(GroupRequest(self.number, PROMPT, params, 0), self)
+
+    # One that has taken too long is given up.
+    expired = finished
 
     def push(self, version):
         """Seconds of the push for the trainer, and until it is live everywhere, and the longest pause."""
         self.engines.take_pauses()
         began = time.perf_counter()
-        self.engines.push(version)
+        self.engines.update_weights(version)
         pushed_s, pauses = time.perf_counter() - began, []
         while len(pauses) < self.count:
             self.engines.check()

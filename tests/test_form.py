@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "rlnumba"
 
 # Modules directly in a package.
 MOST_MODULES = 20
-FULL_PACKAGES = {"rlnumba/trainers": 21}
+FULL_PACKAGES = {}
 
 MOST_LINES = 600
 LONG_MODULES = {
@@ -24,7 +24,6 @@ LONG_MODULES = {
     "rlnumba/kernels/attention/sm90_forward.py": 632,
     "rlnumba/kernels/rl/policy_loss.py": 636,
     "rlnumba/kernels/rl/preference_loss.py": 635,
-    "rlnumba/trainers/asynchronous.py": 735,
 }
 
 # Lines of a function that is no kernel, no device function and makes none.
@@ -36,13 +35,6 @@ LONG_FUNCTIONS = {"rlnumba/kernels/rl/policy_loss.py:policy_loss_ref": 107}
 MOST_ARGUMENTS = 8
 LONG_SIGNATURES = {
     "rlnumba/data/pairs.py:load_pairs": 9,
-    "rlnumba/trainers/asynchronous.py:start_ahead": 11,
-    "rlnumba/trainers/dynamic_sampling.py:generate": 11,
-    "rlnumba/trainers/dynamic_sampling.py:Stream.__init__": 9,
-    "rlnumba/trainers/grpo.py:generate": 12,
-    "rlnumba/trainers/grpo.py:roll_out": 10,
-    "rlnumba/trainers/ppo.py:generate": 11,
-    "rlnumba/trainers/rloo.py:generate": 12,
     "rlnumba/trainers/trainer.py:PromptTrainer.__init__": 11,
 }
 LONG_OPERATORS = 53

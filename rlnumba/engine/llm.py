@@ -49,11 +49,10 @@ class LLM:
     default. tokenizer: a Tokenizer, or the folder or hub id that has one. config: an EngineConfig; its keys may also be
     given one by one, as in vLLM: LLM(folder, max_model_len=1024). dtype: the weights', by default the checkpoint's.
     update_weights, needed after every change of the weights, sleep and wake are Engine's. adapters: {name: PEFT adapter
-    folder} of adapters on the model, which itself has none, for generate's `adapters`. engine: what has an Engine's
-    methods and is to be used in its place, for a model whose weights are not all there.
+    folder} of adapters on the model, which itself has none, for generate's `adapters`.
     """
 
-    def __init__(self, model, tokenizer=None, config=None, adapters=None, engine=None, dtype=None, **keys):
+    def __init__(self, model, tokenizer=None, config=None, adapters=None, dtype=None, **keys):
         config = _engine_config(config, keys)
         if isinstance(tokenizer, str | Path):
             tokenizer = Tokenizer.from_folder(find_model(tokenizer))
@@ -65,7 +64,7 @@ class LLM:
         if adapters:
             model = with_adapters(model, adapters.values())
         self.model, self.tokenizer = model, tokenizer
-        self.engine = engine or Engine(model, tokenizer, config)
+        self.engine = Engine(model, tokenizer, config)
         self.max_model_len = self.engine.max_model_len
 
     def update_weights(self, version):

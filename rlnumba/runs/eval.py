@@ -16,7 +16,7 @@ from rlnumba.model.lora import is_adapter
 from rlnumba.reporting.files import make_folder, replacing, to_line
 from rlnumba.runs.ranks import check_picklable, resolve_if_named
 from rlnumba.runs.run_folder import silence, start_compiling
-from rlnumba.sampling.replicas import launch_replicas
+from rlnumba.sampling.ranks import launch_replicas
 from rlnumba.trainers.every import TRAINERS
 
 

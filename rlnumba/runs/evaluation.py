@@ -23,16 +23,13 @@ def eval_params(run, params):
 
 def generate(llm, rewards, prompts, params, trainer_state, status=None):
     """The Generation of all held-out prompts. params: SamplingParams."""
-    llm.wake()
     indices = range(len(prompts.prompts))
-    found = draw_samples(llm, rewards, prompts, indices, params, trainer_state, Clock(), status)
-    llm.sleep()
-    return found
+    return draw_samples(llm, rewards, prompts, indices, params, trainer_state, Clock(), status)
 
 
 def metrics_of(generation, names, run):
     """{"eval_reward": ..., "eval_pass@k": ..., ...} of a Generation. names: the reward functions'."""
-    found = generation_metrics([generation], names)
+    found = generation_metrics(generation, names)
     by_function = {"": [[s.reward for s in group] for group in generation.groups]}
     if len(names) > 1:
         for k, name in enumerate(names):

@@ -5,14 +5,13 @@
     then             evaluation, log, checkpoint, where they are due
 
 Engine and policy read the same weights, so nothing is copied between them. With [async] the completions are drawn
-ahead of training (asynchronous.py), and with deploy.zero_stage = 3, where no rank has all weights, those of evaluations
-elsewhere, too (engine_elsewhere.py).
+ahead of training, and with deploy.zero_stage = 3, where no rank has all weights, those of evaluations by the inference
+processes, too: sampling/generations.py knows where.
 """
 
 import math
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from functools import partial
 from typing import NamedTuple
 
 from rlnumba.engine.llm import LLM
@@ -33,21 +32,20 @@ from rlnumba.runs.prompt_run import (
     load_prompts,
     prompt_order,
     sample_report,
-    sampling_params,
 )
-from rlnumba.runs.prompt_schedule import BEGINNING, DataState, MicroBatchSchedule, Start
+from rlnumba.runs.prompt_schedule import BEGINNING, DataState, MicroBatchSchedule, Start, course_of
 from rlnumba.runs.resolve import resolve_here
 from rlnumba.runs.run_digest import row_hashes
-from rlnumba.runs.run_folder import Clock, begin_run, log, memory_metrics, owner_of
+from rlnumba.runs.run_folder import KERNEL_LIST, Clock, begin_run, kernel_request, log, memory_metrics, owner_of
 from rlnumba.runtime import device, garbage
+from rlnumba.sampling.generations import Connected, Generations
 from rlnumba.sampling.inference import WaitingProcesses
-from rlnumba.sampling.replicas import llm_on_ranks
-from rlnumba.sampling.samples import derived_seed
+from rlnumba.sampling.pipeline import PromptSource
+from rlnumba.sampling.pipeline_state import encoded
+from rlnumba.sampling.processes import LLMOnProcesses
+from rlnumba.sampling.ranks import LedLLM
 from rlnumba.sampling.weights.shards import is_in_parts
-from rlnumba.trainers.asynchronous import encoded, start_ahead
-from rlnumba.trainers.engine_elsewhere import EngineElsewhere
 from rlnumba.trainers.reward_model import load_rewards
-from rlnumba.trainers.shared_rollout import RewardsOnRanks
 
 
 def save_final(folder, policy, tokenizer):
@@ -59,11 +57,11 @@ def save_final(folder, policy, tokenizer):
 class TrainerOnPrompts(NamedTuple):
     """A trainer on the model's own completions of prompts, with rewards; the loop, PromptLoop, is the same for all.
 
-    run_class: its Run. load(run, folder): (Policy, Tokenizer), folder being the RunFolder. generate(policy, llm,
-    rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer): (Rollouts, list of Generation,
-    metrics), where order and index are grpo.roll_out's and on_policy grpo.add_logprobs'; raises RewardError; with
-    [async] it has the keyword ahead, an Ahead. train_step(policy, micro_batches, learning_rate): LateMetrics, or a
-    dict. save_final(folder, policy, tokenizer): writes what a run ends with.
+    run_class: its Run. load(run, folder): (Policy, Tokenizer), folder being the RunFolder. generate(policy,
+    generations, trainer_state, index, on_policy, clock): (Rollouts, Generation, metrics) of the next of Generations;
+    index: the micro-step that trains on it first; on_policy: see grpo.add_logprobs; raises RewardError.
+    train_step(policy, micro_batches, learning_rate): LateMetrics, or a dict. save_final(folder, policy, tokenizer):
+    writes what a run ends with.
 
     Needed by a plan and a kernel list: models_of(run): the Models. completions_at_once(train, length): the most
     completions that one forward and backward pass has, with prompts of `length` tokens each. rehearse(run, policy,
@@ -117,14 +115,16 @@ class TrainerOnPrompts(NamedTuple):
         base, _ = find_base(model or run.model)
         check_stops_of(params, base)
         llm = LLM(load_model(model or run.model, run.train.dtype), Tokenizer.from_folder(base), run.engine)
-        if communicator.world_size > 1:
-            llm, rewards = llm_on_ranks(llm, communicator), RewardsOnRanks(rewards, communicator)
-        prompts = load_prompts(run.data.eval, run, llm, for_eval=True)
-        generation = evaluation.generate(llm, rewards, prompts, params, TrainerState(0, 0, 0.0), status)
-        rows = generation.rows(rewards.names)
-        for row in rows:
-            del row["advantage"]
-        return evaluation.metrics_of(generation, rewards.names, run), rows
+        ranks, prompts = LedLLM(llm, communicator), load_prompts(run.data.eval, run, llm, for_eval=True)
+
+        def draw():
+            generation = evaluation.generate(ranks.llm, rewards, prompts, params, TrainerState(0, 0, 0.0), status)
+            rows = generation.rows(rewards.names)
+            for row in rows:
+                del row["advantage"]
+            return evaluation.metrics_of(generation, rewards.names, run), rows
+
+        return ranks.led(draw, shared=lambda found: (found[0], []))
 
     def planned_step(self, planner, run):
         """The Step of a Planner's run, or of a variant of it: completions of the longest prompt, as long as they may
@@ -165,10 +165,9 @@ class PromptLoop:
     """The loaded parts of the run of a RunFolder, and its steps. The other arguments are those of
     TrainerOnPrompts.train.
 
-    llm: this rank's; generator: the LLM, or that of all ranks. elsewhere: the EngineElsewhere that both have where
-    ranks have the weights in parts, else None. ahead: the Ahead of a run with [async], else None; waiting: the
-    WaitingProcesses that become its inference processes. state: the DataState; complete: what a checkpoint keeps of the
-    data after the last complete step.
+    llm: this rank's, or the LLMOnProcesses where ranks have the weights in parts. waiting: the WaitingProcesses that
+    become the run's inference processes. state: the DataState; complete: what a checkpoint keeps of the data after the
+    last complete step.
     """
 
     def __init__(self, algorithm, folder, reward_funcs, communicator, waiting):
@@ -180,13 +179,10 @@ class PromptLoop:
             self.rewards.start()
             folder.compare_rewards(self.rewards)
         self.policy, self.tokenizer = algorithm.load(run, folder)
-        model, self.elsewhere = self.policy.model, None
-        if is_in_parts(model.weights):
-            self.elsewhere = EngineElsewhere(model.config, run.engine)
-        self.llm = self.generator = LLM(model, self.tokenizer, run.engine, engine=self.elsewhere)
-        if not folder.is_alone:
-            self.generator = self.llm if self.elsewhere else llm_on_ranks(self.llm, communicator)
-            self.rewards = RewardsOnRanks(self.rewards, communicator)
+        if is_in_parts(self.policy.model.weights):
+            self.llm = LLMOnProcesses(self.policy.model, self.tokenizer, run.engine, run.asynchronous)
+        else:
+            self.llm = LLM(self.policy.model, self.tokenizer, run.engine)
         self.prompts = load_prompts(run.data.train, run, self.llm)
         self.eval_data = load_prompts(run.data.eval, run, self.llm, for_eval=True) if run.data.eval else None
         hashes = [
@@ -197,7 +193,9 @@ class PromptLoop:
         self.moved = folder.compare_rows(*hashes)
         self.schedule = self._new_schedule()
         self.state = DataState(prompt_order(self.prompts, run))
-        self.ahead = self._start_ahead(self._restore())
+        source = PromptSource(self.prompts, self.state.order, self.rewards)
+        self.generations = Generations(run, self.policy, self.llm, source, communicator)
+        self._begin_generations(self._restore(), waiting)
         self.complete = self._completed(folder.step)
         # Generations that are not in completions.jsonl yet.
         self.unwritten, self.is_first_step = [], True
@@ -232,26 +230,16 @@ class PromptLoop:
             within %= self.schedule.micro_steps_per_generation
             self.schedule = self._new_schedule(Start(step, saved["epochs"], within))
 
-    def _start_ahead(self, groups):
-        """The Ahead of a run with [async], with these groups of a checkpoint, and let the algorithm generate by it."""
-        run, train, step = self.run, self.run.train, self.folder.step
-        if not run.generates_beside:
-            if groups:
-                raise ConfigError(
-                    f"{self.folder.model_folder} has {len(groups)} prompts of an asynchronous run that are not trained "
-                    "on yet: resume it with its section [async]"
-                )
-            return None
-
-        def params_of(step, index):
-            return sampling_params(train, derived_seed(run.seed, step, index, 0), train.num_generations)
-
-        parts = self.policy, self.llm, self.prompts, self.rewards, self.state, self.schedule
-        ahead = start_ahead(run, *parts, step, groups, params_of, self.waiting)
-        if self.elsewhere:
-            self.elsewhere.ahead = ahead
-        self.algorithm = self.algorithm._replace(generate=partial(self.algorithm.generate, ahead=ahead))
-        return ahead
+    def _begin_generations(self, groups, waiting):
+        """Let the generations go on after those of the checkpoint, with its groups."""
+        run, step = self.run, self.folder.step
+        if groups and not run.generates_beside:
+            raise ConfigError(
+                f"{self.folder.model_folder} has {len(groups)} prompts of an asynchronous run that are not trained on "
+                "yet: resume it with its section [async]"
+            )
+        course = course_of(run, self.schedule, step, self.state.rollouts is not None)
+        self.generations.begin(course, step, groups, Connected(waiting, (KERNEL_LIST, kernel_request(run))))
 
     def _completed(self, step):
         """The state of the data after so many steps, for a checkpoint."""
@@ -260,19 +248,20 @@ class PromptLoop:
         within = schedule.micro_steps(step)[0].index % schedule.micro_steps_per_generation
         kept |= {"sizes": schedule.sizes, "start": schedule.start, "within": within}
         kept["epochs"] = schedule.epochs_done(step)
-        return step, kept, self.ahead.state() if self.ahead else []
+        return step, kept, self.generations.state()
 
     def train(self):
         """All steps that are left, and the end of the run: its TrainerState."""
-        folder, ahead = self.folder, self.ahead
+        folder = self.folder
         with (
             self.policy.context.use(),
             folder.writer(self.schedule.total_steps) as self.writer,
             folder.kept_after_error(self.policy, self._save, lambda: self.complete[0]),
             garbage.unfrozen_at_end(),
-            closing(ahead) if ahead else nullcontext(),
+            closing(self.generations),
         ):
             folder.hold_signals()
+            self.generations.status = self.writer.status
             self._begin()
             self.clock = Clock()
             for step in range(folder.step, self.schedule.total_steps):
@@ -287,13 +276,13 @@ class PromptLoop:
     def _begin(self):
         """Do what comes before the first step."""
         step, total_steps = self.folder.step, self.schedule.total_steps
-        if self.elsewhere:
-            self.ahead.start()
+        if self.generations.is_apart:
+            self.generations.start()
         if self.eval_data and self.run.train.eval_on_start and step == 0:
             self.writer.log(0, self._evaluate(TrainerState(0, total_steps, 0.0)))
         self.folder.callbacks.begin(step, total_steps, self.schedule.epochs_done(step), self.policy.model)
-        if self.ahead and not self.elsewhere:
-            self.ahead.start()
+        if not self.generations.is_apart:
+            self.generations.start()
 
     def _step(self, step):
         """Generate as needed, one optimizer step, and what is due after it: whether the run ends with it."""
@@ -335,15 +324,13 @@ class PromptLoop:
         for micro in schedule.micro_steps(trainer_state.global_step):
             if micro.begins_generation or state.rollouts is None:
                 with clock.phase("generate"):
-                    rollouts, generations, own_metrics = self.algorithm.generate(
-                        self.policy, self.generator, self.rewards, self.prompts, state.order, self.run, trainer_state,
-                        micro.index, schedule.on_policy, clock, self.writer,
-                    )  # fmt: skip
+                    rollouts, generation, own_metrics = self.algorithm.generate(
+                        self.policy, self.generations, trainer_state, micro.index, schedule.on_policy, clock
+                    )
                 with clock.phase("log"):
-                    names = self.rewards.names
-                    state.begin(rollouts, generations, names, own_metrics)
-                    num_generated += sum(each.num_generated + each.num_unused for each in generations)
-                    self.unwritten += generations
+                    state.begin(rollouts, generation, self.generations.names, own_metrics)
+                    num_generated += generation.num_generated + generation.num_unused
+                    self.unwritten.append(generation)
             parts.append((micro, state.rollouts))
             metrics.append(state.metrics)
         return parts, mean_metrics(metrics), num_generated
@@ -355,7 +342,7 @@ class PromptLoop:
         self._write_completions(step)
         self.policy.move_reference_if_due(step + 1)
         self.complete, self.policy.is_updating = self._completed(step + 1), False
-        (self.ahead or self.llm).update_weights(step + 1)
+        self.generations.update_weights(step + 1)
         # Kernels that were launched count here.
         device.synchronize()
         return metrics
@@ -364,7 +351,8 @@ class PromptLoop:
         """Let a thread write the completions of a step: while the device computes, it takes no time from this one."""
         generations, self.unwritten = self.unwritten, []
         if generations:
-            self.writer.completions(step + 1, (row for each in generations for row in each.rows(self.rewards.names)))
+            names = self.generations.names
+            self.writer.completions(step + 1, (row for each in generations for row in each.rows(names)))
 
     def _evaluate_if_due(self, trainer_state, is_last, metrics):
         """Add an evaluation to the metrics of a step where one is due."""
@@ -372,8 +360,7 @@ class PromptLoop:
         if not self.eval_data or not folder.decided(folder.callbacks.evaluation_due(done, is_last)):
             return
         with self.writer.logged_on_interruption(done, metrics), folder.interruptible(), self.clock.phase("eval"):
-            if self.ahead:
-                self.ahead.settle()
+            self.generations.settle()
             found = self._evaluate(trainer_state)
         metrics |= found
         with self.clock.phase("log"):
@@ -382,14 +369,16 @@ class PromptLoop:
                     folder.callbacks.evaluated(found, self.policy.model)
 
     def _evaluate(self, trainer_state):
-        return evaluate(self.generator, self.rewards, self.eval_data, self.run, trainer_state)
+        """The metrics of an evaluation, on all ranks: dict."""
+        arguments = self.generations.leader, self.rewards, self.eval_data, self.run, trainer_state
+        return self.generations.led(lambda: evaluate(*arguments))
 
     def _log(self, step, metrics, num_tokens, num_generated):
         """Write the metrics of a step. num_tokens, num_generated: trained on, and generated."""
         # Time from here on counts in the next step.
         metrics |= self.clock.read()
         metrics["perf/throughput"] = num_tokens / metrics["step_time"]
-        if num_generated and not self.ahead:
+        if num_generated and not self.generations.is_ahead:
             metrics["perf/generation_tokens_per_s"] = num_generated / metrics["time/generate"]
         with self.folder.sharing():
             self.writer.log(step + 1, metrics | memory_metrics())
@@ -406,26 +395,27 @@ class PromptLoop:
 
     def _finish(self):
         """Do what comes after the last step: write samples of what was learned, and final/."""
-        folder, writer = self.folder, self.writer
-        if self.ahead and not self.elsewhere:
-            self.ahead.close()
+        folder, writer, generations = self.folder, self.writer, self.generations
+        if not generations.is_apart:
+            generations.close()
         folder.callbacks.call("on_train_end", self.policy.model)
         writer.flush()
         writer.draw()
         # While the last checkpoint is being written.
-        if folder.is_first_rank or self.elsewhere:
-            self._print_samples()
-        if self.elsewhere:
-            self.ahead.close()
+        if folder.is_first_rank or generations.is_apart:
+            text = generations.led(self._samples) if generations.is_apart else self._samples()
+            if text:
+                writer.print(text)
+        if generations.is_apart:
+            generations.close()
         self.algorithm.save_final(folder, self.policy, self.tokenizer)
 
-    def _print_samples(self):
-        """On rank 0, print samples of what was learned; with an EngineElsewhere all ranks draw them."""
+    def _samples(self):
+        """Samples of what was learned: str, empty if there are none."""
         folder = self.folder
-        is_there = (folder.path / "completions.jsonl").exists()
-        if folder.decided(is_there) if self.elsewhere else is_there:
-            if text := sample_report(self.llm, self.prompts, self.run, folder.path):
-                self.writer.print(text)
+        if not (folder.path / "completions.jsonl").exists():
+            return ""
+        return sample_report(self.llm, self.prompts, self.run, folder.path)
 
 
 def mean_metrics(of_parts):

@@ -5,9 +5,12 @@ import math
 from typing import NamedTuple
 
 from rlnumba.errors import ConfigError
+from rlnumba.rewards import TrainerState
 from rlnumba.runs.policy import Schedule
+from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.runs.run_folder import log
-from rlnumba.sampling.samples import generation_metrics
+from rlnumba.sampling.pipeline import Course
+from rlnumba.sampling.samples import derived_seed, generation_metrics
 from rlnumba.trainers import rollout
 
 
@@ -92,6 +95,31 @@ class MicroBatchSchedule(Schedule):
         return self.accumulation % self.micro_steps_per_generation == 0 and not self.plan.ratio_to_sampler
 
 
+def generations_from(schedule, step, begun):
+    """Yields (step, index) of the generations from optimizer step `step` on, as their first micro-steps have them.
+
+    begun: whether the generation of that step's first micro-batches is there already.
+    """
+    for at in range(step, schedule.total_steps):
+        for micro in schedule.micro_steps(at):
+            if micro.begins_generation or not begun:
+                yield at, micro.index
+            begun = True
+
+
+def course_of(run, schedule, step, begun):
+    """The Course of a run's generations from optimizer step `step` on; begun: the same as there."""
+
+    def trainer_state_of(at):
+        return TrainerState(at, schedule.total_steps, schedule.epochs_done(at))
+
+    def params_of(at, index):
+        seed = derived_seed(run.seed, at, index, 0)
+        return sampling_params(run.train, seed, run.train.generation.num_completions_each)
+
+    return Course(generations_from(schedule, step, begun), trainer_state_of, params_of)
+
+
 class DataState:
     """The data pipeline's state between optimizer steps: order, tokens seen, generation in use."""
 
@@ -99,11 +127,11 @@ class DataState:
         self.order = order
         self.num_tokens, self.rollouts, self.metrics = 0, None, {}
 
-    def begin(self, rollouts, generations, names, metrics):
-        """Use a new generation. generations: list of Generation; names: the reward functions'; metrics: further."""
-        self.rollouts, self.metrics = rollouts, generation_metrics(generations, names) | metrics
-        self.num_tokens += sum(each.num_tokens for each in generations)
-        num_samples = sum(len(each.samples) for each in generations)
+    def begin(self, rollouts, generation, names, metrics):
+        """Use a new Generation. names: the reward functions'; metrics: further ones."""
+        self.rollouts, self.metrics = rollouts, generation_metrics(generation, names) | metrics
+        self.num_tokens += generation.num_tokens
+        num_samples = len(generation.samples)
         if num_samples > len(rollouts.advantages):
             self.metrics["dynamic_sampling/dropped"] = 1 - len(rollouts.advantages) / num_samples
 

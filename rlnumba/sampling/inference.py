@@ -1,15 +1,15 @@
 """Inference processes: engines that generate while the trainer trains, watched, and started anew when they end.
 
     engines = Engines(setup, sender, 2, ...)
-    engines.push(0)                       weights of version 0, to all of them
-    engines.submit(request)               a GroupRequest, to the one with the fewest unfinished groups
-    ...                                   finished(request) is called in a thread as soon as it is complete
+    engines.update_weights(0)             weights of version 0, to all of them
+    engines.submit(request, owner)        a GroupRequest, to the one with the fewest unfinished groups
+    ...                                   owner.finished(request) is called in a thread as soon as it is complete
 
 A process that has ended, or gives no sign of life, is replaced: a new one gets the newest weights first, then the
 groups that the old one had not finished. A completion depends on weights, seed, prompt and index alone, so these are
-the same. If processes have staging of their own (weight_push.py), the weights come as soon as the trainer waits
+the same. If processes have staging of their own (weights/push.py), the weights come as soon as the trainer waits
 for groups, and the groups begin then. Groups that take longer than timeout_s, from when the engine begins to compute
-them, are taken back, and given out again or handed to `expired`.
+them, are taken back, and handed to owner.expired.
 
 Messages are sent by a thread for each process, so that one that does not read holds up nothing else; what a process
 sends is handled by one thread of all. A process is one of this host (SpawnedProcess), or an actor of another one
@@ -33,8 +33,9 @@ from typing import NamedTuple
 from rlnumba.errors import UserError
 from rlnumba.parallel.launch import how_ended
 from rlnumba.sampling.inference_group import Failed
-from rlnumba.sampling.inference_worker import Alive, Begun, Done, Interrupt, Refused, Updated
+from rlnumba.sampling.inference_worker import Begun, Done, Interrupt, Refused, Updated
 from rlnumba.sampling.queued_connection import QueuedConnection
+from rlnumba.sampling.sampler import Alive, Sampler
 from rlnumba.sampling.weights.push import Offer
 
 MAIN = "import sys; sys.path[:] = {path!r}; from rlnumba.sampling.inference_worker import main; main({descriptor})"
@@ -206,17 +207,19 @@ class SpawnedProcess(Process):
             self._arrived(self, Ended(f"its process {how_ended(self.process.wait())}"))
 
 
-class Engines:
+class Engines(Sampler):
     """`count` inference processes; a context manager, which ends them.
 
-    setup_of(index): the Setup of each. sender: WeightSender or WeightPusher. finished(request), expired(request):
-    called in a thread with a complete GroupRequest, and with one that has taken too long, with what is done and begun.
-    limits: Limits. start(index, setup, arrived): a Process, as SpawnedProcess has it.
+    setup_of(index): the Setup of each. sender: WeightSender or WeightPusher. limits: Limits. start(index, setup,
+    arrived): a Process, as SpawnedProcess has it. nodes: the RayEngines that `start` is of, which are closed last.
     """
 
-    def __init__(self, setup_of, sender, count, finished, expired, limits, start=SpawnedProcess):
-        self.setup_of, self.sender, self.limits = setup_of, sender, limits
-        self.finished, self.expired = finished, expired
+    wait_s = POLL_S
+
+    def __init__(self, setup_of, sender, count, limits, start=SpawnedProcess, nodes=None):
+        self.setup_of, self.sender, self.count, self.limits, self.nodes = setup_of, sender, count, limits, nodes
+        # Those who get the requests back, by number.
+        self._owners = {}
         self._changed = threading.Condition()
         self._closed, self._error = False, None
         self._restarts, self._newest, self.refusals, self._pauses = [0] * count, None, 0, []
@@ -240,13 +243,15 @@ class Engines:
         self._thread.join()
         for process in self.processes:
             process.end()
+        if self.nodes is not None:
+            self.nodes.close()
 
     def check(self):
         """Raise InferenceError if the processes cannot go on, and send weights to those that have not the newest.
 
         A process lacks weights that arrived damaged, or before it could take them. To be called while the weights
         are those of the last push, and while the other ranks of a trainer that has them in parts wait for what rank 0
-        says (weight_sync.Again).
+        says (weights/sync.py:Again).
         """
         self._raise_error()
         with self._changed:
@@ -270,6 +275,11 @@ class Engines:
         return is_refused or process.sent != self._newest
 
     @property
+    def version(self):
+        """The newest version that processes were given, or are to be given."""
+        return self._newest
+
+    @property
     def stats(self):
         """Alive: the sums of all processes since the start."""
         with self._changed:
@@ -282,14 +292,15 @@ class Engines:
             pauses, self._pauses = self._pauses, []
         return pauses
 
-    def submit(self, request):
+    def submit(self, request, owner):
         """Give a GroupRequest to the process with the fewest unfinished groups."""
         with self._changed:
+            self._owners[request.number] = owner
             # Groups of a process that is ending are given to the next in its place.
             process = min(self.processes, key=lambda each: (each.is_ending, len(each.groups), each.index))
             self._give(process, request)
 
-    def push(self, version):
+    def update_weights(self, version):
         """Send the weights as they are to all processes, as this version; returns before these have taken them.
 
         Waits until none of them needs the version that is overwritten. Raises InferenceError where that takes longer
@@ -314,7 +325,7 @@ class Engines:
     def start(self, version):
         """Give all processes the weights as they are, as this version, each as soon as it can take them."""
         if not self.sender.needs_offers:
-            self.push(version)
+            self.update_weights(version)
         self._newest = version
 
     def _offers(self):
@@ -383,7 +394,8 @@ class Engines:
             elif isinstance(message, Updated):
                 self._pauses.append(message.pause_s)
                 process.pending = {version for version in process.pending if version > message.version}
-                process.refused.clear()
+                # One that was refused before an older one was live is still to be sent again.
+                process.refused = {v: count for v, count in process.refused.items() if v > message.version}
                 self._changed.notify_all()
             elif isinstance(message, Refused):
                 reason = self._refused(process, message)
@@ -396,11 +408,12 @@ class Engines:
                 for number in message.numbers:
                     process.groups[number] = process.groups[number][0], process.heard_at
             elif isinstance(message, Done):
+                owner = self._owners.pop(message.request.number)
                 del process.groups[message.request.number]
                 process.asked.discard(message.request.number)
         # Without the lock: these may wait for others that want it.
         if isinstance(message, Done):
-            (self.finished if message.request.is_complete else self.expired)(message.request)
+            (owner.finished if message.request.is_complete else owner.expired)(message.request)
         if reason is not None:
             self._replace(process, reason)
 

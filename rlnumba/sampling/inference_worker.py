@@ -21,6 +21,7 @@ from rlnumba.parallel.communicator import TIMEOUT_S
 from rlnumba.runtime import garbage
 from rlnumba.sampling.inference_group import FINISH_S, Failed, Followers, HeldModel, choose_device
 from rlnumba.sampling.queued_connection import QueuedConnection
+from rlnumba.sampling.sampler import Alive
 from rlnumba.sampling.weights.push import OwnStaging
 from rlnumba.sampling.weights.sync import Begin, Bucket, Finish, Staging, WeightReceiver, WeightsRefused
 
@@ -61,14 +62,6 @@ class Interrupt(NamedTuple):
     """A message to an inference process that asks for a group back."""
 
     number: int
-
-
-class Alive(NamedTuple):
-    """A sign of life: tokens sampled since the start, seconds in decode steps, and seconds without any group."""
-
-    num_tokens: int
-    busy_s: float
-    idle_s: float
 
 
 class Begun(NamedTuple):

@@ -6,7 +6,7 @@
 
     OwnProcess      this process, with the whole model
     Shards          ranks with a shard of the model each (parallel/tensor_parallel.py)
-    Copies          ranks with the whole model each (replicas.py)
+    Copies          ranks with the whole model each (ranks.py)
 
 progress: called with a line of text, and has `generated`, LLM.generate's progress, and `restart`, called once weights
 are there. Ranks get a copy of it.
@@ -27,7 +27,7 @@ from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.parallel.tensor_parallel import compile_parts_ahead, follow, on_ranks
 from rlnumba.runtime import device
-from rlnumba.sampling.replicas import launch_replicas, llm_on_ranks
+from rlnumba.sampling.ranks import LedLLM, launch_replicas
 
 # Tokens that are scored at a time.
 SCORED_TOKENS = 32768
@@ -140,10 +140,8 @@ def complete(llm, generation, progress=None, failed=None):
 
 def complete_together(communicator, checkpoint, generation, progress):
     """The work of a rank of Copies: the result of `complete` on rank 0, None on others."""
-    llm = llm_on_ranks(LLM(checkpoint.load(), checkpoint.tokenizer(), generation.engine), communicator)
-    is_first = communicator.rank == 0
-    outputs = complete(llm, generation, progress if is_first else None)
-    return outputs if is_first else None
+    ranks = LedLLM(LLM(checkpoint.load(), checkpoint.tokenizer(), generation.engine), communicator)
+    return ranks.led(lambda: complete(ranks.llm, generation, progress), shared=lambda outputs: None)
 
 
 def complete_sharded(model, checkpoint, generation, progress=None):

@@ -168,9 +168,9 @@ def is_uniform(group, aggregation="sum_then_normalize"):
     return all(len(column) < 2 or column.min() == column.max() for column in known)
 
 
-def generation_metrics(generations, names):
-    """TRL's metrics of a list of Generations, a dict of floats. names: of the reward functions."""
-    samples = [sample for each in generations for sample in each.samples]
+def generation_metrics(generation, names):
+    """TRL's metrics of a Generation, a dict of floats. names: of the reward functions."""
+    samples = generation.samples
     values = np.array([sample.values for sample in samples])
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([sample.completion.num_tokens for sample in samples])
@@ -183,10 +183,9 @@ def generation_metrics(generations, names):
         for name in ("mean", "min", "max"):
             found[f"completions/{name}_{which}"] = float(getattr(of, name)())
     found["completions/clipped_ratio"] = float(truncated.mean())
-    for each in generations:
-        found = found | each.metrics | found
-        for name, count in each.errors.items():
-            found[f"reward_errors/{name}"] = found.get(f"reward_errors/{name}", 0) + count
+    found = found | generation.metrics | found
+    for name, count in generation.errors.items():
+        found[f"reward_errors/{name}"] = found.get(f"reward_errors/{name}", 0) + count
     return found
 
 

@@ -28,9 +28,9 @@ from rlnumba.runs.policy import LateMetrics
 from rlnumba.runs.prompt_loop import TrainerOnPrompts
 from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.runtime import device
-from rlnumba.sampling.samples import Sample, derived_seed, draw_samples, is_uniform
-from rlnumba.trainers import dynamic_sampling, rollout
+from rlnumba.sampling.samples import Sample, derived_seed, is_uniform
 from rlnumba.trainers import entropy as entropies
+from rlnumba.trainers import rollout
 from rlnumba.trainers.rejection import normalize_corrections, reject
 
 
@@ -44,61 +44,30 @@ def load(run, folder):
     return load_policy(run, folder, run.train.beta > 0, run.train.temperature)
 
 
-def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer, ahead=None):
+def generate(policy, generations, trainer_state, index, on_policy, clock):
     """GRPO's generation: see TrainerOnPrompts."""
-    rollouts, generations = roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer, ahead)
+    train, order = generations.run.train, generations.order
+    # prompt -> ids -> completions, text -> reward
+    chosen, generation = generations.take(trainer_state, clock)
+    groups = groups_that_differ(generation, train) if train.generation.dynamic else generation.groups
+    with clock.phase("advantage"):
+        order.record(chosen, generation.groups)
+        rollouts = rollouts_of(groups, generations, trainer_state, index)
+        rollouts.is_stale = is_stale(generation, trainer_state.global_step)
     with clock.phase("logprob"):
         add_logprobs(policy, rollouts, on_policy)
     with clock.phase("advantage"):
-        groups = [group for each in generations for group in each.groups]
-        metrics = {"frac_reward_zero_std": rollout.frac_reward_zero_std(groups, run.train)} | order.shares()
-        metrics |= ahead.metrics if ahead else {}
+        metrics = {"frac_reward_zero_std": rollout.frac_reward_zero_std(generation.groups, train)}
+        metrics |= order.shares() | generations.metrics
     if order.replay_buffer is not None:
         metrics |= order.replay_buffer.metrics
-    if run.train.dynamic_sampling:
-        metrics["perf/over_sampled_tokens"] = sum(each.num_unused for each in generations)
-    if run.train.rollout_rs is not None:
+    if train.generation.dynamic:
+        metrics["perf/over_sampled_tokens"] = generation.num_unused
+    if train.rollout_rs is not None:
         metrics["rollout_corr/rollout_rs_masked_fraction"] = rollouts.rejected_fraction
-    if run.train.rollout_is_batch_normalize:
+    if train.rollout_is_batch_normalize:
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = rollouts.correction_mean
-    return rollouts, generations, metrics
-
-
-def roll_out(llm, rewards, prompts, order, run, trainer_state, index, clock, writer, ahead=None):
-    """One generation: (Rollouts to train on, list of Generation with all completions).
-
-    order: PromptOrder, advanced; index: the micro-step that trains on it first. ahead: the Ahead that draws the
-    completions, if there is one. Raises RewardError.
-    """
-    train = run.train
-    if ahead:
-        chosen, generation = ahead.take(trainer_state, clock, writer.status)
-        groups = groups_that_differ(generation, train) if train.dynamic_sampling else generation.groups
-        with clock.phase("advantage"):
-            order.record(chosen, generation.groups)
-            rollouts = rollouts_of(groups, rewards, order, run, trainer_state, index)
-            rollouts.is_stale = is_stale(generation, trainer_state.global_step)
-        return rollouts, [generation]
-    llm.wake()
-    # prompt -> ids -> completions, text -> reward
-    params = sampling_params(train, derived_seed(run.seed, trainer_state.global_step, index, 0), train.num_generations)
-    num_groups, common = train.prompts_per_rollout, (trainer_state, clock)
-    if (dynamic := train.generation.dynamic) is not None:
-        chosen = order.upcoming(num_groups, dynamic.most_prompts)
-        limits = num_groups, dynamic.window, lambda group: differs(group, train)
-        generation = dynamic_sampling.generate(llm, rewards, prompts, chosen, params, *common, *limits, writer.status)
-        chosen = chosen[: len(generation.groups)]
-        order.advance(len(chosen))
-        groups = groups_that_differ(generation, train)
-    else:
-        chosen = order.take(num_groups)
-        generation = draw_samples(llm, rewards, prompts, chosen, params, *common, writer.status)
-        groups = list(generation.groups)
-    llm.sleep()
-    with clock.phase("advantage"):
-        order.record(chosen, generation.groups)
-        rollouts = rollouts_of(groups, rewards, order, run, trainer_state, index)
-    return rollouts, [generation]
+    return rollouts, generation, metrics
 
 
 def differs(group, train):
@@ -112,7 +81,7 @@ def groups_that_differ(generation, train):
     The last uniform ones fill the batch if too few groups differ in their rewards.
     """
     groups, uniform = ([each for each in generation.groups if differs(each, train) == kind] for kind in (True, False))
-    return groups + uniform[len(uniform) - (train.prompts_per_rollout - len(groups)) :]
+    return groups + uniform[len(uniform) - (train.generation.num_prompts - len(groups)) :]
 
 
 def is_stale(generation, step):
@@ -121,14 +90,15 @@ def is_stale(generation, step):
     return any((of_tokens != step).any() for of_tokens in versions)
 
 
-def rollouts_of(groups, rewards, order, run, trainer_state, index):
-    """Give the Samples of groups their advantages: Rollouts of all of them. The other arguments are roll_out's."""
+def rollouts_of(groups, generations, trainer_state, index):
+    """Give the Samples of groups their advantages: Rollouts of all of them. The other arguments are generate's."""
+    run, order = generations.run, generations.order
     train = run.train
     # reward -> advantage
     if train.advantage_estimator != "grpo" or train.length_penalty:
         rollout.set_estimated_advantages(groups, train, order.memory)
     else:
-        weights, aggregation = rewards.weights, train.multi_objective_aggregation
+        weights, aggregation = generations.weights, train.multi_objective_aggregation
         rollout.set_advantages(groups, weights, train.scale_rewards, aggregation)
     # completions -> batch
     samples = [sample for group in groups for sample in group]

@@ -41,10 +41,9 @@ from rlnumba.runs.micro_batch import TargetBatch, costliest_first
 from rlnumba.runs.planning.planned import Models
 from rlnumba.runs.policy import LateMetrics, Policy, epoch_order
 from rlnumba.runs.prompt_loop import TrainerOnPrompts
-from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.transfer import copy_to_device
-from rlnumba.sampling.samples import derived_seed, draw_samples
+from rlnumba.sampling.samples import derived_seed
 from rlnumba.trainers import rollout
 from rlnumba.trainers.grpo import sampler_is_exact
 
@@ -231,15 +230,12 @@ class Experience:
     score_moments: RunningMoments
 
 
-def generate(actor, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer):
+def generate(actor, generations, trainer_state, index, on_policy, clock):
     """One batch, in the ActorCritic's buffer: see TrainerOnPrompts. Completions without a reward are left out."""
-    train, step = run.train, trainer_state.global_step
+    run, step = generations.run, trainer_state.global_step
+    train = run.train
     # prompt -> ids -> completions, text -> reward
-    chosen = order.take(train.generation.num_prompts)
-    params = sampling_params(train, derived_seed(run.seed, step, index, 0), 1)
-    llm.wake()
-    generation = draw_samples(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status)
-    llm.sleep()
+    _, generation = generations.take(trainer_state, clock)
     samples = [sample for sample in generation.samples if not math.isnan(sample.reward)]
     if not samples:
         raise UserError(f"no completion of step {step + 1} has a reward: every reward function gave None")
@@ -264,7 +260,7 @@ def generate(actor, llm, rewards, prompts, order, run, trainer_state, index, on_
         metrics = objective_metrics(actor.buffer, scores, train)
         ids = np.concatenate([sample.completion.array("token_ids") for sample in samples])
         metrics["val/num_eos_tokens"] = int(np.isin(ids, actor.model.config.eos_token_ids).sum())
-    return rollouts, [generation], metrics
+    return rollouts, generation, metrics
 
 
 def evaluate_tokens(actor, rollouts):

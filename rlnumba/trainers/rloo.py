@@ -17,9 +17,8 @@ import numpy as np
 from rlnumba.config.rloo import RLOORun
 from rlnumba.kernels.rl.advantage import rloo_advantages
 from rlnumba.runs.prompt_loop import TrainerOnPrompts
-from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.runtime import device
-from rlnumba.sampling.samples import derived_seed, draw_samples
+from rlnumba.sampling.samples import derived_seed
 from rlnumba.trainers import rollout
 from rlnumba.trainers.entropy import WithoutBonus
 from rlnumba.trainers.grpo import (
@@ -43,25 +42,19 @@ def run_rloo(run, resume=False, reward_funcs=(), communicator=None):
     return TRAINER.train(run, resume, reward_funcs, communicator)
 
 
-def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on_policy, clock, writer, ahead=None):
+def generate(policy, generations, trainer_state, index, on_policy, clock):
     """One generation, with the advantages of its completions: see TrainerOnPrompts."""
-    train, step = run.train, trainer_state.global_step
+    run, order, step = generations.run, generations.order, trainer_state.global_step
+    train = run.train
     # prompt -> ids -> completions, text -> reward
-    if ahead:
-        chosen, generation = ahead.take(trainer_state, clock, writer.status)
-    else:
-        chosen = order.take(train.prompts_per_rollout)
-        params = sampling_params(train, derived_seed(run.seed, step, index, 0), train.num_generations)
-        llm.wake()
-        generation = draw_samples(llm, rewards, prompts, chosen, params, trainer_state, clock, writer.status)
-        llm.sleep()
+    chosen, generation = generations.take(trainer_state, clock)
     with clock.phase("advantage"):
         order.record(chosen, generation.groups)
         # completions -> batch, in another order, so that groups spread over the micro-batches
         samples = generation.samples
         shuffled = np.random.default_rng(derived_seed(run.seed, step, index)).permutation(len(samples))
         rollouts = rollout.Rollouts.of([samples[i] for i in shuffled], train.mask_truncated_completions)
-        rollouts.is_stale = ahead is not None and is_stale(generation, step)
+        rollouts.is_stale = is_stale(generation, step)
     # ids -> log-probs of policy and reference -> KL of each completion
     with clock.phase("logprob"):
         kl = np.empty(len(samples))
@@ -74,10 +67,10 @@ def generate(policy, llm, rewards, prompts, order, run, trainer_state, index, on
             sample.advantage = advantage
         rollouts.advantages = advantages[shuffled]
     metrics = {"frac_reward_zero_std": rollout.frac_zero_std(own_rewards.reshape(-1, train.num_generations))}
-    metrics |= order.shares() | (ahead.metrics if ahead else {})
+    metrics |= order.shares() | generations.metrics
     if policy.reference is not None:
         metrics["kl"] = float(kl.sum() / max(rollouts.num_active, 1))
-    return rollouts, [generation], metrics
+    return rollouts, generation, metrics
 
 
 def add_logprobs(policy, rollouts):

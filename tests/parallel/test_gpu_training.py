@@ -20,7 +20,7 @@ from rlnumba.model.transformer import load_model, save_model
 from rlnumba.parallel import launch
 from rlnumba.parallel.placement import RANKS_PER_GPU, gpus_of_ranks
 from rlnumba.runs.ranks import train_on_ranks
-from rlnumba.sampling import replicas
+from rlnumba.sampling import ranks
 from tests.engine.test_llm import make_model
 from tests.parallel import test_trainers, test_training
 from tests.parallel.test_faults import train_with_error
@@ -133,12 +133,12 @@ PARAMS = [SamplingParams(n=16, max_tokens=4 if i else 150, seed=3, ignore_eos=Tr
 
 def draw(communicator, folder):
     """(completions of all prompts, sequences that this rank has taken over in the middle of them)."""
-    replicas.ROUND_S = 0.002
-    llm, taken = replicas.llm_on_ranks(LLM(load_model(folder)), communicator), []
-    own = llm.engine.engine
+    ranks.ROUND_S = 0.002
+    together, taken = ranks.LedLLM(LLM(load_model(folder)), communicator), []
+    own = together.own.engine
     move_in = own.move_in
     own.move_in = lambda sequences: (taken.extend(s for s in sequences if len(s.completion_ids)), move_in(sequences))
-    outputs = llm.generate(PROMPTS, PARAMS)
+    outputs = together.led(lambda: together.llm.generate(PROMPTS, PARAMS))
     return [[(c.token_ids, c.logprobs) for c in output.completions] for output in outputs], len(taken)
 
 

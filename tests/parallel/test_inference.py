@@ -59,7 +59,9 @@ class Fixture:
         self.model = load_model(self.folder, setup.get("dtype", "float32"))
         self.tokenizer = Tokenizer.from_folder(self.folder)
         self.sender = make_sender(self.model.trained)
-        self.finished, self.expired = queue.SimpleQueue(), queue.SimpleQueue()
+        self.done, self.given_back = queue.SimpleQueue(), queue.SimpleQueue()
+        # Who gets its requests back.
+        self.finished, self.expired = self.done.put, self.given_back.put
         staging = None if self.sender.needs_offers else self.sender.staging
         setup = Setup(
             held=HeldModel.of(self.model, self.tokenizer, self.folder),
@@ -67,8 +69,7 @@ class Fixture:
             gpu=None, num_sharing=1, staging=staging and (staging.nbytes, staging.slots, staging.descriptor),
             bucket_bytes=self.sender.bucket_bytes, in_flight=True, keep_cache=True,
         )._replace(**setup)  # fmt: skip
-        done = self.finished.put, self.expired.put
-        self.engines = Engines(lambda index: setup, self.sender, count, *done, LIMITS, start)
+        self.engines = Engines(lambda index: setup, self.sender, count, LIMITS, start)
         self.version = self.numbers = 0
         self.engines.start(0)
 
@@ -76,7 +77,7 @@ class Fixture:
         """New weights, as the next version."""
         self.version += 1
         scale(self.model.trained.flat, 0.9, self.model.trained.flat)
-        self.engines.push(self.version)
+        self.engines.update_weights(self.version)
 
     def submit(self, count, **params):
         """Give out groups of the newest weights: {number: GroupRequest}."""
@@ -87,7 +88,7 @@ class Fixture:
             for number in numbers
         }
         for request in found.values():
-            self.engines.submit(request)
+            self.engines.submit(request, self)
         return found
 
     def wait(self, count, on_expired=None):
@@ -97,13 +98,13 @@ class Fixture:
             assert time.monotonic() < deadline, found.keys()
             self.engines.check()
             try:
-                request = self.finished.get(timeout=0.05)
+                request = self.done.get(timeout=0.05)
                 assert request.number not in found
                 found[request.number] = request.completions
             except queue.Empty:
                 pass
-            while not self.expired.empty():
-                on_expired(self.expired.get())
+            while not self.given_back.empty():
+                on_expired(self.given_back.get())
         return found
 
     def expected(self, requests):
@@ -225,7 +226,7 @@ def test_a_group_that_takes_too_long_goes_on_from_its_tokens(running, monkeypatc
         seen.append(begun + sum(len(each.token_ids) for each in request.done.values()))
         if len(seen) > 1 and seen[-1] > 0:
             running.engines.limits = LIMITS
-        running.engines.submit(request)
+        running.engines.submit(request, running)
 
     requests = running.submit(1, max_tokens=200)
     assert running.wait(1, again) == running.expected(requests)
@@ -235,8 +236,8 @@ def test_a_group_that_takes_too_long_goes_on_from_its_tokens(running, monkeypatc
 
 def test_a_process_that_cannot_work_ends_the_run_with_one_line(running):
     """Last, because no process is left."""
-    requests = running.submit(1)
-    running.engines.submit(dataclasses.replace(requests[running.numbers - 1], number=-1, prompt_token_ids=[10**6]))
+    (request,) = running.submit(1).values()
+    running.engines.submit(dataclasses.replace(request, number=-1, prompt_token_ids=[10**6]), running)
     with pytest.raises(InferenceError, match="inference process [01]: prompt -1: token id 1000000 is outside"):
         running.wait(2)
 
@@ -247,10 +248,10 @@ def test_a_process_that_does_not_start_ends_the_run(monkeypatch, capfd):
     sender = WeightSender(model.trained, 2, BUCKET_BYTES)
     setup = Setup(*[None] * 8, num_sharing=1, staging=(0, 0, sender.staging.descriptor), bucket_bytes=0,
                   in_flight=True, keep_cache=True)  # fmt: skip
-    with Engines(lambda index: setup, sender, 1, None, None, LIMITS._replace(max_restarts=1)) as engines:
+    with Engines(lambda index: setup, sender, 1, LIMITS._replace(max_restarts=1)) as engines:
         with pytest.raises(InferenceError, match="ended with exit code 3; it was started 2 times .*max_restarts is 1"):
             for version in range(10**6):
-                engines.push(version)
+                engines.update_weights(version)
                 engines.check()
                 time.sleep(0.01)
     assert capfd.readouterr().err.count("starting it anew") == 1
@@ -284,8 +285,8 @@ def idle():
     """Engines of one Idle process."""
     sender = WeightSender(load_model(MODEL).trained, 2, BUCKET_BYTES)
     setup = SimpleNamespace(in_flight=True)
-    with Engines(lambda index: setup, sender, 1, print, print, LIMITS, Idle) as engines:
-        engines.push(0)
+    with Engines(lambda index: setup, sender, 1, LIMITS, Idle) as engines:
+        engines.update_weights(0)
         yield engines
 
 
@@ -293,7 +294,7 @@ def test_the_time_limit_of_a_group_counts_from_when_it_is_begun(idle):
     (process,) = idle.processes
     idle.limits = LIMITS._replace(timeout_s=0.0)
     for number in range(2):
-        idle.submit(GroupRequest(number, [1], PARAMS, 0))
+        idle.submit(GroupRequest(number, [1], PARAMS, 0), None)
     idle._look_at_limits()
     assert not process.asked
     process.arrived(process, Begun([1]))
@@ -331,13 +332,27 @@ def test_a_process_that_refuses_too_often_is_replaced(idle):
     wait_until(lambda: idle.processes != [process])
 
 
+def test_refused_weights_are_sent_again_after_older_ones_are_live(idle):
+    """A process that starts late takes two versions at once: it refuses the second, and the first becomes live."""
+    (process,) = idle.processes
+    idle.update_weights(1)
+    process.arrived(process, Refused(1, "damaged"))
+    process.arrived(process, Updated(0, 0.0))
+    wait_until(lambda: process.pending == set())
+    assert process.refused == {1: 1}
+    idle.check()
+    assert process.pending == {1}
+    process.arrived(process, Updated(1, 0.0))
+    wait_until(lambda: process.refused == {})
+
+
 def test_groups_go_where_the_fewest_are_and_memory_that_is_gone_is_not_offered():
     sender, setup = WeightSender(load_model(MODEL).trained, 2, BUCKET_BYTES), SimpleNamespace(in_flight=True)
     limits = LIMITS._replace(max_restarts=1)
-    with Engines(lambda index: setup, sender, 2, print, print, limits, Idle) as engines:
-        engines.push(0)
+    with Engines(lambda index: setup, sender, 2, limits, Idle) as engines:
+        engines.update_weights(0)
         for number in range(5):
-            engines.submit(GroupRequest(number, [1], PARAMS, 0))
+            engines.submit(GroupRequest(number, [1], PARAMS, 0), None)
         assert [sorted(process.groups) for process in engines.processes] == [[0, 2, 4], [1, 3]]
         first = engines.processes[0]
         first.offer = "its memory"
@@ -363,8 +378,8 @@ def test_nothing_waits_for_a_process_that_is_ending(idle):
     assert process.ends.wait(120)
 
     def use():
-        idle.submit(GroupRequest(0, [1], PARAMS, 0))
-        idle.push(1)
+        idle.submit(GroupRequest(0, [1], PARAMS, 0), None)
+        idle.update_weights(1)
         idle.check()
         assert idle.stats.num_tokens == 0
 

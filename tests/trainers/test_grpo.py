@@ -386,42 +386,28 @@ def made_group(prompt, rewards):
     return [Sample(prompt, c, np.array([r]), r, {}) for c, r in zip(completions, rewards, strict=False)]
 
 
-def pretended_generation(monkeypatch, rewards_of, **train):
-    """roll_out whose completions get rewards_of(prompt): (rollouts, generations, calls of generate)."""
-    calls = []
+def pretended_generation(rewards_of, **train):
+    """GRPO's generation of the prompts 0, 1, ... whose completions get rewards_of(prompt): (rollouts, generation).
 
-    def generate(llm, rewards, prompts, chosen, params, now, clock, status):
-        calls.append((list(chosen), params))
-        return Generation([made_group(prompt, rewards_of(prompt)) for prompt in chosen])
-
-    def generate_until(llm, rewards, prompts, chosen, params, now, clock, wanted, window, differs, status):
-        calls.append((list(chosen), params, window))
-        groups = []
-        for prompt in chosen:
-            groups.append(made_group(prompt, rewards_of(prompt)))
-            if sum(map(differs, groups)) == wanted:
-                break
-        return Generation(groups)
-
-    monkeypatch.setattr(grpo, "draw_samples", generate)
-    monkeypatch.setattr(grpo.dynamic_sampling, "generate", generate_until)
-    slept = []
-    llm = SimpleNamespace(wake=lambda: slept.append("wake"), sleep=lambda: slept.append("sleep"))
+    With dynamic sampling all that may be drawn were drawn.
+    """
     config = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_generations": 2} | train
     run = SimpleNamespace(train=grpo_config(**config), seed=42)
-    writer, rewards = SimpleNamespace(status=None), SimpleNamespace(weights=[1.0])
-    order = PromptOrder(100, False, 0)
-    rollouts, generations = grpo.roll_out(llm, rewards, None, order, run, TrainerState(7, 9, 0.5), 3, Clock(), writer)
-    assert slept == ["wake", "sleep"]
-    return rollouts, generations, calls
+    most = run.train.max_gen_batches if run.train.dynamic_sampling else 1
+    indices = list(range(most * run.train.prompts_per_rollout))
+    generation = Generation([made_group(prompt, rewards_of(prompt)) for prompt in indices])
+    generations = SimpleNamespace(
+        run=run, order=PromptOrder(100, False, 0), weights=[1.0], metrics={}, take=lambda *_: (indices, generation)
+    )
+    policy = SimpleNamespace(train=run.train, reference=None)
+    rollouts, _, _ = grpo.generate(policy, generations, TrainerState(7, 9, 0.5), 3, True, Clock())
+    return rollouts, generation
 
 
-def test_a_generation_is_shuffled_by_its_place(monkeypatch):
-    rollouts, generations, calls = pretended_generation(monkeypatch, lambda prompt: (0.0, float(prompt)))
-    ((chosen, params),) = calls
-    assert chosen == [0, 1, 2, 3] and params.seed == derived_seed(42, 7, 3, 0) and params.n == 2
+def test_a_generation_is_shuffled_by_its_place():
+    rollouts, generation = pretended_generation(lambda prompt: (0.0, float(prompt)))
     order = np.random.default_rng(derived_seed(42, 7, 3)).permutation(8)
-    samples = generations[0].samples
+    samples = generation.samples
     assert rollouts.token_ids.reshape(8, 4)[:, 2].tolist() == [samples[i].completion.token_ids[0] for i in order]
     np.testing.assert_array_equal(rollouts.advantages, np.float32([samples[i].advantage for i in order]))
     assert rollouts.num_active == 16
@@ -430,25 +416,20 @@ def test_a_generation_is_shuffled_by_its_place(monkeypatch):
     assert_close(np.float32([s.advantage for s in samples]), expected, terms=4)
 
 
-def test_groups_that_teach_something_are_generated_until_there_are_enough(monkeypatch):
+def test_uniform_groups_fill_a_batch_that_is_short_of_others():
     def rewards_of(prompt):
         return (1.0, 0.0) if prompt in (1, 5, 6) else (0.5, 0.5)
 
-    rollouts, (generation,), ((chosen, params, window),) = pretended_generation(
-        monkeypatch, rewards_of, dynamic_sampling=True, max_gen_batches=3, mask_truncated_completions=True
-    )
-    assert chosen == list(range(12)) and params.seed == derived_seed(42, 7, 3, 0) and window == 4
+    options = {"dynamic_sampling": True, "max_gen_batches": 3, "mask_truncated_completions": True}
+    rollouts, generation = pretended_generation(rewards_of, **options)
     assert len(generation.samples) == 24
     # Of the uniform groups the last one fills up what is missing.
     first_ids = sorted(set(rollouts.token_ids.reshape(8, 4)[:, 2].tolist()))
     assert first_ids == [10 * prompt + 5 + i for prompt in (1, 5, 6, 11) for i in range(2)]
     assert sorted(rollouts.advantages.tolist())[3:5] == [0.0, 0.0]
-    # Enough at once: the first ones. Without dynamic sampling there is one generation, whatever it gives.
-    options = {"dynamic_sampling": True, "max_gen_batches": 3, "over_sampling_batch_size": 7}
-    _, (generation,), ((_, _, window),) = pretended_generation(monkeypatch, lambda _: (1.0, 0.0), **options)
-    assert len(generation.groups) == 4 and window == 7
-    rollouts, _, ((chosen, _),) = pretended_generation(monkeypatch, lambda _: (0.5, 0.5), max_gen_batches=3)
-    assert chosen == [0, 1, 2, 3] and not rollouts.advantages.any()
+    # Without dynamic sampling there is one generation, whatever it gives.
+    rollouts, _ = pretended_generation(lambda _: (0.5, 0.5), max_gen_batches=3)
+    assert len(rollouts.advantages) == 8 and not rollouts.advantages.any()
 
 
 def test_the_state_of_the_data_is_kept_between_steps():
@@ -457,7 +438,7 @@ def test_the_state_of_the_data_is_kept_between_steps():
     assert state.state_dict(True) == {"prompts": [0, 0], "num_tokens": 0, "rollouts": None, "metrics": {}}
     state.order.take(3)
     rollouts = Rollouts.of([sample for group in (groups[0], groups[2]) for sample in group], False)
-    state.begin(rollouts, [Generation(groups[:2]), Generation(groups[2:])], ["f"], {"further": 0.5})
+    state.begin(rollouts, Generation(groups), ["f"], {"further": 0.5})
     # Six sequences of four tokens; two of six completions are not trained on.
     assert state.num_tokens == 24 and state.metrics["further"] == 0.5
     assert state.metrics["dynamic_sampling/dropped"] == pytest.approx(1 / 3)
@@ -465,7 +446,7 @@ def test_the_state_of_the_data_is_kept_between_steps():
     kept = state.state_dict(True)
     assert kept["prompts"] == [0, 3] and kept["num_tokens"] == 24 and kept["metrics"] == state.metrics
     assert state.state_dict(False) == kept | {"rollouts": None, "metrics": {}}
-    state.begin(rollouts, [Generation(groups[:2])], ["f"], {})
+    state.begin(rollouts, Generation(groups[:2]), ["f"], {})
     assert state.num_tokens == 40 and "dynamic_sampling/dropped" not in state.metrics
 
     def restored(kept, **changes):

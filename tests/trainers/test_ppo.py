@@ -21,6 +21,7 @@ from rlnumba.runs import prompt_loop
 from rlnumba.runs.policy import Policy
 from rlnumba.runs.run_folder import RunFolder
 from rlnumba.runtime import device
+from rlnumba.sampling.generations import Generations
 from rlnumba.sampling.samples import Generation, Sample
 from rlnumba.trainers import grpo, ppo
 from rlnumba.trainers.rollout import Rollouts
@@ -42,19 +43,19 @@ def critic_folder(path, head=None):
 
 
 def recorded(case):
-    """A draw_samples that gives the recorded prompts and completions, step by step, with log-probs of 0."""
+    """A Generations.take that gives the recorded prompts and completions, step by step, with log-probs of 0."""
     steps = zip(case["prompt_ids"], case["completion_ids"], strict=True)
 
-    def generate(llm, rewards, prompts, chosen, params, trainer_state, clock, status):
+    def take(generations, trainer_state, clock):
         clock.seconds["time/generate"] += 1.0
         groups = []
         for prompt, ids in zip(*next(steps), strict=True):
             completion = Completion(ids, [0.0] * len(ids), "stop" if 1 in ids else "length", "")
             score = 2.0 * sum(3 <= i < 13 for i in ids) / len(ids)
             groups.append([Sample(Prompt("", prompt, {}, ""), completion, np.array([score]), score, {})])
-        return Generation(groups)
+        return generations.order.take(len(groups)), Generation(groups)
 
-    return generate
+    return take
 
 
 @pytest.mark.parametrize("case", CURVES["cases"])
@@ -62,7 +63,7 @@ def test_golden_run_of_trl(tmp_path, monkeypatch, case):
     recording = CURVES["cases"][case]
     # The completions are another sampler's: old log-probs come from a forward, as in TRL.
     monkeypatch.setattr(ppo, "sampler_is_exact", lambda train: False)
-    monkeypatch.setattr(ppo, "draw_samples", recorded(recording))
+    monkeypatch.setattr(Generations, "take", recorded(recording))
     monkeypatch.setattr(prompt_loop, "sample_report", lambda *arguments: "")
     permutations = iter(recording["permutations"])
     monkeypatch.setattr(ppo, "epoch_order", lambda *arguments: np.array(next(permutations)))

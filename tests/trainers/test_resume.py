@@ -13,7 +13,7 @@ import pytest
 
 from rlnumba import checkpoint
 from rlnumba.config import to_toml
-from rlnumba.engine.llm import LLM
+from rlnumba.engine.core import Engine
 from rlnumba.errors import UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.optim import Optimizer
@@ -196,18 +196,21 @@ def test_a_run_goes_on_from_a_chosen_step(tmp_path, capsys, kind):
 
 def test_policy_versions_continue_after_a_resume(tmp_path, monkeypatch):
     """A completion's policy version is the number of optimizer steps before it, also in a resumed run."""
-    versions, generate = [], LLM.generate
+    versions, step = {}, Engine.step
 
-    def recording(*arguments):
-        outputs = generate(*arguments)
-        versions.append({v for output in outputs for c in output.completions for v in c.policy_versions})
-        return outputs
+    def recording(engine):
+        output = step(engine)
+        versions.update({v: None for _, _, c in output.finished for v in c.policy_versions})
+        return output
 
-    monkeypatch.setattr(LLM, "generate", recording)
-    run_grpo(grpo_run(tmp_path / "run", max_steps=2))
-    run_grpo(grpo_run(tmp_path / "run", max_steps=4), resume=True)
+    monkeypatch.setattr(Engine, "step", recording)
+    found = []
+    for steps, resume in ((2, False), (4, True)):
+        run_grpo(grpo_run(tmp_path / "run", max_steps=steps), resume)
+        found.append(list(versions))
+        versions.clear()
     # The last one of each run is the report on samples.
-    assert versions == [{0}, {1}, {2}, {2}, {3}, {4}]
+    assert found == [[0, 1, 2], [2, 3, 4]]
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """RLOO against runs of TRL's own trainer, its invariants, and runs of a few seconds."""
 
 import json
+from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from rlnumba.runs.policy import Policy
 from rlnumba.runs.prompt_order import PromptOrder
 from rlnumba.runs.run_folder import Clock
 from rlnumba.runtime import device
+from rlnumba.sampling.generations import Generations
 from rlnumba.sampling.samples import Generation, Sample
 from rlnumba.trainers import grpo, rloo
 from rlnumba.trainers.rollout import Rollouts
@@ -36,20 +38,22 @@ def reward_of(ids):
 
 
 def recorded(completion_ids):
-    """A draw_samples that gives the recorded completions in their order, with log-probs of 0."""
+    """A Generations.take that gives the recorded completions in their order, with log-probs of 0."""
     left = iter(completion_ids)
 
-    def generate(llm, rewards, prompts, chosen, params, trainer_state, clock, status):
-        groups = []
+    def take(generations, trainer_state, clock):
+        groups, train = [], generations.run.train
+        chosen = generations.order.take(train.prompts_per_rollout)
         clock.seconds["time/generate"] += 1.0
         for index in chosen:
-            completions = [Completion(ids, [0.0] * len(ids), "stop", "") for ids in islice(left, params.n)]
+            prompt, ids_of_group = generations.prompts.prompts[index], islice(left, train.num_generations)
+            completions = [Completion(ids, [0.0] * len(ids), "stop", "") for ids in ids_of_group]
             values = [reward_of(completion.token_ids) for completion in completions]
             of_samples = zip(completions, values, strict=True)
-            groups.append([Sample(prompts.prompts[index], c, np.array([v]), v, {}) for c, v in of_samples])
-        return Generation(groups)
+            groups.append([Sample(prompt, c, np.array([v]), v, {}) for c, v in of_samples])
+        return chosen, Generation(groups)
 
-    return generate
+    return take
 
 
 def without_exact_sampler(monkeypatch, exact=False):
@@ -63,7 +67,7 @@ def test_golden_run_of_trl(tmp_path, monkeypatch, case):
     recording = CURVES["cases"][case]
     # The completions are another sampler's: old log-probs come from a forward, as in TRL.
     without_exact_sampler(monkeypatch)
-    monkeypatch.setattr(rloo, "draw_samples", recorded(recording["completion_ids"]))
+    monkeypatch.setattr(Generations, "take", recorded(recording["completion_ids"]))
     monkeypatch.setattr(prompt_loop, "sample_report", lambda *arguments: "")
     rows = tmp_path / "prompts.jsonl"
     rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in CURVES["prompts"]))
@@ -243,15 +247,11 @@ def test_a_generation_is_shuffled_by_its_place(monkeypatch):
     policy = small_policy(reference=True, num_generations=2)
     ids = [[20 + i, 1] for i in range(16)]
     without_exact_sampler(monkeypatch)
-    monkeypatch.setattr(rloo, "draw_samples", recorded(ids))
     prompts = SimpleNamespace(prompts=[sample.prompt for sample in golden_samples()])
-    llm = SimpleNamespace(wake=lambda: None, sleep=lambda: None)
-    run = SimpleNamespace(train=policy.train, seed=3)
-    state, order = TrainerState(7, 9, 0.5), PromptOrder(16, False, 0)
-    clock, writer = Clock(), SimpleNamespace(status=None)
-    rollouts, (generation,), metrics = rloo.generate(
-        policy, llm, None, prompts, order, run, state, 2, True, clock, writer
-    )
+    run, order = SimpleNamespace(train=policy.train, seed=3), PromptOrder(16, False, 0)
+    generations = SimpleNamespace(run=run, order=order, prompts=prompts, metrics={})
+    generations.take = partial(recorded(ids), generations)
+    rollouts, generation, metrics = rloo.generate(policy, generations, TrainerState(7, 9, 0.5), 2, True, Clock())
     advantage_of = {sample.completion.token_ids[0]: sample.advantage for sample in generation.samples}
     ends = np.cumsum(rollouts.prompt_lengths + rollouts.completion_lengths)
     trained = rollouts.token_ids[ends - 2].tolist()

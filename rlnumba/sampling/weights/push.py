@@ -5,7 +5,7 @@
     Offer: its layout, its address       ->  mapped once by each rank
                                              rank r copies buckets r, r + R, ... to each process, and has their
                                              checksums computed; rank 0 sends Begin, Bucket, ..., Finish
-    the messages of weight_sync.py, with
+    the messages of sync.py, with
     checksums of what arrived            <-
 
 On GPUs the memory is of cudaMalloc, which other processes can map by a handle, and DMA engines write it: neither
@@ -79,7 +79,7 @@ def can_share(gpu):
 
 
 class OwnStaging:
-    """Memory of this process for one version of what is trained, a Weights or an Adapter; see weight_sync.Staging.
+    """Memory of this process for one version of what is trained, a Weights or an Adapter; see sync.Staging.
 
     The leader of a tensor-parallel engine stages the whole model; each follower copies its shard (Mapping).
     """

@@ -10,7 +10,7 @@
 
 Until `apply` the old weights are the live ones, and after a refusal they stay so. A model with an adapter sends the
 adapter alone. Staging is here memory of the host that all processes share, with room for several versions:
-while one is written, others can be read, also by a process that has just been started. weight_push.py has staging in
+while one is written, others can be read, also by a process that has just been started. push.py has staging in
 the memory of the inference processes' GPUs.
 """
 
@@ -143,7 +143,7 @@ class WeightSender:
     It is on rank 0 if ranks have the weights in parts; the others have a PartSender.
     """
 
-    # Whether processes have staging of their own, in which this then writes (weight_push.WeightPusher).
+    # Whether processes have staging of their own, in which this then writes (push.WeightPusher).
     needs_offers = False
 
     def __init__(self, trained, slots, bucket_bytes):

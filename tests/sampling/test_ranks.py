@@ -8,18 +8,17 @@ import pytest
 
 from rlnumba import cli
 from rlnumba.config import DeployConfig, EngineConfig
-from rlnumba.engine.core import PromptError
+from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
-from rlnumba.errors import CommunicationError, UserError
+from rlnumba.errors import CommunicationError, SharedError, UserError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
-from rlnumba.rewards import RewardError, Rewards
+from rlnumba.rewards import Rewards
 from rlnumba.runs import run_folder
 from rlnumba.runs.eval import evaluate, run_eval
 from rlnumba.runs.row_loop import RowError
-from rlnumba.sampling import offline, replicas
-from rlnumba.trainers.shared_rollout import RewardsOnRanks
+from rlnumba.sampling import offline, ranks
 from tests.parallel import in_threads
 from tests.trainers.runs import (
     MODEL,
@@ -52,20 +51,25 @@ def drawn(outputs):
 def on_rank(communicator, model, max_num_seqs=256, num_blocks=None):
     """(what generate returned, prompts in the order in which they finished, sequences that this rank took over)."""
     config = EngineConfig(max_num_seqs=max_num_seqs, num_gpu_blocks_override=num_blocks)
-    llm = replicas.llm_on_ranks(LLM(*model, config), communicator)
-    own, taken, order = llm.engine.engine, [], []
+    together = ranks.LedLLM(LLM(*model, config), communicator)
+    own, taken, order = together.own.engine, [], []
     move_in = own.move_in
     own.move_in = lambda sequences: (taken.extend(s for s in sequences if len(s.completion_ids)), move_in(sequences))
-    outputs = llm.generate(PROMPTS, PARAMS, finished=lambda position, output: order.append(position))
-    assert not own.has_unfinished and not llm.engine.has_unfinished
+
+    def draw():
+        outputs = together.llm.generate(PROMPTS, PARAMS, finished=lambda position, output: order.append(position))
+        return drawn(outputs), order
+
+    found, order = together.led(draw)
+    assert not own.has_unfinished and not together.llm.engine.has_unfinished
     assert own.blocks.num_free == own.blocks.num_blocks
-    return drawn(outputs), order, len(taken)
+    return found, order, len(taken)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_text_of_one(model, monkeypatch, world_size):
     """Exchanges after every step, so that ranks take over sequences in the middle of them; few blocks preempt."""
-    monkeypatch.setattr(replicas, "ROUND_S", 0.0)
+    monkeypatch.setattr(ranks, "ROUND_S", 0.0)
     expected = drawn(LLM(*model).generate(PROMPTS, PARAMS))
     taken = 0
     for options in ((256, None), (2, None), (256, 8)):
@@ -78,11 +82,11 @@ def test_the_text_of_one(model, monkeypatch, world_size):
 
 def test_drafts_go_on_elsewhere(model, monkeypatch):
     """Sequences move between engines whose steps verify drafts."""
-    monkeypatch.setattr(replicas, "ROUND_S", 0.0)
+    monkeypatch.setattr(ranks, "ROUND_S", 0.0)
 
     def work(communicator):
-        llm = replicas.llm_on_ranks(LLM(*model, EngineConfig(speculative_method="ngram")), communicator)
-        return drawn(llm.generate(PROMPTS, PARAMS))
+        together = ranks.LedLLM(LLM(*model, EngineConfig(speculative_method="ngram")), communicator)
+        return together.led(lambda: drawn(together.llm.generate(PROMPTS, PARAMS)))
 
     expected = drawn(LLM(*model).generate(PROMPTS, PARAMS))
     assert in_threads.run(work, 2) == [expected] * 2
@@ -91,20 +95,20 @@ def test_drafts_go_on_elsewhere(model, monkeypatch):
 @pytest.mark.parametrize("reason", ["no rank has them", "no rank has drawn a token for 0 s"])
 def test_completions_that_do_not_come_end_all_ranks(model, monkeypatch, reason):
     """Rank 1 loses what it was given, or no engine does a step."""
-    monkeypatch.setattr(replicas, "LOST_S", 0.2)
+    monkeypatch.setattr(ranks, "LOST_S", 0.2)
     if reason == "no rank has them":
         # One exchange, when rank 0 has drawn its own: each further one would give rank 1 more, which it loses, too.
-        monkeypatch.setattr(replicas, "ROUND_S", 1000.0)
+        monkeypatch.setattr(ranks, "ROUND_S", 1000.0)
 
     def on_rank(communicator):
-        llm = replicas.llm_on_ranks(LLM(*model), communicator)
-        own, nothing = llm.engine.engine, llm.engine.engine.step()
+        together = ranks.LedLLM(LLM(*model), communicator)
+        own, nothing = together.own.engine, together.own.engine.step()
         if reason == "no rank has them":
             own.move_in = own.move_in if communicator.rank == 0 else lambda sequences: None
         else:
             communicator.timeout_s, own.step = 0.2, lambda: nothing
         with pytest.raises(CommunicationError) as raised:
-            llm.generate(PROMPTS, PARAMS)
+            together.led(lambda: together.llm.generate(PROMPTS, PARAMS))
         return str(raised.value)
 
     found = in_threads.run(on_rank, 2)
@@ -115,20 +119,51 @@ def test_completions_that_do_not_come_end_all_ranks(model, monkeypatch, reason):
 
 def test_a_prompt_that_is_too_long_names_its_index(model):
     def work(communicator):
-        llm = replicas.llm_on_ranks(LLM(*model, EngineConfig(max_model_len=8)), communicator)
-        with pytest.raises(PromptError) as error:
-            llm.generate([[1, 2], [1] * 9], SamplingParams(max_tokens=2))
+        together, params = ranks.LedLLM(LLM(*model, EngineConfig(max_model_len=8)), communicator), SamplingParams(n=3)
+        with pytest.raises(SharedError) as error:
+            together.led(lambda: together.llm.generate([[1, 2], [1] * 9], params))
         # The engine has no requests, and goes on.
-        llm.generate([[1, 2]], SamplingParams(max_tokens=2))
-        return error.value.request_id
+        (found,) = together.led(lambda: drawn(together.llm.generate([[1, 2]], params)))
+        return str(error.value), len(found)
 
-    assert in_threads.run(work, 2) == [1, 1]
+    assert in_threads.run(work, 2) == [("prompt 1: 9 tokens are more than the limit of 8", 3)] * 2
+
+
+def test_requests_that_are_dropped_leave_all_ranks(model, monkeypatch):
+    """Some were drawn, some not even begun; one of the same name that comes next is another one."""
+    monkeypatch.setattr(ranks, "ROUND_S", 0.0)
+    expected = drawn(LLM(*model).generate([PROMPTS[4]], PARAMS[4:]))
+
+    def work(communicator):
+        together = ranks.LedLLM(LLM(*model), communicator)
+
+        def draw():
+            episodes = Episodes(together.llm.engine)
+            for number in range(3):
+                episodes.submit(GroupRequest(number, PROMPTS[number], PARAMS[0]))
+            episodes.abort(2)
+            for _ in range(3):
+                assert not episodes.step()
+            episodes.abort(1)
+            episodes.submit(GroupRequest(1, PROMPTS[4], PARAMS[4]))
+            complete = []
+            while not complete:
+                complete = episodes.step()
+            # What is left is dropped at the end.
+            assert complete[0].number == 1 and 0 in episodes.running
+            return [(c.token_ids, c.logprobs, c.text, c.finish_reason) for c in complete[0].completions]
+
+        found, own = together.led(draw), together.own.engine
+        assert not own.has_unfinished and own.blocks.num_free == own.blocks.num_blocks
+        return found
+
+    assert in_threads.run(work, 2) == expected * 2
 
 
 def test_shares():
-    assert replicas.shares([0, 0, 0], 7) == [3, 2, 2]
-    assert replicas.shares([5, 0, 2], 4) == [0, 3, 1]
-    assert replicas.shares([4], 3) == [3] and replicas.shares([0, 0], 0) == [0, 0]
+    assert ranks.shares([0, 0, 0], 7) == [3, 2, 2]
+    assert ranks.shares([5, 0, 2], 4) == [0, 3, 1]
+    assert ranks.shares([4], 3) == [3] and ranks.shares([0, 0], 0) == [0, 0]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -136,7 +171,7 @@ def test_moves_even_out(seed):
     rng = np.random.default_rng(seed)
     loads = rng.integers(0, [1, 4, 40, 300][seed % 4] + 1, rng.integers(1, 9)).tolist()
     few = [0, 1, 8][seed % 3]
-    moves, after = replicas.moves_between(loads, few), list(loads)
+    moves, after = ranks.moves_between(loads, few), list(loads)
     if max(loads) <= few or 2 * min(loads) > max(loads):
         assert moves == []
         return
@@ -149,29 +184,17 @@ def test_moves_even_out(seed):
     assert not sources & targets
 
 
-def constant(completions, **columns):
-    return [1.0] * len(completions)
-
-
-def test_rewards_of_rank_0(model):
-    def work(communicator):
-        rewards = RewardsOnRanks(Rewards([constant]) if communicator.rank == 0 else None, communicator)
-        group = [rewards.submit(["p"] * 2, ["a", "b"], [[1], [2]], {}) for _ in range(3)]
-        values = rewards.collect(group).values
-        assert rewards.ready(group) == [True] * 3 and rewards.names == ["constant"]
-        return values.tolist()
-
-    assert in_threads.run(work, 2) == [[[1.0]] * 6] * 2
-
-
 def test_a_reward_that_fails_is_raised_on_all_ranks():
     def fail(completions, **columns):
         raise ZeroDivisionError("nothing left")
 
     def work(communicator):
-        rewards = RewardsOnRanks(Rewards([fail]) if communicator.rank == 0 else None, communicator)
-        with pytest.raises(RewardError, match="fail raised ZeroDivisionError: nothing left"):
+        def score():
+            rewards = Rewards([fail])
             rewards.collect([rewards.submit(["p"], ["a"], [[1]], {})])
+
+        with pytest.raises(ranks.SharedRewardError, match="fail raised ZeroDivisionError: nothing left"):
+            ranks.led(communicator, score, None)
         return communicator.objects(communicator.rank)
 
     assert in_threads.run(work, 2) == [[0, 1]] * 2

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlnumba.trainers.group_buffer import ORDERS, Group, GroupBuffer
+from rlnumba.sampling.group_buffer import ORDERS, Group, GroupBuffer
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["finish", "finish", "drop", "take", "stale"]), st.integers(0, 99)))
 

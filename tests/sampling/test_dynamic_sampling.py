@@ -4,11 +4,12 @@ import hashlib
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rlnumba.config import EngineConfig
+from rlnumba.config import DeployConfig, EngineConfig
 from rlnumba.data import Prompt, PromptData
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
@@ -17,10 +18,13 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.rewards import RewardError, Rewards, TrainerState
 from rlnumba.rewards.calling import Pending, Scores
+from rlnumba.runs.prompt_order import PromptOrder
 from rlnumba.runs.prompt_run import prompt_order
 from rlnumba.runs.run_folder import Clock
-from rlnumba.sampling.samples import draw_samples, is_uniform
-from rlnumba.trainers import dynamic_sampling, grpo
+from rlnumba.sampling.generations import Generations
+from rlnumba.sampling.pipeline import Course, Pipeline, PromptSource
+from rlnumba.sampling.samples import draw_samples
+from rlnumba.trainers import grpo
 from tests.trainers.runs import MODEL, grpo_config, grpo_run, metrics_of
 
 PARAMS = SamplingParams(n=2, max_tokens=12, seed=5)
@@ -66,12 +70,19 @@ def prompts(model):
     return PromptData([Prompt(t, model[1].encode(t), {"number": i}, "") for i, t in enumerate(texts)])
 
 
-def generated(model, prompts, rewards, window, max_num_seqs=64, wanted=4):
+def generated(model, prompts, rewards, window, max_num_seqs=64):
+    """The first Generation of a run without [async], of 4 groups."""
     llm = LLM(*model, EngineConfig(max_num_seqs=max_num_seqs))
-    found = dynamic_sampling.generate(
-        llm, rewards, prompts, range(len(DIFFER)), PARAMS, TrainerState(0, 1, 0.0), Clock(), wanted, window,
-        lambda group: not is_uniform(group),
-    )  # fmt: skip
+    sizes = {"num_generations": PARAMS.n, "per_device_train_batch_size": PARAMS.n, "gradient_accumulation_steps": 4}
+    options = {"dynamic_sampling": True, "over_sampling_batch_size": window, "max_gen_batches": 3}
+    run = SimpleNamespace(train=grpo_config(**sizes | options), generates_beside=False, deploy=DeployConfig(), seed=0)
+    source = PromptSource(prompts, PromptOrder(len(DIFFER), False, 0), rewards)
+    generations = Generations(run, None, llm, source, None)
+    generations.begin(Course([(0, 0)], lambda step: TrainerState(0, 1, 0.0), lambda *place: PARAMS), 0, [], None)
+    generations.start()
+    generations.status = lambda text: None
+    indices, found = generations.take(TrainerState(0, 1, 0.0), Clock())
+    assert indices == list(range(len(indices))) and source.order.position == len(indices)
     assert not llm.engine.has_unfinished and llm.engine.blocks.num_free == llm.engine.blocks.num_blocks
     return found
 
@@ -100,17 +111,21 @@ def test_the_batch_does_not_depend_on_timing(model, prompts, in_workers):
 
 
 def test_prompts_enter_as_groups_turn_out_uniform(model, prompts, monkeypatch):
-    sizes, admit = [], dynamic_sampling.Stream.admit
+    sizes, next_needed = [], Pipeline._next_needed
 
-    def admitting(stream):
-        admit(stream)
-        sizes.append((stream.admitted - stream.differ.count(False), stream.admitted, stream.end))
+    def looking(pipeline):
+        groups = next_needed(pipeline)
+        drawn = pipeline._all_draws()
+        open_groups = sum(each.differs is not False for each in drawn)
+        sizes.append((open_groups, len(drawn), len(pipeline._needed(drawn))))
+        return groups
 
-    monkeypatch.setattr(dynamic_sampling.Stream, "admit", admitting)
+    monkeypatch.setattr(Pipeline, "_next_needed", looking)
     generated(model, prompts, SlowRewards([0] * 12, True), 5)
-    assert all(size == 5 or admitted >= end for size, admitted, end in sizes)
+    assert len(sizes) > 5 and all(size == 5 or admitted >= end for size, admitted, end in sizes)
     # All prompts where there are too few groups that differ.
-    assert len(generated(model, prompts, SlowRewards([0] * 12, True), 8, wanted=7).groups) == len(DIFFER)
+    monkeypatch.setitem(globals(), "DIFFER", [True] * 3 + [False] * 9)
+    assert len(generated(model, prompts, SlowRewards([0] * 12, True), 8).groups) == 12
 
 
 def test_only_rewards_that_are_needed_may_fail(model, prompts):

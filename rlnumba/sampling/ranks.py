@@ -1,16 +1,17 @@
-"""Engines with the same weights, one on each rank, that draw the completions of their requests together.
+"""Engines with the same weights, one on each rank, that draw completions together; rank 0 leads them.
 
-    engine = EngineOnRanks(own_engine, communicator)     the Engine's interface; all ranks make the same calls
-    llm = llm_on_ranks(own_llm, communicator)            an LLM of such an engine
-    launch_replicas(generate, 4, ...)                    ranks for `rlnumba generate`, `score` and `eval`
+    ranks = LedLLM(own_llm, communicator)         on every rank
+    ranks.led(function)                          function() on rank 0, which may use ranks.llm; the others draw with it
 
-    step      new completions -> ranks, ranges of them, so that every rank has as many unfinished ones
+    step      rank 0: what is to be dropped and added -> ranks
+              new completions -> ranks, ranges of them, so that every rank has as many unfinished ones
               every rank lets its engine do steps, for ROUND_S seconds
               what has finished, and how many have not -> all ranks
               a rank that has few takes over sequences of one that has many, with the tokens that they have
 
 A completion depends on seed, prompt, index and position alone, so which rank draws it, in how many pieces, is no part
-of it, and the ranks draw what one would. Decisions here follow from what all ranks know, and are the same on each.
+of it, and the ranks draw what one would. Decisions here, but for the first, follow from what all ranks know, and are
+the same on each.
 """
 
 import copy
@@ -20,9 +21,10 @@ from typing import NamedTuple
 
 from rlnumba.engine.episodes import run_for
 from rlnumba.engine.sequence import SamplingParams
-from rlnumba.errors import CommunicationError
+from rlnumba.errors import CommunicationError, SharedError, UserError
 from rlnumba.parallel.launch import launch
 from rlnumba.parallel.placement import placement
+from rlnumba.rewards import RewardError
 from rlnumba.runtime import device
 
 # Seconds between two exchanges. A rank without work waits so long for some, and all wait for the longest of R steps of
@@ -39,6 +41,27 @@ FEW_ON_GPU = 8
 LEAST_LEFT_ON_GPU = 64
 
 
+class SharedRewardError(RewardError, SharedError):
+    """A RewardError that all ranks raise in the same place."""
+
+
+class LedValue(NamedTuple):
+    """The message that ends `led`: the value of rank 0's function."""
+
+    value: object
+
+
+class LedFailure(NamedTuple):
+    """The message that ends `led` where rank 0's function has raised a UserError."""
+
+    message: str
+    is_of_reward: bool
+
+    @property
+    def error(self):
+        return (SharedRewardError if self.is_of_reward else SharedError)(self.message)
+
+
 def launch_replicas(function, count, key, *arguments, **options):
     """The result of function(communicator, *arguments) on rank 0 of `count` processes, each with a whole model.
 
@@ -48,14 +71,54 @@ def launch_replicas(function, count, key, *arguments, **options):
     return launch(function, count, *arguments, **placement(count, key), **options)[0]
 
 
-def llm_on_ranks(llm, communicator):
-    """An LLM that generates on all ranks, each of which calls it with the same arguments and has all results.
+def led(communicator, function, serve, shared=lambda value: value):
+    """The value of function() on rank 0, on all ranks, which call this together.
 
-    llm: this rank's, whose engine it uses; the same weights on all ranks.
+    Until it returns, the others call serve(message) with all that rank 0 sends them by Communicator.objects. shared:
+    of the value, the part that they get. A UserError of the function is one of all ranks.
     """
-    shared = copy.copy(llm)
-    shared.engine = EngineOnRanks(llm.engine, communicator)
-    return shared
+    if communicator is None or communicator.world_size == 1:
+        return function()
+    if communicator.rank == 0:
+        try:
+            value = function()
+        except CommunicationError:
+            raise
+        except UserError as error:
+            failed = LedFailure(str(error), isinstance(error, RewardError))
+            communicator.objects(failed)
+            raise failed.error from error
+        communicator.objects(LedValue(shared(value)))
+        return value
+    while not isinstance(found := communicator.objects(None)[0], LedValue | LedFailure):
+        serve(found)
+    if isinstance(found, LedFailure):
+        raise found.error
+    return found.value
+
+
+class LedLLM:
+    """An LLM on each rank of a Communicator; rank 0 generates with all of them, by `llm`, in a function of `led`.
+
+    llm: this rank's own, which generates alone at other times; the same weights on all ranks.
+    """
+
+    def __init__(self, llm, communicator):
+        self.communicator, self.own, self.llm, self.engine = communicator, llm, llm, None
+        if communicator is not None and communicator.world_size > 1:
+            self.engine, self.llm = LedEngine(llm.engine, communicator), copy.copy(llm)
+            self.llm.engine = self.engine
+
+    def led(self, function, shared=lambda value: value):
+        """`led`, with all engines awake."""
+        self.own.wake()
+        if self.engine is None:
+            value = function()
+        else:
+            value = led(self.communicator, function, self.engine.serve, shared)
+            self.engine.end()
+        self.own.sleep()
+        return value
 
 
 class RoundOutput(NamedTuple):
@@ -65,23 +128,38 @@ class RoundOutput(NamedTuple):
     num_tokens: int
 
 
-class EngineOnRanks:
-    """An Engine of the ranks of a Communicator; see the module's docstring. A step returns a RoundOutput."""
+class LedStep(NamedTuple):
+    """Rank 0's message that begins a step: requests that are dropped, and then those that are added.
+
+    added: (request_id, prompt, params, adapter_id, indices) of each.
+    """
+
+    dropped: list
+    added: list
+
+
+class LedEngine:
+    """The engines of the ranks of a Communicator; see the module's docstring.
+
+    On rank 0 it has the interface of an Engine, but that a step returns a RoundOutput; the others `serve` its messages.
+    """
 
     def __init__(self, engine, communicator):
         self.engine, self.communicator, self.config = engine, communicator, engine.config
         self._start()
 
     def _start(self):
-        # Completions that were asked for and not returned yet, by request; requests since the last step; sequences
-        # that each rank has. The same on all ranks.
-        self.unfinished, self.added, self.loads = {}, [], [0] * self.communicator.world_size
+        # The same on all ranks: completions that were asked for and not returned yet, by request, and sequences that
+        # each rank has.
+        self.unfinished, self.loads = {}, [0] * self.communicator.world_size
+        # Rank 0's message at the next step: requests that were added, and dropped.
+        self.added, self.dropped = [], []
         # When this rank's engine has last sampled a token, or has been given the first request.
         self.drawn_at = time.monotonic()
 
     @property
     def has_unfinished(self):
-        return bool(self.unfinished)
+        return bool(self.unfinished or self.added)
 
     @property
     def policy_version(self):
@@ -94,13 +172,10 @@ class EngineOnRanks:
     def add_request(self, request_id, prompt, params=None, adapter_id=-1, indices=None):
         """Queue a request, as Engine.add_request does; no rank begins with it before the next step."""
         params = params or SamplingParams()
-        if request_id in self.unfinished:
+        if request_id in self.unfinished or any(request_id == each[0] for each in self.added):
             raise ValueError(f"add_request: {request_id!r} is unfinished")
         prompt, _ = self.check_request(request_id, prompt, params)
         indices = list(range(params.n) if indices is None else indices)
-        if not self.has_unfinished:
-            self.drawn_at = time.monotonic()
-        self.unfinished[request_id] = len(indices)
         self.added.append((request_id, prompt, params, adapter_id, indices))
         return prompt
 
@@ -110,13 +185,28 @@ class EngineOnRanks:
 
     def step(self):
         """Draw for ROUND_S seconds, or less if the ranks have finished: RoundOutput. Raises as Engine.step."""
-        self._distribute()
+        message = LedStep(self.dropped, self.added)
+        self.dropped, self.added = [], []
+        self.communicator.objects(message)
+        return self.serve(message)
+
+    def serve(self, message):
+        """This rank's part in a step: its RoundOutput. message: rank 0's LedStep."""
+        for request_id in message.dropped:
+            self.engine.abort(request_id)
+            self.unfinished.pop(request_id, None)
+        if message.added and not self.unfinished:
+            self.drawn_at = time.monotonic()
+        for request_id, *_, indices in message.added:
+            self.unfinished[request_id] = len(indices)
+        self._distribute(message.added)
         finished, num_tokens = run_for(self.engine, ROUND_S)
         found = self.communicator.objects(
             (finished, num_tokens, self.engine.num_unfinished, self._waited_s(num_tokens))
         )
         of_ranks, tokens, self.loads, waited_s = map(list, zip(*found, strict=True))
-        finished = [each for of_rank in of_ranks for each in of_rank]
+        # Another rank may have finished a completion of a request before it dropped it.
+        finished = [each for of_rank in of_ranks for each in of_rank if each.request_id in self.unfinished]
         for request_id, _, _ in finished:
             self.unfinished[request_id] -= 1
             if not self.unfinished[request_id]:
@@ -140,17 +230,16 @@ class EngineOnRanks:
         missing = f"{sum(self.unfinished.values())} completions of {len(self.unfinished)} prompts"
         raise CommunicationError(f"generate: {missing} do not come: {reason}")
 
-    def _distribute(self):
-        """Let each rank's engine have its range of the completions that were added since the last step."""
-        counts = shares(self.loads, sum(len(each[-1]) for each in self.added))
+    def _distribute(self, added):
+        """Let this rank's engine have its range of the completions that were added since the last step."""
+        counts = shares(self.loads, sum(len(each[-1]) for each in added))
         begin = sum(counts[: self.communicator.rank])
         end, first = begin + counts[self.communicator.rank], 0
-        for *request, indices in self.added:
+        for *request, indices in added:
             if own := indices[max(begin - first, 0) : max(end - first, 0)]:
                 self.engine.add_request(*request, own)
             first += len(indices)
         self.loads = [load + count for load, count in zip(self.loads, counts, strict=True)]
-        self.added = []
 
     def _balance(self):
         """Let ranks with few sequences take over some of those that have many."""
@@ -170,27 +259,33 @@ class EngineOnRanks:
                 self.engine.move_in(sequences)
 
     def abort(self, request_id):
-        """Drop what is unfinished of a request, as Engine.abort does."""
-        self.engine.abort(request_id)
-        self.unfinished.pop(request_id, None)
+        """Drop what is unfinished of a request, as Engine.abort does; other ranks do at the next step."""
         self.added = [each for each in self.added if each[0] != request_id]
+        if self.unfinished.pop(request_id, None) is not None:
+            self.engine.abort(request_id)
+            self.dropped.append(request_id)
 
     def reset(self):
-        """Drop all requests and the content of the cache, as Engine.reset does."""
+        """Drop all requests and the content of this rank's cache, as Engine.reset does."""
         self.engine.reset()
         self._start()
 
-    def update_weights(self, version):
-        """Sample from weights that were changed in place, of this policy version; see Engine.update_weights."""
-        self.engine.update_weights(version)
+    def end(self):
+        """Drop all requests, on this rank: each calls it after `led`."""
+        for request_id in list(self.engine.requests):
+            self.engine.abort(request_id)
+        self.engine.outputs.clear()
+        self._start()
+
+    def update_weights(self, version, keep_cache=False):
+        """Sample from weights that were changed in place, on this rank; see Engine.update_weights."""
+        self.engine.update_weights(version, keep_cache)
 
     def sleep(self):
-        """Let others use the memory of the KV cache, as Engine.sleep does."""
-        self.engine.sleep()
+        """Nothing: LedLLM.led does it on all ranks."""
 
     def wake(self):
-        """Take the memory of the KV cache again, as Engine.wake does."""
-        self.engine.wake()
+        """Nothing: LedLLM.led does it on all ranks."""
 
 
 def shares(loads, count):

@@ -15,8 +15,10 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards import TrainerState
 from rlnumba.rewards.calling import Scores
 from rlnumba.runs.prompt_order import PromptOrder
-from rlnumba.runs.prompt_schedule import MicroBatchSchedule
-from rlnumba.trainers.asynchronous import Pipeline, encoded, generations_from
+from rlnumba.runs.prompt_schedule import MicroBatchSchedule, generations_from
+from rlnumba.sampling.pipeline import Course, Pipeline, PromptSource
+from rlnumba.sampling.pipeline_state import encoded, restore, state_of
+from rlnumba.sampling.sampler import Alive, Sampler
 from tests.trainers.runs import grpo_run
 
 NUM_PROMPTS = 12
@@ -24,26 +26,24 @@ NUM_PROMPTS = 12
 SIZES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "num_generations": 2, "max_steps": 20}
 
 
-class FakeEngines:
+class FakeEngines(Sampler):
     """Completes groups when the test says so; their tokens have the version of that moment, and the one before."""
 
-    wait_s, is_own, count = 0.0, False, 1
+    stats = Alive(0, 0.0, 0.0)
 
     def __init__(self):
-        self.requests, self.version, self.stats, self.advance = {}, 0, (0, 0.0, 0.0), None
+        self.requests, self.version, self.advance = {}, 0, None
 
-    def submit(self, request):
+    def submit(self, request, owner):
         assert request.number not in self.requests
         self.requests[request.number] = request
 
-    def push(self, version):
+    def poll(self):
+        self.advance()
+        return True
+
+    def update_weights(self, version):
         self.version = version
-
-    def take_pauses(self):
-        return []
-
-    def check(self):
-        pass
 
     def complete(self, number):
         """The complete GroupRequest of a group; the version of its first token is that with which it may begin."""
@@ -94,17 +94,13 @@ def pipeline_of(folder, version=0, groups=(), prompt_order=None, rewards=None, t
     schedule = MicroBatchSchedule(run.train, "rows", NUM_PROMPTS)
     prompts = PromptData([Prompt(f"prompt {i}", [i + 1], {"answer": i}, f"row {i}") for i in range(NUM_PROMPTS)])
     prompt_order = prompt_order or PromptOrder(NUM_PROMPTS, True, 0)
-    found = Pipeline(
-        run,
+    course = Course(
         generations_from(schedule, version, True),
         lambda step: TrainerState(step, 20, 0.0),
         lambda step, index: SamplingParams(n=2, seed=100 * step + index),
-        prompts,
-        rewards or FakeRewards(),
-        prompt_order,
-        version,
     )
-    found.load_state(list(groups))
+    found = Pipeline(run, course, PromptSource(prompts, prompt_order, rewards or FakeRewards()), version)
+    restore(found, list(groups))
     engines = FakeEngines()
     engines.version = version
     found.start(engines)
@@ -113,14 +109,14 @@ def pipeline_of(folder, version=0, groups=(), prompt_order=None, rewards=None, t
 
 def take(pipeline, step):
     """The next generation: (list of Drawn, values); completes what is in flight as long as it waits."""
-    engines = pipeline.engines
+    engines = pipeline.sampler
 
     def advance():
         number = min(engines.requests)
         pipeline.finished(engines.complete(number))
 
     engines.advance = advance
-    drawn = pipeline.take(step, lambda text: None)
+    drawn, _ = pipeline.take(step, lambda text: None)
     return drawn, pipeline.rewards.collect([each.pending for each in drawn]).values[:, 0].tolist()
 
 
@@ -224,7 +220,7 @@ def test_any_order_of_completion(tmp_path_factory, max_staleness, order, rejects
 
     engines.advance = advance
     for step in range(8):
-        drawn = pipeline.take(step, lambda text: None)
+        drawn, _ = pipeline.take(step, lambda text: None)
         assert len(drawn) == 2 and all(len(each.completions) == 2 and each.pending for each in drawn)
         if order == "start" or rejects:
             assert pipeline.metrics["off_policy/max"] <= max_staleness
@@ -243,7 +239,7 @@ def test_a_checkpoint_restores_what_is_complete_and_draws_the_rest_again(tmp_pat
     pipeline.update_weights(1)
     for number in (3, 4):
         pipeline.finished(engines.complete(number))
-    state = encoded(pipeline.state())
+    state = encoded(state_of(pipeline))
     assert [(group["number"], group["completions"] is not None) for group in state] == [
         (number, number in (3, 4)) for number in range(2, 8)
     ]
@@ -284,7 +280,7 @@ def test_groups_of_equal_rewards_give_their_places_to_further_prompts(tmp_path, 
         seen += [each.draw for each in drawn]
         pipeline.update_weights(step + 1)
         assert not any(request.version > step + 1 for request in engines.requests.values())
-        checkpoints[step + 1] = encoded(pipeline.state())
+        checkpoints[step + 1] = encoded(state_of(pipeline))
     assert sorted(seen) == list(range(len(seen))) and len(seen) > 60
     # What the checkpoint's groups have drawn is known again: the same prompt twice has other noise the second time.
     order = PromptOrder(NUM_PROMPTS, True, 0)

@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from rlnumba.kernels.attention import sm90_backward_mainloop, sm90_forward, softmax
+from rlnumba.kernels.attention import sm90_backward_mainloop, sm90_config, softmax
 from rlnumba.kernels.attention.sm90_decode.config import decode_config
 from rlnumba.kernels.logprob.sm90 import chunk_columns
 from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig
@@ -123,8 +123,8 @@ def product_tiles():
 
 def attention_tiles():
     """Which scores an item computes, and what a block holds of them."""
-    config = sm90_forward.attention_config(HEAD_DIM, "bfloat16", GROUP)
-    keys, rows, segment = softmax.TILE_KEYS, sm90_forward.TILE_ROWS, softmax.SEGMENT_KEYS
+    config = sm90_config.attention_config(HEAD_DIM, "bfloat16", GROUP)
+    keys, rows, segment = softmax.TILE_KEYS, sm90_config.TILE_ROWS, softmax.SEGMENT_KEYS
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 5.6), gridspec_kw={"width_ratios": [1.1, 1]})
     lengths, step = (9, 14), 1.0
     total = sum(lengths)
@@ -166,12 +166,12 @@ def attention_tiles():
         (f"ring of {config.stages} tiles of k", config.stages * config.tile_bytes, BLUE),
         (f"ring of {config.stages} tiles of v", config.stages * config.tile_bytes, ORANGE),
     ]
-    y, scale = 10.2, 9.0 / (sm90_forward.SHARED_LIMIT)
+    y, scale = 10.2, 9.0 / (sm90_config.SHARED_LIMIT)
     for name, nbytes, color in parts:
         height = nbytes * scale
         y -= height
         box(right, 0.2, y, 3.6, height, color, f"{name}\n{kib(nbytes)}", size=8, alpha=0.75)
-    note(right, 2.0, 10.55, f"shared memory: {config.layout.nbytes:,} of {sm90_forward.SHARED_LIMIT:,} bytes")
+    note(right, 2.0, 10.55, f"shared memory: {config.layout.nbytes:,} of {sm90_config.SHARED_LIMIT:,} bytes")
     box(right, 5.4, 8.5, 4.9, 1.3, GREY, "producer: two warps\nschedule, TMA, 56 registers", size=8)
     for consumer in range(2):
         y = 5.5 - consumer * 2.9

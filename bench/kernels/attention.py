@@ -26,8 +26,9 @@ from harness import copy_gbs, graph_time_us, random_array, rows_of, time_us, tor
 from report import add_parts, row
 
 from rlnumba.kernels.attention.paged import paged_attention, paged_attention_qkv
+from rlnumba.kernels.attention.sm90_config import attention_config
 from rlnumba.kernels.attention.sm90_decode.config import decode_config
-from rlnumba.kernels.attention.sm90_forward import attention_config, attention_sm90
+from rlnumba.kernels.attention.sm90_forward import attention_sm90
 from rlnumba.kernels.attention.sm90_paged import paged_attention_sm90, plan_decode
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache

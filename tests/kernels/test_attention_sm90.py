@@ -5,17 +5,12 @@ import pytest
 
 from rlnumba.kernels.attention.reference import attention_ref
 from rlnumba.kernels.attention.scheduler import Pages, PrefillBatch, list_work_items_kernel
+from rlnumba.kernels.attention.sm90_config import AttentionConfig, attention_config
 from rlnumba.kernels.attention.sm90_decode import producer
 from rlnumba.kernels.attention.sm90_decode.config import Batch, DecodeConfig, decode_config
 from rlnumba.kernels.attention.sm90_decode.consumer import column_sum_function
 from rlnumba.kernels.attention.sm90_decode.kernel import paged_attention_sm90_kernel
-from rlnumba.kernels.attention.sm90_forward import (
-    ARCHITECTURES,
-    AttentionConfig,
-    attention_config,
-    attention_sm90,
-    attention_sm90_kernel,
-)
+from rlnumba.kernels.attention.sm90_forward import ARCHITECTURES, attention_sm90, attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_paged import DecodePlan, paged_attention_sm90, plan_decode
 from rlnumba.kernels.attention.softmax import row_sum
 from rlnumba.kernels.attention.split_kv import Partials, Workspace

@@ -11,8 +11,8 @@ import pytest
 
 from rlnumba.kernels.attention import sm90_paged
 from rlnumba.kernels.attention.sm90_backward_mainloop import AttentionBackwardConfig
+from rlnumba.kernels.attention.sm90_config import AttentionConfig
 from rlnumba.kernels.attention.sm90_decode import kernel, producer
-from rlnumba.kernels.attention.sm90_forward import AttentionConfig
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig
 from rlnumba.runtime import device, simulator

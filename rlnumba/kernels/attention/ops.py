@@ -18,7 +18,7 @@ every sum is taken in a fixed order, so equal inputs give equal bits, and a row'
 Sources: Dao et al. 2022 (FlashAttention), algorithms 1 and 4; Dao 2023; Shah et al. 2024.
 """
 
-from rlnumba.kernels.attention import sm80_tiles, sm90_forward
+from rlnumba.kernels.attention import sm80_tiles, sm90_config
 from rlnumba.kernels.attention.simt import attention_backward_simt, attention_simt
 from rlnumba.kernels.attention.sm80_backward import attention_backward_sm80
 from rlnumba.kernels.attention.sm80_forward import attention_sm80
@@ -30,7 +30,7 @@ from rlnumba.runtime import device, dispatch
 
 MAX_HEAD_DIM = 256
 
-IS_SUPPORTED = {"sm90": sm90_forward.is_supported, "sm80": sm80_tiles.is_supported}
+IS_SUPPORTED = {"sm90": sm90_config.is_supported, "sm80": sm80_tiles.is_supported}
 FORWARD = {"sm90": attention_sm90, "sm80": attention_sm80, "simt": attention_simt}
 BACKWARD = {"sm90": attention_backward_sm90, "sm80": attention_backward_sm80, "simt": attention_backward_simt}
 

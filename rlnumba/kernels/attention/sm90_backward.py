@@ -58,7 +58,6 @@ from rlnumba.kernels.attention.sm90_backward_mainloop import (
     QUERIES,
     QUERY_BOX,
     ROW_BYTES,
-    WARPGROUP,
     AttentionBackwardConfig,
     consumer_function,
     dq_row_offset_function,
@@ -71,6 +70,7 @@ from rlnumba.kernels.ptx.semaphore import semaphore_release, semaphore_wait
 from rlnumba.kernels.ptx.shared_memory import LINE
 from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, sync_warp, udiv, vector_access, warp_sum
+from rlnumba.kernels.ptx.wgmma import WARPGROUP
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize

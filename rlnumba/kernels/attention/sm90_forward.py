@@ -29,15 +29,15 @@ Sources: Dao et al. 2022; Shah et al. 2024 (FlashAttention-3).
 
 import functools
 from collections import namedtuple
-from typing import NamedTuple
 
 import numpy as np
 
 from rlnumba.kernels.attention import softmax
 from rlnumba.kernels.attention.scheduler import Pages, page_lookup, prefill_batch, prefill_scheduler
+from rlnumba.kernels.attention.sm90_config import TILE_ROWS, attention_config
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, matrix_address, ring, shared_base, shared_layout
+from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, matrix_address, ring, shared_base
 from rlnumba.kernels.ptx.shared_memory import (
     BOX_BYTES,
     LINE,
@@ -49,8 +49,8 @@ from rlnumba.kernels.ptx.shared_memory import (
     store_four,
 )
 from rlnumba.kernels.ptx.tensor_map import tensor_map
-from rlnumba.kernels.ptx.warp import PTX_TYPES, ballot, cvt_pack, device_function, shuffle, sync_warp
-from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.ptx.warp import ballot, cvt_pack, device_function, shuffle, sync_warp
+from rlnumba.kernels.ptx.wgmma import WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
@@ -60,69 +60,11 @@ i32, f32 = np.int32, np.float32
 # Architectures that the kernel of this module compiles for.
 ARCHITECTURES = [(9, 0, "a")]
 
-# Query rows of a consumer's tile.
-TILE_ROWS = 64
-# Most query rows of a work item of decode: more take more registers than a thread has.
-MAX_DECODE_ROWS = 32
-WARPGROUP = 128
 # Registers of a thread of the producer warpgroup, and of a consumer, where there are two consumers.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
-# Shared memory that a block may use.
-SHARED_LIMIT = 227 * 1024 - 64
 # Fields that warp 0 publishes of a work item: tiles of keys (0: no more work), query head, first row of q, its
 # position, rows from there to the sequence's end, keys of the last tile.
 ITEM_FIELDS = 6
-
-
-class AttentionConfig(NamedTuple):
-    """One kernel. element: "float16" or "bfloat16"; consumers: warpgroups; stages: of the rings of K and of V.
-
-    paired: the two consumers take two query heads, else neighbouring tokens. paged: keys lie in the blocks of a cache.
-    box: keys of one TMA box, a cache block's tokens or 64. segment: SEGMENT_KEYS, smaller in tests.
-    """
-
-    head_dim: int
-    element: str
-    consumers: int = 2
-    stages: int = 3
-    paired: bool = True
-    paged: bool = False
-    box: int = softmax.TILE_KEYS
-    segment: int = softmax.SEGMENT_KEYS
-
-    @property
-    def item_tokens(self):
-        return TILE_ROWS if self.paired else TILE_ROWS * self.consumers
-
-    @property
-    def boxes(self):
-        """128-byte lines that a row of q, k or v takes."""
-        return -(-self.head_dim // 64)
-
-    @property
-    def tile_bytes(self):
-        """Bytes of 64 rows of q, k or v in shared memory."""
-        return self.boxes * BOX_BYTES
-
-    @property
-    def q_in_registers(self):
-        """More columns leave no registers for q."""
-        return self.head_dim <= 128
-
-    @property
-    def merged_bytes(self):
-        """Bytes of a consumer's accumulators merged over the segments; its tile of out later takes their space."""
-        return max(self.head_dim * TILE_ROWS * 4, self.tile_bytes)
-
-    @property
-    def layout(self):
-        """Shared memory: q, merged accumulators, the rings of K and V, their barriers."""
-        tiles, barriers = self.stages * self.tile_bytes, self.stages * MBARRIER_BYTES
-        return shared_layout(
-            q=self.consumers * self.tile_bytes, merged=self.consumers * self.merged_bytes, k=tiles, v=tiles,
-            q_full=MBARRIER_BYTES, q_empty=MBARRIER_BYTES,
-            k_full=barriers, k_empty=barriers, v_full=barriers, v_empty=barriers,
-        )  # fmt: skip
 
 
 @functools.cache
@@ -581,19 +523,6 @@ def attention_sm90_kernel(config):
             consume(out_map, out, lse, c, item, base, i32(warpgroup - 1), i32(thread & i32(127)))
 
     return attention_sm90_kernel
-
-
-def is_supported(element, head_dim, gqa_ratio):
-    """Whether the sm90 kernels take such heads: 16-bit, of 16, 24, ... or 256 columns, not too many a KV head."""
-    return element in PTX_TYPES and head_dim % 8 == 0 and 16 <= head_dim <= 256 and gqa_ratio <= MAX_DECODE_ROWS
-
-
-def attention_config(head_dim, element, gqa_ratio, paged=False, box=softmax.TILE_KEYS):
-    """The AttentionConfig for heads of this size; gqa_ratio: query heads of a key head."""
-    consumers = 2 if head_dim <= 128 else 1
-    config = AttentionConfig(head_dim, element, consumers, 2, gqa_ratio % 2 == 0 or head_dim > 128, paged, box)
-    stages = (SHARED_LIMIT - config.layout.nbytes) // (2 * (config.tile_bytes + 16)) + config.stages
-    return config._replace(stages=min(stages, 4))
 
 
 def attention_sm90(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None):

@@ -15,9 +15,10 @@ from rlnumba.kernels.attention.scheduler import (
     list_work_items_kernel,
     prefill_batch,
 )
+from rlnumba.kernels.attention.sm90_config import MAX_DECODE_ROWS, attention_config
 from rlnumba.kernels.attention.sm90_decode.config import THREADS, Batch, DecodeConfig, Projection, decode_config
 from rlnumba.kernels.attention.sm90_decode.kernel import paged_attention_sm90_kernel
-from rlnumba.kernels.attention.sm90_forward import MAX_DECODE_ROWS, attention_config, launch_attention
+from rlnumba.kernels.attention.sm90_forward import launch_attention
 from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
 from rlnumba.kernels.attention.split_kv import Partials, Workspace
 from rlnumba.kernels.checks import unused
@@ -175,7 +176,7 @@ def paged_attention_sm90(
     shared_prefix_lens=None, group_sizes=None, max_group_size=1, plan=None, lse=None, config=None, prefill_config=None,
     blocks=None, max_leading=None,
 ):  # fmt: skip
-    """The operator paged_attention by the sm90 kernels, for heads that sm90_forward.is_supported accepts and scale > 0.
+    """The operator paged_attention by the sm90 kernels, for heads that sm90_config.is_supported accepts and scale > 0.
 
     lse (H, N) float32 is written if given, but not where context_lens is 0. config, prefill_config, blocks,
     max_leading: instead of decode_config, chunk_config, the grid that fills the GPU and plan_decode's own choice; of no
@@ -212,7 +213,7 @@ def paged_attention_qkv_sm90(
     context_lens, max_context_len, scale, out, shared_prefix_lens=None, group_sizes=None, max_group_size=1, plan=None,
     lse=None, config=None, blocks=None, max_leading=None,
 ):  # fmt: skip
-    """The operator paged_attention_qkv in one kernel, for heads that sm90_forward.is_supported accepts and scale > 0.
+    """The operator paged_attention_qkv in one kernel, for heads that sm90_config.is_supported accepts and scale > 0.
 
     lse (H, B), config, blocks, max_leading: as in paged_attention_sm90. Raises ValueError as it does.
     """

@@ -19,14 +19,12 @@ import numpy as np
 from rlnumba.kernels.checks import F32, I32, check
 from rlnumba.kernels.ptx.warp import block_sum
 from rlnumba.kernels.rl.preference_loss import (
-    ONE,
     THREADS,
-    ZERO,
     discounted_sum,
     sequence_logps_ref,
-    sigmoid,
     sigmoid_ref,
 )
+from rlnumba.kernels.rl.scalars import ONE, ZERO, sigmoid
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize

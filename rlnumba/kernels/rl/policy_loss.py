@@ -36,9 +36,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.config import grpo
 from rlnumba.kernels.checks import F32, I32, check, check_all
 from rlnumba.kernels.ptx.warp import block_max, block_sum, device_function, warp_max, warp_sum
+from rlnumba.kernels.rl.policy_loss_config import (
+    CISPO,
+    CLIP,
+    DPPO,
+    OTHER_FORMS,
+    SAPO,
+    UNCORRECTED,
+    VESPO,
+    loss_terms,
+)
+from rlnumba.kernels.rl.scalars import ONE, ZERO, clamp
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
@@ -46,12 +56,6 @@ from rlnumba.runtime.launch import launch, specialize
 # Threads that share a sequence.
 THREADS = 128
 MASKS = (np.dtype(np.float32), np.dtype(np.uint8))
-
-# Forms of a token's loss as a function of the ratio. All other loss types share the first form.
-CLIP, CISPO, SAPO, VESPO, DPPO = range(5)
-OTHER_FORMS = {"cispo": CISPO, "sapo": SAPO, "vespo": VESPO, "dppo": DPPO}
-# The forms of the loss types without importance weights.
-UNCORRECTED = tuple(OTHER_FORMS[name] for name in grpo.UNCORRECTED)
 
 # Columns of `metrics` and `sequence_stats`: sums, then maxima, then minima. RATIOS counts the values that the
 # clip columns add up: tokens, or sequences at sequence level; CORRECTED does so for the correction.
@@ -63,7 +67,6 @@ SUMS, EXTREMES, METRICS = 9, 12, 14
 # Identity of max and, negated, of min; policy_metrics leaves such values out.
 NOTHING = np.float32(3.0e38)
 LOG_RATIO_LIMIT, LOG_SMALLEST = np.float32(20.0), np.float32(math.log(1e-8))
-ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
 class Logprobs(NamedTuple):
@@ -73,68 +76,6 @@ class Logprobs(NamedTuple):
     old: object
     ref: object
     rollout: object
-
-
-class LossTerms(NamedTuple):
-    """The constants that policy_loss_kernel is compiled for: those options of a PolicyLossConfig that its loss reads.
-
-    sums_log_ratios: whether the ratio of a sequence is that of the sum of its log-probs, not of their mean.
-    ratio_range: (low, high), outside of which a ratio counts as clipped. delta, off_policy_threshold: infinite if not
-    set. if_positive, if_negative: (temperature, 0) of sapo, (k, lambda) of vespo or (bound, dppo_kl_coef) of dppo, by
-    the sign of the advantage.
-    correction_level: "token", "sequence" or "" for none; correction_truncates: clamped to correction_range, or 0.
-    """
-
-    form: int
-    sequence_level: bool
-    sums_log_ratios: bool
-    per_sequence_mean: bool
-    ratio_range: tuple[float, float]
-    delta: float
-    if_positive: tuple[float, float]
-    if_negative: tuple[float, float]
-    beta: float
-    bias_correction: bool
-    correction_level: str
-    correction_truncates: bool
-    correction_range: tuple[float, float]
-    off_policy_threshold: float
-    selects_tokens: bool
-
-
-def loss_terms(config, selects_tokens=False):
-    """The LossTerms of a PolicyLossConfig. selects_tokens: whether there is an entropy_mask."""
-
-    def given(value, default=math.inf):
-        return default if value is None else value
-
-    form = OTHER_FORMS.get(config.loss_type, CLIP)
-    # cispo caps the ratio itself.
-    ratio_range = {CLIP: (1.0 - config.epsilon, 1.0 + config.clip_high), CISPO: (-math.inf, config.clip_high)}
-    if_positive, if_negative = {
-        SAPO: ((config.sapo_temperature_pos, 0.0), (config.sapo_temperature_neg, 0.0)),
-        VESPO: ((config.vespo_k_pos, config.vespo_lambda_pos), (config.vespo_k_neg, config.vespo_lambda_neg)),
-        DPPO: ((config.dppo_mask_high, config.dppo_kl_coef), (config.dppo_mask_low, config.dppo_kl_coef)),
-    }.get(form, ((0.0, 0.0), (0.0, 0.0)))
-    level, _, bounds = (config.importance_sampling_correction or "").partition("_")
-    low, high = config.importance_sampling_bounds
-    return LossTerms(
-        form,
-        sequence_level=config.importance_sampling_level != "token",
-        sums_log_ratios=config.importance_sampling_level == "sequence_sum",
-        per_sequence_mean=config.loss_type in ("grpo", "sapo"),
-        ratio_range=ratio_range.get(form, (-math.inf, math.inf)),
-        delta=given(config.delta) if form == CLIP else math.inf,
-        if_positive=if_positive,
-        if_negative=if_negative,
-        beta=config.beta,
-        bias_correction=bool(config.beta) and config.use_bias_correction_kl,
-        correction_level=level,
-        correction_truncates=bounds == "truncate",
-        correction_range=(given(low, -math.inf), given(high)) if level else (),
-        off_policy_threshold=given(config.off_policy_mask_threshold),
-        selects_tokens=selects_tokens,
-    )
 
 
 def policy_loss_scale(config, num_sequences, num_tokens, micro_batch_tokens, num_micro_batches):
@@ -165,16 +106,6 @@ def policy_loss_scale(config, num_sequences, num_tokens, micro_batch_tokens, num
 
 
 @device_function
-def clamp(value, low, high):
-    """value within [low, high]; a NaN stays NaN, where a GPU's min and max would return a bound."""
-    if value < low:
-        return low
-    if value > high:
-        return high
-    return value
-
-
-@device_function
 def bounded_log(ratio):
     """log of a correction for vespo, within its limits; of 0 the lower one."""
     if ratio <= np.float32(1e-8):
@@ -201,8 +132,8 @@ def correction_function(terms):
 def surrogate_function(terms):
     """The device function that computes a token's (loss, d loss / d ratio, d loss / d logprob at a constant ratio)."""
     (low, high), delta = np.float32(terms.ratio_range), np.float32(terms.delta)
-    temperature_pos, temperature_neg = np.float32(terms.if_positive[0]), np.float32(terms.if_negative[0])
-    kl_coef = np.float32(terms.if_positive[1])
+    temperature_pos, temperature_neg = np.float32(terms.sapo_temperature)
+    (mask_high, mask_low), kl_coef = np.float32(terms.dppo_mask), np.float32(terms.dppo_kl_coef)
     is_cispo = terms.form == CISPO
 
     @device_function
@@ -235,7 +166,7 @@ def surrogate_function(terms):
     def dppo(ratio, logprob, advantage, log_ratio):
         change = np.float32(math.exp(logprob)) - np.float32(math.exp(logprob - log_ratio))
         slope, squared = -advantage, log_ratio * log_ratio
-        if (advantage > ZERO and change > temperature_pos) or (advantage <= ZERO and change < -temperature_neg):
+        if (advantage > ZERO and change > mask_high) or (advantage <= ZERO and change < -mask_low):
             slope = ZERO
         loss = slope * ratio if slope != ZERO else ZERO
         return cuda.fma(kl_coef, squared, loss), slope, (kl_coef + kl_coef) * log_ratio
@@ -249,7 +180,7 @@ def sequence_function(terms):
     vespo, sequence_level, sums = terms.form == VESPO, terms.sequence_level, terms.sums_log_ratios
     correct_tokens, correct_sequence = terms.correction_level == "token", terms.correction_level == "sequence"
     threshold, masks_off_policy = np.float32(terms.off_policy_threshold), terms.off_policy_threshold < math.inf
-    (k_pos, lambda_pos), (k_neg, lambda_neg) = np.float32(terms.if_positive), np.float32(terms.if_negative)
+    (k_pos, k_neg), (lambda_pos, lambda_neg) = np.float32(terms.vespo_k), np.float32(terms.vespo_lambda)
 
     @device_function
     def sequence_terms(logprobs, loss_mask, begin, end, advantage, scratch):

@@ -30,6 +30,7 @@ import numpy as np
 
 from rlnumba.kernels.checks import F32, I32, check, check_all
 from rlnumba.kernels.ptx.warp import device_function, warp_sum
+from rlnumba.kernels.rl.scalars import ONE, ZERO, clamp
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
@@ -39,7 +40,7 @@ u32 = np.uint32
 # which half are there at a time. All three fix the order of the sums.
 THREADS, UNROLL, MAX_BLOCKS = 256, 4, 1056
 WARPS, BLOCK_TOKENS = THREADS // 32, THREADS * UNROLL
-ZERO, ONE, HALF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
+HALF = np.float32(0.5)
 
 # Columns of partials, each a sum over tokens: pg, vf, 0.5 (lp - old)^2, whether the clipped branch of pg and that of vf
 # is the larger one, c, and the entropy.
@@ -67,16 +68,6 @@ class PPOTerms(NamedTuple):
 def ppo_terms(config):
     """The PPOTerms of a [train] section."""
     return PPOTerms(config.cliprange, config.cliprange_value, config.vf_coef)
-
-
-@device_function
-def clamp(value, low, high):
-    """value within [low, high]; a NaN stays NaN, where a GPU's min and max would return a bound."""
-    if value < low:
-        return low
-    if value > high:
-        return high
-    return value
 
 
 @specialize

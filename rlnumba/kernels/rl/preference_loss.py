@@ -37,12 +37,13 @@ TRL 1.16, DPOTrainer._compute_loss.
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
 from rlnumba.kernels.checks import F32, check, check_bounds, unused
 from rlnumba.kernels.ptx.warp import block_sum, device_function
+from rlnumba.kernels.rl.preference_loss_config import SORTING, preference_terms
+from rlnumba.kernels.rl.scalars import ONE, ZERO, log_sigmoid, sigmoid
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
@@ -52,60 +53,10 @@ THREADS = 128
 # Columns of `pair_stats`: the pair's share of the loss, log-probs, and rewards beta (lp - ref).
 LOSS, CHOSEN_LOGPS, REJECTED_LOGPS, CHOSEN_REWARD, REJECTED_REWARD = range(5)
 PAIR_STATS = 5
-# Loss types that compare a pair's log-probs with those of the other pairs of its batch.
-SORTING = ("aot", "aot_unpaired")
 # Largest exponent of alpha_divergence, as in TRL: e^80 is a float32.
 EXPONENT_LIMIT, LARGEST_POWER = np.float32(80.0), np.float32(math.exp(80.0))
-ZERO, HALF, ONE, LOG_2 = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(math.log(2.0))
+HALF, LOG_2 = np.float32(0.5), np.float32(math.log(2.0))
 NAN = np.float32(math.nan)
-
-
-class PreferenceTerms(NamedTuple):
-    """The constants that preference_loss_kernel is compiled for: those options that its losses read.
-
-    losses: ((loss type, weight), ...). divergence: "reverse_kl" for alpha_divergence at 1, too. ld_alpha: 1 if not set.
-    """
-
-    losses: tuple[tuple[str, float], ...]
-    beta: float
-    label_smoothing: float
-    divergence: str
-    divergence_coef: float
-    ld_alpha: float
-    use_weighting: bool
-    discopop_tau: float
-
-
-def preference_terms(config):
-    """The PreferenceTerms of a PreferenceLossConfig."""
-    names = config.loss_type
-    divergence, coef = config.f_divergence_type, config.f_alpha_divergence_coef
-    if divergence == "alpha_divergence" and abs(coef - 1.0) < 1e-6:
-        divergence = "reverse_kl"
-    return PreferenceTerms(
-        losses=tuple(zip(names, config.loss_weights or [1.0] * len(names), strict=True)),
-        beta=config.beta,
-        label_smoothing=config.label_smoothing if {"robust", "exo_pair", *SORTING} & set(names) else 0.0,
-        divergence=divergence,
-        divergence_coef=coef if divergence == "alpha_divergence" else 0.0,
-        ld_alpha=1.0 if config.ld_alpha is None else config.ld_alpha,
-        use_weighting=config.use_weighting,
-        discopop_tau=config.discopop_tau if "discopop" in names else 0.0,
-    )
-
-
-@device_function
-def sigmoid(x):
-    """1 / (1 + exp(-x)), without overflow."""
-    small = np.float32(math.exp(-abs(x)))
-    return ONE / (ONE + small) if x >= ZERO else small / (ONE + small)
-
-
-@device_function
-def log_sigmoid(x):
-    """log(sigmoid(x)), without overflow."""
-    rest = np.float32(math.log1p(np.float32(math.exp(-abs(x)))))
-    return (x if x < ZERO else ZERO) - rest
 
 
 @device_function

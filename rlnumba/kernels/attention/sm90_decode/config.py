@@ -7,9 +7,10 @@ import numpy as np
 
 from rlnumba.kernels.attention import softmax
 from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS, most_leading_segments
-from rlnumba.kernels.attention.sm90_forward import SHARED_LIMIT, WARPGROUP, AttentionConfig
+from rlnumba.kernels.attention.sm90_config import SHARED_LIMIT, AttentionConfig
 from rlnumba.kernels.ptx import shared_memory
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, SWIZZLE_ALIGNMENT, shared_layout
+from rlnumba.kernels.ptx.wgmma import WARPGROUP
 
 # Warpgroup 0 computes, warpgroup 1 loads and merges.
 THREADS = 2 * WARPGROUP

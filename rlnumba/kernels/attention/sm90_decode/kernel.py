@@ -39,7 +39,6 @@ from rlnumba.kernels.attention.sm90_decode.config import (
 from rlnumba.kernels.attention.sm90_decode.consumer import consumer_function
 from rlnumba.kernels.attention.sm90_decode.producer import prefetch_function, producer_function
 from rlnumba.kernels.attention.sm90_decode.qkv import preparer_function
-from rlnumba.kernels.attention.sm90_forward import WARPGROUP
 from rlnumba.kernels.attention.split_kv import partial_merge
 from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, shared_base
 from rlnumba.kernels.ptx.semaphore import atomic_add_acq_rel
@@ -61,6 +60,7 @@ from rlnumba.kernels.ptx.warp import (
     griddepcontrol_wait,
     sync_warp,
 )
+from rlnumba.kernels.ptx.wgmma import WARPGROUP
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import specialize, supports_pdl
 

@@ -242,3 +242,85 @@ def test_the_environment_enables_the_simulator(first, environment):
     code = f"import rlnumba.kernels.{first}; from rlnumba.runtime import device; assert device.name() == 'sim'"
     code += "; import numba.cuda.simulator, numba.cuda as c; assert c.simulator is numba.cuda.simulator"
     assert loaded_by(code, **environment)[1] == "sim"
+
+
+@functools.cache
+def source_of(module):
+    """The source file of a module of the package, the tests or the benches, as its dotted name: Path, or None."""
+    path = ROOT.joinpath(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
+
+
+@functools.cache
+def names_of(path):
+    """The names that a source file defines at its top level, in whatever branch: set of str."""
+    found, left = set(), list(tree_of(path).body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Name) and node.id == "globals":
+            found.add("__getattr__")  # it defines what only its execution shows
+        else:
+            left += ast.iter_child_nodes(node)
+    return found
+
+
+@functools.cache
+def has_name(module, name):
+    """Whether a module, as its dotted name, has an attribute of this name."""
+    names = names_of(source_of(module))
+    return name in names or "__getattr__" in names or source_of(f"{module}.{name}") is not None
+
+
+def missing_names(path):
+    """A line for each name that a file takes from a module, and that the module does not have.
+
+    It imports the name, anywhere, reads module.name, or replaces it by monkeypatch.setattr(module, "name", ...).
+    """
+    nodes, found, modules_here = [*ast.walk(tree_of(path))], [], {}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("rlnumba", "tests", "bench"):
+            for alias in node.names:
+                if source_of(node.module) is None or not has_name(node.module, alias.name):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}.{alias.name}")
+                elif source_of(f"{node.module}.{alias.name}"):
+                    modules_here[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    other = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    other |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    for node in nodes if modules_here else ():
+        module = name = None
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module, name = node.value.id, node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr" and len(node.args) == 3:
+            module, name = getattr(node.args[0], "id", None), getattr(node.args[1], "value", None)
+        if name and module in modules_here.keys() - other and not has_name(modules_here[module], name):
+            found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {modules_here[module]}.{name}")
+    return found
+
+
+def test_names_that_are_taken_from_modules_exist():
+    """In what only a GPU runs, too."""
+    files = [path for folder in ("rlnumba", "tests", "bench", "docs") for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 500
+    missing = [line for path in files for line in missing_names(path)]
+    assert not missing, "\n".join(missing)
+
+
+def test_names_that_do_not_exist_are_found(tmp_path, monkeypatch):
+    (tmp_path / "rlnumba").mkdir()
+    (tmp_path / "rlnumba" / "__init__.py").write_text("")
+    (tmp_path / "rlnumba" / "one.py").write_text("if a:\n    def f(): x = 1\nelse:\n    f, (g, h) = b\n")
+    (tmp_path / "test_one.py").write_text(
+        "def test(monkeypatch):\n    from rlnumba import one, two\n    from rlnumba.one import g, x\n"
+        "    one.f(one.h, one.y)\n    monkeypatch.setattr(one, 'z', g)\n"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    for function in (source_of, has_name):
+        monkeypatch.setattr(sys.modules[__name__], function.__name__, function.__wrapped__)
+    missing = {line.rsplit(" ", 1)[1] for line in missing_names(tmp_path / "test_one.py")}
+    assert missing == {"rlnumba.two", "rlnumba.one.x", "rlnumba.one.y", "rlnumba.one.z"}

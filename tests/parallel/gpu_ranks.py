@@ -133,14 +133,14 @@ def check_wrap(control, gpus):
     """Counters and epochs from 2^32 - 3 and 2^31 - 3, with pieces of 1 KiB."""
     import cupy
 
-    from rlnumba.parallel.transports.peer import Arena, PeerCommunicator
+    from rlnumba.parallel.transports.peer import PeerArena, PeerCommunicator
     from rlnumba.runtime import device
 
     # Until now this is a rank of the cpu device.
     device.replace("cuda")
     device.use_gpu(gpus[control.rank])
     for first in (2**32 - 3, 2**31 - 3):
-        arena = Arena(control, piece_bytes=1024, small_bytes=4096, first=first, epoch=first, pull_bytes=1024)
+        arena = PeerArena(control, piece_bytes=1024, small_bytes=4096, first=first, epoch=first, pull_bytes=1024)
         communicator = PeerCommunicator(control, arena, print, first)
         for seed in range(10):
             ranks.check_gather(communicator, seed, (400,), np.uint8, cupy)

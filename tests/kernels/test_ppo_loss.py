@@ -17,7 +17,7 @@ from rlnumba.kernels.rl.ppo_loss import (
     THREADS,
     VALUE,
     VALUE_CLIPPED,
-    Rollout,
+    RolloutArrays,
     ppo_loss,
     ppo_loss_blocks,
     ppo_loss_kernel,
@@ -161,7 +161,7 @@ def test_numbers_that_are_none_show(rng):
 
 def test_machine_code(compile_offline):
     """No float64, no spills."""
-    arrays = ["float32[::1]"] * 3 + ["int32[::1]", tuple_type(Rollout, *["float32[::1]"] * 4)]
+    arrays = ["float32[::1]"] * 3 + ["int32[::1]", tuple_type(RolloutArrays, *["float32[::1]"] * 4)]
     outputs = ["float32", "float32[::1]", "float32[::1]", "float32[:,::1]"]
     assert not compile_offline(ppo_loss_kernel(ppo_terms(CONFIG)), (*arrays, *outputs), (9, 0))
 

@@ -48,7 +48,7 @@ POLICY, VALUE, APPROX_KL, CLIPPED, VALUE_CLIPPED, RATIO, ENTROPY = range(7)
 SUMS = 7
 
 
-class Rollout(NamedTuple):
+class RolloutArrays(NamedTuple):
     """Arrays (N,) of a batch's tokens, computed before it is trained on."""
 
     old_logprobs: object
@@ -100,7 +100,7 @@ def ppo_loss_kernel(terms):
     def ppo_loss_kernel(logprobs, entropy, values, rows, rollout, scale, dlogprobs, dvalues, partials):
         """A block owns BLOCK_TOKENS tokens at a time, a thread every THREADS-th of them; block b writes partials[b].
 
-        rollout: a Rollout.
+        rollout: RolloutArrays.
         """
         scratch = cuda.shared.array((SUMS, WARPS), np.float32)
         sums = cuda.local.array(SUMS, np.float32)
@@ -170,7 +170,7 @@ def ppo_loss(
     check_all("ppo_loss", (tokens,), F32, entropy=entropy, values=values, dlogprobs=dlogprobs, dvalues=dvalues)
     check_all("ppo_loss", (size,), F32, advantages=advantages, old_values=old_values, returns=returns)
     check("ppo_loss", "partials", partials, (ppo_loss_blocks(tokens), SUMS), F32)
-    rollout = Rollout(old_logprobs, advantages, old_values, returns)
+    rollout = RolloutArrays(old_logprobs, advantages, old_values, returns)
     if device.name() == "cpu":
         if tokens and not (rows.min() >= 0 and rows.max() < size):
             raise ValueError(f"ppo_loss: rows must be in [0, {size}), got {rows.min()} to {rows.max()}")

@@ -193,7 +193,7 @@ def row_sums(sums, tiles, values, factor, groups):
 def draw_kernel(logits, row_limits, counters, token_ids, logprobs, thresholds, scanned):
     """A block draws the token of a row: joins the sums of its tiles, applies the filters, takes the Gumbel argmax.
 
-    row_limits: Limits; counters: Counters; scanned: the Scanned that scan_kernel has written. thresholds may have no
+    row_limits: SamplingLimits; counters: Counters; scanned: as scan_kernel has written it. thresholds may have no
     elements: the smallest logit that the filters keep, -inf without filters.
     Without filters first of the segments, which are the tiles, two threads a class, then of the segment's tokens.
     """

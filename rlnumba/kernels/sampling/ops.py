@@ -39,7 +39,14 @@ from rlnumba.kernels.philox import philox_ref
 from rlnumba.kernels.ptx.warp import access_length, griddepcontrol_launch_dependents, griddepcontrol_wait
 from rlnumba.kernels.sampling import scan
 from rlnumba.kernels.sampling.draw import DRAW_THREADS, SEGMENT, SEGMENT_NOISE, TOKEN_NOISE, Counters, draw_kernel
-from rlnumba.kernels.sampling.scan import SCAN_THREADS, Limits, Workspace, blocks_per_row, sample_rank, scan_kernel
+from rlnumba.kernels.sampling.scan import (
+    SCAN_THREADS,
+    SamplingLimits,
+    Workspace,
+    blocks_per_row,
+    sample_rank,
+    scan_kernel,
+)
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 from rlnumba.runtime.device import cuda
@@ -124,7 +131,7 @@ def sample(
         return
     row_blocks = int(blocks_per_row(rows, columns))
     scanned = current().own(Workspace).arrays(rows, -(-columns // TILE_COLUMNS))
-    limits = Limits(temperature, top_k, top_p, min_p)
+    limits = SamplingLimits(temperature, top_k, top_p, min_p)
     ranks = sample_rank(columns, scan.EXPECTED), sample_rank(columns, scan.EXPECTED_IF_FEW)
     kernel = scan_kernel(min(2, access_length(columns, logits)))
     inputs = logits, logits.reshape(-1), limits, np.int32(row_blocks), *ranks

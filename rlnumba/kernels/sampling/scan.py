@@ -46,7 +46,7 @@ MAXIMA, BISECTIONS = 128, 12
 LANE_MAXIMA = MAXIMA // 32
 
 
-class Limits(NamedTuple):
+class SamplingLimits(NamedTuple):
     """Temperature and filters of each row, (rows,), as ops.sample takes them."""
 
     temperature: object
@@ -184,7 +184,7 @@ def scan_kernel(access):
         The next part is loaded while one is added up, in row_sum.py's order. After four parts their lanes' sums change
         lanes through shared memory: of each two tiles, which are joined and written.
 
-        flat: the logits with one axis. limits: Limits. rank...: of candidate_bound. scanned: a Scanned, is written.
+        flat: the logits with one axis. limits: SamplingLimits. rank...: of candidate_bound. scanned: written.
         """
         sums, counts, candidates = scanned.sums, scanned.counts, scanned.candidates
         ids = scanned.candidate_ids

@@ -108,7 +108,7 @@ def generations_from(schedule, step, begun):
 
 
 def course_of(run, schedule, step, begun):
-    """The Course of a run's generations from optimizer step `step` on; begun: the same as there."""
+    """The Course of a run's generations from optimizer step `step` on. begun: see generations_from."""
 
     def trainer_state_of(at):
         return TrainerState(at, schedule.total_steps, schedule.epochs_done(at))

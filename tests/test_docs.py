@@ -44,7 +44,7 @@ from rlnumba.config.runs import RUNS
 from rlnumba.kernels.ptx import shared_memory, sm80, sm90, wgmma
 from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.runtime import device
-from rlnumba.runtime.compile.machine_code import machine_code as compile_kernel
+from rlnumba.runtime.compile import machine_code as compile_kernel
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
 

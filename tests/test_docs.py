@@ -42,7 +42,7 @@ from rlnumba.cli import cli, parse_overrides, runs_of_any_trainer
 from rlnumba.config import load_run
 from rlnumba.config.runs import RUNS
 from rlnumba.kernels.ptx import shared_memory, sm80, sm90, wgmma
-from rlnumba.kernels.ptx.tensor_map import tensor_map
+from rlnumba.kernels.tile.tensor_map import tensor_map
 from rlnumba.runtime import device
 from rlnumba.runtime.compile import machine_code as compile_kernel
 from rlnumba.runtime.device import cuda

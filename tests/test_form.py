@@ -21,9 +21,6 @@ FULL_PACKAGES = {}
 MOST_LINES = 600
 LONG_MODULES = {
     "rlnumba/engine/core.py": 601,
-    "rlnumba/kernels/attention/sm90_forward.py": 632,
-    "rlnumba/kernels/rl/policy_loss.py": 643,
-    "rlnumba/kernels/rl/preference_loss.py": 635,
 }
 
 # Lines of a function that is no kernel, no device function and makes none.

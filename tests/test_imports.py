@@ -37,7 +37,7 @@ LAYERS = {
 ORDER_WITHIN_0 = ["errors", "config", "data", "rewards", "reporting"]
 
 # What kernels of several operators share. Other modules of an operator's package are its own.
-SHARED_KERNELS = {"ptx", "nn", "philox", "checks", "cpu"}
+SHARED_KERNELS = {"ptx", "tile", "nn", "philox", "checks", "cpu"}
 # (importing operator, imported module of another one): what is imported.
 BETWEEN_OPERATORS = {
     ("logprob", "gemm.ops"): "the GEMM with the LM head",

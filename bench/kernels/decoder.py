@@ -25,7 +25,7 @@ from rlnumba.engine.core import BLOCK_SIZE  # noqa: E402
 from rlnumba.engine.few_rows import FewRowsDecoder  # noqa: E402
 from rlnumba.engine.steps.attention import PagedAttention  # noqa: E402
 from rlnumba.engine.steps.shapes import context_bucket_of  # noqa: E402
-from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps  # noqa: E402
+from rlnumba.kernels.tile.tensor_map import keep_tensor_maps  # noqa: E402
 from rlnumba.runtime import device  # noqa: E402
 from rlnumba.runtime.arena import Arena  # noqa: E402
 from rlnumba.runtime.launch import pdl_scope  # noqa: E402

@@ -12,11 +12,11 @@ from examples.kernels.attention_1_passes import HEAD_DIM
 from examples.kernels.operands import attention_sizes
 from examples.kernels.softmax import ACCUMULATORS, KEYS, SCORES, online_softmax, pack_weights, start, store_rows
 from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base, shared_layout
 from rlnumba.kernels.ptx.shared_memory import LINE
-from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.tile.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base, shared_layout
+from rlnumba.kernels.tile.tensor_map import tensor_map
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from examples.kernels.operands import gemm_sizes
 from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, shared_base, shared_layout
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
-from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import cvt_pack, device_function
 from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, shared_base, shared_layout
+from rlnumba.kernels.tile.tensor_map import tensor_map
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
 

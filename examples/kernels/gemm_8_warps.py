@@ -16,10 +16,10 @@ from examples.kernels.gemm_7_wgmma import A_BYTES, ACCUMULATORS, COLUMNS, ROWS, 
 from examples.kernels.operands import gemm_sizes
 from rlnumba.kernels.gemm.scheduler import tile_coordinates
 from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base, shared_layout
-from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.tile.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base, shared_layout
+from rlnumba.kernels.tile.tensor_map import tensor_map
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch

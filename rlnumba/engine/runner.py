@@ -39,7 +39,7 @@ from rlnumba.engine.steps.upload import Upload
 from rlnumba.kernels.attention.paged import reserve_workspace, workspace_sizes
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.decode_state import DecodeState, advance_decode_state, edit_decode_state
-from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
+from rlnumba.kernels.tile.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
 from rlnumba.model.lora import AdapterStack
 from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.arena import Arena

@@ -23,7 +23,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
+from rlnumba.kernels.tile.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
 from rlnumba.runs.micro_batch import DeviceBatch
 from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.compile.pool import one_line

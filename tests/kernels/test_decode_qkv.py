@@ -352,7 +352,7 @@ def test_gpu_graph_of_layers(rng):
     import cupy
 
     from rlnumba.kernels.gemm.ops import linear
-    from rlnumba.kernels.ptx.tensor_map import keep_tensor_maps
+    from rlnumba.kernels.tile.tensor_map import keep_tensor_maps
     from rlnumba.runtime.launch import pdl_scope
 
     sequences, layers, (heads, kv_heads, head_dim) = 64, 6, (16, 8, 128)

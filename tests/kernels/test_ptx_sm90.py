@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from rlnumba.errors import DeviceError
-from rlnumba.kernels.ptx.pipeline import shared_base
 from rlnumba.kernels.ptx.shared_memory import (
     BOX_BYTES,
     LINE,
@@ -30,7 +29,10 @@ from rlnumba.kernels.ptx.sm90 import (
     tma_load_3d_evict_first,
     tma_store_3d,
 )
-from rlnumba.kernels.ptx.tensor_map import (
+from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack
+from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.tile.pipeline import shared_base
+from rlnumba.kernels.tile.tensor_map import (
     DeviceTensorMaps,
     acquire_tensor_maps_kernel,
     keep_tensor_maps,
@@ -38,8 +40,6 @@ from rlnumba.kernels.ptx.tensor_map import (
     reserve_tensor_maps,
     tensor_map,
 )
-from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack
-from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.runtime import device
 from rlnumba.runtime.context import Context
 from rlnumba.runtime.device import cuda

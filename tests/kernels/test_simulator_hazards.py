@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from rlnumba.kernels.ptx.pipeline import shared_base
 from rlnumba.kernels.ptx.shared_memory import fence_proxy_async, load_word, store_pair
 from rlnumba.kernels.ptx.sm90 import (
     bulk_commit_group,
@@ -18,9 +17,10 @@ from rlnumba.kernels.ptx.sm90 import (
     tma_load_2d,
     tma_store_2d,
 )
-from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import ballot, griddepcontrol_wait, shuffle_xor, warp_sum
 from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.tile.pipeline import shared_base
+from rlnumba.kernels.tile.tensor_map import tensor_map
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, pdl_scope, supports_pdl

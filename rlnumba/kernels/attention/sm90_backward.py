@@ -65,12 +65,12 @@ from rlnumba.kernels.attention.sm90_backward_mainloop import (
 )
 from rlnumba.kernels.attention.softmax import zero_function
 from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base
 from rlnumba.kernels.ptx.semaphore import semaphore_release, semaphore_wait
 from rlnumba.kernels.ptx.shared_memory import LINE
-from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, sync_warp, udiv, vector_access, warp_sum
 from rlnumba.kernels.ptx.wgmma import WARPGROUP
+from rlnumba.kernels.tile.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base
+from rlnumba.kernels.tile.tensor_map import tensor_map
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, shared_layout, swizzled_chunk
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, load_pair, stmatrix_x4, store_four
 from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait, named_barrier_sync
 from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2
 from rlnumba.kernels.ptx.wgmma import WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring, shared_layout, swizzled_chunk
 from rlnumba.runtime.device import cuda
 
 i32, f32 = np.int32, np.float32

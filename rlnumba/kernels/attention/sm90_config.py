@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 from rlnumba.kernels.attention import softmax
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, shared_layout
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES
 from rlnumba.kernels.ptx.warp import PTX_TYPES
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, shared_layout
 
 # Query rows of a consumer's tile.
 TILE_ROWS = 64

@@ -37,7 +37,6 @@ from rlnumba.kernels.attention.scheduler import Pages, page_lookup, prefill_batc
 from rlnumba.kernels.attention.sm90_config import TILE_ROWS, attention_config
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, matrix_address, ring, shared_base
 from rlnumba.kernels.ptx.shared_memory import (
     BOX_BYTES,
     LINE,
@@ -48,9 +47,10 @@ from rlnumba.kernels.ptx.shared_memory import (
     stmatrix_x4,
     store_four,
 )
-from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.warp import ballot, cvt_pack, device_function, shuffle, sync_warp
 from rlnumba.kernels.ptx.wgmma import WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, matrix_address, ring, shared_base
+from rlnumba.kernels.tile.tensor_map import tensor_map
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize

@@ -23,7 +23,7 @@ from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
 from rlnumba.kernels.attention.split_kv import Partials, Workspace
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.nn.rope import head_shape, in_halves
-from rlnumba.kernels.ptx.tensor_map import tensor_map
+from rlnumba.kernels.tile.tensor_map import tensor_map
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 from rlnumba.runtime.launch import launch

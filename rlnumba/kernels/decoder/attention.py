@@ -27,7 +27,6 @@ from rlnumba.kernels.decoder.exchange import exchange_store, load_2
 from rlnumba.kernels.nn.qkv import head_norm
 from rlnumba.kernels.nn.rope import HeadShape, head_access, rotate
 from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring
 from rlnumba.kernels.ptx.shared_memory import (
     BOX_BYTES,
     LINE,
@@ -39,6 +38,7 @@ from rlnumba.kernels.ptx.shared_memory import (
 )
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, sync_warp, udiv, vector_access
 from rlnumba.kernels.ptx.wgmma import WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring
 from rlnumba.runtime.device import cuda
 
 i32, f32 = np.int32, np.float32

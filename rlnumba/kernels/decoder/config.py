@@ -6,9 +6,9 @@ from collections import namedtuple
 from typing import NamedTuple
 
 from rlnumba.kernels.nn.rmsnorm import FORWARD, share_row
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, SWIZZLE_ALIGNMENT, shared_layout
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
 from rlnumba.kernels.ptx.wgmma import STEPS, WARPGROUP
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, SWIZZLE_ALIGNMENT, shared_layout
 
 # Warps of a block: four that compute, one that loads weights, keys and values, one that prepares the exchange.
 PRODUCER_WARP, WARPS = 4, 6

@@ -26,11 +26,11 @@ from rlnumba.kernels.decoder.config import PRODUCER_WARP, THREADS
 from rlnumba.kernels.decoder.exchange import SECTOR_WORDS, UNWRITTEN, prefetch_l2
 from rlnumba.kernels.decoder.phases import At, load_residual_function, produce_function, residual_phase, rounded_phase
 from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.pipeline import FIRST_EMPTY, FIRST_FULL, ring, shared_base
 from rlnumba.kernels.ptx.semaphore import atomic_add_acq_rel
 from rlnumba.kernels.ptx.shared_memory import fence_proxy_async, load_words
 from rlnumba.kernels.ptx.warp import device_function, vector_access
 from rlnumba.kernels.ptx.wgmma import WARPGROUP
+from rlnumba.kernels.tile.pipeline import FIRST_EMPTY, FIRST_FULL, ring, shared_base
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import specialize
 

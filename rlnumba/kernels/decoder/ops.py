@@ -20,7 +20,7 @@ from rlnumba.kernels.decoder.attention import Rows
 from rlnumba.kernels.decoder.config import THREADS, DecoderConfig, is_supported
 from rlnumba.kernels.decoder.exchange import UNWRITTEN
 from rlnumba.kernels.decoder.kernel import Arrays, TensorMaps, decoder_kernel
-from rlnumba.kernels.ptx.tensor_map import tensor_map
+from rlnumba.kernels.tile.tensor_map import tensor_map
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.context import current
 from rlnumba.runtime.launch import launch

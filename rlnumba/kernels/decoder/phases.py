@@ -20,10 +20,10 @@ from rlnumba.kernels.gemm.epilogue import swiglu_function
 from rlnumba.kernels.gemm.sm90 import main_loop_function
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
 from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring
 from rlnumba.kernels.ptx.shared_memory import LINE, fence_proxy_async, load_pair, store_pair
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, sync_warp
 from rlnumba.kernels.ptx.wgmma import STEPS, WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring
 from rlnumba.runtime.device import cuda
 
 i32 = np.int32

@@ -12,10 +12,10 @@ import numpy as np
 
 from rlnumba.kernels.nn.swiglu import sigmoid
 from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.pipeline import accumulator_address, stage_function, swizzled_chunk
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, load_pair, load_word
 from rlnumba.kernels.ptx.warp import add_gradient, cvt_pack, cvt_unpack, device_function
 from rlnumba.kernels.ptx.wgmma import WARPGROUP
+from rlnumba.kernels.tile.pipeline import accumulator_address, stage_function, swizzled_chunk
 
 i32, u32 = np.int32, np.uint32
 

@@ -4,9 +4,9 @@ import functools
 import math
 from typing import NamedTuple
 
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, SWIZZLE_ALIGNMENT, shared_layout
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
 from rlnumba.kernels.ptx.wgmma import ROWS, STEPS
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, SWIZZLE_ALIGNMENT, shared_layout
 
 # Elements of a weight that is read from memory in about as long as a kernel takes to start.
 SHORT_WEIGHT = 1 << 23

@@ -51,8 +51,8 @@ from rlnumba.kernels.logprob.terms import kernel_outputs
 from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
 from rlnumba.kernels.ptx.shared_memory import LINE
-from rlnumba.kernels.ptx.tensor_map import tensor_map
 from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP
+from rlnumba.kernels.tile.tensor_map import tensor_map
 from rlnumba.runtime import device
 from rlnumba.runtime.launch import ALWAYS, launch
 

@@ -25,15 +25,6 @@ from rlnumba.kernels.gemm.sm90 import main_loop_function
 from rlnumba.kernels.logprob.terms import VANISHED, entropy_terms
 from rlnumba.kernels.nn.row_sum import LOG2_E, NONE, TILE_COLUMNS, exponentials_of_sixteen, join, largest_of_sixteen
 from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.pipeline import (
-    FIRST_EMPTY,
-    FIRST_FULL,
-    MBARRIER_BYTES,
-    ring,
-    shared_base,
-    shared_layout,
-    stage_function,
-)
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async
 from rlnumba.kernels.ptx.warp import (
     device_function,
@@ -44,6 +35,15 @@ from rlnumba.kernels.ptx.warp import (
     udiv,
 )
 from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP, wgmma_async
+from rlnumba.kernels.tile.pipeline import (
+    FIRST_EMPTY,
+    FIRST_FULL,
+    MBARRIER_BYTES,
+    ring,
+    shared_base,
+    shared_layout,
+    stage_function,
+)
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import specialize, supports_pdl
 

@@ -1,7 +1,7 @@
 """Instructions of sm_90a: mbarriers, TMA and bulk copies, named barriers, setmaxnreg.
 
 A kernel's loads and stores go through the tensor memory accelerator (TMA): one thread names a box of a tensor map
-(kernels/ptx/tensor_map.py), whose lines arrive in shared memory in the 128-byte swizzle (kernels/ptx/shared_memory.py)
+(kernels/tile/tensor_map.py), whose lines arrive in shared memory in the 128-byte swizzle (kernels/ptx/shared_memory.py)
 and complete a phase of an mbarrier. Runs of consecutive float32 in global memory need no tensor map (bulk_copy_*).
 In the simulator copies arrive as late as they may, and their destination holds NaN until then.
 Source: PTX ISA, sections on mbarrier, cp.async.bulk, cp.reduce.async.bulk, bar, setmaxnreg.

@@ -9,8 +9,8 @@ from rlnumba.kernels.attention import softmax
 from rlnumba.kernels.attention.scheduler import ITEM_COLUMNS, most_leading_segments
 from rlnumba.kernels.attention.sm90_config import SHARED_LIMIT, AttentionConfig
 from rlnumba.kernels.ptx import shared_memory
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, SWIZZLE_ALIGNMENT, shared_layout
 from rlnumba.kernels.ptx.wgmma import WARPGROUP
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, SWIZZLE_ALIGNMENT, shared_layout
 
 # Warpgroup 0 computes, warpgroup 1 loads and merges.
 THREADS = 2 * WARPGROUP

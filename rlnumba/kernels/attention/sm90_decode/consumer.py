@@ -9,10 +9,10 @@ from rlnumba.kernels.attention import softmax
 from rlnumba.kernels.attention.sm90_decode.config import MERGE_FIELDS, MERGE_SLOTS, NEW_TOKEN, Q_SLOTS, DecodeItem
 from rlnumba.kernels.attention.split_kv import accumulator_access, segment_merge
 from rlnumba.kernels.ptx import shared_memory
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, swizzled_chunk
 from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait, named_barrier_sync
 from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2, int_as_float, shuffle_xor, udiv, vector_access
 from rlnumba.kernels.ptx.wgmma import WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring, swizzled_chunk
 from rlnumba.runtime.device import cuda
 
 i32, f32 = np.int32, np.float32

@@ -40,7 +40,6 @@ from rlnumba.kernels.attention.sm90_decode.consumer import consumer_function
 from rlnumba.kernels.attention.sm90_decode.producer import prefetch_function, producer_function
 from rlnumba.kernels.attention.sm90_decode.qkv import preparer_function
 from rlnumba.kernels.attention.split_kv import partial_merge
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, shared_base
 from rlnumba.kernels.ptx.semaphore import atomic_add_acq_rel
 from rlnumba.kernels.ptx.shared_memory import Address
 from rlnumba.kernels.ptx.sm90 import (
@@ -61,6 +60,7 @@ from rlnumba.kernels.ptx.warp import (
     sync_warp,
 )
 from rlnumba.kernels.ptx.wgmma import WARPGROUP
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring, shared_base
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import specialize, supports_pdl
 

@@ -8,7 +8,6 @@ import numpy as np
 from rlnumba.kernels.attention import scheduler
 from rlnumba.kernels.attention.sm90_decode.config import KEY_HEAD, Q_SLOTS, RESUMES_PARTIAL, WORK_INDICES
 from rlnumba.kernels.attention.softmax import TILE_KEYS
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring
 from rlnumba.kernels.ptx.semaphore import load_acquire
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, Address
 from rlnumba.kernels.ptx.sm90 import (
@@ -21,6 +20,7 @@ from rlnumba.kernels.ptx.sm90 import (
     tma_load_3d_evict_first,
 )
 from rlnumba.kernels.ptx.warp import device_function, griddepcontrol_wait, shuffle, sync_warp, udiv
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring
 from rlnumba.runtime.device import cuda
 
 i32 = np.int32

@@ -21,10 +21,10 @@ from rlnumba.kernels.attention.sm90_decode.consumer import token_of_row
 from rlnumba.kernels.attention.softmax import TILE_KEYS
 from rlnumba.kernels.nn.qkv import head_norm
 from rlnumba.kernels.nn.rope import head_access, rotate
-from rlnumba.kernels.ptx.pipeline import MBARRIER_BYTES, ring, swizzled_chunk
 from rlnumba.kernels.ptx.shared_memory import LINE, Address, fence_proxy_async, store_function, store_words
 from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait
 from rlnumba.kernels.ptx.warp import compiler_barrier, cvt_pack, device_function, griddepcontrol_wait, udiv
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring, swizzled_chunk
 from rlnumba.runtime.device import cuda
 
 i32, f32 = np.int32, np.float32

@@ -25,7 +25,7 @@ OLD = np.array([-1.2, -0.5, -1.6, -0.7, -1.4, 0])
 REF = np.array([-1.1, -0.6, -2.1, -0.4, -1.2, 0])
 ROLLOUT = np.array([-1.25, -0.45, -1.7, -0.7, -1.3, 0])
 MASK = np.array([1.0, 1, 1, 1, 1, 0])
-ADVANTAGES = np.array([1, -0.5])
+ADVANTAGES = np.repeat([1, -0.5], 3)
 CU_SEQLENS = np.array([0, 3, 6], np.int32)
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
@@ -90,7 +90,7 @@ def test_sequence_ratio():
     """luspo weighs a sequence by its tokens, and A = 1 leaves the ratio itself where nothing is clipped."""
     config = loss_config("luspo", "sequence", epsilon=10.0)
     scale = policy_loss_scale(config, 1, 5, 5, 1)
-    arguments = (LOGPROBS, OLD, REF, None, np.array([-1.0, -1.0]), MASK, CU_SEQLENS, config, scale)
+    arguments = (LOGPROBS, OLD, REF, None, np.full(6, -1.0), MASK, CU_SEQLENS, config, scale)
     close(policy_loss_ref(*arguments)[2][:, 0] / np.array([3, 2]), [0.9355070, 1.1618342])
 
 
@@ -106,7 +106,7 @@ def test_off_policy_mask(sequence, mean):
     tokens = slice(*CU_SEQLENS[sequence : sequence + 2])
     for threshold, dropped in ((mean + shift - 1e-6, True), (mean + shift + 1e-6, False)):
         config = loss_config("dr_grpo", max_completion_length=1, off_policy_mask_threshold=threshold)
-        gradient = reference(config, advantages=np.array([-1.0, -1.0]), rollout=ROLLOUT + shift)[1]
+        gradient = reference(config, advantages=np.full(6, -1.0), rollout=ROLLOUT + shift)[1]
         assert np.all(gradient[tokens] == 0) == dropped
 
 

@@ -132,8 +132,8 @@ class DataState:
         self.rollouts, self.metrics = rollouts, generation_metrics(generation, names) | metrics
         self.num_tokens += generation.num_tokens
         num_samples = len(generation.samples)
-        if num_samples > len(rollouts.advantages):
-            self.metrics["dynamic_sampling/dropped"] = 1 - len(rollouts.advantages) / num_samples
+        if num_samples > rollouts.num_sequences:
+            self.metrics["dynamic_sampling/dropped"] = 1 - rollouts.num_sequences / num_samples
 
     def state_dict(self, within_generation):
         """The state for a checkpoint; the generation only if the next step still trains on it."""
@@ -166,12 +166,12 @@ class DataState:
             self.order.replay_buffer.load_state(state.get("replay_buffer", []), plan.num_completions_each)
         if state["rollouts"] is None:
             return
-        rollouts = rollout.Rollouts(**state["rollouts"])
+        rollouts = rollout.Rollouts.restored(state["rollouts"])
         has_reference = len(rollouts.ref_logprobs) > 0
         # Its parts are those of the sizes with which it was drawn.
         own = [train.per_device_train_batch_size, plan.num_passes]
         is_cut_alike = state.get("sizes", own)[-2:] == own
-        if len(rollouts.advantages) == plan.num_completions and is_cut_alike and (has_reference or not train.beta):
+        if rollouts.num_sequences == plan.num_completions and is_cut_alike and (has_reference or not train.beta):
             self.rollouts, self.metrics = rollouts, state["metrics"]
         else:
             log("the completions in the checkpoint do not fit the changed configuration: drawing others")

@@ -194,7 +194,7 @@ def optimizer_step(policy, micro_batches, learning_rate, bonus):
     num_means = len(micro_batches)
     micro_batches, wholes = in_order_of_step(policy, micro_batches)
     num_tokens = sum(part.num_active for part in micro_batches)
-    num_sequences = sum(len(part.advantages) for part in micro_batches)
+    num_sequences = sum(part.num_sequences for part in micro_batches)
     ends = np.cumsum([len(part.loss_mask) for part in micro_batches])
     selects, has_bonus = bonus.top_entropy_quantile < 1, entropies.has_bonus(bonus)
     _, coef = entropies.coefficient(bonus, policy.loss_state)
@@ -309,7 +309,7 @@ def loss_backward(policy, batch, logprobs, old_logprobs, dlogprobs, results, ent
     # A loss whose beta is 0 has no KL, though the rewards may have.
     of_tokens = arrays.get("ref_logprobs") if config.beta else None, arrays["rollout_logprobs"]
     of_batch = arrays["advantages"], arrays["loss_mask"], arrays["completion_bounds"]
-    of_sequences = empty((arrays["advantages"].shape[0], METRICS), np.float32)
+    of_sequences = empty((arrays["completion_bounds"].shape[0] - 1, METRICS), np.float32)
     outputs = results["loss"], dlogprobs, of_sequences, results["stats"]
     fill(0.0, results["loss"])
     policy_loss(logprobs, old_logprobs, *of_tokens, *of_batch, config, arrays["scale"], *outputs, entropy_mask)
@@ -350,7 +350,7 @@ def rehearse_steps(run, rollouts, every_form, advantages, step):
         rollouts.is_stale = is_stale
         yield advantages
         for on_policy in (True, False) if every_form else (True,):
-            yield partial(step, rollouts.parts(len(rollouts.advantages), on_policy), 0.0)
+            yield partial(step, rollouts.parts(rollouts.num_sequences, on_policy), 0.0)
 
 
 TRAINER = TrainerOnPrompts(

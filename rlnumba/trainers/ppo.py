@@ -476,7 +476,7 @@ def models_of(run):
 
 def rehearse(run, policy, critic, rollouts, every_form):
     """See TrainerOnPrompts: the evaluation of a batch, and the optimizer step on it as one mini-batch."""
-    actor, every = ActorCritic(policy, critic, run), np.arange(len(rollouts.advantages))
+    actor, every = ActorCritic(policy, critic, run), np.arange(rollouts.num_sequences)
     actor.experience = Experience(rollouts, 0, 0.0, actor.score_moments)
 
     def evaluate_batch():

@@ -73,8 +73,8 @@ class ReplayBuffer:
 
     def load_state(self, state, num_generations):
         """Restore what `state` returned, but for groups of another size than num_generations."""
-        entries = [Entry(**entry | {"rollouts": Rollouts(**entry["rollouts"])}) for entry in state]
-        fitting = [entry for entry in entries if len(entry.rollouts.advantages) == num_generations]
+        entries = [Entry(**entry | {"rollouts": Rollouts.restored(entry["rollouts"])}) for entry in state]
+        fitting = [entry for entry in entries if entry.rollouts.num_sequences == num_generations]
         self.entries = fitting[: self.size]
 
 

@@ -85,7 +85,7 @@ class Rollouts:
     """One generation on the host, in the order in which it is trained on, or a part of it.
 
     token_ids (sum of S,) i32: prompt and completion of each sequence; prompt_lengths, completion_lengths (B,) i32;
-    loss_mask (T,) f32, 0 or 1; rollout_logprobs (T,) f32, the sampler's; advantages (B,) f32; old_logprobs and
+    loss_mask (T,) f32, 0 or 1; rollout_logprobs (T,) f32, the sampler's; advantages (T,) f32; old_logprobs and
     ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere; thresholds (T,) f32: the smallest
     logit that the sampler's filters kept, or of length 0 where all are trained. on_policy: see MicroStep.
     is_stale: whether some tokens were sampled from older weights than those that are trained on them first.
@@ -126,7 +126,7 @@ class Rollouts:
             completion_lengths=completion_lengths,
             loss_mask=np.repeat(np.where(masked, 0, 1).astype(np.float32), completion_lengths),
             rollout_logprobs=np.concatenate([nothing, *(each.array("logprobs") for each in completions)]),
-            advantages=np.array([sample.advantage for sample in samples], np.float32),
+            advantages=np.repeat(np.array([s.advantage for s in samples], np.float32), completion_lengths),
             old_logprobs=nothing,
             ref_logprobs=nothing,
             thresholds=np.concatenate([nothing, *thresholds]),
@@ -141,9 +141,9 @@ class Rollouts:
 
         sequences, targets = slice(first, first + count), tokens(self.completion_lengths)
         parts = {"token_ids": self.token_ids[tokens(self.lengths)]}
-        for name in ("prompt_lengths", "completion_lengths", "advantages"):
+        for name in ("prompt_lengths", "completion_lengths"):
             parts[name] = getattr(self, name)[sequences]
-        for name in ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "thresholds"):
+        for name in ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "thresholds"):
             parts[name] = getattr(self, name)[targets]
         return Rollouts(**parts, on_policy=on_policy, is_stale=self.is_stale)
 
@@ -153,7 +153,7 @@ class Rollouts:
 
     def parts(self, size, on_policy=False):
         """All sequences, `size` at a time: list of Rollouts."""
-        return [self.part(first, size, on_policy) for first in range(0, len(self.advantages), size)]
+        return [self.part(first, size, on_policy) for first in range(0, self.num_sequences, size)]
 
     @staticmethod
     def joined(parts):
@@ -172,6 +172,19 @@ class Rollouts:
         """The arrays that a checkpoint keeps: dict, the arguments of Rollouts."""
         return {name: value for name, value in vars(self).items() if name != "on_policy"}
 
+    @staticmethod
+    def restored(state):
+        """The Rollouts of what `state` returned; checkpoints of before had one advantage a completion."""
+        lengths, advantages = state["completion_lengths"], state["advantages"]
+        if len(advantages) == len(lengths):
+            advantages = np.repeat(advantages, lengths)
+        return Rollouts(**state | {"advantages": advantages})
+
+    @property
+    def num_sequences(self):
+        """Completions: int."""
+        return len(self.completion_lengths)
+
     @property
     def lengths(self):
         """Tokens of each sequence, (B,) i32."""
@@ -185,8 +198,8 @@ class Rollouts:
     def micro_batch(self):
         """All sequences as a MicroBatch, with what the loss reads.
 
-        The targets have loss_mask, rollout_logprobs, and old_logprobs and ref_logprobs where there are any. The
-        sequences have advantages and completion_bounds (B + 1,) i32, which divide the targets into completions.
+        The targets have loss_mask, advantages, rollout_logprobs, and old_logprobs and ref_logprobs where there are any.
+        The sequences have completion_bounds (B + 1,) i32, which divide the targets into completions.
         """
         bounds = np.zeros(len(self.completion_lengths) + 1, np.int32)
         np.cumsum(self.completion_lengths, out=bounds[1:])
@@ -194,9 +207,9 @@ class Rollouts:
         prompt_tokens = np.repeat(np.cumsum(self.prompt_lengths), self.completion_lengths)
         thresholds = self.thresholds if len(self.thresholds) else None
         batch = MicroBatch.of(self.token_ids, self.lengths, prompt_tokens + np.arange(bounds[-1]), thresholds)
-        names = ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs")
+        names = ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
         of_targets = {name: getattr(self, name) for name in names if len(getattr(self, name))}
-        return batch.with_arrays(of_targets, {"completion_bounds": bounds, "advantages": self.advantages})
+        return batch.with_arrays(of_targets, {"completion_bounds": bounds})
 
     def to_device(self):
         """All sequences on the device: DeviceBatch."""

@@ -139,7 +139,7 @@ OPERATORS = {
     decode_state.edit_decode_state: lambda: {"edits": ids(2, 3, below=1), "count": 1, "state": state()},
     policy_loss.policy_loss: lambda: {
         "logprobs": -(f32(N) ** 2), "old_logprobs": -(f32(N) ** 2), "ref_logprobs": -(f32(N) ** 2),
-        "rollout_logprobs": -(f32(N) ** 2), "advantages": f32(B), "loss_mask": np.ones(N, np.float32),
+        "rollout_logprobs": -(f32(N) ** 2), "advantages": f32(N), "loss_mask": np.ones(N, np.float32),
         "cu_seqlens": STARTS, "config": PolicyLossConfig(vllm_importance_sampling_correction=False), "scale": f32(1),
         "loss": f32(1), "dlogprobs": f32(N),
         "sequence_stats": f32(B, METRICS), "metrics": f32(METRICS),

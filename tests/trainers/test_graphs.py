@@ -236,7 +236,7 @@ def random_rollouts(seed, count, vocab=48):
         completion_lengths=completions,
         loss_mask=(rng.random(tokens) < 0.9).astype(np.float32),
         rollout_logprobs=-rng.exponential(3.0, tokens).astype(np.float32),
-        advantages=rng.standard_normal(count).astype(np.float32),
+        advantages=rng.standard_normal(tokens).astype(np.float32),
         old_logprobs=none,
         ref_logprobs=none,
     )

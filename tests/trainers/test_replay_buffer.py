@@ -82,9 +82,9 @@ def test_a_run_replays_with_the_old_log_probs_and_is_resumed(tmp_path, monkeypat
         for part in parts:
             assert not part.on_policy
             differs = grpo.host_logprobs(policy, policy.model, [part]) != part.rollout_logprobs
-            owner = np.repeat(np.arange(len(part.advantages)), part.completion_lengths)
-            found += np.bincount(owner, differs, len(part.advantages)).tolist()
-            assert part.advantages[np.bincount(owner, differs) > 0].all()
+            owner = np.repeat(np.arange(part.num_sequences), part.completion_lengths)
+            found += np.bincount(owner, differs, part.num_sequences).tolist()
+            assert part.advantages[(np.bincount(owner, differs) > 0)[owner]].all()
         differing.append(sum(count > 0 for count in found))
         return train_step(policy, parts, learning_rate)
 

@@ -173,7 +173,7 @@ def test_parts_share_out_every_array():
     rollouts = Rollouts.of(samples, False)
     rollouts.ref_logprobs = np.arange(9, dtype=np.float32)
     parts = rollouts.parts(2, on_policy=True)
-    assert [len(part.advantages) for part in parts] == [2, 1]
+    assert [part.num_sequences for part in parts] == [2, 1]
     for name in ("token_ids", "completion_lengths", "loss_mask", "rollout_logprobs", "advantages", "ref_logprobs"):
         whole = np.concatenate([getattr(part, name) for part in parts])
         assert_same_bits(whole, getattr(rollouts, name), name)
@@ -186,8 +186,11 @@ def test_parts_share_out_every_array():
     assert parts[1].token_ids.tolist() == [3, 4, 10, 11, 12, 13, 14]
     assert parts[1].ref_logprobs.tolist() == [4, 5, 6, 7, 8]
     assert len(parts[1].old_logprobs) == 0 and parts[1].on_policy and not rollouts.on_policy
-    again = Rollouts(**rollouts.state())
-    assert_same_bits(again.token_ids, rollouts.token_ids)
+    # An older checkpoint has one advantage a completion.
+    for advantages in (rollouts.advantages, np.arange(3, dtype=np.float32)):
+        again = Rollouts.restored(rollouts.state() | {"advantages": advantages})
+        assert_same_bits(again.token_ids, rollouts.token_ids)
+        assert again.advantages.tolist() == [0, 1, 1, 1, 2, 2, 2, 2, 2]
 
 
 def test_truncated_completions_leave_the_loss():
@@ -213,11 +216,11 @@ def test_rows_on_the_device_are_those_that_predict():
     assert {batch.targets.rows.dtype, batch.targets.target_ids.dtype, bounds.dtype} == {np.dtype(np.int32)}
     assert arrays["loss_mask"].tolist() == [1, 1, 1] and arrays["rollout_logprobs"].tolist() == [-0.5] * 3
     rollouts = Rollouts.of(samples, False)
-    rollouts.advantages[:] = 2, 3
+    rollouts.advantages[:] = 2, 3, 4
     rollouts.old_logprobs, rollouts.ref_logprobs = np.float32([1, 2, 3]), np.float32([4, 5, 6])
     arrays = rollouts.to_device().arrays
     assert arrays["old_logprobs"].tolist() == [1, 2, 3] and arrays["ref_logprobs"].tolist() == [4, 5, 6]
-    assert arrays["advantages"].tolist() == [2, 3]
+    assert arrays["advantages"].tolist() == [2, 3, 4]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])

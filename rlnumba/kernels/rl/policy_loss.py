@@ -1,6 +1,6 @@
 """The policy losses of GRPO and its relatives, and their derivative with respect to the log-probs.
 
-With lp, old, ref and roll the log-probs of these names, mask m, advantage A of the sequence, importance ratio c,
+With lp, old, ref and roll the log-probs of these names, mask m, advantage A of the token, importance ratio c,
 
     c = exp(lp - old)                                    importance_sampling_level "token"
     c = exp(sum(m (lp - old)) / max(sum m, 1))           "sequence": one ratio for all tokens (GSPO)
@@ -183,8 +183,13 @@ def sequence_function(terms):
     (k_pos, k_neg), (lambda_pos, lambda_neg) = np.float32(terms.vespo_k), np.float32(terms.vespo_lambda)
 
     @device_function
-    def sequence_terms(logprobs, loss_mask, begin, end, advantage, scratch):
-        """(tokens, ratio, correction, keep, phi) of tokens [begin, end); ratio and correction at sequence level."""
+    def phi_of(log_weight, k, lam):
+        return np.float32(math.exp(lam + k * log_weight - lam * np.float32(math.exp(log_weight))))
+
+    @device_function
+    def sequence_terms(logprobs, loss_mask, begin, end, scratch):
+        """(tokens, ratio, correction, is_far, phi of A >= 0, of A < 0) of tokens [begin, end); ratio and correction at
+        sequence level."""
         tokens = log_ratio = log_ratio_limited = log_correction = log_correction_limited = drift = ZERO
         for n in range(begin + cuda.threadIdx.x, end, THREADS):
             mask = np.float32(loss_mask[n])
@@ -200,11 +205,12 @@ def sequence_function(terms):
                     log_correction_limited += mask * bounded_log(correction_of(difference))
         tokens = block_sum(tokens, scratch)
         divisor = max(tokens, ONE)
-        ratio = keep = correction = phi = ONE
+        ratio = correction = phi_positive = phi_negative = ONE
+        is_far = False
         if sequence_level:
             ratio = np.float32(math.exp(block_sum(log_ratio, scratch) / (ONE if sums else divisor)))
-        if masks_off_policy and block_sum(drift, scratch) / divisor > threshold and advantage < ZERO:
-            keep = ZERO
+        if masks_off_policy:
+            is_far = block_sum(drift, scratch) / divisor > threshold
         if correct_sequence:
             correction = correction_of(block_sum(log_correction, scratch))
         if vespo:
@@ -214,9 +220,9 @@ def sequence_function(terms):
             if correct_sequence:
                 log_weight += bounded_log(correction)
             log_weight = clamp(log_weight, LOG_SMALLEST, LOG_RATIO_LIMIT)
-            k, lam = (k_pos, lambda_pos) if advantage >= ZERO else (k_neg, lambda_neg)
-            phi = np.float32(math.exp(lam + k * log_weight - lam * np.float32(math.exp(log_weight))))
-        return tokens, ratio, correction, keep, phi
+            phi_positive = phi_of(log_weight, k_pos, lambda_pos)
+            phi_negative = phi_of(log_weight, k_neg, lambda_neg)
+        return tokens, ratio, correction, is_far, phi_positive, phi_negative
 
     return sequence_terms
 
@@ -272,9 +278,8 @@ def policy_loss_kernel(terms):
         scratch = cuda.shared.array(32, np.float32)
         sequence, thread = cuda.blockIdx.x, cuda.threadIdx.x
         begin, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
-        advantage = advantages[sequence]
-        tokens, sequence_ratio, sequence_correction, keep, phi = sequence_terms(
-            logprobs, loss_mask, begin, end, advantage, scratch
+        tokens, sequence_ratio, sequence_correction, is_far, phi_positive, phi_negative = sequence_terms(
+            logprobs, loss_mask, begin, end, scratch
         )
         divisor = max(tokens, ONE)
         weight = scale[0] / divisor if per_sequence_mean else scale[0]
@@ -284,7 +289,8 @@ def policy_loss_kernel(terms):
         for n in range(begin + thread, end, THREADS):
             mask, gradient = np.float32(loss_mask[n]), ZERO
             if mask != ZERO:
-                ratio, correction = sequence_ratio, sequence_correction
+                ratio, correction, advantage = sequence_ratio, sequence_correction, advantages[n]
+                phi = phi_positive if advantage >= ZERO else phi_negative
                 if not sequence_level:
                     ratio = np.float32(math.exp(logprobs.policy[n] - logprobs.old[n]))
                 difference = logprobs.old[n] - logprobs.rollout[n]
@@ -293,7 +299,7 @@ def policy_loss_kernel(terms):
                 if is_dppo:
                     phi = logprobs.policy[n] - logprobs.rollout[n]
                     ratio = np.float32(math.exp(phi))
-                token_keep = keep
+                token_keep = ZERO if is_far and advantage < ZERO else ONE
                 if selects_tokens:
                     token_keep *= np.float32(entropy_mask[n])
                 token_loss, gradient, through_ratio, kl = token_terms(
@@ -338,9 +344,8 @@ def policy_loss_kernel(terms):
             ratios = corrected = tokens
             if sequence_level:
                 ratios = ONE
-                # A sequence without tokens has no ratio.
-                clipped_low = ONE if tokens > ZERO and advantage < ZERO and sequence_ratio < low else ZERO
-                clipped_high = ONE if tokens > ZERO and advantage > ZERO and sequence_ratio > high else ZERO
+                # The share of a sequence's tokens: all or none where they have one advantage.
+                clipped_low, clipped_high = clipped_low / divisor, clipped_high / divisor
             if correct_sequence:
                 corrected = ONE
                 correction_sum = correction_max = correction_min = sequence_correction
@@ -381,7 +386,7 @@ def policy_loss(
     """The loss of one micro-batch of packed sequences and its gradient with respect to logprobs.
 
     logprobs, old_logprobs, ref_logprobs (None without beta), rollout_logprobs (None without a sampler's log-probs) (N,)
-    float32; on-policy, pass logprobs as old_logprobs: it counts as a constant. advantages (B,) float32; loss_mask (N,)
+    float32; on-policy, pass logprobs as old_logprobs: it counts as a constant. advantages (N,) float32; loss_mask (N,)
     float32 or uint8, 1 where a token is trained on; cu_seqlens (B + 1,) int32; config a PolicyLossConfig; scale (1,)
     float32: policy_loss_scale. entropy_mask (N,) float32, 0 or 1, or None for all 1. loss (1,) float32 is added to;
     dlogprobs (N,) float32, sequence_stats (B, METRICS) and metrics (METRICS,) float32 are written: the sums, maxima and
@@ -390,7 +395,7 @@ def policy_loss(
     Raises ValueError for other arrays, and where config needs those that are None.
     """
     (tokens,) = check("policy_loss", "logprobs", logprobs, (None,), F32)
-    (sequences,) = check("policy_loss", "advantages", advantages, (None,), F32)
+    check("policy_loss", "advantages", advantages, (tokens,), F32)
     if ref_logprobs is None:
         if config.beta:
             raise ValueError(f"policy_loss: beta {config.beta} needs ref_logprobs, got None")
@@ -404,7 +409,8 @@ def policy_loss(
     check_all("policy_loss", (tokens,), F32, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
     check_all("policy_loss", (tokens,), F32, rollout_logprobs=rollout_logprobs, dlogprobs=dlogprobs)
     check("policy_loss", "loss_mask", loss_mask, (tokens,), MASKS)
-    check("policy_loss", "cu_seqlens", cu_seqlens, (sequences + 1,), I32)
+    (bounds,) = check("policy_loss", "cu_seqlens", cu_seqlens, (None,), I32)
+    sequences = bounds - 1
     check_all("policy_loss", (1,), F32, scale=scale, loss=loss)
     check("policy_loss", "sequence_stats", sequence_stats, (sequences, METRICS), F32)
     check("policy_loss", "metrics", metrics, (METRICS,), F32)
@@ -413,9 +419,8 @@ def policy_loss(
     arrays = logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens
     if device.name() == "cpu":
         end = int(cu_seqlens[-1])
-        of_tokens = logprobs, old_logprobs, ref_logprobs, rollout_logprobs, loss_mask, entropy_mask
-        *before, loss_mask, entropy_mask = (None if array is None else array[:end] for array in of_tokens)
-        arrays = *before, advantages, loss_mask, cu_seqlens, config, float(scale[0]), entropy_mask
+        *of_tokens, entropy_mask = (None if array is None else array[:end] for array in (*arrays[:-1], entropy_mask))
+        arrays = *of_tokens, cu_seqlens, config, float(scale[0]), entropy_mask
         total, dlogprobs[:end], sequence_stats[...] = policy_loss_ref(*arrays)
         dlogprobs[end:] = 0
         loss += np.float32(total)
@@ -472,7 +477,7 @@ def policy_loss_ref(
     """(loss, dlogprobs, sequence_stats) of policy_loss, in float64."""
     terms = loss_terms(config)
     form, (low, high) = terms.form, terms.ratio_range
-    sequences = len(advantages)
+    sequences = len(cu_seqlens) - 1
     owner = np.repeat(np.arange(sequences), np.diff(cu_seqlens))
     mask, active = np.asarray(loss_mask, np.float64), loss_mask != 0
     behaviour = old_logprobs if rollout_logprobs is None else rollout_logprobs
@@ -484,7 +489,7 @@ def policy_loss_ref(
         return np.bincount(owner, weights=mask * values, minlength=sequences)
 
     tokens, log_ratio = by_sequence(1.0), minus(logprobs, old_logprobs)
-    divisor, advantage = np.maximum(tokens, 1.0), advantages.astype(np.float64)[owner]
+    divisor, advantage = np.maximum(tokens, 1.0), advantages.astype(np.float64)
     if form == DPPO:
         log_ratio = minus(logprobs, behaviour)
     log_ratios_divisor = 1.0 if terms.sums_log_ratios else divisor
@@ -522,9 +527,10 @@ def policy_loss_ref(
         pull = np.minimum(ratio, high)
         if form == VESPO:
             log_w = np.clip(by_sequence(np.clip(log_ratio, -20.0, 20.0)) + log_correction, math.log(1e-8), 20.0)
-            k = np.where(advantages >= 0, config.vespo_k_pos, config.vespo_k_neg)
-            lam = np.where(advantages >= 0, config.vespo_lambda_pos, config.vespo_lambda_neg)
-            pull = np.exp(lam + k * log_w - lam * np.exp(log_w))[owner]
+            log_w = log_w[owner]
+            k = np.where(advantage >= 0, config.vespo_k_pos, config.vespo_k_neg)
+            lam = np.where(advantage >= 0, config.vespo_lambda_pos, config.vespo_lambda_neg)
+            pull = np.exp(lam + k * log_w - lam * np.exp(log_w))
         gradient = -pull * advantage
         token_loss = gradient * np.where(active, logprobs, 0.0)
 

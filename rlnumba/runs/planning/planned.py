@@ -71,7 +71,7 @@ def invented_rollouts(train, prompt_lengths, completion_length, rows):
         completion_lengths=completions,
         loss_mask=zeros + 1,
         rollout_logprobs=zeros - 1,
-        advantages=np.ones(rows, np.float32),
+        advantages=zeros + 1,
         old_logprobs=none,
         ref_logprobs=none,
         thresholds=zeros if train.generation.replays_mask else none,

@@ -19,9 +19,7 @@ MOST_MODULES = 20
 FULL_PACKAGES = {}
 
 MOST_LINES = 600
-LONG_MODULES = {
-    "rlnumba/engine/core.py": 601,
-}
+LONG_MODULES = {}
 
 # Lines of a function that is no kernel, no device function and makes none.
 MOST_LINES_OF_FUNCTION = 100
@@ -34,7 +32,7 @@ LONG_SIGNATURES = {
     "rlnumba/data/pairs.py:load_pairs": 9,
     "rlnumba/trainers/trainer.py:PromptTrainer.__init__": 11,
 }
-LONG_OPERATORS = 53
+LONG_OPERATORS = 52
 
 # Names that several classes have: how many.
 SHARED_NAMES = {"Batch": 2, "Layout": 2, "TrainerState": 2, "Workspace": 3}

@@ -253,12 +253,11 @@ class Engine:
         self.requests: dict[Hashable, dict[int, Sequence]] = {}
         # Blocks that the unfinished sequences need together, and the most that one of them needs.
         self.blocks_wanted = self.most_blocks = 0
+        options = self.max_num_batched_tokens, self.config.enable_prefix_caching, policy_version
         self.scheduler = Scheduler(
             SequenceTable(self.max_num_seqs, BLOCK_SIZE),
             blocks,
-            self.max_num_batched_tokens,
-            self.config.enable_prefix_caching,
-            policy_version,
+            *options,
             # Not a bound method, which would make a cycle and keep the cache's memory until a garbage collection.
             partial(has_stop_string, self.tokenizer),
             sharing(*self.runner.heads),

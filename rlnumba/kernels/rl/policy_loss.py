@@ -527,10 +527,9 @@ def policy_loss_ref(
         pull = np.minimum(ratio, high)
         if form == VESPO:
             log_w = np.clip(by_sequence(np.clip(log_ratio, -20.0, 20.0)) + log_correction, math.log(1e-8), 20.0)
-            log_w = log_w[owner]
             k = np.where(advantage >= 0, config.vespo_k_pos, config.vespo_k_neg)
             lam = np.where(advantage >= 0, config.vespo_lambda_pos, config.vespo_lambda_neg)
-            pull = np.exp(lam + k * log_w - lam * np.exp(log_w))
+            pull = np.exp(lam + k * log_w[owner] - lam * np.exp(log_w)[owner])
         gradient = -pull * advantage
         token_loss = gradient * np.where(active, logprobs, 0.0)
 

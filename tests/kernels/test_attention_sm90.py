@@ -26,7 +26,7 @@ pytestmark = pytest.mark.sm90
 BF16, F16 = "bfloat16", "float16"
 # Types of attention_sm90_kernel's arguments: four tensor maps, arrays, numbers.
 FORWARD = ["uint8[::1]"] * 4 + ["int32[:,::1]", "float32[:,::1]"]
-FORWARD += [tuple_type(PrefillBatch, "int32[::1]", "int32[::1]", "int32", "int32", "int32")]
+FORWARD += [tuple_type(PrefillBatch, "int32[::1]", "int32[::1]", "int32", "int32")]
 FORWARD += [tuple_type(Pages, "int32[:,::1]", "int32"), "int32", "float32"]
 # Those of paged_attention_sm90_kernel's behind its queries.
 PAGED = ["uint8[::1]", "uint8[::1]"]

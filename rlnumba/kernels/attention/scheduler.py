@@ -40,9 +40,9 @@ TILES, SEQUENCE, SPLIT, FIRST_KEY, START, LENGTH, CONTEXT_LEN, GROUP_SIZE, SPLIT
 ITEM_COLUMNS = 9
 
 
-# The sequences of a prefill kernel: (B + 1,) bounds of queries, (B,) keys, B, and query heads of a key head. Sequences
+# The sequences of a prefill kernel: (B + 1,) bounds of queries, (B,) keys, and query heads of a key head. Sequences
 # with at most decode_rows query rows a key head are the decode kernel's.
-PrefillBatch = namedtuple("PrefillBatch", "cu_seqlens context_lens sequences gqa_ratio decode_rows")
+PrefillBatch = namedtuple("PrefillBatch", "cu_seqlens context_lens gqa_ratio decode_rows")
 # Where the keys of sequences lie in the cache: (B, blocks) and the tokens of a block.
 Pages = namedtuple("Pages", "block_tables block_size")
 # Sequences of a step of decode; shared_prefix_lens and group_sizes are empty if not grouped.
@@ -51,8 +51,7 @@ DecodeStep = namedtuple("DecodeStep", "cu_seqlens context_lens shared_prefix_len
 
 def prefill_batch(cu_seqlens, context_lens, gqa_ratio, decode_rows):
     """The PrefillBatch of these arrays, as a kernel takes it."""
-    numbers = map(np.int32, (cu_seqlens.shape[0] - 1, gqa_ratio, decode_rows))
-    return PrefillBatch(cu_seqlens, context_lens, *numbers)
+    return PrefillBatch(cu_seqlens, context_lens, np.int32(gqa_ratio), np.int32(decode_rows))
 
 
 @functools.cache
@@ -63,7 +62,7 @@ def prefill_scheduler(paged, tile_tokens):
     def query_tokens(sequence, batch):
         """Number of query tokens of a sequence that are not decode's; 0 beyond the last sequence."""
         tokens = i32(0)
-        if sequence < batch.sequences:
+        if sequence < i32(batch.cu_seqlens.shape[0] - 1):
             tokens = i32(batch.cu_seqlens[sequence + 1] - batch.cu_seqlens[sequence])
             if paged and (i32(tokens * batch.gqa_ratio) <= batch.decode_rows or batch.context_lens[sequence] == 0):
                 tokens = i32(0)
@@ -73,7 +72,7 @@ def prefill_scheduler(paged, tile_tokens):
     def count_longer(tokens, batch, lane):
         """Number of sequences that have more than `tokens` query tokens."""
         count, first = i32(0), i32(0)
-        while first < batch.sequences:
+        while first < i32(batch.cu_seqlens.shape[0] - 1):
             count = i32(count + cuda.popc(ballot(query_tokens(i32(first + lane), batch) > tokens)))
             first = i32(first + 32)
         return count
@@ -98,7 +97,7 @@ def prefill_scheduler(paged, tile_tokens):
     def find_sequence(rank, tokens, batch, lane):
         """The index of the sequence with more than `tokens` query tokens before which there are `rank` others."""
         found, first = i32(0), i32(0)
-        while first < batch.sequences:
+        while first < i32(batch.cu_seqlens.shape[0] - 1):
             longer = query_tokens(i32(first + lane), batch) > tokens
             mask = ballot(longer)
             before = i32(cuda.popc(np.int64(mask) & ~(np.int64(-1) << np.int64(lane))))

@@ -544,7 +544,7 @@ def launch_attention(config, q, maps, batch, pages, max_seqlen, c, out, lse):
     """
     tokens, heads, _ = q.shape
     query_tiles = -(-max_seqlen // config.item_tokens)
-    items = query_tiles * int(batch.sequences) * (heads // config.consumers if config.paired else heads)
+    items = query_tiles * (batch.cu_seqlens.shape[0] - 1) * (heads // config.consumers if config.paired else heads)
     launch(
         attention_sm90_kernel(config), min(items, device.sm_count()), (config.consumers + 1) * WARPGROUP,
         tensor_map(q, TILE_ROWS, 1, 64), *maps, tensor_map(out, TILE_ROWS, 1, 64),

@@ -325,9 +325,9 @@ class RunFolder:
     def kept_after_error(self, policy, save, last_step):
         """If a signal or any error ends the block, call save(), which saves the last complete step, last_step().
 
-        Not where the weights are between two steps (policy.is_updating). When the block has ended, all checkpoints are
-        on the disk. With several ranks, an error of one ends the blocks of all; the step is saved where it is the last
-        complete one of all, and none ends before rank 0 has written.
+        Not where the weights are between two steps (policy.is_updating). When the block has ended, all checkpoints of
+        one process are on the disk. With several ranks, an error of one ends the blocks of all; the step is saved where
+        it is the last complete one of all, and none ends before rank 0 has written.
         """
         with signals.handled():
             try:
@@ -341,6 +341,8 @@ class RunFolder:
                 with signals.held():
                     if self._is_whole(error, None if policy.is_updating else last_step()):
                         self._save_after(error, interrupted, save)
+                    elif self.is_alone:
+                        self._finish_saving()
                 raise
 
     def _is_whole(self, error, step):
@@ -375,6 +377,13 @@ class RunFolder:
             log('train.save_strategy is "no": no checkpoint is kept')
         elif keeps and (interrupted or problems):
             log(f"step {self.step} is in {self.model_folder}; {RESUMES[0]} goes on from there ({RESUMES[1]})")
+
+    def _finish_saving(self):
+        """Wait until the checkpoint before an error is on the disk; the error is not hidden by one of saving."""
+        try:
+            self.saver.wait()
+        except checkpoint.CheckpointError as problem:
+            log(str(problem))
 
     def finish(self, model, tokenizer, heads=None):
         """Write final/, a Hugging Face folder of the model, or of that of the best step with load_best_model_at_end.

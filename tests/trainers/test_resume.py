@@ -404,7 +404,9 @@ def test_any_error_keeps_the_last_complete_step(tmp_path, monkeypatch, capsys, e
 
 
 def test_an_error_between_two_steps_keeps_none(tmp_path, monkeypatch):
-    """The weights may then be those of neither."""
+    """The weights may then be those of neither. The one before is on the disk, however long that takes."""
+    save = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments: (time.sleep(1), save(*arguments)))
     run, step = sft_run(tmp_path / "run", max_steps=4, save_steps=1), Optimizer.step
 
     def fails_in_the_third(optimizer, learning_rate):

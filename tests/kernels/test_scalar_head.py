@@ -84,13 +84,13 @@ def test_gpu(rng, shape, dtype):
 def test_kernels_compile_for_gpus(compile_offline, element, vector):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU")
-    x, f32, rows, troubles = f"{element}[:, ::1]", "float32[::1]", "int32[::1]", []
+    x, f32, rows, troubles = f"{element}[:,::1]", "float32[::1]", "int32[::1]", []
     for architecture in ((8, 0), (9, 0)):
         for bounded in (False, True):
             kernel = scalar_head_kernel(vector, vector, bounded)
             troubles += compile_offline(kernel, [x, rows, x, f32], architecture)
             kernel = scalar_head_backward_kernel(vector, vector, bounded)
-            troubles += compile_offline(kernel, [x, rows, x, f32, x, "float32[:, ::1]"], architecture)
+            troubles += compile_offline(kernel, [x, rows, x, f32, x, "float32[:,::1]"], architecture)
     assert not troubles, "\n".join(troubles)
 
 

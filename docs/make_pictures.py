@@ -6,7 +6,6 @@ holds against the instructions' twins.
 """
 
 import ast
-import functools
 import pathlib
 import sys
 
@@ -615,12 +614,12 @@ def package_imports():
 
 
 def layers():
-    """The package's layers: what is drawn higher imports what is drawn lower."""
+    """The package's layers: what is drawn higher imports what is drawn lower; packages of one layer may do so, too."""
     imports = package_imports()
 
-    @functools.cache
-    def height(name):
-        return 1 + max(map(height, imports[name]), default=-1)
+    def height(name, importers=frozenset()):
+        importers |= {name}
+        return 1 + max((height(target, importers) for target in imports[name] - importers), default=-1)
 
     rows = {}
     for name in imports:
@@ -635,9 +634,11 @@ def layers():
     for name, targets in imports.items():
         for target in targets:
             (x, y), (x_below, y_below) = centers[name], centers[target]
+            if y == y_below:
+                continue
             near = y - y_below == 1
             axis.plot([x, x_below], [y, y_below + 0.5], color="black", alpha=0.5 if near else 0.12, linewidth=0.8)
-    bare(axis, -4.6, 4.6, -0.1, len(rows) - 0.3, "A package imports only what is drawn below it")
+    bare(axis, -4.6, 4.6, -0.1, len(rows) - 0.3, "A package imports only what is drawn below it, or beside it")
     return figure
 
 

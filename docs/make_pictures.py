@@ -621,12 +621,11 @@ def layers():
         importers |= {name}
         return 1 + max((height(target, importers) for target in imports[name] - importers), default=-1)
 
-    rows = {}
-    for name in imports:
-        rows.setdefault(height(name), []).append(name)
+    heights = {name: height(name) for name in imports}
+    rows = [[name for name in imports if heights[name] == each] for each in sorted({*heights.values()})]
     figure, axis = plt.subplots(figsize=(9, 0.9 * len(rows)))
     width, centers = 1.5, {}
-    for y, names in rows.items():
+    for y, names in enumerate(rows):
         for i, name in enumerate(sorted(names)):
             x = (i - (len(names) - 1) / 2) * 2.1
             centers[name] = x, y

@@ -371,7 +371,7 @@ from rlnumba.runs.run_folder import kernel_request
 def listed(max_staleness=2, **deploy):
     options = [("model", sys.argv[2]), ("train.dtype", "bfloat16"), ("async.max_staleness", str(max_staleness))]
     options += [(f"deploy.{name}", str(value)) for name, value in deploy.items()]
-    stages = list_signatures(kernel_request(load_run("grpo", sys.argv[1], options)), GPUS["h200"])
+    stages = list_signatures(kernel_request(load_run("grpo", sys.argv[1], options).resolved()), GPUS["h200"])
     return [set(stage) for stage in stages]
 
 one, two = listed(num_train_gpus=1), listed(num_train_gpus=2, num_infer_gpus=2)

@@ -462,7 +462,12 @@ def test_every_key_is_read_by_some_code():
     }
     derived |= {f"train.vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_min", "clip_max")}
     derived |= {f"train.{name}" for name in ("num_iterations", "no_resampling_pass_rate", "max_gen_batches")}
-    derived |= {"train.over_sampling_batch_size", "train.ref_model_mixup_alpha", "train.ref_model_sync_steps"}
+    derived |= {
+        "train.dynamic_sampling",
+        "train.over_sampling_batch_size",
+        "train.ref_model_mixup_alpha",
+        "train.ref_model_sync_steps",
+    }
     derived |= {"train.rollout_is", "train.rollout_is_threshold", "async.importance_sampling_cap"}
     assert set(unread) <= derived, sorted(set(unread) - derived)
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from rlnumba.config import EngineConfig, RewardsConfig
-from rlnumba.engine.llm import LLM
 from rlnumba.rewards import RewardError, Rewards, load_rewards, workers
 from rlnumba.rewards.workers import Answer, pack_answers, unpack_answers
 from rlnumba.runtime import device
+from rlnumba.sampling.pipeline import Pipeline
 from rlnumba.trainers.grpo import run_grpo
 from tests.trainers.runs import grpo_run, metrics_of
 from tests.trainers.test_resume import start
@@ -383,24 +383,21 @@ def test_rewards_are_computed_while_generation_goes_on(tmp_path, monkeypatch):
     """The engine has room for one group at a time, and goes on after the first once that one is scored."""
     run = grpo_run(tmp_path / "run", max_steps=2, max_completion_length=20, rewards={"timeout": 60.0})
     run = dataclasses.replace(run, engine=EngineConfig(max_num_seqs=4))
-    seen, ended, generate = tmp_path / "seen", [], LLM.generate
+    seen, ended, finished = tmp_path / "seen", [], Pipeline.finished
     (tmp_path / "rewards_for_tests.py").write_text(
         f"def digits(completions, **columns):\n    with open({str(seen)!r}, 'a') as file:\n"
         "        print('called', file=file)\n    return [len(text) for text in completions]\n"
     )
     seen.touch()
 
-    def held_up(self, prompts, params, progress=None, finished=None):
-        def and_scored(*group):
-            finished(*group)
-            ended.append(group)
-            until = time.monotonic() + 60.0
-            while len(seen.read_text().splitlines()) < len(ended):
-                assert time.monotonic() < until, "a group is not scored before the generation has ended"
-                time.sleep(0.01)
+    def held_up(pipeline, request):
+        finished(pipeline, request)
+        ended.append(request)
+        until = time.monotonic() + 60.0
+        while len(seen.read_text().splitlines()) < len(ended):
+            assert time.monotonic() < until, "a group is not scored before the generation has ended"
+            time.sleep(0.01)
 
-        return generate(self, prompts, params, progress, finished and and_scored)
-
-    monkeypatch.setattr(LLM, "generate", held_up)
+    monkeypatch.setattr(Pipeline, "finished", held_up)
     run_grpo(run)
     assert len(ended) == len(seen.read_text().splitlines()) == 2 * 4

@@ -35,7 +35,7 @@ def run_eval(run, model=None, output=None, dtype=None, status=None, reward_funcs
     if run.num_ranks > 1:
         # Here, because an error of a rank is a RankError.
         TRAINERS[run.trainer].check_eval_data(run)
-        start_compiling(run)
+        start_compiling(run.resolved())
     limits = {"timeout_s": run.deploy.dist_timeout_seconds}
     if run.num_ranks > 1:
         for each in reward_funcs:

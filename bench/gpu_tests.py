@@ -6,7 +6,7 @@
     python bench/gpu_tests.py --list                      the parts and their files
 
 A part is one pytest with a process a core, at most sixteen, since most of its time goes to compiling. Its result is
-FOLDER/PART.json: the GPU, the counts, the failures, and a digest of the sources that it ran. The page,
+FOLDER/PART.json: the GPU, the counts, the failures, and a digest of the package and of the part's tests. The page,
 bench/results/gpu-tests.md, names the commit of this checkout; results of other sources than this checkout's are
 refused. The exit code is 1 if a test failed or a part did not end.
 """
@@ -47,10 +47,10 @@ def files_of_parts():
     return files
 
 
-def sources_digest():
-    """The hash of every Python file of the package and of the tests."""
+def sources_digest(files):
+    """The hash of every Python file of the package, and of a part's files."""
     digest = hashlib.sha256()
-    for path in sorted([*(ROOT / "rlnumba").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]):
+    for path in sorted([*(ROOT / "rlnumba").rglob("*.py"), *files]):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -98,7 +98,7 @@ def run_part(part, files, folder, seconds):
             process.wait()
     passed, skipped, failed = results_of(report) if report.exists() else (0, 0, {})
     result = {
-        "sources": sources_digest(), "gpu": gpu_name(), "date": str(datetime.date.today()),
+        "sources": sources_digest(files), "gpu": gpu_name(), "date": str(datetime.date.today()),
         "seconds": round(time.monotonic() - begun), "passed": passed, "skipped": skipped, "failed": failed,
         # pytest's exit code is 1 where tests failed, and 0; any other is no result.
         "ended": process.returncode in (0, 1),
@@ -142,9 +142,9 @@ def write_page(folder):
     results = {
         part: json.loads((folder / f"{part}.json").read_text()) for part in PARTS if (folder / f"{part}.json").exists()
     }
-    digest = sources_digest()
+    files = files_of_parts()
     for part, result in results.items():
-        if result["sources"] != digest:
+        if result["sources"] != sources_digest(files[part]):
             raise SystemExit(f"{folder / part}.json: of other sources than this checkout's; run the part again")
     if not results:
         raise SystemExit(f"{folder}: no results of parts")

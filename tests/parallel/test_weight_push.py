@@ -11,6 +11,7 @@ from rlnumba.kernels.nn import reduce
 from rlnumba.kernels.peer.checksum import checksum_ref
 from rlnumba.model.lora import Adapter
 from rlnumba.parallel.layer_shards import LayerShards
+from rlnumba.runtime import device
 from rlnumba.sampling import inference
 from rlnumba.sampling.inference import InferenceError
 from rlnumba.sampling.weights import push
@@ -268,6 +269,8 @@ def test_damaged_weights_are_refused_and_sent_again(running):
             damaged.append(len(offers))
             for offer in offers.values():
                 running.sender._mappings[offer]._memory[len(damaged) * 4000] ^= 1
+            # Before the processes compute their checksums.
+            device.synchronize()
         return found
 
     running.sender._copy = copy_damaged

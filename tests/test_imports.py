@@ -27,6 +27,7 @@ LAYERS = {
     "checkpoint": 3,
     "engine": 4,
     "parallel": 4,
+    "environments": 5,
     "sampling": 5,
     "runs": 6,
     "trainers": 6,

@@ -74,6 +74,7 @@ SUBJECT_FIRST = (
     "config",
     "data",
     "engine",
+    "environments",
     "kernels",
     "model",
     "parallel",

@@ -68,12 +68,13 @@ class Tokenizer:
         self.special_ids = {t.content: id for id, t in self.backend.get_added_tokens_decoder().items() if t.special}
         self._clean_up = settings.get("clean_up_tokenization_spaces") and not is_bpe
         self._compiled = {}
+        self._literal_backend = None
         # Contents that `save` writes: the folder may have changed or gone by then.
         self._files = self._read_files()
 
     def __getstate__(self):
-        # Templates are compiled again where they are needed.
-        return vars(self) | {"_compiled": {}}
+        # Templates are compiled again where they are needed, and so is the second backend.
+        return vars(self) | {"_compiled": {}, "_literal_backend": None}
 
     @classmethod
     def from_folder(cls, folder):
@@ -162,6 +163,50 @@ class Tokenizer:
     def encode(self, text, add_special_tokens=True):
         """Token ids of a text, with the tokenizer's own special tokens around it (a BOS, say) by default."""
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def mark_special(self, messages):
+        """(the messages with a mark for each special token that their content spells out, {mark: that text}).
+
+        A chat template renders the marks as it does other words, and `encode_marked` makes text of them: so no content
+        can end its own message, as one from outside may try.
+        """
+        spelled = re.compile("|".join(re.escape(text) for text in sorted(self.special_ids, key=len, reverse=True)))
+        contents = "\n".join(message["content"] for message in messages)
+        if not self.special_ids or not spelled.search(contents):
+            return messages, {}
+        key = "mark"
+        while key in contents:
+            key += "s"
+        marks = {}
+
+        def mark(found):
+            return marks.setdefault(found[0], f"{key}{len(marks)}x")
+
+        marked = [message | {"content": spelled.sub(mark, message["content"])} for message in messages]
+        return marked, {mark: text for text, mark in marks.items()}
+
+    def encode_marked(self, text, marks):
+        """Token ids of a rendered text, without BOS or EOS around it; the texts that `marks` stand for are no tokens.
+
+        A special token splits the text: the parts are encoded on their own, as the encoder does it.
+        """
+        if not marks:
+            return self.encode(text, add_special_tokens=False)
+        if self._literal_backend is None:
+            # Another backend, because encode_special_tokens holds for all threads that encode.
+            backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+            backend.encode_special_tokens = True
+            self._literal_backend = backend
+        split = re.compile("(" + "|".join(re.escape(t) for t in sorted(self.special_ids, key=len, reverse=True)) + ")")
+        stands = re.compile("|".join(re.escape(mark) for mark in marks))
+        ids = []
+        for index, part in enumerate(split.split(text)):
+            if index % 2:
+                ids.append(self.special_ids[part])
+            else:
+                part = stands.sub(lambda found: marks[found[0]], part)
+                ids += self._literal_backend.encode(part, add_special_tokens=False).ids
+        return ids
 
     def decode(self, ids, skip_special_tokens=True):
         """The text of token ids, by default without special tokens (such as the EOS that stopped it)."""

@@ -1,0 +1,1 @@
+"""Tools and environments of a run: their schemas, their calls, and the episodes that they make."""

@@ -1,0 +1,26 @@
+"""Tool calls as models write them: a module for each format, and the parser of a turn."""
+
+from rlnumba.environments.formats.base import ToolFormat
+from rlnumba.environments.formats.detect import FORMATS, detect_format
+from rlnumba.environments.formats.turn import (
+    Content,
+    MalformedCall,
+    ParsedTurn,
+    Reasoning,
+    ToolCall,
+    TurnStream,
+    opens_think,
+)
+
+__all__ = [
+    "FORMATS",
+    "Content",
+    "MalformedCall",
+    "ParsedTurn",
+    "Reasoning",
+    "ToolCall",
+    "ToolFormat",
+    "TurnStream",
+    "detect_format",
+    "opens_think",
+]

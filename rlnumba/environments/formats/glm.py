@@ -1,0 +1,37 @@
+"""The calls of GLM-4.5 and later: the name, then tags of keys and values.
+
+<tool_call>add
+<arg_key>a</arg_key>
+<arg_value>1</arg_value>
+</tool_call>
+"""
+
+import re
+
+from rlnumba.environments.formats.base import TaggedFormat, typed_value
+from rlnumba.environments.formats.turn import ToolCall
+
+NAME = re.compile(r"\s*([^\s<]+)\s*")
+ARGUMENT = re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL)
+
+
+class Glm(TaggedFormat):
+    """A name, and `<arg_key>`, `<arg_value>` for each argument."""
+
+    name = "glm"
+
+    def call(self, text, parameters):
+        found = NAME.match(text)
+        if not found:
+            raise ValueError("no name")
+        name, at, arguments = found[1], found.end(), {}
+        while at < len(text):
+            found = ARGUMENT.match(text, at)
+            if not found or "<arg_key>" in found[2]:
+                raise ValueError("an argument without <arg_key>, <arg_value> or their ends")
+            key = found[1].strip()
+            if key in arguments:
+                raise ValueError(f"the argument {key} is there twice")
+            arguments[key] = typed_value(found[2], parameters.get(name, {}).get(key))
+            at = found.end()
+        return ToolCall(name, arguments)

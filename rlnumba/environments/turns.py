@@ -1,0 +1,80 @@
+"""Token-in, token-out: the ids that follow a turn's drawn ids in the context of the next one.
+
+next context = context + the ids that were drawn + `suffix_ids` of the tools' results. The drawn ids stay as they are:
+their text is decoded to be parsed, and never encoded again, because half of the ways in which a text can be cut into
+tokens are none that an encoder finds.
+"""
+
+from rlnumba.errors import UserError
+
+SENTINEL = "call_before_the_results"
+PROBE = {"role": "tool", "name": "probe", "content": "probe_result_b7d2"}
+
+
+def turn_text(tokenizer, ids, end_ids=()):
+    """The text of a turn's drawn ids, special tokens included, without the EOS at its end.
+
+    end_ids: other ids that end a turn, such as the model's eos_token_ids.
+    """
+    ids = list(ids)
+    if ids and ids[-1] in (tokenizer.eos_token_id, *end_ids):
+        ids.pop()
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def check_turns(tokenizer, template_kwargs=None, schemas=None):
+    """Raise UserError if `suffix_ids` cannot be made for the tokenizer: eos_token must be special and end each turn."""
+    suffix, _ = _suffix(tokenizer, [PROBE], template_kwargs, schemas)
+    if PROBE["content"] not in suffix:
+        raise _no_end(tokenizer)
+
+
+def suffix_ids(tokenizer, ended_by_eos, results, template_kwargs=None, schemas=None):
+    """The ids after a turn that called tools: the results' messages and the generation prompt; list of int.
+
+    results: messages {"role": "tool", "name": str, "content": str}, at least one. ended_by_eos: whether the last drawn
+    id is the EOS; otherwise the suffix begins with it. template_kwargs, schemas: as for the prompt. A special token
+    that a result spells out is text, so that no tool can end its message and begin another. Raises UserError where
+    eos_token is not special, or where the template does not end a turn with it.
+    """
+    ids = tokenizer.encode_marked(*_suffix(tokenizer, results, template_kwargs, schemas))
+    return ids if ended_by_eos else [tokenizer.eos_token_id, *ids]
+
+
+def _suffix(tokenizer, results, template_kwargs, schemas):
+    """(text after the EOS of a turn with a call, with marks in it; what the marks stand for)."""
+    eos = tokenizer.special_tokens.get("eos_token")
+    if eos is None:
+        raise UserError(f"{tokenizer.folder}: the tokenizer has no eos_token, with which a turn that calls a tool ends")
+    if eos not in tokenizer.special_ids:
+        raise UserError(f"{tokenizer.folder}: eos_token {eos!r} is not a special token, so no turn can end with it")
+    marked, literals = tokenizer.mark_special(results)
+    sentinel = _absent(SENTINEL, [message["content"] for message in marked], schemas)
+    call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {"argument": sentinel}}}
+    messages = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        *marked,
+    ]
+    settings = {"tools": schemas or None, **(template_kwargs or {})}
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **settings)
+    # The results may have an EOS in them as text, which is a mark by now.
+    _, end, suffix = text.partition(sentinel)[2].partition(eos)
+    if not end:
+        raise _no_end(tokenizer)
+    return suffix, literals
+
+
+def _no_end(tokenizer):
+    eos = tokenizer.special_tokens["eos_token"]
+    return UserError(
+        f"{tokenizer.folder}: the chat template does not end a turn that calls a tool with eos_token {eos!r}"
+    )
+
+
+def _absent(word, texts, schemas):
+    """`word`, made longer until no text has it in it, nor the schemas."""
+    everything = "\n".join([*texts, repr(schemas)])
+    while word in everything:
+        word += "_"
+    return word

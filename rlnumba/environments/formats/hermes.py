@@ -9,9 +9,9 @@ import re
 
 from rlnumba.environments.formats.base import TaggedFormat, call_of, read_json
 
-# A whole JSON string; what is left of a text without them has a quote where one is open at its end.
+# A whole string of JSON, and what cannot be in one.
 STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
-OPEN_STRING = re.compile(r'"[^\x00-\x1f]*\Z')
+CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class Hermes(TaggedFormat):
@@ -20,13 +20,32 @@ class Hermes(TaggedFormat):
     name = "hermes"
 
     def end_of(self, text, inner, is_final):
-        first = end = text.find(self.CLOSE, inner)
-        while end >= 0 and OPEN_STRING.search(STRING.sub("", text[inner:end])):
-            end = text.find(self.CLOSE, end + 1)
-        if end >= 0:
-            return end
-        # Where the string has no end either, the block has the first one.
-        return first if first >= 0 and is_final else None
+        first = text.find(self.CLOSE, inner)
+        if first < 0:
+            return None
+        at = inner
+        while True:
+            quote, end = text.find('"', at), text.find(self.CLOSE, at)
+            if end < 0:
+                break
+            if quote < 0 or end < quote:
+                return end if end == first or _is_json(text[inner:end]) else first
+            string = STRING.match(text, quote)
+            if not string:
+                if CONTROL.search(text, quote):
+                    return first
+                break
+            at = string.end()
+        # The first one may be in a string, whose end is not there yet.
+        return first if is_final else None
 
     def call(self, text, parameters):
         return call_of(read_json(text))
+
+
+def _is_json(text):
+    try:
+        read_json(text)
+    except ValueError:
+        return False
+    return True

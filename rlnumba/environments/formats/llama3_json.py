@@ -12,8 +12,12 @@ PYTHON_TAG = "<|python_tag|>"
 # The beginning of a call, from its first character on: each part may be the last of a text.
 BEGINNING = re.compile(r'\{\s*(?:\Z|"(?:\Z|n(?:\Z|a(?:\Z|m(?:\Z|e(?:\Z|"))))))')
 NAMED = re.compile(r'\{\s*"name"')
+# A call begins after nothing else in its line, or after another one; `>` is the end of a template's header.
+LINE_ENDS = "\n;}>"
+# What stands between calls, at the start of what is left of the text, and what may stand before the brace of a block.
+SEPARATOR = re.compile(r"\s*(;)\s*")
+PREFIX = re.compile(r"(?:;\s*|<\|python_tag\|>\s*)?")
 KEYS = re.compile(r'\{\s*"name"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*"(?:parameters|arguments)"')
-LINE_START = re.compile(r"(?:\A|(?<=[\n;>}])|(?<=; ))\{")
 
 
 class Llama3Json(ToolFormat):
@@ -25,25 +29,26 @@ class Llama3Json(ToolFormat):
     name = "llama3_json"
 
     def find(self, text, start, before):
-        tag, offset = tag_start(text, PYTHON_TAG, start), len(before)
-        for found in LINE_START.finditer(before + text, start + offset):
-            if found.start() - offset < tag and BEGINNING.match(text, found.start() - offset):
-                return found.start() - offset
+        separator = SEPARATOR.match(text)
+        if not before and not start and separator and (separator.end() == len(text) or text[separator.end()] == "{"):
+            return separator.start(1)
+        tag = tag_start(text, PYTHON_TAG, start)
+        brace = text.find("{", start, tag)
+        while brace >= 0:
+            line = (before + text[:brace]).rstrip(" \t")
+            if (not line or line[-1] in LINE_ENDS) and BEGINNING.match(text, brace):
+                return brace
+            brace = text.find("{", brace + 1, tag)
         return tag
 
     def block(self, text, start, parameters, is_final):
-        at = start
-        if text.startswith("<", start):
-            if not text.startswith(PYTHON_TAG, start):
-                return (start + 1, None) if is_final else None
-            at = start + len(PYTHON_TAG)
-            at += len(text[at:]) - len(text[at:].lstrip())
-            if at == len(text) and not is_final:
-                return None
+        if text.startswith("<", start) and not text.startswith(PYTHON_TAG, start):
+            return (start + 1, None) if is_final else None
+        at = PREFIX.match(text, start).end()
         if not NAMED.match(text, at):
-            return (max(at, start + 1), None) if is_final or not BEGINNING.match(text, at) else None
+            may_go_on = at == len(text) or BEGINNING.match(text, at)
+            return None if may_go_on and not is_final else (max(at, start + 1), None)
         try:
-            # Until the last brace there is nothing to read; afterwards the JSON of a call is whole.
             value, end = read_json_at(text, at)
         except ValueError as error:
             if not is_final:
@@ -57,5 +62,4 @@ class Llama3Json(ToolFormat):
             call = call_of(value, key)
         except ValueError as error:
             return end, MalformedCall(text[start:end], str(error))
-        separator = re.match(r"\s*;", text[end:])
-        return end + (separator.end() if separator else 0), call
+        return end, call

@@ -52,8 +52,9 @@ class Reasoning:
 
 @dataclass
 class ParsedTurn:
-    """A whole turn. blocks: its ToolCalls and MalformedCalls in their order. reasoning: None without any."""
+    """A whole turn. text: all of it; blocks: its ToolCalls and MalformedCalls in order; reasoning: None without any."""
 
+    text: str
     content: str = ""
     reasoning: str | None = None
     blocks: list[ToolCall | MalformedCall] = field(default_factory=list)
@@ -69,7 +70,7 @@ class ParsedTurn:
         return [block.text for block in self.blocks if isinstance(block, MalformedCall)]
 
     def message(self):
-        """The assistant's message of a conversation: dict; without the keys that it has no value for."""
+        """The assistant's message of a conversation: dict, without keys that have no value."""
         message = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -79,6 +80,10 @@ class ParsedTurn:
                 for call in self.calls
             ]
         return message
+
+    def plain_message(self):
+        """The message of a turn of which nothing is read, after a block that cannot be: its text as content."""
+        return {"role": "assistant", "content": self.text}
 
 
 def opens_think(prompt):
@@ -213,7 +218,7 @@ def tag_start(text, tag, start=0):
 
 def parse_turn(stream, text):
     """The ParsedTurn of a whole text, from a new TurnStream."""
-    turn, reasoning = ParsedTurn(), ""
+    turn, reasoning = ParsedTurn(text), ""
     for event in stream.feed(text) + stream.finish():
         if isinstance(event, Content):
             turn.content += event.text

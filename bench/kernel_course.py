@@ -36,8 +36,9 @@ PAGE = ROOT / "bench" / "results" / "kernel-course.md"
 INTRODUCTION = """# The course in kernels, measured
 
 How fast is each step of [the course in kernels](../../docs/kernels-course.md) on a GPU, and what did it gain over the
-step before? Written by `python bench/kernel_course.py` on {gpu}, {date}. Registers are those of a thread when the
-kernel starts, the most of a step's kernels.
+step before? Written by `python bench/kernel_course.py` on {gpu}, {date}.
+
+Registers are those of a thread when the kernel starts, the most of a step's kernels.
 """
 
 

@@ -31,6 +31,7 @@ LAYERS = {
     "sampling": 5,
     "runs": 6,
     "trainers": 6,
+    "serve": 7,
     "cli": 7,
     "__main__": 8,
     "__init__": 8,

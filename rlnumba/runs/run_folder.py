@@ -256,7 +256,7 @@ class RunFolder:
             self._archive_later_steps()
         # From here on the folder is this run's.
         self._moved_early = {}
-        write_config(self.run, environment())
+        write_config(self.run, environment() | {"trainer": self.run.trainer})
         train = self.run.train
         printed = train.log_completions, train.num_completions_to_print
         config = {name: value for name, value in vars(self.run).items() if not isinstance(value, Section)}

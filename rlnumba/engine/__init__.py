@@ -9,7 +9,7 @@ cache.py          the memory of the KV cache
 sequence.py       sampling parameters, sequences, the table of the running ones
 run_ahead.py      decode steps launched before the results of the last ones are read
 speculation.py    which drafts steps verify, and when that is faster than decode
-groups.py         prompts with several completions, which can be given back and go on elsewhere
+episodes.py       prompts with several completions, and episodes of several turns, which are coroutines
 ngram.py          drafts by n-gram lookup in a request's prompt and completions
 steps/            the arrays of one step, their shapes, their upload, attention over the cache
 runner.py         one step: the model over the paged cache, sampling, CUDA graphs

@@ -11,7 +11,7 @@ freed block keeps its hash until it is allocated again, least recently freed fir
 match compares token ids as well: a collision of hashes costs a miss, never a wrong text. The rules follow nano-vllm.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import numpy as np
 import xxhash
@@ -122,3 +122,44 @@ class BlockManager:
         """Make no block match any more, as after a change of weights. References stay."""
         self.block_of_hash.clear()
         self.hash_of_block.clear()
+
+
+class RetainedBlocks:
+    """References to the blocks of requests that are going to have another turn, the oldest first.
+
+    At most half of the blocks of a BlockManager are retained: the oldest requests' are released where there are more.
+    """
+
+    def __init__(self, blocks):
+        self.blocks, self.of_request = blocks, OrderedDict()
+        # How many requests retain a block.
+        self.counts = Counter()
+
+    def __len__(self):
+        return len(self.of_request)
+
+    def retain(self, request_id, blocks):
+        """Add a reference to each of the blocks, which `match` found, until `release`."""
+        self.blocks.acquire(blocks)
+        self.of_request.setdefault(request_id, []).extend(blocks)
+        self.counts.update(blocks)
+        while len(self.counts) > self.blocks.num_blocks // 2:
+            self.release_oldest()
+
+    def release(self, request_id):
+        """Remove the references of a request, if it has any; the last block is the first to be allocated again."""
+        blocks = self.of_request.pop(request_id, [])
+        for block in blocks:
+            self.counts[block] -= 1
+            if not self.counts[block]:
+                del self.counts[block]
+        self.blocks.release(blocks[::-1])
+
+    def release_oldest(self):
+        """Remove the references of the request that has had them for the longest time."""
+        self.release(next(iter(self.of_request)))
+
+    def release_all(self):
+        """Remove the references of all requests."""
+        for request_id in list(self.of_request):
+            self.release(request_id)

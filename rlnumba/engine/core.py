@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Hashable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,7 +32,14 @@ from rlnumba.engine.block_manager import BlockManager
 from rlnumba.engine.run_ahead import RunAhead
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import Scheduler, blocks_needed
-from rlnumba.engine.sequence import Completion, SamplingParams, Sequence, SequenceTable
+from rlnumba.engine.sequence import (
+    Completion,
+    FinishedCompletion,
+    SamplingParams,
+    Sequence,
+    SequenceTable,
+    StepOutput,
+)
 from rlnumba.engine.speculation import Speculator, longest_verified
 from rlnumba.engine.steps.shapes import row_bucket_of
 from rlnumba.errors import ConfigError, DeviceError, UserError
@@ -62,64 +68,6 @@ class PromptError(UserError):
     def __init__(self, request_id, reason, request_ids=()):
         super().__init__(f"prompt {request_id}: {reason}")
         self.request_id, self.reason, self.request_ids = request_id, reason, request_ids or (request_id,)
-
-
-class NewToken(NamedTuple):
-    """A token sampled in a step, for completion `index` of a request."""
-
-    request_id: Hashable
-    index: int
-    token_id: int
-    logprob: float
-
-
-class FinishedCompletion(NamedTuple):
-    """Completion `index` of a request, which ended in this step."""
-
-    request_id: Hashable
-    index: int
-    completion: Completion
-
-
-class StepOutput(NamedTuple):
-    """The tokens that a step sampled, and the completions that ended with it.
-
-    sequences (D,) object, token_ids (D,) int32, logprobs (D,) float32: an entry for each of the D tokens that were
-    sampled from the weights of policy_version, those of completions that ended included. A sequence whose drafts were
-    accepted has several, one after the other.
-    """
-
-    finished: list[FinishedCompletion]
-    sequences: np.ndarray
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    policy_version: int
-
-    def without(self, request_id):
-        """The output without the tokens and completions of a request."""
-        return self._part(lambda each: each.request_id != request_id)
-
-    def only(self, request_id):
-        """The part of it that belongs to a request."""
-        return self._part(lambda each: each.request_id == request_id)
-
-    def _part(self, is_kept):
-        """The part of it for whose sequences and FinishedCompletions is_kept is true."""
-        kept = [i for i, sequence in enumerate(self.sequences) if is_kept(sequence)]
-        finished = [completion for completion in self.finished if is_kept(completion)]
-        columns = self.sequences[kept], self.token_ids[kept], self.logprobs[kept]
-        return StepOutput(finished, *columns, self.policy_version)
-
-    @property
-    def num_tokens(self):
-        """Tokens that were sampled: int."""
-        return len(self.token_ids)
-
-    @property
-    def new_tokens(self):
-        """The sampled tokens one by one: list of NewToken."""
-        columns = self.sequences, self.token_ids.tolist(), self.logprobs.tolist()
-        return [NewToken(s.request_id, s.index, token, logprob) for s, token, logprob in zip(*columns, strict=True)]
 
 
 def longest_sequence(model_config, engine_config):
@@ -220,6 +168,12 @@ def has_stop_string(tokenizer, sequence, token_ids):
     return max(stop_string_positions(tokenizer, sequence.params, token_ids, text)) >= 0
 
 
+def _blocks_wanted_by(sequence):
+    """The blocks that the cache is to have for a sequence: one more than it needs, so that admission finds its reserve;
+    for a turn of an episode as many again, because half of the cache may be retained."""
+    return (blocks_needed(sequence.length_limit, BLOCK_SIZE) + 1) * (2 if sequence.retains_blocks else 1)
+
+
 class Engine:
     """Continuous batching of requests over one model.
 
@@ -290,11 +244,13 @@ class Engine:
         """Sequences that wait or run: int."""
         return sum(map(len, self.requests.values()))
 
-    def add_request(self, request_id, prompt, params=None, adapter_id=-1, indices=None):
+    def add_request(self, request_id, prompt, params=None, adapter_id=-1, indices=None, first_context=None):
         """Queue the params.n completions of a prompt, and return its token ids: (P,) int32.
 
         request_id: hashable, of no unfinished request (ValueError). prompt: token ids or, with a tokenizer, a text.
         adapter_id: an index of the model's AdapterStack, -1 for none. indices: completions to queue, by default all.
+        first_context: the prompt is the context of a turn, and this one (a list of ids) that of its episode's first
+        turn, which the noise depends on; the blocks of a finished turn are retained until `release_retained`.
         Raises PromptError (empty, too long, an id outside of the vocabulary) and ConfigError; nothing is queued then.
         """
         params = params or SamplingParams()
@@ -303,11 +259,13 @@ class Engine:
         prompt, limit = self.check_request(request_id, prompt, params)
         eos = () if params.ignore_eos else self.eos_token_ids
         stop_ids = tuple(dict.fromkeys(eos + params.stop_token_ids + special_stop_ids(self.tokenizer, params)))
-        philox_key = noise_key(params.seed, prompt)
+        philox_key = noise_key(params.seed, prompt if first_context is None else first_context)
         sequences = [
             Sequence(request_id, index, prompt, params, philox_key, limit, stop_ids, adapter_id)
             for index in (range(params.n) if indices is None else indices)
         ]
+        for sequence in sequences:
+            sequence.retains_blocks = first_context is not None
         self.move_in(sequences)
         return prompt
 
@@ -334,9 +292,8 @@ class Engine:
         for sequence in sequences:
             self.requests.setdefault(sequence.request_id, {})[sequence.index] = sequence
             self.scheduler.add(sequence)
-            num_blocks = blocks_needed(sequence.length_limit, BLOCK_SIZE)
-            self.blocks_wanted += num_blocks + 1
-            self.most_blocks = max(self.most_blocks, num_blocks)
+            self.blocks_wanted += _blocks_wanted_by(sequence)
+            self.most_blocks = max(self.most_blocks, blocks_needed(sequence.length_limit, BLOCK_SIZE))
 
     def move_out(self, count, least_left=1):
         """Drop up to `count` unfinished sequences, those with the fewest tokens, and return them for `move_in`: list.
@@ -425,13 +382,14 @@ class Engine:
             self.outputs.append(self._record(*computed))
         self.run_ahead.discard()
 
+    def release_retained(self, request_id):
+        """Free the blocks that are retained for the next turn of a request, which has none, or is begun elsewhere."""
+        self.scheduler.retained.release(request_id)
+
     def abort(self, request_id):
         """Drop what is unfinished of a request; nothing happens if that is nothing, as when it has just finished."""
-        if request_id not in self.requests:
-            return
-        for sequence in list(self.requests[request_id].values()):
-            self.scheduler.remove(sequence)
-            self._forget(sequence)
+        self.release_retained(request_id)
+        self._remove(list(self.requests.get(request_id, {}).values()))
         self._drop_outputs(request_id)
         if not self.requests:
             self.run_ahead.discard()
@@ -461,7 +419,7 @@ class Engine:
         """
         self.synchronize()
         self.scheduler.preempt_all()
-        self.blocks.forget_hashes()
+        self.scheduler.forget_cached()
         self.runner.release(self.config.enable_sleep_mode)
         self.is_asleep = True
 
@@ -523,7 +481,8 @@ class Engine:
             thresholds = sequence.completion_thresholds if sequence.params.logit_thresholds else None
             values = logprobs, sequence.finish_reason, text, sequence.policy_versions, thresholds
             reason = stop_reason(self.tokenizer, sequence, stop, self.eos_token_ids)
-            completion = Completion(sequence.completion_ids, *values, sequence.index, reason)
+            values = *values, sequence.index, reason, sequence.num_cached_tokens or 0
+            completion = Completion(sequence.completion_ids, *values)
             finished.append(FinishedCompletion(sequence.request_id, sequence.index, completion))
         return finished
 
@@ -533,7 +492,7 @@ class Engine:
         if not unfinished:
             del self.requests[sequence.request_id]
             self.speculator.forget(sequence.request_id)
-        self.blocks_wanted -= blocks_needed(sequence.length_limit, BLOCK_SIZE) + 1
+        self.blocks_wanted -= _blocks_wanted_by(sequence)
 
     def _capacity(self):
         """The most blocks that the cache can have: inf where it grows with the requests."""
@@ -550,7 +509,6 @@ class Engine:
         later, too."""
         if (capacity := self._capacity()) < math.inf:
             return capacity
-        # One block more for each sequence, so that admission finds its reserve.
         wanted = min(self.blocks_wanted, self.max_num_seqs * (self.most_blocks + 1))
         return max(self.most_blocks, min(wanted, CPU_CACHE_BYTES // self.runner.block_bytes))
 

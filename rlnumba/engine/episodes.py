@@ -4,16 +4,42 @@
     episodes.step() -> finished requests  one step of the engine
     episodes.update_weights(version)      the weights have been written, between two steps
 
-The form of an episode is a GroupRequest: the completions of one prompt. An interrupted one goes on elsewhere from the
-tokens that it has: its text stays the same, as long as the weights do. Given out without them, here or elsewhere, it is
-drawn afresh.
+A GroupRequest asks for the completions of one prompt. Without an `episode` each is one turn of the policy; with one,
+each is a coroutine over a Rollout:
+
+    async def episode(rollout):
+        context = list(rollout.prompt_token_ids)
+        turn = await rollout.complete(context)                    a Completion: one more turn of the policy
+        result = await rollout.wait(executor.submit(tool, ...))   the result of a concurrent.futures.Future
+        context += [*turn.token_ids, *suffix]
+        if rollout.room(len(suffix)):
+            await rollout.complete(context)
+        return messages                                           in the Completion of the whole episode
+
+`step` advances the coroutines in its own thread. One that waits for a Future occupies nothing but the blocks of the
+cache that its next turn begins with; where all wait, `step` sleeps until a Future is done.
+
+An interrupted group of single turns goes on elsewhere from the tokens that it has: its text stays the same, as long as
+the weights do. Given out without them, here or elsewhere, it is drawn afresh. A coroutine cannot be moved: the
+unfinished episodes of an interrupted group begin again, with the same draws.
 """
 
+import threading
 import time
+import types
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from rlnumba.engine.sequence import Completion, SamplingParams, Sequence
+import numpy as np
+
+from rlnumba.engine.core import PromptError
+from rlnumba.engine.sequence import Completion, EpisodeRecord, SamplingParams, Sequence
+
+# Seconds that a step waits for a Future, where there is nothing to compute: its caller has other things to look at.
+WAIT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -21,7 +47,9 @@ class GroupRequest:
     """The params.n completions of a prompt. number: the group's; version: the oldest weights that may begin it.
 
     done, begun: what an earlier attempt has finished, {index: Completion}, and the Sequences that it has begun.
-    adapter_id: as Engine.add_request has it.
+    adapter_id: as Engine.add_request has it. episode: None, or the coroutine function of a completion; it can be
+    pickled where inference processes draw. Its values at the same results of its Futures are always the same.
+    params.max_tokens then bounds all tokens after an episode's first context, the environment's among them.
     """
 
     number: int
@@ -31,6 +59,7 @@ class GroupRequest:
     done: dict[int, Completion] = field(default_factory=dict)
     begun: list[Sequence] = field(default_factory=list)
     adapter_id: int = -1
+    episode: Callable | None = None
 
     @property
     def completions(self):
@@ -42,16 +71,165 @@ class GroupRequest:
         return len(self.done) == self.params.n
 
 
+class TurnId(NamedTuple):
+    """The request_id of a turn in the engine: that of rollout `index` of group `number`."""
+
+    number: int
+    index: int
+
+
+class Turn(NamedTuple):
+    """One more turn that an episode asks for."""
+
+    context: list[int]
+    params: SamplingParams
+
+
+@types.coroutine
+def _suspend(wish):
+    """Hand a Turn or a Future to the driver: the Completion of the turn, or None once the Future is done."""
+    return (yield wish)
+
+
+class Rollout:
+    """One rollout of a group, for its episode's coroutine.
+
+    prompt_token_ids, params: the GroupRequest's; number, index: of the group, and of the rollout in it. max_model_len:
+    the engine's. turns: the Completions so far, with the number of tokens before each.
+    """
+
+    def __init__(self, request, index, max_model_len):
+        self.number, self.index, self.max_model_len = request.number, index, max_model_len
+        self.prompt_token_ids, self.params = request.prompt_token_ids, request.params
+        # All tokens up to the last drawn one, and those of the first context.
+        self.token_ids, self.first_context, self.turns = [], None, []
+
+    def room(self, num_added=0):
+        """The most tokens that the next turn may draw after num_added tokens of the environment: int, at least 0."""
+        length, bound = len(self.token_ids) + num_added, self.max_model_len
+        if self.first_context is not None:
+            bound = min(bound, len(self.first_context) + self.params.max_tokens)
+        return min(max(bound - length, 0), self.params.max_tokens)
+
+    async def complete(self, context_ids, max_tokens=None):
+        """The Completion of one more turn.
+
+        context_ids: all tokens so far, the drawn ones as they were drawn, and behind them what the environment adds; at
+        first the prompt, whole. max_tokens: drawn at most, as far as there is `room`. Raises ValueError for a context
+        that does not begin with the tokens so far or leaves no room, PromptError for a first one that is too long.
+        """
+        context, length = [int(token) for token in context_ids], len(self.token_ids)
+        if context[:length] != self.token_ids:
+            raise ValueError("complete: the context does not begin with the tokens of the rollout so far")
+        room = self.room(len(context) - length)
+        if self.first_context is None:
+            # A prompt as long as the limit gets a token; the engine refuses longer ones.
+            self.first_context, room = context, max(room, 1)
+        most = room if max_tokens is None else min(room, max_tokens)
+        if most < 1:
+            raise ValueError(f"complete: a context of {len(context)} tokens leaves no room for a turn")
+        params = replace(self.params, max_tokens=most, min_tokens=min(self.params.min_tokens, most))
+        completion = await _suspend(Turn(context, params))
+        self.turns.append((len(context), completion))
+        self.token_ids = context + completion.token_ids
+        return completion
+
+    async def wait(self, future):
+        """The result of a concurrent.futures.Future, or its exception, while other rollouts go on."""
+        if not future.done():
+            await _suspend(future)
+        return future.result()
+
+    def completion(self, value):
+        """The Completion of the whole episode. value: what its coroutine returned. Raises ValueError without a turn."""
+        if not self.turns:
+            raise ValueError(f"episode: rollout {self.index} of group {self.number} has ended without a turn")
+        first, (_, last) = len(self.first_context), self.turns[-1]
+        total, has_logprobs = len(self.token_ids) - first, self.params.logprobs
+        mask, logprobs = np.zeros(total, bool), np.zeros(total if has_logprobs else 0, np.float32)
+        versions, thresholds = np.zeros(total, np.int32), None
+        if self.params.logit_thresholds:
+            thresholds = np.full(total, -np.inf, np.float32)
+        for length, turn in self.turns:
+            begin, end = length - first, length - first + turn.num_tokens
+            mask[begin:end] = True
+            versions[begin:end] = turn.array("policy_versions")
+            versions[end:] = versions[end - 1]
+            if has_logprobs:
+                logprobs[begin:end] = turn.array("logprobs")
+            if thresholds is not None:
+                thresholds[begin:end] = turn.thresholds
+        contexts = sum(length for length, _ in self.turns)
+        return Completion(
+            token_ids=np.array(self.token_ids[first:], np.int32),
+            logprobs=logprobs,
+            finish_reason=last.finish_reason,
+            text="".join(turn.text for _, turn in self.turns),
+            policy_versions=versions,
+            thresholds=thresholds,
+            index=self.index,
+            stop_reason=last.stop_reason,
+            num_cached_tokens=sum(turn.num_cached_tokens for _, turn in self.turns),
+            mask=None if mask.all() else mask,
+            episode=EpisodeRecord(self.first_context, len(self.turns), contexts, value),
+        )
+
+
+class RunningEpisode:
+    """An episode whose coroutine has not ended. waits_for: the Turn or the Future that it waits for, or None."""
+
+    def __init__(self, request, index, max_model_len):
+        self.turn_id, self.adapter_id = TurnId(request.number, index), request.adapter_id
+        self.rollout = Rollout(request, index, max_model_len)
+        self.coroutine, self.waits_for = request.episode(self.rollout), None
+
+    def close(self):
+        """End it where it is: its `finally` clauses run."""
+        if isinstance(self.waits_for, Future):
+            self.waits_for.cancel()
+        self.coroutine.close()
+
+
+class Ready:
+    """The RunningEpisodes that can be advanced. `add` is called in any thread, the rest in the driver's."""
+
+    def __init__(self):
+        self.condition, self.episodes = threading.Condition(), deque()
+
+    def add(self, episode):
+        with self.condition:
+            self.episodes.append(episode)
+            self.condition.notify()
+
+    def take(self):
+        """The one that was added first, or None."""
+        with self.condition:
+            return self.episodes.popleft() if self.episodes else None
+
+    def wait(self, seconds):
+        """Return as soon as there is one, or after so many seconds."""
+        with self.condition:
+            self.condition.wait_for(lambda: self.episodes, seconds)
+
+
 class Episodes:
-    """The GroupRequests of an Engine. num_tokens, num_finished: tokens and completions drawn so far."""
+    """The GroupRequests of an Engine.
+
+    num_tokens, num_finished: tokens and completions drawn so far; waited_s: seconds without anything to compute, while
+    all episodes waited for Futures.
+    """
 
     def __init__(self, engine):
         self.engine = engine
         # GroupRequests that wait for weights, and those in the engine, by number.
         self.waiting, self.running = deque(), {}
+        # The episodes of those in the engine, by TurnId, and those of them that can be advanced.
+        self._episodes, self._ready = {}, Ready()
         # Numbers of those in the engine that it has computed nothing of yet: a dict without values, for the order.
         self._queued = {}
-        self.num_tokens = self.num_finished = 0
+        # Complete, and not yet returned by `step`.
+        self._complete = []
+        self.num_tokens, self.num_finished, self.waited_s = 0, 0, 0.0
 
     @property
     def policy_version(self):
@@ -60,12 +238,12 @@ class Episodes:
     @property
     def is_idle(self):
         """Whether `step` has nothing to do."""
-        return not self.running
+        return not self.running and not self._complete
 
     @property
     def may_change_weights(self):
         """Whether all groups that the present weights may begin are complete."""
-        return not self.running and not self._can_begin
+        return self.is_idle and not self._can_begin
 
     @property
     def _can_begin(self):
@@ -81,17 +259,75 @@ class Episodes:
         self.engine.update_weights(version, keep_cache)
         self._begin()
 
-    def step(self):
-        """One step of the engine: list of the GroupRequests that it completes. Raises as Engine.step."""
-        output, complete = self.engine.step(), []
-        self.num_tokens += output.num_tokens
-        self.num_finished += len(output.finished)
-        for number, index, completion in output.finished:
-            request = self.running[number]
-            request.done[index] = completion
-            if request.is_complete:
-                complete.append(self._leave(number))
+    def step(self, wait_s=WAIT_S):
+        """One step of the engine: list of the GroupRequests that it completes.
+
+        wait_s: how long to wait for a Future, where all episodes do and the engine has nothing to compute. Raises as
+        Engine.step, with the numbers of groups, and what an episode raises.
+        """
+        try:
+            self._resume()
+            if not self.engine.has_unfinished and self._episodes and not self._complete:
+                began = time.perf_counter()
+                self._ready.wait(wait_s)
+                self.waited_s += time.perf_counter() - began
+                self._resume()
+            if self.engine.has_unfinished:
+                self._take(self.engine.step())
+        except PromptError as error:
+            numbers = tuple(dict.fromkeys(map(_number_of, error.request_ids)))
+            raise PromptError(numbers[0], error.reason, numbers) from error
+        complete, self._complete = self._complete, []
         return complete
+
+    def _take(self, output):
+        """Take in a StepOutput."""
+        self.num_tokens += output.num_tokens
+        for request_id, index, completion in output.finished:
+            if isinstance(request_id, TurnId):
+                self._advance(self._episodes[request_id], completion)
+            else:
+                self._finish(request_id, index, completion)
+
+    def _finish(self, number, index, completion):
+        """Completion `index` of a group has been drawn."""
+        self.num_finished += 1
+        request = self.running[number]
+        request.done[index] = completion
+        if request.is_complete:
+            self._complete.append(self._leave(number))
+
+    def _resume(self):
+        """Advance all episodes that can be."""
+        while (episode := self._ready.take()) is not None:
+            # It may have been dropped while its Future was pending.
+            if self._episodes.get(episode.turn_id) is episode:
+                self._advance(episode, None)
+
+    def _advance(self, episode, value):
+        """Let an episode go on until it waits for something else, or has ended. value: what it has waited for."""
+        try:
+            wish = episode.coroutine.send(value)
+        except StopIteration as end:
+            del self._episodes[episode.turn_id]
+            self.engine.release_retained(episode.turn_id)
+            self._finish(*episode.turn_id, episode.rollout.completion(end.value))
+            return
+        if not isinstance(wish, Turn | Future):
+            raise TypeError(f"an episode awaits complete and wait of its Rollout alone, got {type(wish).__qualname__}")
+        episode.waits_for = wish
+        if isinstance(wish, Future):
+            wish.add_done_callback(lambda _: self._ready.add(episode))
+        else:
+            self._add_turn(episode)
+
+    def _add_turn(self, episode):
+        """Add the turn that an episode waits for to the engine."""
+        (context, params), index = episode.waits_for, episode.turn_id.index
+        first_context = episode.rollout.first_context
+        self.engine.add_request(
+            episode.turn_id, context, params, episode.adapter_id, [index], first_context=first_context
+        )
 
     def take_begun(self):
         """Numbers of the groups that the engine has begun to compute since the last call: list.
@@ -101,7 +337,8 @@ class Episodes:
         if not self._queued:
             return []
         scheduler = self.engine.scheduler
-        running = {sequence.request_id for sequence in scheduler.table.sequences[scheduler.running]}
+        running = {_number_of(sequence.request_id) for sequence in scheduler.table.sequences[scheduler.running]}
+        running |= {each.number for each, episode in self._episodes.items() if episode.rollout.turns}
         begun = [number for number in self._queued if number in running]
         for number in begun:
             del self._queued[number]
@@ -110,13 +347,18 @@ class Episodes:
     def begin_again(self, damaged):
         """After a PromptError of `step`, whose request_ids `damaged` are: drop these, and let all others go on.
 
-        Their tokens are drawn again, with the same result: they depend on prompt, index and position alone.
+        Their tokens are drawn again, with the same result: they depend on prompt, index and position alone. Of an
+        episode it is those of its present turn.
         """
         self.engine.reset()
         for number in damaged:
             self._leave(number)
         for request in self.running.values():
-            self._enter(request)
+            if request.episode is None:
+                self._enter(request)
+        for episode in self._episodes.values():
+            if isinstance(episode.waits_for, Turn):
+                self._add_turn(episode)
 
     def abort(self, number):
         """Drop a group; nothing happens if it is not here, as when it has just finished."""
@@ -129,13 +371,14 @@ class Episodes:
         """Drop all groups and the content of the cache: after any exception."""
         self.engine.reset()
         self.waiting.clear()
-        self.running.clear()
-        self._queued.clear()
+        for number in list(self.running):
+            self._leave(number)
+        self._complete.clear()
 
     def interrupt(self, number):
         """Take a group back: its GroupRequest with what is done and begun, or None if this engine does not have it.
 
-        It may be complete by now.
+        It may be complete by now. Unfinished episodes are dropped, and begin again where it is given out next.
         """
         for request in self.waiting:
             if request.number == number:
@@ -151,9 +394,15 @@ class Episodes:
         return replace(request, begun=begun)
 
     def _leave(self, number):
-        """The GroupRequest of a group that is in the engine no more."""
+        """The GroupRequest of a group that is in the engine no more; its episodes end where they are."""
         self._queued.pop(number, None)
-        return self.running.pop(number)
+        request = self.running.pop(number)
+        if request.episode is not None:
+            for index in range(request.params.n):
+                if (episode := self._episodes.pop(TurnId(number, index), None)) is not None:
+                    self.engine.abort(episode.turn_id)
+                    episode.close()
+        return request
 
     def _begin(self):
         while self._can_begin:
@@ -168,7 +417,19 @@ class Episodes:
         """Add what is neither done nor begun of a request to the engine."""
         there = {*request.done, *(sequence.index for sequence in request.begun)}
         missing = [index for index in range(request.params.n) if index not in there]
-        self.engine.add_request(request.number, request.prompt_token_ids, request.params, request.adapter_id, missing)
+        if request.episode is None:
+            prompt, params = request.prompt_token_ids, request.params
+            self.engine.add_request(request.number, prompt, params, request.adapter_id, missing)
+            return
+        for index in missing:
+            episode = RunningEpisode(request, index, self.engine.max_model_len)
+            self._episodes[episode.turn_id] = episode
+            self._ready.add(episode)
+
+
+def _number_of(request_id):
+    """The number of the group whose request_id in the engine this is."""
+    return request_id.number if isinstance(request_id, TurnId) else request_id
 
 
 def run_for(engine, seconds):

@@ -6,10 +6,11 @@ A step takes, in this order, as far as budget, rows and blocks go:
 3. waiting sequences, first come first served, with whatever prefix of theirs the cache holds.
 
 A sequence that decodes may have blocks for tokens to come (run_ahead.py), which are given back where they are wanted.
-When decode needs a block and none is free, the newest running sequence is preempted: it releases its blocks and goes to
-the front of the queue, with the tokens it has, and is computed again later, from the cached prefix if that is still
-there. The oldest always advances, so every sequence ends. None of this changes a text: a token's value depends on the
-tokens before it alone.
+A turn of an episode retains its full blocks when it has ended, for the next turn, which computes what follows them.
+When decode needs a block and none is free, retained ones are released, those of the oldest request first. Without any,
+the newest running sequence is preempted: it releases its blocks and goes to the front of the queue, with the tokens it
+has, and is computed again later, from the cached prefix if that is still there. The oldest always advances, so
+every sequence ends. None of this changes a text: a token's value depends on the tokens before it alone.
 
 The first sequence of a prompt (of its n completions) to be admitted is the prefix leader: the others match its full
 blocks in the cache and compute only the tail, in the same step if that has room for the leader's whole prompt (in every
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.engine.block_manager import block_hash
+from rlnumba.engine.block_manager import RetainedBlocks, block_hash
 from rlnumba.engine.prefix_groups import PrefixGroups, find_prefix_groups
 from rlnumba.engine.sequence import Sequence
 
@@ -104,7 +105,7 @@ class Scheduler:
     ):
         if budget < table.num_rows:
             raise ValueError(f"scheduler: {budget} tokens a step for {table.num_rows} sequences")
-        self.table, self.blocks = table, blocks
+        self.table, self.blocks, self.retained = table, blocks, RetainedBlocks(blocks)
         self.max_num_batched_tokens = budget
         self.prefix_caching, self.policy_version = prefix_caching, policy_version
         self.has_stop_string = has_stop_string
@@ -260,6 +261,8 @@ class Scheduler:
         ends = stops | (position + 1 >= length_limit)
         finished = []
         for i in np.flatnonzero(ends).tolist():
+            if table.sequences[rows[i]].retains_blocks:
+                self._retain(int(rows[i]))
             sequence = self._vacate(int(rows[i]))
             sequence.finish_reason = "stop" if stops[i] else "length"
             finished.append(sequence)
@@ -286,8 +289,13 @@ class Scheduler:
         """
         for row in self.running.tolist():
             self.table.note_version(row, self.policy_version)
-        self.blocks.forget_hashes()
+        self.forget_cached()
         self.policy_version = policy_version
+
+    def forget_cached(self):
+        """Make no cached block match any more; those of running sequences stay with them."""
+        self.retained.release_all()
+        self.blocks.forget_hashes()
 
     def preempt_all(self):
         """Send all running sequences back to the front of the queue, the oldest first."""
@@ -317,7 +325,7 @@ class Scheduler:
             rows = self.running[table.length[self.running] > num_blocks * self.blocks.block_size]
             if len(rows) > self.blocks.num_free:
                 self._give_back_reserved()
-            if len(rows) <= self.blocks.num_free:
+            if self._has_free(len(rows)):
                 break
             self.waiting.appendleft(self._vacate(int(self.running[-1])))
             self.running = self.running[:-1]
@@ -340,7 +348,7 @@ class Scheduler:
         if more.sum() > free // 2:
             more = np.maximum(-(-needed // size) - have, 0)
         total = int(more.sum())
-        if total > free:
+        if not self._has_free(total):
             return None
         indices = np.repeat(np.arange(len(rows)), more)
         columns = np.arange(total) - np.repeat(np.cumsum(more) - more, more) + have[indices]
@@ -365,6 +373,12 @@ class Scheduler:
     def _blocks_of_length(self, rows, more=0):
         """(B,) blocks that the tokens of rows, and `more` of each, take."""
         return -(-(self.table.length[rows] + more) // self.blocks.block_size)
+
+    def _has_free(self, count):
+        """Whether `count` blocks are free, once as many as that takes are retained no more."""
+        while count > self.blocks.num_free and self.retained:
+            self.retained.release_oldest()
+        return count <= self.blocks.num_free
 
     def _give_back_reserved(self):
         """Free the blocks of running sequences that none of their tokens has a place in."""
@@ -407,6 +421,10 @@ class Scheduler:
         if most > blocks.num_blocks:
             raise ValueError(f"scheduler: a sequence of {most} blocks in a cache of {blocks.num_blocks}")
         found = self._find_blocks(sequence, 0, num_admitted)
+        # Nothing else will free any.
+        while found is None and self.retained and not len(self.running) + num_admitted:
+            self.retained.release_oldest()
+            found = self._find_blocks(sequence)
         if found is None:
             return None
         matched, hashes, needed = found
@@ -414,6 +432,7 @@ class Scheduler:
         blocks.acquire(matched)
         self.matched = hashes, matched
         owned = matched + blocks.allocate(needed)
+        self.retained.release(sequence.request_id)
         row = self.free_rows.pop()
         table.put(row, sequence)
         table.block_tables[row, : len(owned)] = owned
@@ -421,6 +440,8 @@ class Scheduler:
         table.num_registered[row] = len(matched)
         table.last_hash[row] = hashes[len(matched) - 1] if matched else self._salt(sequence)
         table.num_computed[row] = len(matched) * size
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = len(matched) * size
         # At least one token of the prompt is computed by each sequence, for the logits of the first completion token.
         if len(matched) >= (len(sequence.prompt) - 1) // size or not self.prefix_caching:
             self.release_waiters(sequence)
@@ -465,6 +486,18 @@ class Scheduler:
         self.blocks.register(table.block_tables[owners, indices].tolist(), hashes, token_ids)
         table.num_registered[rows] = full
         table.last_hash[rows] = np.array(list(parents.values()), np.uint64)
+
+    def _retain(self, row):
+        """Retain the blocks that the next turn of a row's sequence, which has ended, is going to match.
+
+        Not the row's own, of which other sequences may have registered copies. The last token is not computed.
+        """
+        if not self.prefix_caching:
+            return
+        table, sequence = self.table, self.table.sequences[row]
+        token_ids = table.token_ids[row, : table.length[row]]
+        hashes = self._hashes(token_ids, (len(token_ids) - 1) // self.blocks.block_size, self._salt(sequence))
+        self.retained.retain(sequence.request_id, self.blocks.match(hashes, token_ids))
 
     def _vacate(self, row):
         """Take a sequence off its row and release its blocks, the last first: the first are the likeliest to match."""

@@ -1,10 +1,13 @@
-"""Requests (SamplingParams), their state inside the engine (Sequence, SequenceTable) and their results (Completion).
+"""Requests (SamplingParams), their state inside the engine (Sequence, SequenceTable) and their results (Completion, and
+StepOutput for a step).
 
 The running sequences are rows of a table of NumPy arrays, so that a step is scheduled and recorded by a few vectorised
 operations whatever their number.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -141,6 +144,20 @@ class LazyList:
         return values[f"_{self.name}"]
 
 
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """The record of an episode.
+
+    prompt_token_ids: its first context; num_turns: of the policy; num_context_tokens: sum of the lengths of all turns'
+    contexts; value: what its coroutine returned.
+    """
+
+    prompt_token_ids: list[int]
+    num_turns: int
+    num_context_tokens: int
+    value: object = None
+
+
 @dataclass
 class Completion:
     """One completion: token_ids, and of each token its log-prob and the policy version that it was sampled from.
@@ -149,7 +166,10 @@ class Completion:
     The token that stops a completion is the last of token_ids and not part of text. index: among those of its prompt.
     stop_reason: the stop string or the id of stop_token_ids that ended it, None for EOS and "length". thresholds: array
     of the smallest logit that the filters kept for each token, -inf without filters; None unless logit_thresholds asked
-    for it.
+    for it. num_cached_tokens: tokens of the prompt whose K and V were in the cache when it began.
+
+    mask: (T,) bool, whether each token was drawn, None where all were: others are the environment's, with log-prob 0
+    and the policy version of the token before. episode: the EpisodeRecord of several turns, or None.
     """
 
     token_ids: list[int] = LazyList(np.int32)
@@ -160,6 +180,9 @@ class Completion:
     thresholds: np.ndarray | None = None
     index: int = 0
     stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    mask: np.ndarray | None = None
+    episode: EpisodeRecord | None = None
 
     @property
     def cumulative_logprob(self):
@@ -170,6 +193,11 @@ class Completion:
     def num_tokens(self):
         return len(self.token_ids if self._token_ids is None else self._token_ids)
 
+    @property
+    def num_drawn(self):
+        """Tokens that were drawn: int."""
+        return self.num_tokens if self.mask is None else int(np.count_nonzero(self.mask))
+
     def array(self, name):
         """token_ids, logprobs or policy_versions as an array, int32 or float32, which is not to be written."""
         return vars(type(self))[name].array_of(self)
@@ -177,13 +205,72 @@ class Completion:
     def __reduce__(self):
         # Bytes take a tenth of the time that arrays do.
         columns = [self.array(name).tobytes() for name in ("token_ids", "logprobs", "policy_versions")]
-        return _completion_of, (columns, self.finish_reason, self.text, self.thresholds, self.index, self.stop_reason)
+        values = self.finish_reason, self.text, self.thresholds, self.index, self.stop_reason, self.num_cached_tokens
+        return _completion_of, (columns, *values, self.mask, self.episode)
 
 
-def _completion_of(columns, finish_reason, text, thresholds, index=0, stop_reason=None):
-    """The Completion that __reduce__ has taken apart, also one that was saved without the last two."""
+def _completion_of(columns, finish_reason, text, thresholds, *rest):
+    """The Completion that __reduce__ has taken apart. rest: index and what follows, as far as they were saved."""
     token_ids, logprobs, versions = map(np.frombuffer, columns, (np.int32, np.float32, np.int32))
-    return Completion(token_ids, logprobs, finish_reason, text, versions, thresholds, index, stop_reason)
+    return Completion(token_ids, logprobs, finish_reason, text, versions, thresholds, *rest)
+
+
+class NewToken(NamedTuple):
+    """A token sampled in a step, for completion `index` of a request."""
+
+    request_id: Hashable
+    index: int
+    token_id: int
+    logprob: float
+
+
+class FinishedCompletion(NamedTuple):
+    """Completion `index` of a request, which ended in this step."""
+
+    request_id: Hashable
+    index: int
+    completion: Completion
+
+
+class StepOutput(NamedTuple):
+    """The tokens that a step sampled, and the completions that ended with it.
+
+    sequences (D,) object, token_ids (D,) int32, logprobs (D,) float32: an entry for each of the D tokens that were
+    sampled from the weights of policy_version, those of completions that ended included. A sequence whose drafts were
+    accepted has several, one after the other.
+    """
+
+    finished: list[FinishedCompletion]
+    sequences: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    policy_version: int
+
+    def without(self, request_id):
+        """The output without the tokens and completions of a request."""
+        return self._part(lambda each: each.request_id != request_id)
+
+    def only(self, request_id):
+        """The part of it that belongs to a request."""
+        return self._part(lambda each: each.request_id == request_id)
+
+    def _part(self, is_kept):
+        """The part of it for whose sequences and FinishedCompletions is_kept is true."""
+        kept = [i for i, sequence in enumerate(self.sequences) if is_kept(sequence)]
+        finished = [completion for completion in self.finished if is_kept(completion)]
+        columns = self.sequences[kept], self.token_ids[kept], self.logprobs[kept]
+        return StepOutput(finished, *columns, self.policy_version)
+
+    @property
+    def num_tokens(self):
+        """Tokens that were sampled: int."""
+        return len(self.token_ids)
+
+    @property
+    def new_tokens(self):
+        """The sampled tokens one by one: list of NewToken."""
+        columns = self.sequences, self.token_ids.tolist(), self.logprobs.tolist()
+        return [NewToken(s.request_id, s.index, token, logprob) for s, token, logprob in zip(*columns, strict=True)]
 
 
 @dataclass
@@ -220,7 +307,8 @@ class Sequence:
     noise; length_limit: tokens, prompt included, at which it ends; stop_ids: ids that end it. While it runs its tokens
     are in row `row` of the table (None: it waits); token_ids, logprobs (of every position, 0 in the prompt) and
     policy_versions (of sampled tokens; arrays) are up to date when it leaves the row. is_prefix_leader: whether the
-    sequences of the same prompt wait for it to compute the prompt.
+    sequences of the same prompt wait for it to compute the prompt. num_cached_tokens: those of the prompt that the
+    cache held when it was first admitted; None before. retains_blocks: whether its blocks are retained at its end.
     """
 
     def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), adapter_id=-1):
@@ -234,8 +322,8 @@ class Sequence:
         # A value a token, like logprobs; empty unless the request wants them.
         self.thresholds = np.zeros(len(prompt) if params.logit_thresholds else 0, np.float32)
         self.policy_versions = np.zeros(0, np.int32)
-        self.finish_reason = self.row = None
-        self.is_prefix_leader = False
+        self.finish_reason = self.row = self.num_cached_tokens = None
+        self.is_prefix_leader = self.retains_blocks = False
 
     @property
     def completion_ids(self):

@@ -162,9 +162,9 @@ class Server:
             self._receive()
             self._update()
             if not self.groups.is_idle:
-                began = time.perf_counter()
+                began, waited_s = time.perf_counter(), self.groups.waited_s
                 complete = self.groups.step()
-                self.busy_s += time.perf_counter() - began
+                self.busy_s += time.perf_counter() - began - (self.groups.waited_s - waited_s)
                 if begun := self.groups.take_begun():
                     self.connection.send(Begun(begun))
                 if complete:

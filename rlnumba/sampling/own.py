@@ -6,7 +6,7 @@ steps before each (Policy.before_micro_batch).
 
 import time
 
-from rlnumba.engine.episodes import Episodes
+from rlnumba.engine.episodes import WAIT_S, Episodes
 from rlnumba.sampling.sampler import Alive, Sampler
 
 
@@ -44,15 +44,15 @@ class OwnSampler(Sampler):
         self.episodes.abort(number)
         del self.owners[number]
 
-    def poll(self):
-        """One decode step."""
+    def poll(self, wait_s=WAIT_S):
+        """One decode step; wait_s is Episodes.step's."""
         if self.is_idle:
             return True
-        began = time.perf_counter()
-        complete = self.episodes.step()
+        began, waited_s = time.perf_counter(), self.episodes.waited_s
+        complete = self.episodes.step(wait_s)
         for request in complete:
             self.owners.pop(request.number).finished(request)
-        self.busy_s += time.perf_counter() - began
+        self.busy_s += time.perf_counter() - began - (self.episodes.waited_s - waited_s)
         return bool(complete)
 
     def update_weights(self, version):
@@ -66,7 +66,7 @@ class OwnSampler(Sampler):
     def before_micro_batch(self):
         """Decode some steps of what is in flight."""
         for _ in range(self.options.decode_steps_per_micro_batch):
-            self.poll()
+            self.poll(wait_s=0.0)
 
     def before_update(self):
         """The weights are about to be written."""

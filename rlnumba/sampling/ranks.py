@@ -131,7 +131,8 @@ class RoundOutput(NamedTuple):
 class LedStep(NamedTuple):
     """Rank 0's message that begins a step: requests that are dropped, and then those that are added.
 
-    added: (request_id, prompt, params, adapter_id, indices) of each.
+    added: (request_id, prompt, params, adapter_id, indices, first_context) of each. dropped also has requests of which
+    blocks are retained.
     """
 
     dropped: list
@@ -165,18 +166,22 @@ class LedEngine:
     def policy_version(self):
         return self.engine.policy_version
 
+    @property
+    def max_model_len(self):
+        return self.engine.max_model_len
+
     def check_request(self, request_id, prompt, params):
         """The same as Engine.check_request."""
         return self.engine.check_request(request_id, prompt, params)
 
-    def add_request(self, request_id, prompt, params=None, adapter_id=-1, indices=None):
+    def add_request(self, request_id, prompt, params=None, adapter_id=-1, indices=None, first_context=None):
         """Queue a request, as Engine.add_request does; no rank begins with it before the next step."""
         params = params or SamplingParams()
         if request_id in self.unfinished or any(request_id == each[0] for each in self.added):
             raise ValueError(f"add_request: {request_id!r} is unfinished")
         prompt, _ = self.check_request(request_id, prompt, params)
         indices = list(range(params.n) if indices is None else indices)
-        self.added.append((request_id, prompt, params, adapter_id, indices))
+        self.added.append((request_id, prompt, params, adapter_id, indices, first_context))
         return prompt
 
     def move_in(self, sequences):
@@ -197,7 +202,7 @@ class LedEngine:
             self.unfinished.pop(request_id, None)
         if message.added and not self.unfinished:
             self.drawn_at = time.monotonic()
-        for request_id, *_, indices in message.added:
+        for request_id, *_, indices, _ in message.added:
             self.unfinished[request_id] = len(indices)
         self._distribute(message.added)
         finished, num_tokens = run_for(self.engine, ROUND_S)
@@ -232,12 +237,15 @@ class LedEngine:
 
     def _distribute(self, added):
         """Let this rank's engine have its range of the completions that were added since the last step."""
-        counts = shares(self.loads, sum(len(each[-1]) for each in added))
+        counts = shares(self.loads, sum(len(indices) for *_, indices, _ in added))
         begin = sum(counts[: self.communicator.rank])
         end, first = begin + counts[self.communicator.rank], 0
-        for *request, indices in added:
+        for *request, indices, first_context in added:
             if own := indices[max(begin - first, 0) : max(end - first, 0)]:
-                self.engine.add_request(*request, own)
+                self.engine.add_request(*request, own, first_context)
+            else:
+                # Another rank has the next turn.
+                self.engine.release_retained(request[0])
             first += len(indices)
         self.loads = [load + count for load, count in zip(self.loads, counts, strict=True)]
 
@@ -263,7 +271,13 @@ class LedEngine:
         self.added = [each for each in self.added if each[0] != request_id]
         if self.unfinished.pop(request_id, None) is not None:
             self.engine.abort(request_id)
-            self.dropped.append(request_id)
+        self.release_retained(request_id)
+
+    def release_retained(self, request_id):
+        """Free the blocks that are retained for a request, as Engine.release_retained does; other ranks do at the next
+        step."""
+        self.engine.release_retained(request_id)
+        self.dropped.append(request_id)
 
     def reset(self):
         """Drop all requests and the content of this rank's cache, as Engine.reset does."""
@@ -272,7 +286,7 @@ class LedEngine:
 
     def end(self):
         """Drop all requests, on this rank: each calls it after `led`."""
-        for request_id in list(self.engine.requests):
+        for request_id in [*self.engine.requests, *self.engine.scheduler.retained.of_request]:
             self.engine.abort(request_id)
         self.engine.outputs.clear()
         self._start()

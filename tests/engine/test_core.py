@@ -2,6 +2,7 @@
 
 import weakref
 from collections import Counter, defaultdict
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -83,13 +84,19 @@ def request_pool(rng, count):
 
 
 def check_blocks(engine):
-    """Every block is free or has as many references as block tables of running sequences refer to it."""
+    """Every block is free or has as many references as block tables of running sequences and retained ones refer to it.
+
+    At most half are retained.
+    """
     scheduler, blocks = engine.scheduler, engine.blocks
     table, running = scheduler.table, scheduler.running.tolist()
     references = Counter()
     for row in running:
         references.update(table.block_tables[row, : table.num_blocks[row]].tolist())
         assert table.sequences[row].row == row
+    for retained in scheduler.retained.of_request.values():
+        references.update(retained)
+    assert len({*chain(*scheduler.retained.of_request.values())}) <= blocks.num_blocks // 2
     assert blocks.ref_count == [references[block] for block in range(blocks.num_blocks)]
     assert sorted(blocks.free) == [block for block in range(blocks.num_blocks) if not references[block]]
     assert {value: block for block, value in blocks.hash_of_block.items()} == blocks.block_of_hash

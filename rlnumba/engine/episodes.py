@@ -5,7 +5,7 @@
     episodes.update_weights(version)      the weights have been written, between two steps
 
 A GroupRequest asks for the completions of one prompt. Without an `episode` each is one turn of the policy; with one,
-each is a coroutine over a Rollout:
+each is a coroutine over an EpisodeRollout:
 
     async def episode(rollout):
         context = list(rollout.prompt_token_ids)
@@ -91,7 +91,7 @@ def _suspend(wish):
     return (yield wish)
 
 
-class Rollout:
+class EpisodeRollout:
     """One rollout of a group, for its episode's coroutine.
 
     prompt_token_ids, params: the GroupRequest's; number, index: of the group, and of the rollout in it. max_model_len:
@@ -180,7 +180,7 @@ class RunningEpisode:
 
     def __init__(self, request, index, max_model_len):
         self.turn_id, self.adapter_id = TurnId(request.number, index), request.adapter_id
-        self.rollout = Rollout(request, index, max_model_len)
+        self.rollout = EpisodeRollout(request, index, max_model_len)
         self.coroutine, self.waits_for = request.episode(self.rollout), None
 
     def close(self):
@@ -314,7 +314,7 @@ class Episodes:
             self._finish(*episode.turn_id, episode.rollout.completion(end.value))
             return
         if not isinstance(wish, Turn | Future):
-            raise TypeError(f"an episode awaits complete and wait of its Rollout alone, got {type(wish).__qualname__}")
+            raise TypeError(f"an episode awaits complete and wait of its rollout alone, got {type(wish).__qualname__}")
         episode.waits_for = wish
         if isinstance(wish, Future):
             wish.add_done_callback(lambda _: self._ready.add(episode))

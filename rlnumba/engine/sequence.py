@@ -149,7 +149,7 @@ class EpisodeRecord:
     """The record of an episode.
 
     prompt_token_ids: its first context; num_turns: of the policy; num_context_tokens: sum of the lengths of all turns'
-    contexts; value: what its coroutine returned.
+    contexts; value: what its coroutine returned, which a checkpoint keeps as JSON.
     """
 
     prompt_token_ids: list[int]
@@ -192,6 +192,11 @@ class Completion:
     @property
     def num_tokens(self):
         return len(self.token_ids if self._token_ids is None else self._token_ids)
+
+    def drawn(self, name):
+        """token_ids, logprobs, policy_versions or thresholds of the drawn tokens, as an array."""
+        values = self.thresholds if name == "thresholds" else self.array(name)
+        return values if self.mask is None else values[self.mask]
 
     @property
     def num_drawn(self):

@@ -209,7 +209,7 @@ class Pipeline:
         elif self.plan.dynamic:
             found = self._needed(found)
             self.order.advance(len(found))
-            tokens = sum(completion.num_tokens for each in found for completion in each.completions)
+            tokens = sum(completion.num_drawn for each in found for completion in each.completions)
             num_unused = self.sampler.stats.num_tokens - before - tokens
         found = [each for each in found if each.completions]
         self.buffer.take(groups)
@@ -411,7 +411,7 @@ class Pipeline:
     def _metrics(self, step, groups, waited_s):
         """Metrics of groups that are about to be trained on: dict."""
         completions = [c for group in groups for c in group.content.completions]
-        versions = [c.array("policy_versions") for c in completions]
+        versions = [c.drawn("policy_versions") for c in completions]
         oldest = np.array([step - each.min() for each in versions])
         of_tokens = step - np.concatenate(versions)
         now, stats = time.monotonic(), self.sampler.stats

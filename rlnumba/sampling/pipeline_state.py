@@ -4,11 +4,11 @@ Of those that are complete it has the completions; the others are drawn again, s
 Rewards are computed again, too.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
-from rlnumba.engine.sequence import Completion
+from rlnumba.engine.sequence import Completion, EpisodeRecord
 from rlnumba.errors import UserError
 from rlnumba.sampling.group_buffer import Group
 from rlnumba.sampling.pipeline import Drawn
@@ -44,17 +44,28 @@ def encoded_completions(completions):
     """Completions as arrays of all of them: dict."""
     found = {name: np.concatenate([each.array(name) for each in completions]) for name in OF_TOKENS}
     found["lengths"] = np.array([each.num_tokens for each in completions], np.int32)
-    return found | {name: [getattr(each, name) for each in completions] for name in ("finish_reason", "text")}
+    found |= {name: [getattr(each, name) for each in completions] for name in ("finish_reason", "text")}
+    if any(each.episode is not None for each in completions):
+        masks = [np.ones(each.num_tokens, bool) if each.mask is None else each.mask for each in completions]
+        found["drawn"] = np.concatenate(masks).astype(np.uint8)
+        found["episodes"] = [[each.num_cached_tokens, asdict(each.episode)] for each in completions]
+    return found
 
 
 def decoded_completions(saved):
     """The inverse of encoded_completions: list."""
     cuts = np.cumsum(saved["lengths"])[:-1]
     columns = [np.split(saved[name], cuts) for name in OF_TOKENS]
-    return [
+    completions = [
         Completion(ids, logprobs, reason, text, versions)
         for ids, logprobs, versions, reason, text in zip(*columns, saved["finish_reason"], saved["text"], strict=True)
     ]
+    if "episodes" in saved:
+        masks = np.split(saved["drawn"].astype(bool), cuts)
+        for completion, mask, (num_cached, episode) in zip(completions, masks, saved["episodes"], strict=True):
+            completion.mask = None if mask.all() else mask
+            completion.num_cached_tokens, completion.episode = num_cached, EpisodeRecord(**episode)
+    return completions
 
 
 def restore(pipeline, groups):

@@ -140,7 +140,7 @@ class LLMOnProcesses:
                 index = first - request.number
                 outputs[index].completions[:] = request.completions
                 num_finished += request.params.n
-                num_tokens += sum(completion.num_tokens for completion in request.completions)
+                num_tokens += sum(completion.num_drawn for completion in request.completions)
                 if finished is not None:
                     finished(index, outputs[index])
             if progress is not None:

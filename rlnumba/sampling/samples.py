@@ -38,6 +38,12 @@ class Sample:
     pad_token_id: int | None = None
 
     @property
+    def prompt_token_ids(self):
+        """The prompt's, or the first context of an episode."""
+        episode = self.completion.episode
+        return self.prompt.prompt_token_ids if episode is None else episode.prompt_token_ids
+
+    @property
     def truncated(self):
         completion = self.completion
         return completion.finish_reason == "length" and completion.array("token_ids")[-1] != self.pad_token_id
@@ -65,13 +71,13 @@ class Generation:
 
     @property
     def num_tokens(self):
-        """Tokens of prompts and completions, a prompt counted with each of its completions: int."""
-        return sum(len(s.prompt.prompt_token_ids) + s.completion.num_tokens for s in self.samples)
+        """Tokens of prompts and drawn ones, a prompt counted with each of its completions: int."""
+        return sum(len(s.prompt_token_ids) + s.completion.num_drawn for s in self.samples)
 
     @property
     def num_generated(self):
-        """Tokens of completions: int."""
-        return sum(sample.completion.num_tokens for sample in self.samples)
+        """Tokens that were drawn: int."""
+        return sum(sample.completion.num_drawn for sample in self.samples)
 
     def rows(self, names):
         """The lines of completions.jsonl: list of dict. names: of the reward functions."""
@@ -173,7 +179,7 @@ def generation_metrics(generation, names):
     samples = generation.samples
     values = np.array([sample.values for sample in samples])
     rewards = np.array([sample.reward for sample in samples])
-    lengths = np.array([sample.completion.num_tokens for sample in samples])
+    lengths = np.array([sample.completion.num_drawn for sample in samples])
     truncated = np.array([sample.truncated for sample in samples])
     ended = lengths[~truncated] if not truncated.all() else np.zeros(1)
     found = {"reward": known_mean(rewards), "reward_std": known_std(rewards)}
@@ -183,10 +189,27 @@ def generation_metrics(generation, names):
         for name in ("mean", "min", "max"):
             found[f"completions/{name}_{which}"] = float(getattr(of, name)())
     found["completions/clipped_ratio"] = float(truncated.mean())
+    found |= episode_metrics([sample.completion for sample in samples])
     found = found | generation.metrics | found
     for name, count in generation.errors.items():
         found[f"reward_errors/{name}"] = found.get(f"reward_errors/{name}", 0) + count
     return found
+
+
+def episode_metrics(completions):
+    """Metrics of Completions that are episodes' (rollout/turns_*, tokens of the environment, and the share of the
+    contexts that came from the cache): dict, empty where none is."""
+    completions = [completion for completion in completions if completion.episode is not None]
+    if not completions:
+        return {}
+    turns = [completion.episode.num_turns for completion in completions]
+    contexts = sum(completion.episode.num_context_tokens for completion in completions)
+    return {
+        "rollout/turns_mean": float(np.mean(turns)),
+        "rollout/turns_max": int(max(turns)),
+        "rollout/prefix_hit_frac": sum(completion.num_cached_tokens for completion in completions) / contexts,
+        "completions/env_tokens_mean": float(np.mean([each.num_tokens - each.num_drawn for each in completions])),
+    }
 
 
 def known_mean(values):

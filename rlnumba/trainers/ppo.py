@@ -175,7 +175,7 @@ class ActorCritic:
 
 
 class RolloutBuffer:
-    """Arrays of a batch's T completion tokens on the device, allocated once for the most there can be.
+    """Arrays of a batch's T drawn tokens on the device, allocated once for the most there can be.
 
     old_logprobs, ref_logprobs, values: by policy, reference and critic before the update; kl, rewards, advantages,
     returns. begin(T) makes each of them the (T,) float32 view of its memory that holds.
@@ -254,11 +254,11 @@ def generate(actor, generations, trainer_state, index, on_policy, clock):
         scores = completion_scores([sample.reward for sample in samples], truncated, moments, train)
         # score, log-probs, values -> rewards, advantages, returns
         estimate_advantages(actor.buffer, rollouts, scores, train)
-        advantages = np.split(device.to_host(actor.buffer.advantages), np.cumsum(rollouts.completion_lengths)[:-1])
+        advantages = np.split(device.to_host(actor.buffer.advantages), np.cumsum(rollouts.target_lengths)[:-1])
         for sample, of_tokens in zip(samples, advantages, strict=True):
             sample.advantage = float(of_tokens.mean(dtype=np.float64))
         metrics = objective_metrics(actor.buffer, scores, train)
-        ids = np.concatenate([sample.completion.array("token_ids") for sample in samples])
+        ids = np.concatenate([sample.completion.drawn("token_ids") for sample in samples])
         metrics["val/num_eos_tokens"] = int(np.isin(ids, actor.model.config.eos_token_ids).sum())
     return rollouts, generation, metrics
 
@@ -269,7 +269,7 @@ def evaluate_tokens(actor, rollouts):
     Each of several ranks evaluates a part of them.
     """
     policy, buffer, size = actor.policy, actor.buffer, actor.train.per_device_train_batch_size
-    every = np.arange(len(rollouts.completion_lengths))
+    every = np.arange(rollouts.num_sequences)
     if actor.train.max_tokens_per_micro_batch:
         parts = parts_of_tokens(rollouts, every, actor.train)
     else:
@@ -281,7 +281,7 @@ def evaluate_tokens(actor, rollouts):
     written = [buffer.values]
     written += [] if exact else [buffer.old_logprobs]
     written += [] if policy.reference is None else [buffer.ref_logprobs]
-    ends = np.cumsum([int(rollouts.completion_lengths[part].sum()) for part in parts]).tolist()
+    ends = np.cumsum([int(rollouts.target_lengths[part].sum()) for part in parts]).tolist()
     tokens = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     for k in policy.own(range(len(parts))):
         batch, _ = micro_batch(rollouts, parts[k])
@@ -312,7 +312,7 @@ def completion_scores(rewards, truncated, moments, train):
 
 def estimate_advantages(buffer, rollouts, scores, train):
     """Write kl, rewards, advantages and returns of the buffer from its log-probs and values, and the scores (B,)."""
-    cu_seqlens = device.asarray(np.concatenate([[0], np.cumsum(rollouts.completion_lengths)]).astype(np.int32))
+    cu_seqlens = device.asarray(np.concatenate([[0], np.cumsum(rollouts.target_lengths)]).astype(np.int32))
     every = device.asarray(np.ones(len(rollouts.rollout_logprobs), np.uint8))
     scores = device.asarray(scores.astype(np.float32))
     estimate = train.kl_coef, train.kl_estimator
@@ -340,7 +340,7 @@ def train_step(actor, micro_batches, learning_rate):
     # On the device until all steps are done, so that no micro-batch waits for the host.
     steps, infos = [], []
     for epoch in range(train.num_ppo_epochs):
-        order = epoch_order(len(experience.rollouts.completion_lengths), True, experience.seed, epoch)
+        order = epoch_order(experience.rollouts.num_sequences, True, experience.seed, epoch)
         for mini_batch in np.array_split(order, min(train.num_mini_batches, len(order))):
             pieces, partials, info = optimizer_step(actor, mini_batch, learning_rate)
             steps.append((pieces, partials))
@@ -372,7 +372,7 @@ def optimizer_step(actor, mini_batch, learning_rate):
     actor.zero_grad(learning_rate, experience.critic_learning_rate)
     pieces, partials = pieces_of(actor, mini_batch), []
     for piece in actor.each_micro_batch(pieces):
-        blocks = ppo_loss_blocks(int(experience.rollouts.completion_lengths[piece.chosen].sum()))
+        blocks = ppo_loss_blocks(int(experience.rollouts.target_lengths[piece.chosen].sum()))
         partials.append(device.xp().empty((blocks, SUMS), np.float32))
         forward_backward(actor, piece.chosen, piece.scale, partials[-1])
     return pieces, partials, actor.step(learning_rate, experience.critic_learning_rate)
@@ -396,10 +396,10 @@ def pieces_of(actor, mini_batch):
     train, rollouts, size = actor.train, actor.experience.rollouts, actor.train.per_device_train_batch_size
     parts, pieces = [mini_batch[first : first + size] for first in range(0, len(mini_batch), size)], []
     for number, part in enumerate(parts):
-        tokens = int(rollouts.completion_lengths[part].sum())
+        tokens = int(rollouts.target_lengths[part].sum())
         scale = 1.0 / (tokens * len(parts))
         pieces += [ActorMicroBatch(number, chosen, tokens, scale) for chosen in parts_of_tokens(rollouts, part, train)]
-    lengths = rollouts.prompt_lengths + rollouts.completion_lengths
+    lengths = rollouts.lengths
     return costliest_first(pieces, actor.model.config, lambda piece: lengths[piece.chosen])
 
 
@@ -407,7 +407,7 @@ def parts_of_tokens(rollouts, chosen, train):
     """Completions `chosen` (indices), as many at a time as max_tokens_per_micro_batch allows: list of arrays."""
     if train.max_tokens_per_micro_batch is None:
         return [chosen]
-    lengths = (rollouts.prompt_lengths + rollouts.completion_lengths)[chosen]
+    lengths = rollouts.lengths[chosen]
     ranges = rollout.ranges_of_tokens(lengths, train.max_tokens_per_micro_batch)
     return [chosen[first:end] for first, end in ranges]
 
@@ -441,10 +441,11 @@ def micro_batch(rollouts, chosen):
     """Completions `chosen` (indices) of Rollouts: (TargetBatch, rows (T,) i32 of their tokens among all, host)."""
     prompt_lengths, completion_lengths = rollouts.prompt_lengths[chosen], rollouts.completion_lengths[chosen]
     lengths = prompt_lengths + completion_lengths
-    all_lengths = rollouts.prompt_lengths + rollouts.completion_lengths
-    token_ids = rollouts.token_ids[_ranges(_starts(all_lengths)[chosen], lengths)]
+    token_ids = rollouts.token_ids[_ranges(_starts(rollouts.lengths)[chosen], lengths)]
     targets = _ranges(_starts(lengths) + prompt_lengths, completion_lengths)
-    rows = _ranges(_starts(rollouts.completion_lengths)[chosen], completion_lengths).astype(np.int32)
+    if len(rollouts.drawn):
+        targets = targets[rollouts.drawn[_ranges(_starts(rollouts.completion_lengths)[chosen], completion_lengths)]]
+    rows = _ranges(_starts(rollouts.target_lengths)[chosen], rollouts.target_lengths[chosen]).astype(np.int32)
     return TargetBatch.of(token_ids, lengths, targets), rows
 
 

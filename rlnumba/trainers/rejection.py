@@ -84,7 +84,7 @@ def normalize_corrections(rollouts, train):
     """
     old = rollouts.old_logprobs if len(rollouts.old_logprobs) else rollouts.rollout_logprobs
     level, _, mode = train.importance_sampling_correction.partition("_")
-    arrays = old, rollouts.rollout_logprobs, rollouts.loss_mask, rollouts.completion_lengths
+    arrays = old, rollouts.rollout_logprobs, rollouts.loss_mask, rollouts.target_lengths
     rollouts.correction_mean = mean_correction(*arrays, level, train.importance_sampling_bounds, mode == "truncate")
     if rollouts.correction_mean > 1e-8:
         rollouts.advantages = (rollouts.advantages / rollouts.correction_mean).astype(np.float32)
@@ -94,7 +94,7 @@ def reject(rollouts, rollout_rs, rollout_rs_threshold):
     """Mask the tokens of Rollouts with old_logprobs that the modes do not keep; writes loss_mask, rejected_fraction."""
     kept = kept_tokens(
         rollouts.old_logprobs if len(rollouts.old_logprobs) else rollouts.rollout_logprobs,
-        rollouts.rollout_logprobs, rollouts.loss_mask, rollouts.completion_lengths, rollout_rs, rollout_rs_threshold,
+        rollouts.rollout_logprobs, rollouts.loss_mask, rollouts.target_lengths, rollout_rs, rollout_rs_threshold,
     )  # fmt: skip
     before = rollouts.num_active
     rollouts.loss_mask = rollouts.loss_mask * kept

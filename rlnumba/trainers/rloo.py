@@ -65,7 +65,7 @@ def generate(policy, generations, trainer_state, index, on_policy, clock):
         advantages = leave_one_out(own_rewards, train)
         for sample, advantage in zip(samples, advantages.tolist(), strict=True):
             sample.advantage = advantage
-        rollouts.advantages = np.repeat(advantages[shuffled], rollouts.completion_lengths)
+        rollouts.advantages = np.repeat(advantages[shuffled], rollouts.target_lengths)
     metrics = {"frac_reward_zero_std": rollout.frac_zero_std(own_rewards.reshape(-1, train.num_generations))}
     metrics |= order.shares() | generations.metrics
     if policy.reference is not None:
@@ -85,7 +85,7 @@ def add_logprobs(policy, rollouts):
     if policy.reference is None:
         return np.zeros(rollouts.num_sequences)
     rollouts.ref_logprobs = host_logprobs(policy, policy.reference, parts)
-    owner = np.repeat(np.arange(rollouts.num_sequences), rollouts.completion_lengths)
+    owner = np.repeat(np.arange(rollouts.num_sequences), rollouts.target_lengths)
     difference = rollouts.loss_mask * (old_logprobs.astype(np.float64) - rollouts.ref_logprobs)
     return np.bincount(owner, difference, minlength=rollouts.num_sequences)
 

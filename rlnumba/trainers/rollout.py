@@ -1,11 +1,12 @@
 """From samples to a training batch.
 
     set_advantages        rewards -> the advantage of every Sample
-    Rollouts              one generation on the host, packed end to end: B sequences, T completion tokens in all
+    Rollouts              one generation on the host, packed end to end: B sequences, T drawn tokens in all
     Rollouts.to_device    a part of it on the device, for one forward and backward
 
 Token ids are those that went into the engine and came out of it: no text is tokenised again. Only the hidden states
-that predict a completion token reach the language-model head, so arrays of the loss have T entries, not N.
+that predict a drawn token reach the language-model head, so arrays of the loss have T entries, not N: neither prompts
+nor what an environment has put between the turns of an episode.
 """
 
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ def set_advantages(groups, weights, scale_rewards, aggregation="sum_then_normali
 def set_estimated_advantages(groups, train, state):
     """set_advantages by trainers/estimators.py: with an advantage_estimator or a length_penalty. Writes state."""
     samples = [sample for group in groups for sample in group]
-    lengths = np.array([sample.completion.num_tokens for sample in samples])
+    lengths = np.array([sample.completion.num_drawn for sample in samples])
     limit = train.max_completion_length
     rewards = penalised(np.array([sample.reward for sample in samples]), lengths, train.length_penalty, limit)
     if train.advantage_estimator == "grpo":
@@ -80,11 +81,18 @@ def ranges_of_tokens(lengths, limit):
     return list(zip(firsts, [*firsts[1:], len(lengths)], strict=True))
 
 
+def _drawn_mask(completion):
+    """A Completion's mask, (T,) bool, also where all tokens were drawn."""
+    return np.ones(completion.num_tokens, bool) if completion.mask is None else completion.mask
+
+
 @dataclass
 class Rollouts:
     """One generation on the host, in the order in which it is trained on, or a part of it.
 
     token_ids (sum of S,) i32: prompt and completion of each sequence; prompt_lengths, completion_lengths (B,) i32;
+    drawn (sum of completion_lengths,) bool: which tokens of the completions were drawn, or of length 0 where all were;
+    target_lengths (B,) i32: drawn tokens of each;
     loss_mask (T,) f32, 0 or 1; rollout_logprobs (T,) f32, the sampler's; advantages (T,) f32; old_logprobs and
     ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere; thresholds (T,) f32: the smallest
     logit that the sampler's filters kept, or of length 0 where all are trained. on_policy: see MicroStep.
@@ -106,30 +114,39 @@ class Rollouts:
     is_stale: bool = False
     rejected_fraction: float = 0.0
     correction_mean: float = 1.0
+    drawn: np.ndarray = field(default_factory=partial(np.empty, 0, bool))
+    target_lengths: np.ndarray | None = None
+
+    def __post_init__(self):
+        if self.target_lengths is None:
+            self.target_lengths = self.completion_lengths
 
     @staticmethod
     def of(samples, mask_truncated):
         """From Samples, in their order. mask_truncated: whether a truncated completion's loss mask is 0."""
-        # Samples of a group have one list as their prompt.
-        prompts = {id(s.prompt.prompt_token_ids): s.prompt.prompt_token_ids for s in samples}
+        # Samples of a group have one list as their prompt, unless they are of episodes.
+        prompts = {id(s.prompt_token_ids): s.prompt_token_ids for s in samples}
         prompts = {key: np.array(token_ids, np.int32) for key, token_ids in prompts.items()}
         completions = [sample.completion for sample in samples]
-        ids = [(prompts[id(s.prompt.prompt_token_ids)], s.completion.array("token_ids")) for s in samples]
+        ids = [(prompts[id(s.prompt_token_ids)], s.completion.array("token_ids")) for s in samples]
         lengths = np.array([[len(part) for part in pair] for pair in ids], np.int32).reshape(-1, 2)
-        completion_lengths = np.ascontiguousarray(lengths[:, 1])
-        thresholds = [each.thresholds for each in completions if each.thresholds is not None]
+        target_lengths = np.array([each.num_drawn for each in completions], np.int32)
+        masks = [] if all(each.mask is None for each in completions) else map(_drawn_mask, completions)
+        thresholds = [each.drawn("thresholds") for each in completions if each.thresholds is not None]
         masked = np.array([mask_truncated and sample.truncated for sample in samples])
         no_ids, nothing = np.empty(0, np.int32), np.empty(0, np.float32)
         return Rollouts(
             token_ids=np.concatenate([no_ids, *chain.from_iterable(ids)]),
             prompt_lengths=np.ascontiguousarray(lengths[:, 0]),
-            completion_lengths=completion_lengths,
-            loss_mask=np.repeat(np.where(masked, 0, 1).astype(np.float32), completion_lengths),
-            rollout_logprobs=np.concatenate([nothing, *(each.array("logprobs") for each in completions)]),
-            advantages=np.repeat(np.array([s.advantage for s in samples], np.float32), completion_lengths),
+            completion_lengths=np.ascontiguousarray(lengths[:, 1]),
+            loss_mask=np.repeat(np.where(masked, 0, 1).astype(np.float32), target_lengths),
+            rollout_logprobs=np.concatenate([nothing, *(each.drawn("logprobs") for each in completions)]),
+            advantages=np.repeat(np.array([s.advantage for s in samples], np.float32), target_lengths),
             old_logprobs=nothing,
             ref_logprobs=nothing,
             thresholds=np.concatenate([nothing, *thresholds]),
+            drawn=np.concatenate([np.empty(0, bool), *masks]),
+            target_lengths=target_lengths,
         )
 
     def part(self, first, count, on_policy=False):
@@ -139,9 +156,11 @@ class Rollouts:
             begin = int(lengths[:first].sum())
             return slice(begin, begin + int(lengths[first : first + count].sum()))
 
-        sequences, targets = slice(first, first + count), tokens(self.completion_lengths)
-        parts = {"token_ids": self.token_ids[tokens(self.lengths)]}
-        for name in ("prompt_lengths", "completion_lengths"):
+        sequences, targets = slice(first, first + count), tokens(self.target_lengths)
+        parts = {"token_ids": self.token_ids[tokens(self.lengths)], "drawn": self.drawn}
+        if len(self.drawn):
+            parts["drawn"] = self.drawn[tokens(self.completion_lengths)]
+        for name in ("prompt_lengths", "completion_lengths", "target_lengths"):
             parts[name] = getattr(self, name)[sequences]
         for name in ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "thresholds"):
             parts[name] = getattr(self, name)[targets]
@@ -160,6 +179,9 @@ class Rollouts:
         """Several Rollouts, all on-policy or none, one after the other."""
         names = [name for name, value in vars(parts[0]).items() if isinstance(value, np.ndarray)]
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        if len(arrays["drawn"]):
+            every = [part.drawn if len(part.drawn) else part.completion_lengths.sum() for part in parts]
+            arrays["drawn"] = np.concatenate([each if np.ndim(each) else np.ones(each, bool) for each in every])
         is_stale = any(part.is_stale for part in parts)
         return Rollouts(**arrays, on_policy=parts[0].on_policy, is_stale=is_stale)
 
@@ -195,18 +217,24 @@ class Rollouts:
         """Tokens whose loss mask is 1: int."""
         return int(self.loss_mask.sum(dtype=np.float64))
 
+    @property
+    def targets(self):
+        """The places of the drawn tokens in token_ids, (T,) int64."""
+        # A completion token's: its index among completion tokens, plus all prompts up to its own.
+        prompt_tokens = np.repeat(np.cumsum(self.prompt_lengths), self.completion_lengths)
+        places = prompt_tokens + np.arange(len(prompt_tokens))
+        return places[self.drawn] if len(self.drawn) else places
+
     def micro_batch(self):
         """All sequences as a MicroBatch, with what the loss reads.
 
         The targets have loss_mask, advantages, rollout_logprobs, and old_logprobs and ref_logprobs where there are any.
         The sequences have completion_bounds (B + 1,) i32, which divide the targets into completions.
         """
-        bounds = np.zeros(len(self.completion_lengths) + 1, np.int32)
-        np.cumsum(self.completion_lengths, out=bounds[1:])
-        # The packed index of a completion token: its index among completion tokens, plus all prompts up to its own.
-        prompt_tokens = np.repeat(np.cumsum(self.prompt_lengths), self.completion_lengths)
+        bounds = np.zeros(len(self.target_lengths) + 1, np.int32)
+        np.cumsum(self.target_lengths, out=bounds[1:])
         thresholds = self.thresholds if len(self.thresholds) else None
-        batch = MicroBatch.of(self.token_ids, self.lengths, prompt_tokens + np.arange(bounds[-1]), thresholds)
+        batch = MicroBatch.of(self.token_ids, self.lengths, self.targets, thresholds)
         names = ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
         of_targets = {name: getattr(self, name) for name in names if len(getattr(self, name))}
         return batch.with_arrays(of_targets, {"completion_bounds": bounds})

@@ -266,13 +266,13 @@ def test_what_a_future_raises_is_raised_where_it_is_awaited(model):
 
 def test_limits(model):
     """max_tokens counts the environment's tokens too; the engine's limit is that of the whole context."""
-    rooms = {}
+    left = {}
 
     def overflowing(added):
         async def episode(rollout):
             turn = await rollout.complete(rollout.prompt_token_ids, 10)
-            rooms[added] = rollout.room(added)
-            if rooms[added]:
+            left[added] = rollout.room(added)
+            if left[added]:
                 await rollout.complete([*rollout.prompt_token_ids, *turn.token_ids, *[6] * added])
                 assert rollout.room() == 0
             return len(rollout.turns)
@@ -283,7 +283,7 @@ def test_limits(model):
         params = replace(PARAMS, n=1, max_tokens=limit)
         for added, room in ((0, 30), (28, 2), (29, 1), (30, 0), (31, 0), (500, 0)):
             (found,) = draw(model, request_of(overflowing(added), params=params), **config)[0]
-            assert rooms[added] == room and found.episode.value == (2 if room else 1)
+            assert left[added] == room and found.episode.value == (2 if room else 1)
             assert found.num_tokens == (40 if room else 10) and found.finish_reason == "length"
 
     async def first_alone(rollout):
@@ -323,7 +323,7 @@ def test_min_tokens_hold_for_each_turn_as_far_as_there_is_room(model):
         ("changes", ValueError, "does not begin with the tokens of the rollout so far"),
         ("overflows", ValueError, "a context of 80 tokens leaves no room for a turn"),
         ("silent", ValueError, "rollout 0 of group 0 has ended without a turn"),
-        ("foreign", TypeError, "awaits complete and wait of its Rollout alone, got int"),
+        ("foreign", TypeError, "awaits complete and wait of its rollout alone, got int"),
         ("outside", PromptError, "prompt 0: token id 99 is outside of the vocabulary of 40"),
     ],
 )

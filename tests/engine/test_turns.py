@@ -191,18 +191,27 @@ def test_a_turn_computes_what_follows_the_blocks_that_are_there(model):
 
 
 def test_equal_rollouts_retain_the_blocks_that_can_be_matched(model):
-    """Greedy ones have one text and each its own copy of a block, of which one is registered; its owner goes first."""
-    gates = [Future() for _ in range(4)]
-    lengths = [30, 8]
-    episodes = Episodes(make_engine(model, blocks=200))
+    """Greedy ones have one text and copies of each block; that of the first one is registered, and it ends first."""
+    gates, lengths = [Future() for _ in range(4)], [30, 8]
+    episodes = Episodes(make_engine(model, blocks=30))
     waits = lambda rollout, turn, value: gates[rollout.index]  # noqa: E731
     episodes.submit(request_of(scripted(lengths, waits), params=replace(PARAMS, temperature=0.0)))
-    while episodes.engine.has_unfinished or not episodes.engine.scheduler.retained:
-        episodes.step(0.0)
+    for _ in range(1000):
+        if len(episodes.engine.scheduler.retained) < 4:
+            episodes.step(0.0)
+    assert len(episodes.engine.scheduler.retained) == 4 and not episodes.engine.has_unfinished
     check_blocks(episodes.engine)
-    assert len(episodes.engine.scheduler.retained) == 4
-    for gate in gates:
-        gate.set_result([30 + gates.index(gate)])
+    gates[0].set_result([30])
+    # Its blocks are free, and used by others.
+    episodes.submit(request_of(None, 1, replace(PARAMS, n=1, max_tokens=170), prompt=[30, 31]))
+    found = {}
+    while 1 not in found:
+        found |= {request.number: request.completions for request in episodes.step()}
+    episodes.submit(request_of(None, 2, replace(PARAMS, max_tokens=60), prompt=[32, 33]))
+    while 2 not in found:
+        found |= {request.number: request.completions for request in episodes.step()}
+    for index in (1, 2, 3):
+        gates[index].set_result([30 + index])
     completions = run(episodes)[0]
     assert len({tuple(each.token_ids[:30]) for each in completions}) == 1
     # Of 50 tokens 3 blocks; the first turn of those after the leader has one.
@@ -414,7 +423,7 @@ def test_a_future_that_is_done_after_its_episode_was_dropped_is_ignored(model):
     episodes = Episodes(make_engine(model))
     for _ in range(2):
         episodes.submit(request_of(scripted([2, 2], lambda *_: next(waits)), params=replace(PARAMS, n=1)))
-        while episodes.engine.has_unfinished or not episodes.engine.scheduler.retained:
+        for _ in range(20):
             episodes.step(0.0)
         if not gates[0].done():
             episodes.abort(0)

@@ -149,7 +149,7 @@ class EpisodeRecord:
     """The record of an episode.
 
     prompt_token_ids: its first context; num_turns: of the policy; num_context_tokens: sum of the lengths of all turns'
-    contexts; value: what its coroutine returned, which a checkpoint keeps as JSON.
+    contexts; value: what its coroutine returned.
     """
 
     prompt_token_ids: list[int]

@@ -1,14 +1,14 @@
 """The groups of a pipeline that are admitted and not trained on, in a checkpoint.
 
-Of those that are complete it has the completions; the others are drawn again, so no prompt is lost or comes twice.
-Rewards are computed again, too.
+Of those that are complete it has the completions; the others are drawn again, so no prompt is lost or comes twice. So
+are episodes, whose environments no checkpoint keeps. Rewards are computed again, too.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 
-from rlnumba.engine.sequence import Completion, EpisodeRecord
+from rlnumba.engine.sequence import Completion
 from rlnumba.errors import UserError
 from rlnumba.sampling.group_buffer import Group
 from rlnumba.sampling.pipeline import Drawn
@@ -30,10 +30,15 @@ def encoded(groups):
             "noise": {"seed": drawn.params.seed, "first_index": drawn.params.first_index},
             "columns": drawn.columns, "attempts": drawn.attempts, "replaced": drawn.replaced, "draw": drawn.draw,
             "unused": [[each.prompt, each.draw] for each in drawn.unused],
-            "completions": encoded_completions(completions) if completions else None,
+            "completions": encoded_completions(completions) if _are_kept(completions) else None,
         }
         for number, drawn, completions in groups
     ]  # fmt: skip
+
+
+def _are_kept(completions):
+    """Whether a checkpoint has these Completions, which are none of a group that is not complete."""
+    return bool(completions) and all(each.episode is None for each in completions)
 
 
 # Attributes of a Completion that have a value for each token.
@@ -44,28 +49,17 @@ def encoded_completions(completions):
     """Completions as arrays of all of them: dict."""
     found = {name: np.concatenate([each.array(name) for each in completions]) for name in OF_TOKENS}
     found["lengths"] = np.array([each.num_tokens for each in completions], np.int32)
-    found |= {name: [getattr(each, name) for each in completions] for name in ("finish_reason", "text")}
-    if any(each.episode is not None for each in completions):
-        masks = [np.ones(each.num_tokens, bool) if each.mask is None else each.mask for each in completions]
-        found["drawn"] = np.concatenate(masks).astype(np.uint8)
-        found["episodes"] = [[each.num_cached_tokens, asdict(each.episode)] for each in completions]
-    return found
+    return found | {name: [getattr(each, name) for each in completions] for name in ("finish_reason", "text")}
 
 
 def decoded_completions(saved):
     """The inverse of encoded_completions: list."""
     cuts = np.cumsum(saved["lengths"])[:-1]
     columns = [np.split(saved[name], cuts) for name in OF_TOKENS]
-    completions = [
+    return [
         Completion(ids, logprobs, reason, text, versions)
         for ids, logprobs, versions, reason, text in zip(*columns, saved["finish_reason"], saved["text"], strict=True)
     ]
-    if "episodes" in saved:
-        masks = np.split(saved["drawn"].astype(bool), cuts)
-        for completion, mask, (num_cached, episode) in zip(completions, masks, saved["episodes"], strict=True):
-            completion.mask = None if mask.all() else mask
-            completion.num_cached_tokens, completion.episode = num_cached, EpisodeRecord(**episode)
-    return completions
 
 
 def restore(pipeline, groups):

@@ -153,6 +153,8 @@ class LedEngine:
         # The same on all ranks: completions that were asked for and not returned yet, by request, and sequences that
         # each rank has.
         self.unfinished, self.loads = {}, [0] * self.communicator.world_size
+        # The rank that has drawn the last turn of an episode, and retains its blocks, by request.
+        self.homes = {}
         # Rank 0's message at the next step: requests that were added, and dropped.
         self.added, self.dropped = [], []
         # When this rank's engine has last sampled a token, or has been given the first request.
@@ -200,6 +202,7 @@ class LedEngine:
         for request_id in message.dropped:
             self.engine.abort(request_id)
             self.unfinished.pop(request_id, None)
+            self.homes.pop(request_id, None)
         if message.added and not self.unfinished:
             self.drawn_at = time.monotonic()
         for request_id, *_, indices, _ in message.added:
@@ -210,6 +213,13 @@ class LedEngine:
             (finished, num_tokens, self.engine.num_unfinished, self._waited_s(num_tokens))
         )
         of_ranks, tokens, self.loads, waited_s = map(list, zip(*found, strict=True))
+        turns = self.homes.keys()
+        self.homes |= {
+            each.request_id: rank
+            for rank, of_rank in enumerate(of_ranks)
+            for each in of_rank
+            if each.request_id in turns
+        }
         # Another rank may have finished a completion of a request before it dropped it.
         finished = [each for of_rank in of_ranks for each in of_rank if each.request_id in self.unfinished]
         for request_id, _, _ in finished:
@@ -236,16 +246,28 @@ class LedEngine:
         raise CommunicationError(f"generate: {missing} do not come: {reason}")
 
     def _distribute(self, added):
-        """Let this rank's engine have its range of the completions that were added since the last step."""
-        counts = shares(self.loads, sum(len(indices) for *_, indices, _ in added))
-        begin = sum(counts[: self.communicator.rank])
-        end, first = begin + counts[self.communicator.rank], 0
-        for *request, indices, first_context in added:
+        """Let this rank's engine have its range of the completions that were added since the last step.
+
+        A further turn of an episode goes where the last one was drawn, whose blocks are there.
+        """
+        rank, others = self.communicator.rank, []
+        for request in added:
+            *values, indices, first_context = request
+            home = self.homes.get(values[0])
+            if home is None:
+                others.append(request)
+                continue
+            self.loads[home] += len(indices)
+            if home == rank:
+                self.engine.add_request(*values, indices, first_context)
+        counts = shares(self.loads, sum(len(indices) for *_, indices, _ in others))
+        begin = sum(counts[:rank])
+        end, first = begin + counts[rank], 0
+        for *values, indices, first_context in others:
             if own := indices[max(begin - first, 0) : max(end - first, 0)]:
-                self.engine.add_request(*request, own, first_context)
-            else:
-                # Another rank has the next turn.
-                self.engine.release_retained(request[0])
+                self.engine.add_request(*values, own, first_context)
+            if first_context is not None:
+                self.homes[values[0]] = None
             first += len(indices)
         self.loads = [load + count for load, count in zip(self.loads, counts, strict=True)]
 

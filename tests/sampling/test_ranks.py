@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -158,6 +160,47 @@ def test_requests_that_are_dropped_leave_all_ranks(model, monkeypatch):
         return found
 
     assert in_threads.run(work, 2) == expected * 2
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_episodes_have_the_text_of_one_engine(model, monkeypatch, world_size):
+    """Each turn is drawn where the one before it was, whose blocks are retained there; rank 0 has the coroutines."""
+    monkeypatch.setattr(ranks, "ROUND_S", 0.0)
+    monkeypatch.setattr(ranks, "moves_between", lambda loads, few: [])
+    params, lengths = SamplingParams(n=5, max_tokens=120, seed=3, ignore_eos=True), (20, 3, 9)
+
+    async def episode(rollout):
+        context, computed = list(rollout.prompt_token_ids), []
+        for length in lengths:
+            turn = await rollout.complete(context, length + rollout.index)
+            computed.append(len(context) - turn.num_cached_tokens)
+            context += [*turn.token_ids, 7, 8, 9]
+            await rollout.wait(executor.submit(time.sleep, 0.001 * rollout.index))
+        return computed
+
+    def work(communicator):
+        together = ranks.LedLLM(LLM(*model), communicator)
+
+        def draw():
+            episodes, found = Episodes(together.llm.engine), {}
+            for number in range(2):
+                episodes.submit(GroupRequest(number, PROMPTS[number], params, episode=episode))
+            while not episodes.is_idle:
+                found |= {request.number: request.completions for request in episodes.step()}
+            return [[(c.token_ids, c.logprobs, c.episode.value) for c in found[number]] for number in range(2)]
+
+        found, own = together.led(draw), together.own.engine
+        assert own.blocks.num_free == own.blocks.num_blocks and not own.scheduler.retained
+        return found
+
+    with ThreadPoolExecutor(4) as executor:
+        found = in_threads.run(work, world_size)
+        (alone,) = in_threads.run(work, 1)
+    for group, expected in zip(found[0], alone, strict=True):
+        for (*drawn, computed), (*same, _) in zip(group, expected, strict=True):
+            assert drawn == same
+            # Three tokens of the environment, and what follows the last full block of those before.
+            assert all(count <= 3 + 16 for count in computed[1:])
 
 
 def test_shares():

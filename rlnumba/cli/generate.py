@@ -98,8 +98,8 @@ def generate(model, base, prompts, prompt_column, output, dtype, ranks, **option
 
 def _with_model_defaults(params, folder, tokenizer, config):
     """The SamplingParams with those of generation_config.json, which are printed, for what no option gives; checked."""
-    from rlnumba.engine.core import check_stops
     from rlnumba.engine.generation_config import with_generation_config
+    from rlnumba.engine.requests.stops import check_stops
 
     params, lines = with_generation_config(params, folder, given_options())
     for line in lines:

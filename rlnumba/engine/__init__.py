@@ -11,6 +11,7 @@ run_ahead.py      decode steps launched before the results of the last ones are 
 speculation.py    which drafts steps verify, and when that is faster than decode
 episodes.py       prompts with several completions, and episodes of several turns, which are coroutines
 ngram.py          drafts by n-gram lookup in a request's prompt and completions
+requests/         what ends a completion and the text that it has
 steps/            the arrays of one step, their shapes, their upload, attention over the cache
 runner.py         one step: the model over the paged cache, sampling, CUDA graphs
 sampler.py        hidden states -> logits -> sampled tokens and their log-probs

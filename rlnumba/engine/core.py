@@ -29,6 +29,13 @@ import numpy as np
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine.block_manager import BlockManager
+from rlnumba.engine.requests.stops import (
+    check_stops,
+    completion_texts,
+    has_stop_string,
+    special_stop_ids,
+    stop_reason,
+)
 from rlnumba.engine.run_ahead import RunAhead
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import Scheduler, blocks_needed
@@ -55,8 +62,6 @@ BLOCK_SIZE = 16
 CPU_CACHE_BYTES = 1 << 30
 # Left to the driver and to what allocates outside of the plan.
 GPU_MARGIN_BYTES = 512 << 20
-# Tokens looked at for a stop string, beside one for each of its bytes: special tokens have no text.
-SPECIAL_TOKENS = 16
 
 
 class PromptError(UserError):
@@ -80,92 +85,6 @@ def longest_sequence(model_config, engine_config):
     if longest > positions:
         raise ConfigError(f"max_model_len {longest} is more than the model's {positions} positions")
     return longest
-
-
-def check_stops(params, tokenizer, vocab_size):
-    """Raise ConfigError for what cannot end a completion: an id that is none of the model's, a string in which a
-    special token stands beside others, and strings without a tokenizer."""
-    outside = [i for i in params.stop_token_ids if i >= vocab_size]
-    if outside:
-        raise ConfigError(f"sampling: stop_token_ids {outside[0]} is outside of the model's vocabulary of {vocab_size}")
-    if params.stop and tokenizer is None:
-        raise ConfigError("sampling: stop strings need a tokenizer, and the model folder has none")
-    for text in params.stop:
-        held = [special for special in tokenizer.special_ids if special in text]
-        if held and text not in held:
-            raise ConfigError(
-                f"sampling: stop {text!r} cannot occur, for completions' texts are without the special token "
-                f"{held[0]}; stop at {held[0]!r} alone"
-            )
-
-
-def special_stop_ids(tokenizer, params):
-    """The ids of stop strings that are special tokens, which end a completion by their ids: tuple of int."""
-    return tuple(tokenizer.special_ids[text] for text in params.stop if text in tokenizer.special_ids)
-
-
-def completion_texts(tokenizer, sequences):
-    """(text, stop string or None) of finished sequences: list.
-
-    The text is without the token or the string that stopped the sequence, and "" without a tokenizer.
-    """
-    if tokenizer is None:
-        return [("", None)] * len(sequences)
-    token_ids = [sequence.completion_ids.tolist() for sequence in sequences]
-    for sequence, ids in zip(sequences, token_ids, strict=True):
-        if sequence.finish_reason == "stop" and ids[-1] in sequence.stop_ids:
-            ids.pop()
-    texts = tokenizer.decode_batch(token_ids)
-    for i, (sequence, ids) in enumerate(zip(sequences, token_ids, strict=True)):
-        ends = stop_string_positions(tokenizer, sequence.params, ids, texts[i])
-        found = [(end, stop) for end, stop in zip(ends, sequence.params.stop, strict=True) if end >= 0]
-        # The one of several that begins first counts, and of these the one that is named first.
-        end, stop = min(found, key=lambda each: each[0], default=(None, None))
-        texts[i] = texts[i][:end], stop
-    return texts
-
-
-def stop_reason(tokenizer, sequence, stop, eos_token_ids):
-    """Why a sequence has stopped: the stop string or the id of stop_token_ids; None for EOS, and if it has not.
-
-    stop: the stop string that its text has, or None.
-    """
-    if sequence.finish_reason != "stop":
-        return None
-    params, last = sequence.params, int(sequence.completion_ids[-1])
-    if last not in sequence.stop_ids:
-        return stop
-    if last in eos_token_ids and not params.ignore_eos:
-        return None
-    if last in params.stop_token_ids:
-        return last
-    return next(text for text in params.stop if tokenizer.special_ids.get(text) == last)
-
-
-def stop_string_positions(tokenizer, params, token_ids, text):
-    """The place where each stop string begins in the text of token_ids, -1 if it does not occur: list of int.
-
-    One that ends within the text of the first min_tokens tokens does not count.
-    """
-    checked = 0
-    if params.stop and params.min_tokens:
-        checked = len(tokenizer.decode(list(token_ids[: params.min_tokens]), skip_special_tokens=True))
-    return [text.find(stop, max(checked - len(stop) + 1, 0)) for stop in params.stop]
-
-
-def has_stop_string(tokenizer, sequence, token_ids):
-    """Whether the text of token_ids (an array) contains a stop string. The end is decoded first: it is short."""
-    stop = sequence.params.stop
-    if len(token_ids) <= sequence.params.min_tokens:
-        return False
-    # A token that is not special has at least a byte.
-    tail = token_ids[-(max(len(text.encode()) for text in stop) + SPECIAL_TOKENS) :]
-    text = tokenizer.decode(tail.tolist(), skip_special_tokens=True)
-    if not any(string in text for string in stop):
-        return False
-    token_ids = token_ids.tolist()
-    text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    return max(stop_string_positions(tokenizer, sequence.params, token_ids, text)) >= 0
 
 
 def _blocks_wanted_by(sequence):

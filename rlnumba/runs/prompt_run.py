@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from rlnumba import data
 from rlnumba.config.rollout import SAMPLING_KEYS
-from rlnumba.engine.core import check_stops
+from rlnumba.engine.requests.stops import check_stops
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.model.hub import find_model, read_config

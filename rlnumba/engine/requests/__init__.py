@@ -1,0 +1,4 @@
+"""What a request asks of its completions, and what they carry.
+
+stops.py  the ids and strings that end a completion, and its text
+"""

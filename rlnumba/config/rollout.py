@@ -24,6 +24,10 @@ OWN_KEYS = {
     "n": "set train.num_generations",
     "seed": "set seed",
     "logprobs": "leave it out, every token has its log-prob",
+    **dict.fromkeys(
+        ("logit_bias", "allowed_token_ids", "bad_words"),
+        "training computes log-probs of the model's own logits, so rollout and training would differ",
+    ),
 }
 
 

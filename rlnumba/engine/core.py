@@ -36,6 +36,7 @@ from rlnumba.engine.requests.stops import (
     special_stop_ids,
     stop_reason,
 )
+from rlnumba.engine.requests.token_rules import token_rules
 from rlnumba.engine.run_ahead import RunAhead
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import Scheduler, blocks_needed
@@ -172,7 +173,7 @@ class Engine:
         turn, which the noise depends on; the blocks of a finished turn are retained until `release_retained`.
         Raises PromptError (empty, too long, an id outside of the vocabulary) and ConfigError; nothing is queued then.
         """
-        params = params or SamplingParams()
+        params = (params or SamplingParams()).seeded()
         if request_id in self.requests:
             raise ValueError(f"add_request: {request_id!r} is unfinished")
         prompt, limit = self.check_request(request_id, prompt, params)
@@ -183,15 +184,17 @@ class Engine:
             Sequence(request_id, index, prompt, params, philox_key, limit, stop_ids, adapter_id)
             for index in (range(params.n) if indices is None else indices)
         ]
+        rules = token_rules(params, self.tokenizer, self.model.config.vocab_size)
         for sequence in sequences:
-            sequence.retains_blocks = first_context is not None
+            sequence.rules, sequence.retains_blocks = rules, first_context is not None
         self.move_in(sequences)
         return prompt
 
     def check_request(self, request_id, prompt, params):
         """(token ids (P,) int32, the most tokens that a completion ends at) of what add_request takes; raises as it."""
         check_stops(params, self.tokenizer, self.model.config.vocab_size)
-        prompt = self._prompt_ids(request_id, prompt)
+        token_rules(params, self.tokenizer, self.model.config.vocab_size)
+        prompt = self._prompt_ids(request_id, prompt, params)
         # A prompt as long as the limit still gets the token that its last position predicts.
         limit = max(min(len(prompt) + params.max_tokens, self.max_model_len), len(prompt) + 1)
         num_blocks = blocks_needed(limit, BLOCK_SIZE)
@@ -373,7 +376,7 @@ class Engine:
         seconds = now - last if kind is not None and kind == last_kind else None
         self.speculator.record(self.scheduler.table, running, row_bucket_of(len(running)), kind, seconds)
 
-    def _prompt_ids(self, request_id, prompt):
+    def _prompt_ids(self, request_id, prompt, params):
         """The prompt as int32 array; PromptError if it is empty, too long or not of known ids."""
         if isinstance(prompt, str) and self.tokenizer is None:
             raise PromptError(request_id, "text needs a tokenizer")
@@ -386,6 +389,8 @@ class Engine:
         outside = ids[(ids < 0) | (ids >= vocab_size)]
         if len(outside):
             raise PromptError(request_id, f"token id {outside[0]} is outside of the vocabulary of {vocab_size}")
+        if (kept := params.truncate_prompt_tokens) is not None:
+            ids = ids[-(kept if kept > 0 else max(self.max_model_len - params.max_tokens, 1)) :]
         if len(ids) > self.max_model_len:
             raise PromptError(request_id, f"{len(ids)} tokens are more than the limit of {self.max_model_len}")
         return ids.astype(np.int32)

@@ -78,6 +78,9 @@ def extras_of(all_params):
         "repetition": any(params.repetition_penalty != 1 for params in all_params),
         "output": any(params.presence_penalty or params.frequency_penalty for params in all_params),
         "banned": any(params.min_tokens for params in all_params),
+        "bias": any(params.logit_bias for params in all_params),
+        "allowed": any(params.allowed_token_ids for params in all_params),
+        "bad_words": any(params.bad_words for params in all_params),
     }
     return tuple(name for name, is_asked in found.items() if is_asked)
 
@@ -272,8 +275,15 @@ def step_arrays_of(shape, request):
         arrays["penalty"] = np.ones(sampled, np.float32)
     if "output" in request.extras:
         arrays |= {name: np.ones(sampled, np.float32) for name in ("presence", "frequency")}
+    if "bias" in request.extras:
+        arrays |= {"bias_ids": zeros(sampled, 1), "bias": np.ones((sampled, 1), np.float32)}
+    if "allowed" in request.extras:
+        arrays["allowed"] = zeros(sampled, -(-request.model.vocab_size // 32))
+    if "bad_words" in request.extras:
+        arrays["bad_words"] = zeros(sampled, 1, 1)
+    if {"output", "bad_words"} & {*request.extras}:
         arrays["starts"] = zeros(sampled)
-    if {"repetition", "output"} & {*request.extras}:
+    if {"repetition", "output", "bad_words"} & {*request.extras}:
         arrays["history"] = zeros(sampled, shape.max_context_len)
     if "banned" in request.extras:
         arrays["banned"] = zeros(sampled, 1)

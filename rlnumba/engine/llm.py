@@ -114,6 +114,7 @@ class LLM:
         try:
             for index, each in enumerate(zip(texts, prompts, params, adapter_ids, strict=True)):
                 text, prompt, p, adapter_id = each
+                p = p.seeded()
                 prompt, _ = engine.check_request(index, prompt, p)
                 episodes.submit(GroupRequest(index, prompt, p, adapter_id=adapter_id))
                 outputs.append(RequestOutput(prompt.tolist(), [None] * p.n, text, str(index)))

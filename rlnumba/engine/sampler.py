@@ -11,6 +11,7 @@ import numpy as np
 from rlnumba.kernels.nn.elementwise import gather_rows
 from rlnumba.kernels.sampling.ops import apply_repetition_penalty, sample
 from rlnumba.kernels.sampling.penalties import apply_output_penalties, ban_tokens
+from rlnumba.kernels.sampling.token_rules import add_bias, ban_words, keep_allowed
 
 # Most bytes of float32 logits at one time: 441 rows of Qwen3's vocabulary, so that a decode step of 256 is one chunk.
 LOGITS_BYTES = 256 << 20
@@ -23,8 +24,9 @@ class SamplingInputs:
     rows (B,) int32: the row of each in the hidden states; None where it is row b. penalty (B,) float32 and history
     (B, T) int32, padded with -1: None where no sequence has a repetition penalty. presence, frequency (B,) float32
     and starts (B,) int32, of the completions in history: None where no sequence has these penalties. banned (B, S)
-    int32, padded with -1: ids that may not be drawn, None where there are none. replay (B,) int32: rows whose
-    thresholds are wanted, None where those of none are.
+    int32, padded with -1: ids that may not be drawn, None where there are none. bias_ids, bias, allowed, bad_words:
+    those of TokenRules, a row each, None where no sequence has any. replay (B,) int32: rows whose thresholds are
+    wanted, None where those of none are.
     """
 
     temperature: object
@@ -41,6 +43,10 @@ class SamplingInputs:
     frequency: object = None
     starts: object = None
     banned: object = None
+    bias_ids: object = None
+    bias: object = None
+    allowed: object = None
+    bad_words: object = None
     replay: object = None
 
 
@@ -85,6 +91,8 @@ def _sample_own_rows(hidden, model, inputs, part, own, arena, outputs):
 
 def sample_rows(z, inputs, rows, token_ids, logprobs, thresholds=None):
     """Sample from the logits z (n, V) of the SamplingInputs' rows in a slice; the outputs have n elements."""
+    if inputs.bias is not None:
+        add_bias(z, inputs.bias_ids[rows], inputs.bias[rows])
     if inputs.penalty is not None:
         apply_repetition_penalty(z, inputs.penalty[rows], inputs.history[rows])
     if inputs.presence is not None:
@@ -92,6 +100,11 @@ def sample_rows(z, inputs, rows, token_ids, logprobs, thresholds=None):
         apply_output_penalties(z, *penalties, inputs.history[rows], inputs.starts[rows])
     if inputs.banned is not None:
         ban_tokens(z, inputs.banned[rows])
+    if inputs.bad_words is not None:
+        words = inputs.history[rows], inputs.starts[rows], inputs.position[rows], inputs.bad_words[rows]
+        ban_words(z, *words)
+    if inputs.allowed is not None:
+        keep_allowed(z, inputs.allowed[rows])
     filters = inputs.temperature[rows], inputs.top_k[rows], inputs.top_p[rows], inputs.min_p[rows]
     counter = inputs.philox_key[rows], inputs.sample_index[rows], inputs.position[rows]
     of_replay = (None, None) if inputs.replay is None else (thresholds, inputs.replay[rows])

@@ -5,13 +5,15 @@ The running sequences are rows of a table of NumPy arrays, so that a step is sch
 operations whatever their number.
 """
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+import secrets
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from rlnumba.config.keys import fits_float32, refuse_unknown
+from rlnumba.engine.requests.token_rules import place_of, widened
 from rlnumba.errors import ConfigError, shown
 
 # Logits divided by less might overflow float32. vLLM treats lower temperatures as 0.
@@ -20,6 +22,10 @@ LOWEST_TEMPERATURE = 1e-5
 
 def _is_int(value):
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_token_id(value):
+    return _is_int(value) and 0 <= value < 2**31
 
 
 def _is_number(value):
@@ -38,9 +44,14 @@ class SamplingParams:
     stop id is drawn and no stop string looked for. stop: strings that end a completion and are cut from its text, not
     from its token_ids. stop_token_ids: ids that end it as EOS does; ignore_eos: EOS ids do not end it. seed, n,
     first_index: the noise of completion i of n at position p depends on (seed, prompt token ids, first_index + i, p)
-    alone. logprobs: whether the completions carry the log-probs of their tokens; logit_thresholds: and the smallest
-    logit that the filters kept for each, with which training has the distribution sampled from. Raises ConfigError
-    naming the parameter and its value.
+    alone; without a seed (None) each request has another one. logprobs: whether the completions carry the log-probs of
+    their tokens; logit_thresholds: and the smallest logit that the filters kept for each, with which training has the
+    distribution sampled from.
+    logit_bias: {token id: number in [-100, 100]}, added to the logits before the penalties. allowed_token_ids: no
+    others are drawn. bad_words: texts of which the last token is not drawn where it would complete one, with a space
+    before it or not. skip_special_tokens: whether special tokens have no text; include_stop_str_in_output: whether the
+    text ends with what stopped it. truncate_prompt_tokens: the last tokens of the prompt that are kept; -1: as many as
+    leave room for max_tokens. Raises ConfigError naming the parameter and its value.
     """
 
     temperature: float = 1.0
@@ -55,11 +66,17 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    seed: int = 0
+    seed: int | None = 0
     n: int = 1
     first_index: int = 0
     logprobs: bool = True
     logit_thresholds: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
 
     def __new__(cls, *values, **keys):
         refuse_unknown(cls.__name__, keys, cls.__dataclass_fields__)
@@ -71,7 +88,7 @@ class SamplingParams:
             set_field(self, "min_p", 0.0)
         if isinstance(self.stop, str):
             set_field(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
             self._require(name, value is None or isinstance(value, list | tuple), "a list")
             set_field(self, name, tuple(value or ()))
@@ -94,14 +111,51 @@ class SamplingParams:
         self._require("min_tokens", within, f"an integer in [0, max_tokens], which is {self.max_tokens}")
         self._require("stop", all(isinstance(text, str) and text for text in self.stop), "non-empty strings")
         ids = self.stop_token_ids
-        self._require("stop_token_ids", all(_is_int(i) and 0 <= i < 2**31 for i in ids), "token ids")
-        self._require("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
-        self._require("seed", _is_int(self.seed) and 0 <= self.seed < 2**64, "an integer in [0, 2^64)")
+        self._require("stop_token_ids", all(map(_is_token_id, ids)), "token ids")
+        seeded = self.seed is not None
+        self._require("seed", not seeded or (_is_int(self.seed) and 0 <= self.seed < 2**64), "an integer in [0, 2^64)")
         self._require("n", _is_int(self.n) and self.n >= 1, "an integer >= 1")
         first = self.first_index
         self._require("first_index", _is_int(first) and 0 <= first < 2**31 - self.n, "an integer in [0, 2^31 - n)")
         self._require("logprobs", isinstance(self.logprobs, bool), "true or false")
-        self._require("logit_thresholds", isinstance(self.logit_thresholds, bool), "true or false")
+        for name in ("ignore_eos", "logit_thresholds", "skip_special_tokens", "include_stop_str_in_output"):
+            self._require(name, isinstance(getattr(self, name), bool), "true or false")
+        length = self.truncate_prompt_tokens
+        valid = length is None or (_is_int(length) and (length >= 1 or length == -1))
+        self._require("truncate_prompt_tokens", valid, "an integer >= 1, or -1")
+        self._check_token_rules()
+
+    def _check_token_rules(self):
+        """Check logit_bias, allowed_token_ids and bad_words; a dict of biases becomes pairs."""
+        set_field, bias, allowed = object.__setattr__, self.logit_bias, self.allowed_token_ids
+        if isinstance(bias, Mapping):
+            bias = tuple(bias.items())
+        bias = () if bias is None else bias
+        valid = isinstance(bias, tuple) and all(isinstance(each, tuple) and len(each) == 2 for each in bias)
+        self._require("logit_bias", valid, "a table of token ids and numbers in [-100, 100]")
+        # JSON has no numbers for keys.
+        bias = tuple((int(i) if isinstance(i, str) and i.isdecimal() else i, value) for i, value in bias)
+        valid = all(_is_token_id(i) and _is_number(value) and -100 <= value <= 100 for i, value in bias)
+        self._require("logit_bias", valid, "a table of token ids and numbers in [-100, 100]")
+        set_field(self, "logit_bias", tuple(dict(bias).items()))
+        if allowed is not None:
+            valid = isinstance(allowed, list | tuple) and len(allowed) > 0 and all(map(_is_token_id, allowed))
+            self._require("allowed_token_ids", valid, "a list of token ids, not empty")
+            set_field(self, "allowed_token_ids", tuple(allowed))
+        valid = all(isinstance(text, str) and text.strip() for text in self.bad_words)
+        self._require("bad_words", valid, "texts that are not empty")
+        for name in ("logit_bias", "allowed_token_ids", "bad_words"):
+            if self.logit_thresholds and getattr(self, name):
+                raise ConfigError(f"sampling: logit_thresholds are of logits without {name}: set one of the two")
+
+    @property
+    def has_token_rules(self):
+        """Whether logits are changed by logit_bias, allowed_token_ids or bad_words."""
+        return bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+
+    def seeded(self):
+        """The parameters themselves, or without a seed those with one that is drawn now."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
 
     def _require(self, name, valid, expectation):
         if not valid:
@@ -317,6 +371,8 @@ class Sequence:
     """
 
     def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), adapter_id=-1):
+        # The TokenRules of the request, if it has any.
+        self.rules = None
         self.request_id, self.index, self.adapter_id = request_id, index, adapter_id
         # Sequences of one key share the blocks of the prompt.
         self.prompt_key = adapter_id, prompt.tobytes()
@@ -363,13 +419,16 @@ class SequenceTable:
         self.block_tables = np.zeros((R, width), np.int32)
         self.last_hash = np.zeros(R, np.uint64)
         self.stop_ids = np.full((R, 0), -1, np.int32)
+        # As TokenRules, of the rows with has_bias, has_allowed and has_bad_words; others change nothing.
+        self.bias_ids, self.bias = np.full((R, 0), -1, np.int32), np.zeros((R, 0), np.float32)
+        self.allowed, self.bad_words = np.full((R, 0), -1, np.int32), np.full((R, 0, 0), -1, np.int32)
         self.philox_key = np.zeros((R, 2), np.uint32)
         self.sequences = np.full(R, None)
         counters = "prompt_length length length_limit num_computed num_blocks num_registered"
         columns = {
             np.int64: counters,
             np.int32: "sample_index top_k min_tokens adapter_id",
-            bool: "has_stop_strings logit_thresholds",
+            bool: "has_stop_strings logit_thresholds has_bias has_allowed has_bad_words",
         }
         columns[np.float32] = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty"
         for dtype, names in columns.items():
@@ -413,6 +472,22 @@ class SequenceTable:
         for name, column in self.of_params:
             column[row] = getattr(params, name)
         self.has_stop_strings[row] = bool(params.stop)
+        self._put_rules(row, sequence.rules)
+
+    def _put_rules(self, row, rules):
+        """Write the TokenRules of a row, or that it has none."""
+        for name in ("bias_ids", "bias", "allowed", "bad_words"):
+            column = getattr(self, name)
+            column[row] = 0 if name == "bias" else -1
+            if rules is not None:
+                value = getattr(rules, name)
+                column = widened(column, value.shape)
+                setattr(self, name, column)
+                # Words end in the last column.
+                column[row][place_of(value.shape, column.shape[1:])] = value
+        self.has_bias[row] = rules is not None and rules.bias.size > 0
+        self.has_allowed[row] = rules is not None and rules.allowed.size > 0
+        self.has_bad_words[row] = rules is not None and rules.bad_words.size > 0
 
     def note_version(self, row, policy_version):
         """Tokens of a row that have no policy version yet were sampled from this one."""

@@ -16,7 +16,7 @@ def check_stops(params, tokenizer, vocab_size):
         raise ConfigError("sampling: stop strings need a tokenizer, and the model folder has none")
     for text in params.stop:
         held = [special for special in tokenizer.special_ids if special in text]
-        if held and text not in held:
+        if params.skip_special_tokens and held and text not in held:
             raise ConfigError(
                 f"sampling: stop {text!r} cannot occur, for completions' texts are without the special token "
                 f"{held[0]}; stop at {held[0]!r} alone"
@@ -31,20 +31,26 @@ def special_stop_ids(tokenizer, params):
 def completion_texts(tokenizer, sequences):
     """(text, stop string or None) of finished sequences: list.
 
-    The text is without the token or the string that stopped the sequence, and "" without a tokenizer.
+    The text is without the token or the string that stopped the sequence, unless that is to be included, and ""
+    without a tokenizer.
     """
     if tokenizer is None:
         return [("", None)] * len(sequences)
     token_ids = [sequence.completion_ids.tolist() for sequence in sequences]
     for sequence, ids in zip(sequences, token_ids, strict=True):
-        if sequence.finish_reason == "stop" and ids[-1] in sequence.stop_ids:
+        is_included = sequence.params.include_stop_str_in_output
+        if sequence.finish_reason == "stop" and ids[-1] in sequence.stop_ids and not is_included:
             ids.pop()
     texts = tokenizer.decode_batch(token_ids)
     for i, (sequence, ids) in enumerate(zip(sequences, token_ids, strict=True)):
+        if not sequence.params.skip_special_tokens:
+            texts[i] = tokenizer.decode(ids, skip_special_tokens=False)
         ends = stop_string_positions(tokenizer, sequence.params, ids, texts[i])
         found = [(end, stop) for end, stop in zip(ends, sequence.params.stop, strict=True) if end >= 0]
         # The one of several that begins first counts, and of these the one that is named first.
         end, stop = min(found, key=lambda each: each[0], default=(None, None))
+        if stop is not None and sequence.params.include_stop_str_in_output:
+            end += len(stop)
         texts[i] = texts[i][:end], stop
     return texts
 
@@ -73,7 +79,7 @@ def stop_string_positions(tokenizer, params, token_ids, text):
     """
     checked = 0
     if params.stop and params.min_tokens:
-        checked = len(tokenizer.decode(list(token_ids[: params.min_tokens]), skip_special_tokens=True))
+        checked = len(tokenizer.decode(list(token_ids[: params.min_tokens]), params.skip_special_tokens))
     return [text.find(stop, max(checked - len(stop) + 1, 0)) for stop in params.stop]
 
 
@@ -84,9 +90,9 @@ def has_stop_string(tokenizer, sequence, token_ids):
         return False
     # A token that is not special has at least a byte.
     tail = token_ids[-(max(len(text.encode()) for text in stop) + SPECIAL_TOKENS) :]
-    text = tokenizer.decode(tail.tolist(), skip_special_tokens=True)
+    text = tokenizer.decode(tail.tolist(), sequence.params.skip_special_tokens)
     if not any(string in text for string in stop):
         return False
     token_ids = token_ids.tolist()
-    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    text = tokenizer.decode(token_ids, sequence.params.skip_special_tokens)
     return max(stop_string_positions(tokenizer, sequence.params, token_ids, text)) >= 0

@@ -58,7 +58,7 @@ def step_arrays(step, table, block_size, with_adapters=False):
         arrays["rows"] = (ends[step.samples] - 1).astype(np.int32)
     if (replay := table.logit_thresholds[sampled]).any():
         arrays["replay"] = replay.astype(np.int32)
-    return arrays | penalty_arrays(table, sampled, lengths)
+    return arrays | penalty_arrays(table, sampled, lengths) | rule_arrays(table, sampled)
 
 
 def penalty_arrays(table, sampled, lengths):
@@ -72,8 +72,11 @@ def penalty_arrays(table, sampled, lengths):
     if (penalty != 1).any():
         arrays["penalty"] = penalty
     if presence.any() or frequency.any():
-        arrays |= {"presence": presence, "frequency": frequency, "starts": starts.astype(np.int32)}
-    if arrays:
+        arrays |= {"presence": presence, "frequency": frequency}
+    has_bad_words = table.has_bad_words[sampled].any()
+    if "presence" in arrays or has_bad_words:
+        arrays["starts"] = starts.astype(np.int32)
+    if arrays or has_bad_words:
         history = table.token_ids[sampled, : lengths.max()]
         history[np.arange(history.shape[1]) >= lengths[:, None]] = -1
         arrays["history"] = history
@@ -81,6 +84,13 @@ def penalty_arrays(table, sampled, lengths):
     if must_go_on.any() and table.stop_ids.shape[1]:
         arrays["banned"] = np.where(must_go_on[:, None], table.stop_ids[sampled], -1).astype(np.int32)
     return arrays
+
+
+def rule_arrays(table, sampled):
+    """The fields of SamplingInputs for the TokenRules of the sampled rows, without those of none: dict."""
+    names = {"has_bias": ("bias_ids", "bias"), "has_allowed": ("allowed",), "has_bad_words": ("bad_words",)}
+    asked = [name for has, of_rule in names.items() if getattr(table, has)[sampled].any() for name in of_rule]
+    return {name: getattr(table, name)[sampled] for name in asked}
 
 
 def decode_arrays(step, table, max_blocks):

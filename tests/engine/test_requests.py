@@ -1,0 +1,231 @@
+"""What a request asks of its tokens, against NumPy on the logits of the whole model; other requests change nothing."""
+
+import dataclasses
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlnumba.config import EngineConfig, GRPOConfig
+from rlnumba.engine import LLM, SamplingParams
+from rlnumba.engine.requests.token_rules import bad_word_ids, token_rules
+from rlnumba.errors import ConfigError
+from rlnumba.model.tokenizer import Tokenizer
+from tests.engine.test_llm import (
+    EOS,
+    TwoCharacterTokens,
+    drawing_eos,
+    drawn,
+    generate,
+    log_softmax,
+    logits_after,
+    make_model,
+)
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+# Schedules: run ahead; a step at a time; preemption; drafts.
+SCHEDULES = [
+    {"async_scheduling": False},
+    {"max_num_seqs": 2, "max_num_batched_tokens": 5},
+    {"num_gpu_blocks_override": 5},
+    {"speculative_method": "ngram"},
+]
+
+
+class Words(TwoCharacterTokens):
+    """Two characters a token; encodes its own texts."""
+
+    def encode(self, text, add_special_tokens=True):
+        text = text.strip()
+        return [10 * (ord(text[i]) - 97) + int(text[i + 1]) for i in range(0, len(text), 2)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+RULES = {
+    "bias": {"logit_bias": {3: 9.5, 7: -100, 40: 2}},
+    "allowed": {"allowed_token_ids": [4, 9, 33, 64, 65, 96]},
+    "words": {"bad_words": ["e4a6", "h7", "e4i9"]},
+    "all": {
+        "logit_bias": {"3": 4.0, 9: 6.0, 33: 5.0},
+        "allowed_token_ids": [3, 9, 33, 64],
+        "bad_words": ["a9d3", "g4"],
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.5,
+        "min_tokens": 3,
+    },
+}
+
+
+def ruled(z, params, prompt, completion, words):
+    """The logits (V,) float64 that a token after `completion` is drawn from, before temperature."""
+    for token, bias in params.logit_bias:
+        z[token] += bias
+    seen = np.unique(prompt + completion)
+    z[seen] = np.where(z[seen] > 0, z[seen] / params.repetition_penalty, z[seen] * params.repetition_penalty)
+    z -= params.frequency_penalty * np.bincount(completion, minlength=len(z)) if completion else 0
+    if params.allowed_token_ids:
+        z[np.setdiff1d(np.arange(len(z)), params.allowed_token_ids)] = -np.inf
+    for *before, last in words:
+        if completion[len(completion) - len(before) :] == before:
+            z[last] = -np.inf
+    if len(completion) < params.min_tokens:
+        z[EOS] = -np.inf
+    return z
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_rules_are_those_of_numpy(model, rules, temperature):
+    """Tokens and log-probs; beside them a request without rules has the bits that it has alone."""
+    prompt = [3, 4, 9, 33, 3]
+    params = SamplingParams(temperature=temperature, max_tokens=14, ignore_eos=True, **RULES[rules])
+    free = dataclasses.replace(params, logit_bias={}, allowed_token_ids=None, bad_words=())
+    tokenizer = Words()
+    words = bad_word_ids(params.bad_words, tokenizer)
+    outputs = generate(model, [prompt] * 2, [params, free], tokenizer)
+    (found,), (other,) = drawn(outputs)
+    assert [other] == drawn(generate(model, [prompt], free))[0] and other[0] != found[0]
+    for i, (token, logprob) in enumerate(zip(found[0], found[1], strict=True)):
+        z = ruled(logits_after(model, prompt + found[0][:i]), params, prompt, found[0][:i], words)
+        assert z[token] > -np.inf and (temperature or token == z.argmax())
+        assert abs(logprob - log_softmax(z / (temperature or 1))[token]) < 1e-4
+    for config in SCHEDULES:
+        assert drawn(generate(model, [prompt] * 2, [params, free], tokenizer, **config)) == drawn(outputs)
+
+
+def test_the_last_token_of_a_bad_word_is_drawn_where_it_completes_none(model):
+    prompt, params = [1, 2, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    tokenizer = Words()
+    ((free,),) = drawn(generate(model, [prompt], params, tokenizer))
+    pairs = list(zip(free[0], free[0][1:], strict=False))
+    at = next(i for i in range(2, 11) if pairs.index(pairs[i]) == i)
+    a, b = pairs[at]
+    word = tokenizer.decode([a, b])
+    ((found,),) = drawn(generate(model, [prompt], dataclasses.replace(params, bad_words=[word]), tokenizer))
+    assert found[0][: at + 1] == free[0][: at + 1] and found[0][at + 1] != b
+    assert (a, b) not in zip(found[0], found[0][1:], strict=False)
+    # In the prompt it counts for nothing.
+    beginning = dataclasses.replace(params, bad_words=[tokenizer.decode([3, free[0][0]])])
+    assert drawn(generate(model, [prompt], beginning, tokenizer)) == [[free]]
+
+
+def test_bad_words_are_encoded_as_vllm_does():
+    tokenizer = Tokenizer.from_folder(GOLDEN / "tiny-qwen3")
+    alone, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in ("is", " is"))
+    found = bad_word_ids(["is", " is"], tokenizer)
+    each = [alone, spaced] if spaced[0] != alone[0] and len(spaced) == len(alone) else [alone]
+    assert found == each * 2
+    rules = token_rules(SamplingParams(bad_words=["what is", "a"]), tokenizer, 10**6)
+    assert (rules.bad_words[:, -1] >= 0).all() and rules.bad_words.shape[1] > 1
+    assert rules.allowed.size == rules.bias.size == 0
+
+
+@pytest.mark.parametrize(
+    "values, line",
+    [
+        ({"logit_bias": {97: 1.0}}, "logit_bias 97 is outside of the model's vocabulary of 97"),
+        ({"allowed_token_ids": [1, 98]}, "allowed_token_ids 98 is outside of the model's vocabulary of 97"),
+        ({"bad_words": ["x"]}, "bad_words need a tokenizer, and the model folder has none"),
+    ],
+)
+def test_rules_that_no_token_has_are_named(model, values, line):
+    with pytest.raises(ConfigError, match=f"^sampling: {line}$"):
+        generate(model, [[1]], SamplingParams(**values))
+
+
+@pytest.mark.parametrize(
+    "values, line",
+    [
+        ({"logit_bias": {1: 101}}, r"logit_bias must be a table of token ids and numbers in \[-100, 100\], got .*101"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must be a table"),
+        ({"logit_bias": {1: True}}, "logit_bias must be a table"),
+        ({"logit_bias": [1]}, "logit_bias must be a table"),
+        ({"allowed_token_ids": []}, r"allowed_token_ids must be a list of token ids, not empty, got \[\]"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids must be a list"),
+        ({"bad_words": "a"}, "bad_words must be a list"),
+        ({"bad_words": [" "]}, "bad_words must be texts that are not empty"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens must be true or false, got 1"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be an integer >= 1, or -1, got 0"),
+        ({"seed": -1}, r"seed must be an integer in \[0, 2\^64\)"),
+        ({"logit_bias": {1: 1}, "logit_thresholds": True}, "logit_thresholds are of logits without logit_bias"),
+        ({"bad_words": ["a"], "logit_thresholds": True}, "logit_thresholds are of logits without bad_words"),
+    ],
+)
+def test_values_that_are_wrong_are_named(values, line):
+    with pytest.raises(ConfigError, match=f"^sampling: {line}"):
+        SamplingParams(**values)
+
+
+def test_a_trainer_takes_no_rules():
+    with pytest.raises(ConfigError, match="generation_kwargs has no key logit_bias: .* rollout and training would"):
+        GRPOConfig(generation_kwargs={"logit_bias": {"1": 1}})
+
+
+def test_params_can_be_hashed_copied_and_sent():
+    params = SamplingParams(logit_bias={"5": 1, 6: 2.0}, allowed_token_ids=[5, 6], bad_words=["x"], seed=None)
+    assert params.logit_bias == ((5, 1), (6, 2.0))
+    assert dataclasses.replace(params) == pickle.loads(pickle.dumps(params)) == params
+    assert hash(params) == hash(dataclasses.replace(params))
+
+
+def test_without_a_seed_each_request_has_its_own(model):
+    params = SamplingParams(seed=None, max_tokens=12, ignore_eos=True)
+    llm = LLM(model)
+    found = [completion[0][0] for completion in drawn(llm.generate([[1, 2, 3]] * 4, params))]
+    assert len({tuple(ids) for ids in found}) == 4
+    assert drawn(llm.generate([[1, 2, 3]], params))[0][0][0] not in found
+
+
+def test_a_prompt_loses_its_beginning(model):
+    params = SamplingParams(max_tokens=4)
+    whole = list(range(1, 90))
+    for kept, length in ((5, 5), (500, 89), (-1, 96)):
+        cut = dataclasses.replace(params, truncate_prompt_tokens=kept)
+        prompt = whole if kept > 0 else whole * 2
+        (output,) = generate(model, [prompt], cut, max_model_len=100)
+        assert output.prompt_token_ids == prompt[-length:]
+        assert drawn([output]) == drawn(generate(model, [prompt[-length:]], params))
+
+
+def test_special_tokens_and_stops_in_the_text(model):
+    """EOS, a stop id and a stop string, skipped, kept, or included."""
+    prompt, tokenizer = [[1, 2, 3]], TwoCharacterTokens()
+    params, _ = drawing_eos(model, prompt)
+    (free,) = generate(model, prompt, params, tokenizer)
+    ids = free.outputs[0].token_ids
+    end = ids.index(EOS)
+    assert end > 2
+    texts = tokenizer.decode(ids[:end], False), tokenizer.decode(ids[: end + 1], False)
+    shown = dataclasses.replace(params, skip_special_tokens=False)
+    assert generate(model, prompt, shown, tokenizer)[0].outputs[0].text == tokenizer.decode(ids, False)
+    stops = dataclasses.replace(params, ignore_eos=False, skip_special_tokens=False)
+    included = dataclasses.replace(stops, include_stop_str_in_output=True)
+    found = [generate(model, prompt, each, tokenizer)[0].outputs[0] for each in (stops, included)]
+    assert [each.text for each in found] == [*texts] and [each.token_ids for each in found] == [ids[: end + 1]] * 2
+    hidden = dataclasses.replace(included, skip_special_tokens=True)
+    assert generate(model, prompt, hidden, tokenizer)[0].outputs[0].text == texts[0]
+    # A string: its tokens are kept, its text if it is asked for.
+    text = free.outputs[0].text
+    stop = text[3:5]
+    for is_included in (False, True):
+        asked = dataclasses.replace(params, stop=stop, include_stop_str_in_output=is_included)
+        cut = text[: text.index(stop) + is_included * len(stop)]
+        assert generate(model, prompt, asked, tokenizer)[0].outputs[0].text == cut
+    # Where special tokens have a text, a stop string may hold one.
+    special = dataclasses.replace(shown, stop=tokenizer.decode([ids[end - 1], EOS], False))
+    found = generate(model, prompt, special, tokenizer)[0].outputs[0]
+    assert found.finish_reason == "stop" and found.token_ids == ids[: end + 1] and found.text == texts[0][:-2]
+
+
+def test_greedy_decoding_with_rules_runs_ahead(model):
+    """Requests with rules decode as others do, several steps launched before the first one's results are read."""
+    llm = LLM(model, Words(), EngineConfig())
+    repeats, repeat = [], llm.engine.runner.repeat
+    llm.engine.runner.repeat = lambda *edits: (repeats.append(1), repeat(*edits))[1]
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20, ignore_eos=True, **RULES["all"]))
+    assert len(repeats) >= 18

@@ -88,6 +88,12 @@ class EngineConfig(Section):
     prompt_lookup_max: int = key(4, "Tokens of the longest n-gram that is looked up.", minimum=1, needs=DRAFTS)
     prompt_lookup_min: int = key(2, "Tokens of the shortest one.", minimum=1, needs=DRAFTS)
     enable_prefix_caching: bool = key(True, "Reuse the KV blocks of equal prompt prefixes.")
+    max_logprobs: int = key(20, "Most tokens that `logprobs` of a request may list; -1: all.", minimum=-1)
+    logprobs_mode: str = key(
+        "processed",
+        "Log-probs listed so: `processed`, of the distribution sampled from; `raw`, of the model's own logits.",
+        choices=("processed", "raw"),
+    )
     num_gpu_blocks_override: int | None = key(None, "KV blocks of 16 tokens; None: as many as fit.", minimum=1)
     enable_sleep_mode: bool | None = key(
         None,

@@ -29,6 +29,7 @@ import numpy as np
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine.block_manager import BlockManager
+from rlnumba.engine.requests.logprobs import entries, record_listed
 from rlnumba.engine.requests.stops import (
     check_stops,
     completion_texts,
@@ -116,6 +117,9 @@ class Engine:
             self.runner = Runner(
                 model, self.context, BLOCK_SIZE, *sizes, self.config.enforce_eager, longest_verified(self.config)
             )
+        self.runner.raw_logprobs = self.config.logprobs_mode == "raw"
+        # Texts of single tokens that were listed, by id.
+        self.token_texts = {}
         self.speculator = Speculator(self.config)
         self.is_asleep = True
         self._start(BlockManager(0, BLOCK_SIZE), policy_version=0)
@@ -194,6 +198,7 @@ class Engine:
         """(token ids (P,) int32, the most tokens that a completion ends at) of what add_request takes; raises as it."""
         check_stops(params, self.tokenizer, self.model.config.vocab_size)
         token_rules(params, self.tokenizer, self.model.config.vocab_size)
+        self._check_logprobs(params)
         prompt = self._prompt_ids(request_id, prompt, params)
         # A prompt as long as the limit still gets the token that its last position predicts.
         limit = max(min(len(prompt) + params.max_tokens, self.max_model_len), len(prompt) + 1)
@@ -350,20 +355,23 @@ class Engine:
         if device.name() == "cuda" and self.is_asleep:
             self._take_cache()
 
-    def _record(self, step, token_ids, logprobs, thresholds):
+    def _record(self, step, token_ids, logprobs, thresholds, listed):
         """The StepOutput of a computed step, once its results are in the scheduler's table."""
         scheduler = self.scheduler
         if step.has_drafts:
             step, kept = scheduler.accept(step, token_ids)
             token_ids, logprobs = token_ids[kept], logprobs[kept]
-            thresholds = None if thresholds is None else thresholds[kept]
+            thresholds, listed = None if thresholds is None else thresholds[kept], listed.part(kept)
         sequences, is_finite = scheduler.table.sequences[step.sampled_rows], np.isfinite(logprobs)
         if not is_finite.all():
             damaged = tuple(dict.fromkeys(sequence.request_id for sequence in sequences[~is_finite]))
             raise PromptError(damaged[0], NOT_FINITE, damaged)
+        if listed.sampled is not None and not self.runner.raw_logprobs:
+            listed.sampled[:, 1] = logprobs.view(np.int32)
+        record_listed(listed, step, scheduler.table, sequences)
         ended = scheduler.update(step, token_ids, logprobs, thresholds)
         finished = self._finish(ended) if ended else []
-        return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version)
+        return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version, listed.sampled)
 
     def _time(self, kind):
         """Let the speculator know of a recorded step, and of the seconds since the last one if that was of its kind.
@@ -375,6 +383,15 @@ class Engine:
         running = self.scheduler.running
         seconds = now - last if kind is not None and kind == last_kind else None
         self.speculator.record(self.scheduler.table, running, row_bucket_of(len(running)), kind, seconds)
+
+    def _check_logprobs(self, params):
+        """Raise ConfigError if more tokens are to be listed than the engine lists."""
+        most = self.config.max_logprobs
+        for name, count in (("logprobs", params.num_logprobs), ("prompt_logprobs", params.num_prompt_logprobs)):
+            if count > most >= 0:
+                raise ConfigError(f"sampling: {name} {getattr(params, name)} is more than max_logprobs ({most})")
+            if count >= 0 and self.model.ranks is not None:
+                raise ConfigError(f"sampling: {name} {getattr(params, name)} needs a model that one process has whole")
 
     def _prompt_ids(self, request_id, prompt, params):
         """The prompt as int32 array; PromptError if it is empty, too long or not of known ids."""
@@ -401,14 +418,28 @@ class Engine:
         for sequence, (text, stop) in zip(sequences, completion_texts(self.tokenizer, sequences), strict=True):
             self.speculator.finish(sequence)
             self._forget(sequence)
-            logprobs = sequence.completion_logprobs if sequence.params.logprobs else []
+            wanted, is_listed = sequence.params.logprobs, sequence.params.num_logprobs >= 0
+            logprobs = sequence.completion_logprobs if wanted or is_listed else None if wanted is None else []
             thresholds = sequence.completion_thresholds if sequence.params.logit_thresholds else None
             values = logprobs, sequence.finish_reason, text, sequence.policy_versions, thresholds
             reason = stop_reason(self.tokenizer, sequence, stop, self.eos_token_ids)
             values = *values, sequence.index, reason, sequence.num_cached_tokens or 0
             completion = Completion(sequence.completion_ids, *values)
+            if is_listed:
+                pairs = zip(sequence.listings, sequence.completion_ids, strict=True)
+                completion.top_logprobs = [entries(listing, token, self.token_text) for listing, token in pairs]
+            if sequence.params.num_prompt_logprobs >= 0 and sequence.index == 0:
+                pairs = zip(sequence.prompt_listings, sequence.prompt[1:], strict=True)
+                scored = [entries(listing, token, self.token_text) for listing, token in pairs]
+                completion.prompt_logprobs = [None, *scored]
             finished.append(FinishedCompletion(sequence.request_id, sequence.index, completion))
         return finished
+
+    def token_text(self, token_id):
+        """The text of a token alone, special ones included; None without a tokenizer."""
+        if self.tokenizer is not None and token_id not in self.token_texts:
+            self.token_texts[token_id] = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return self.token_texts.get(token_id)
 
     def _forget(self, sequence):
         unfinished = self.requests[sequence.request_id]

@@ -78,6 +78,7 @@ def extras_of(all_params):
         "repetition": any(params.repetition_penalty != 1 for params in all_params),
         "output": any(params.presence_penalty or params.frequency_penalty for params in all_params),
         "banned": any(params.min_tokens for params in all_params),
+        "logprobs": any(max(params.num_logprobs, params.num_prompt_logprobs) >= 0 for params in all_params),
         "bias": any(params.logit_bias for params in all_params),
         "allowed": any(params.allowed_token_ids for params in all_params),
         "bad_words": any(params.bad_words for params in all_params),
@@ -154,6 +155,7 @@ def launch_steps(request, make_model=model_of):
     for config in (request.model, short(request.model)):
         sizes = BLOCK_SIZE, engine.max_num_batched_tokens, seqs, limit
         runner = Runner(make_model(request, config), Context(), *sizes, True, longest_verified(engine))
+        runner.reserve_top(1)
         runner.allocate(most_rows * (blocks_needed(longest, BLOCK_SIZE) + 1))
         runners.append(runner)
     whole, shortened = runners
@@ -269,8 +271,10 @@ def step_arrays_of(shape, request):
     elif shape.max_seqlen_q == 1:
         arrays |= {name: zeros(sampled) for name in ("live", "length_limit", "banned_until")}
         arrays |= {"stop_ids": zeros(sampled, 1), "num_steps": zeros(1)}
-    if "replay" in request.extras:
+    if {"replay", "logprobs"} & {*request.extras}:
         arrays["replay"] = zeros(sampled)
+    if "logprobs" in request.extras:
+        arrays["num_logprobs"] = zeros(sampled)
     if "repetition" in request.extras:
         arrays["penalty"] = np.ones(sampled, np.float32)
     if "output" in request.extras:

@@ -106,7 +106,8 @@ class RunAhead:
         self.has_ended = True
 
     def next(self):
-        """The oldest step in flight: (SchedulerOutput, token_ids, logprobs, thresholds), of the rows that still run.
+        """The oldest step in flight: (SchedulerOutput, token_ids, logprobs, thresholds, Listed), of the rows that still
+        run.
 
         None if no step is in flight, or none that has a row that still runs.
         """
@@ -116,13 +117,13 @@ class RunAhead:
                 self.discard()
         if not self.in_flight:
             return None
-        token_ids, logprobs, thresholds = self.runner.wait(self.in_flight[0])
+        token_ids, logprobs, thresholds, listed = self.runner.wait(self.in_flight[0])
         self.in_flight.popleft()
         if len(self.open_rows) < len(self.rows):
             token_ids, logprobs = token_ids[self.open], logprobs[self.open]
-            thresholds = None if thresholds is None else thresholds[self.open]
+            thresholds, listed = None if thresholds is None else thresholds[self.open], listed.part(self.open)
         starts = self.scheduler.table.num_computed[self.open_rows]
-        return SchedulerOutput(self.open_rows, starts, *self.in_common), token_ids, logprobs, thresholds
+        return SchedulerOutput(self.open_rows, starts, *self.in_common), token_ids, logprobs, thresholds, listed
 
     def discard(self):
         """Return once no step is in flight, without the results of those that are."""

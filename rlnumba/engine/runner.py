@@ -21,7 +21,8 @@ import numpy as np
 
 from rlnumba.engine.cache import KVCache, block_bytes_of
 from rlnumba.engine.few_rows import FewRowsDecoder
-from rlnumba.engine.sampler import SamplingInputs, sample_tokens
+from rlnumba.engine.requests.logprobs import Listed
+from rlnumba.engine.sampler import SamplingInputs, sample_tokens, score_tokens
 from rlnumba.engine.speculation import MAX_NUM_SEQS
 from rlnumba.engine.steps.arrays import decode_arrays, decode_state, max_group_size_of, step_arrays
 from rlnumba.engine.steps.attention import NullAttention, PagedAttention
@@ -53,6 +54,8 @@ MAX_GRAPHS = 128
 TENSOR_MAPS = 1 << 12
 # Decode steps whose results the host has not read; the number of slots that they are written to in turn.
 MAX_IN_FLIGHT = 3
+# Tokens of prompts whose logits are made at a time, if no more are sampled.
+SCORED_ROWS = 64
 # Tokens to come that a decoding sequence gets blocks for at a time, so that these reach the device in few steps.
 RESERVED_TOKENS = 64
 
@@ -120,6 +123,9 @@ class Runner:
         # (edit_decode_state).
         self.published = memory.shared_with_host((MAX_IN_FLIGHT, 3, rows), np.int32)
         self.edits = memory.shared_with_host((MAX_IN_FLIGHT, rows * (RESERVED_TOKENS // block_size + 3), 3), np.int32)
+        # Listings of sampled tokens, as those of `published`, once there are any; those of the last step's prompts.
+        self.top, self.top_rows, self.scored = None, max(rows, self.max_verified), None
+        self.raw_logprobs = False
         self.events = []
         if device.name() == "cuda":
             self.events = [device.xp().cuda.Event(disable_timing=True) for _ in range(MAX_IN_FLIGHT)]
@@ -219,15 +225,17 @@ class Runner:
     def run(self, step, table):
         """Compute a step; returns the sampled token_ids (D,) int32 and logprobs (D,) float32 on the host.
 
-        The third is the smallest logit that filters kept, (D,) float32, or None where no sequence wants it. The device
-        has then done all work that it was given.
+        The third is the smallest logit that filters kept, (D,) float32, or None where no sequence wants it; the fourth
+        the step's Listed. The device has then done all work that it was given.
         """
         arrays = self._step_arrays(step, table)
         shape = self._shape_of(step, arrays)
-        self.launch_step(arrays, shape, None if self.eager else self._bucket(step, shape))
+        self.launch_step(arrays, shape, None if self.eager else self._bucket(step, shape, "scored_rows" in arrays))
         with self.context.use():
             results = device.to_host(self.results)
-        return self._results(results, shape.sampled, "replay" in arrays)
+            scored = device.to_host(self.scored)[0] if "scored_rows" in arrays else None
+        found = self._results(results, shape.sampled, "replay" in arrays)
+        return *found, Listed(self._listed(arrays, 0, shape.sampled), scored)
 
     def launch_step(self, arrays, shape, bucket):
         """Launch a step of these arrays (step_arrays), of a StepShape, padded to that of a bucket or None."""
@@ -244,10 +252,13 @@ class Runner:
         sizes = len(step.rows), len(arrays["input_ids"]), len(step.sampled_rows)
         return StepShape(*sizes, int(step.counts.max()), int(arrays["context_lens"].max()), max_group_size_of(step))
 
-    def _bucket(self, step, shape):
-        """The StepShape that a step of this shape is padded to; None if it is to be no graph."""
+    def _bucket(self, step, shape, scores):
+        """The StepShape that a step of this shape is padded to; None if it is to be no graph, as one that `scores`
+        prompts."""
         if step.has_drafts:
             return shape.of_drafts(self.longest_verified)
+        if scores:
+            return None
         if step.is_decode or step.prefix_groups is not None:
             return None
         return prefill_bucket(shape, self.max_prefill_tokens)
@@ -323,8 +334,9 @@ class Runner:
         """The results of a launched decode step, as of `run`, once the device has computed them."""
         if self.events:
             self.events[number % MAX_IN_FLIGHT].synchronize()
-        results = self.published[0][number % MAX_IN_FLIGHT]
-        return self._results(results, self.decode.sequences, "replay" in self.decode.arrays)
+        slot, arrays = number % MAX_IN_FLIGHT, self.decode.arrays
+        found = self._results(self.published[0][slot], self.decode.sequences, "replay" in arrays)
+        return *found, Listed(self._listed(arrays, slot, self.decode.sequences))
 
     def synchronize(self):
         """Return once the device has done all work that it was given."""
@@ -332,7 +344,20 @@ class Runner:
             device.synchronize()
 
     def _step_arrays(self, step, table):
-        return step_arrays(step, table, self.block_size, isinstance(self.model.adapter, AdapterStack))
+        arrays = step_arrays(step, table, self.block_size, isinstance(self.model.adapter, AdapterStack))
+        if names := {"num_logprobs", "scored_counts"} & {*arrays}:
+            self.reserve_top(max(int(arrays[name].max()) for name in names))
+        return arrays
+
+    def reserve_top(self, count):
+        """Have room for listings of up to `count` tokens."""
+        count = min(count, self.model.config.vocab_size)
+        if self.top is None or 2 + 2 * count > self.top[0].shape[2]:
+            self.top = memory.shared_with_host((MAX_IN_FLIGHT, self.top_rows, 2 + 2 * count), np.int32)
+
+    def _listed(self, arrays, slot, count):
+        """The listings of a step's sampled tokens, a copy, or None."""
+        return self.top[0][slot, :count].copy() if "num_logprobs" in arrays else None
 
     def _results(self, results, sampled, with_thresholds):
         if self.model.ranks is not None:
@@ -407,7 +432,7 @@ class Runner:
 
     def _addresses(self):
         """A value that changes with the buffers that graphs read and write; the cache's addresses never change."""
-        return self.upload.generation, self.arena.address
+        return self.upload.generation, self.arena.address, self.top and self.top[0].ctypes.data
 
     def compute(self, arrays, shape):
         """Compute a step of a StepShape from its arrays, on the device, and sample its last tokens if it samples any.
@@ -419,6 +444,11 @@ class Runner:
             hidden = self._hidden(arrays, shape)
             if sampled:
                 self._sample(hidden, arrays, sampled)
+            if "scored_rows" in arrays:
+                scored = [arrays[name] for name in ("scored_rows", "scored_ids", "scored_counts")]
+                self.scored = device.xp().empty((1, len(scored[0]), self.top[1].shape[2]), np.int32)
+                most_rows = max(self.results.shape[1], SCORED_ROWS)
+                score_tokens(hidden, self.model, *scored, self.arena, self.scored, most_rows)
         if "live" in arrays:
             token_ids, logprobs, thresholds = self.results[:, :sampled]
             drawn = token_ids, logprobs, thresholds if "replay" in arrays else unused()
@@ -440,6 +470,8 @@ class Runner:
     def _sample(self, hidden, arrays, sampled):
         names = SamplingInputs.__dataclass_fields__
         inputs = SamplingInputs(**{name: arrays[name] for name in names if name in arrays})
+        if inputs.num_logprobs is not None:
+            inputs.top, inputs.raw_logprobs = self.top[1], self.raw_logprobs
         logprobs, thresholds = (self.results[i, :sampled].view(np.float32) for i in (1, 2))
         outputs = self.results[0, :sampled], logprobs, thresholds
         sample_tokens(hidden, self.model, inputs, self.arena, *outputs)

@@ -12,6 +12,8 @@ from rlnumba.kernels.nn.elementwise import gather_rows
 from rlnumba.kernels.sampling.ops import apply_repetition_penalty, sample
 from rlnumba.kernels.sampling.penalties import apply_output_penalties, ban_tokens
 from rlnumba.kernels.sampling.token_rules import add_bias, ban_words, keep_allowed
+from rlnumba.kernels.sampling.top_logprobs import top_logprobs
+from rlnumba.runtime.context import current
 
 # Most bytes of float32 logits at one time: 441 rows of Qwen3's vocabulary, so that a decode step of 256 is one chunk.
 LOGITS_BYTES = 256 << 20
@@ -26,7 +28,9 @@ class SamplingInputs:
     and starts (B,) int32, of the completions in history: None where no sequence has these penalties. banned (B, S)
     int32, padded with -1: ids that may not be drawn, None where there are none. bias_ids, bias, allowed, bad_words:
     those of TokenRules, a row each, None where no sequence has any. replay (B,) int32: rows whose thresholds are
-    wanted, None where those of none are.
+    wanted, None where those of none are. num_logprobs (B,) int32: the likeliest tokens to list of each, -1 for none,
+    None where none are listed; top (R, rows, 2 + 2 K) and num_steps (1,) int32: as top_logprobs has them, top written.
+    raw_logprobs: whether the logits before biases, penalties, temperature and filters are listed.
     """
 
     temperature: object
@@ -48,6 +52,10 @@ class SamplingInputs:
     allowed: object = None
     bad_words: object = None
     replay: object = None
+    num_logprobs: object = None
+    top: object = None
+    num_steps: object = None
+    raw_logprobs: bool = False
 
 
 def sample_tokens(hidden, model, inputs, arena, token_ids, logprobs, thresholds=None):
@@ -73,9 +81,43 @@ def sample_tokens(hidden, model, inputs, arena, token_ids, logprobs, thresholds=
                 if own is None:
                     z = arena.empty((part.stop - first, vocab_size), np.float32)
                     model.logits(hidden[part], z, arena)
+                    listed = z
+                    if inputs.num_logprobs is not None and inputs.raw_logprobs:
+                        listed = arena.empty(z.shape, z.dtype)
+                        listed[...] = z
+                        # The copy is not a kernel after which the next may start early.
+                        current().serialize_next()
                     sample_rows(z, inputs, part, *of_part)
+                    if inputs.num_logprobs is not None:
+                        list_logprobs(listed, inputs, part, *of_part)
                 else:
                     _sample_own_rows(hidden[part], model, inputs, part, own, arena, of_part)
+
+
+def list_logprobs(z, inputs, rows, token_ids, logprobs, thresholds=None):
+    """Write what inputs.num_logprobs asks for of the SamplingInputs' rows in a slice; the others as sample_rows."""
+    distribution = {"temperature": inputs.temperature[rows], "thresholds": thresholds}
+    if inputs.raw_logprobs:
+        distribution = {}
+    counts = inputs.num_logprobs[rows]
+    top_logprobs(z, token_ids, counts, inputs.top, rows.start, num_steps=inputs.num_steps, **distribution)
+
+
+def score_tokens(hidden, model, rows, token_ids, counts, arena, out, most_rows):
+    """List M tokens, which follow rows of hidden, with the likeliest: out (1, M, 2 + 2 K) int32 of top_logprobs.
+
+    rows, token_ids, counts (M,) int32; of logits without temperature, which exist for most_rows tokens at a time.
+    """
+    vocab_size = model.config.vocab_size
+    chunk = max(1, min(LOGITS_BYTES // (4 * vocab_size), most_rows))
+    for first in range(0, len(rows), chunk):
+        part = slice(first, min(first + chunk, len(rows)))
+        with arena.scope():
+            gathered = arena.empty((part.stop - first, hidden.shape[1]), hidden.dtype)
+            gather_rows(hidden, rows[part], gathered)
+            z = arena.empty((part.stop - first, vocab_size), np.float32)
+            model.logits(gathered, z, arena)
+            top_logprobs(z, token_ids[part], counts[part], out, first)
 
 
 def _sample_own_rows(hidden, model, inputs, part, own, arena, outputs):

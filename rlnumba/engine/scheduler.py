@@ -401,6 +401,9 @@ class Scheduler:
                 found = self._hashes(sequence.token_ids, (length - 1) // size, salt)
                 self.hashed = sequence.token_ids, salt, found
             hashes = self.hashed[2]
+            if sequence.num_to_score:
+                # What the cache holds is not computed, and so not scored.
+                hashes = hashes[: len(sequence.prompt_listings) // size]
         # The blocks that were acquired are matched again: others of a request need not be compared.
         matched = self.matched[1] if self.matched[0] is hashes else blocks.match(hashes, sequence.token_ids)
         needed = -(-length // size) - len(matched)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.config.keys import fits_float32, refuse_unknown
+from rlnumba.engine.requests.logprobs import ALL
 from rlnumba.engine.requests.token_rules import place_of, widened
 from rlnumba.errors import ConfigError, shown
 
@@ -26,6 +27,10 @@ def _is_int(value):
 
 def _is_token_id(value):
     return _is_int(value) and 0 <= value < 2**31
+
+
+def _num_listed(value):
+    return -1 if value is None else ALL if value == -1 else int(value)
 
 
 def _is_number(value):
@@ -45,8 +50,10 @@ class SamplingParams:
     from its token_ids. stop_token_ids: ids that end it as EOS does; ignore_eos: EOS ids do not end it. seed, n,
     first_index: the noise of completion i of n at position p depends on (seed, prompt token ids, first_index + i, p)
     alone; without a seed (None) each request has another one. logprobs: whether the completions carry the log-probs of
-    their tokens; logit_thresholds: and the smallest logit that the filters kept for each, with which training has the
-    distribution sampled from.
+    their tokens, True (False is an empty list, None is None); a number: a dict a token, of its own Logprob and those of
+    so many of the likeliest tokens, -1 all. prompt_logprobs: the same of the tokens of the prompt but the first, by the
+    model's own logits, without temperature; None: none. logit_thresholds: whether they carry the smallest logit that
+    the filters kept for each token, with which training has the distribution sampled from.
     logit_bias: {token id: number in [-100, 100]}, added to the logits before the penalties. allowed_token_ids: no
     others are drawn. bad_words: texts of which the last token is not drawn where it would complete one, with a space
     before it or not. skip_special_tokens: whether special tokens have no text; include_stop_str_in_output: whether the
@@ -69,7 +76,7 @@ class SamplingParams:
     seed: int | None = 0
     n: int = 1
     first_index: int = 0
-    logprobs: bool = True
+    logprobs: bool | int | None = True
     logit_thresholds: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
@@ -77,6 +84,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
 
     def __new__(cls, *values, **keys):
         refuse_unknown(cls.__name__, keys, cls.__dataclass_fields__)
@@ -117,7 +125,10 @@ class SamplingParams:
         self._require("n", _is_int(self.n) and self.n >= 1, "an integer >= 1")
         first = self.first_index
         self._require("first_index", _is_int(first) and 0 <= first < 2**31 - self.n, "an integer in [0, 2^31 - n)")
-        self._require("logprobs", isinstance(self.logprobs, bool), "true or false")
+        for name, booleans in (("logprobs", "true, false, "), ("prompt_logprobs", "")):
+            value = getattr(self, name)
+            valid = value is None or (_is_int(value) and -1 <= value < ALL) or (booleans and isinstance(value, bool))
+            self._require(name, valid, f"{booleans}null, or an integer >= -1")
         for name in ("ignore_eos", "logit_thresholds", "skip_special_tokens", "include_stop_str_in_output"):
             self._require(name, isinstance(getattr(self, name), bool), "true or false")
         length = self.truncate_prompt_tokens
@@ -152,6 +163,16 @@ class SamplingParams:
     def has_token_rules(self):
         """Whether logits are changed by logit_bias, allowed_token_ids or bad_words."""
         return bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+
+    @property
+    def num_logprobs(self):
+        """The number of likeliest tokens that each drawn one is listed with, -1 where none is listed: int."""
+        return -1 if isinstance(self.logprobs, bool) else _num_listed(self.logprobs)
+
+    @property
+    def num_prompt_logprobs(self):
+        """The same of the prompt's tokens."""
+        return _num_listed(self.prompt_logprobs)
 
     def seeded(self):
         """The parameters themselves, or without a seed those with one that is drawn now."""
@@ -198,6 +219,31 @@ class LazyList:
         return values[f"_{self.name}"]
 
 
+class LogprobList(LazyList):
+    """The field of log-probs: None, the dicts of listed tokens if there are any, or the log-probs themselves."""
+
+    def __get__(self, instance, owner=None):
+        if instance is None:
+            return super().__get__(instance, owner)
+        values = vars(instance)
+        if values.get("top_logprobs") is not None:
+            return values["top_logprobs"]
+        return None if self.is_none(instance) else super().__get__(instance, owner)
+
+    def __set__(self, instance, value):
+        if value is None:
+            vars(instance)["logprobs"] = vars(instance)["_logprobs"] = None
+        else:
+            super().__set__(instance, value)
+
+    def array_of(self, instance):
+        return np.zeros(0, self.dtype) if self.is_none(instance) else super().array_of(instance)
+
+    def is_none(self, instance):
+        """Whether it is None in an instance."""
+        return vars(instance)[f"_{self.name}"] is vars(instance)[self.name] is None
+
+
 @dataclass(frozen=True)
 class EpisodeRecord:
     """The record of an episode.
@@ -220,14 +266,16 @@ class Completion:
     The token that stops a completion is the last of token_ids and not part of text. index: among those of its prompt.
     stop_reason: the stop string or the id of stop_token_ids that ended it, None for EOS and "length". thresholds: array
     of the smallest logit that the filters kept for each token, -inf without filters; None unless logit_thresholds asked
-    for it. num_cached_tokens: tokens of the prompt whose K and V were in the cache when it began.
+    for it. num_cached_tokens: tokens of the prompt whose K and V were in the cache when it began. top_logprobs: what
+    logprobs are then, a dict {id: Logprob} a token; None unless a number of them was asked for. prompt_logprobs: those
+    of the prompt's tokens, the first None, where they were asked for, with completion 0.
 
     mask: (T,) bool, whether each token was drawn, None where all were: others are the environment's, with log-prob 0
     and the policy version of the token before. episode: the EpisodeRecord of several turns, or None.
     """
 
     token_ids: list[int] = LazyList(np.int32)
-    logprobs: list[float] = LazyList(np.float32)
+    logprobs: list[float] = LogprobList(np.float32)
     finish_reason: str
     text: str = ""
     policy_versions: list[int] = LazyList(np.int32, default=())
@@ -237,10 +285,14 @@ class Completion:
     num_cached_tokens: int = 0
     mask: np.ndarray | None = None
     episode: EpisodeRecord | None = None
+    top_logprobs: list[dict] | None = None
+    prompt_logprobs: list[dict | None] | None = None
 
     @property
     def cumulative_logprob(self):
-        """The log-prob of the completion: float."""
+        """The log-prob of the completion: float, or None where logprobs are None."""
+        if type(self).__dict__["logprobs"].is_none(self):
+            return None
         return float(self.array("logprobs").sum(dtype=np.float64))
 
     @property
@@ -264,13 +316,19 @@ class Completion:
     def __reduce__(self):
         # Bytes take a tenth of the time that arrays do.
         columns = [self.array(name).tobytes() for name in ("token_ids", "logprobs", "policy_versions")]
+        if type(self).__dict__["logprobs"].is_none(self):
+            columns[1] = None
         values = self.finish_reason, self.text, self.thresholds, self.index, self.stop_reason, self.num_cached_tokens
-        return _completion_of, (columns, *values, self.mask, self.episode)
+        values = *values, self.mask, self.episode, self.top_logprobs, self.prompt_logprobs
+        return _completion_of, (columns, *values)
 
 
 def _completion_of(columns, finish_reason, text, thresholds, *rest):
-    """The Completion that __reduce__ has taken apart. rest: index and what follows, as far as they were saved."""
-    token_ids, logprobs, versions = map(np.frombuffer, columns, (np.int32, np.float32, np.int32))
+    """The Completion that __reduce__ has taken apart; rest: index and what follows, as far as they were saved."""
+    dtypes = np.int32, np.float32, np.int32
+    token_ids, logprobs, versions = (
+        None if column is None else np.frombuffer(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)
+    )
     return Completion(token_ids, logprobs, finish_reason, text, versions, thresholds, *rest)
 
 
@@ -296,7 +354,8 @@ class StepOutput(NamedTuple):
 
     sequences (D,) object, token_ids (D,) int32, logprobs (D,) float32: an entry for each of the D tokens that were
     sampled from the weights of policy_version, those of completions that ended included. A sequence whose drafts were
-    accepted has several, one after the other.
+    accepted has several, one after the other. listings: of each token, as requests/logprobs.py has them, None where no
+    request asks for any.
     """
 
     finished: list[FinishedCompletion]
@@ -304,6 +363,7 @@ class StepOutput(NamedTuple):
     token_ids: np.ndarray
     logprobs: np.ndarray
     policy_version: int
+    listings: np.ndarray | None = None
 
     def without(self, request_id):
         """The output without the tokens and completions of a request."""
@@ -318,7 +378,8 @@ class StepOutput(NamedTuple):
         kept = [i for i, sequence in enumerate(self.sequences) if is_kept(sequence)]
         finished = [completion for completion in self.finished if is_kept(completion)]
         columns = self.sequences[kept], self.token_ids[kept], self.logprobs[kept]
-        return StepOutput(finished, *columns, self.policy_version)
+        listings = None if self.listings is None else self.listings[kept]
+        return StepOutput(finished, *columns, self.policy_version, listings)
 
     @property
     def num_tokens(self):
@@ -346,7 +407,12 @@ class RequestOutput:
 
     @property
     def finished(self):
-        return None not in self.completions
+        return all(completion is not None for completion in self.completions)
+
+    @property
+    def prompt_logprobs(self):
+        """None, or of each token of the prompt a dict {id: Logprob}, None for the first: list."""
+        return self.completions[0] and self.completions[0].prompt_logprobs
 
     @property
     def outputs(self):
@@ -371,8 +437,8 @@ class Sequence:
     """
 
     def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), adapter_id=-1):
-        # The TokenRules of the request, if it has any.
-        self.rules = None
+        # The TokenRules of the request, if it has any; listings of its tokens, and of its prompt's, in their order.
+        self.rules, self.listings, self.prompt_listings = None, [], []
         self.request_id, self.index, self.adapter_id = request_id, index, adapter_id
         # Sequences of one key share the blocks of the prompt.
         self.prompt_key = adapter_id, prompt.tobytes()
@@ -385,6 +451,12 @@ class Sequence:
         self.policy_versions = np.zeros(0, np.int32)
         self.finish_reason = self.row = self.num_cached_tokens = None
         self.is_prefix_leader = self.retains_blocks = False
+
+    @property
+    def num_to_score(self):
+        """Tokens of the prompt after which the next one is to be listed: the first completion's, until all are."""
+        is_asked = self.params.num_prompt_logprobs >= 0 and self.index == 0
+        return len(self.prompt) - 1 if is_asked and len(self.prompt_listings) < len(self.prompt) - 1 else 0
 
     @property
     def completion_ids(self):
@@ -424,10 +496,10 @@ class SequenceTable:
         self.allowed, self.bad_words = np.full((R, 0), -1, np.int32), np.full((R, 0, 0), -1, np.int32)
         self.philox_key = np.zeros((R, 2), np.uint32)
         self.sequences = np.full(R, None)
-        counters = "prompt_length length length_limit num_computed num_blocks num_registered"
+        counters = "prompt_length length length_limit num_computed num_blocks num_registered num_to_score"
         columns = {
             np.int64: counters,
-            np.int32: "sample_index top_k min_tokens adapter_id",
+            np.int32: "sample_index top_k min_tokens adapter_id num_logprobs",
             bool: "has_stop_strings logit_thresholds has_bias has_allowed has_bad_words",
         }
         columns[np.float32] = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty"
@@ -436,7 +508,8 @@ class SequenceTable:
                 setattr(self, name, np.zeros(R, dtype))
         # The columns that are SamplingParams' under the same name.
         names = "temperature top_k top_p min_p min_tokens logit_thresholds repetition_penalty presence_penalty"
-        self.of_params = [(name, getattr(self, name)) for name in (*names.split(), "frequency_penalty")]
+        names = *names.split(), "frequency_penalty", "num_logprobs"
+        self.of_params = [(name, getattr(self, name)) for name in names]
 
     def _reserve(self, length, num_stop_ids):
         """Widen the arrays to hold rows of `length` tokens and num_stop_ids stop ids."""
@@ -469,6 +542,7 @@ class SequenceTable:
         self.length_limit[row] = sequence.length_limit
         self.num_computed[row] = self.num_blocks[row] = self.num_registered[row] = 0
         self.sample_index[row] = params.first_index + sequence.index
+        self.num_to_score[row] = sequence.num_to_score
         for name, column in self.of_params:
             column[row] = getattr(params, name)
         self.has_stop_strings[row] = bool(params.stop)

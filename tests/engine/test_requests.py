@@ -11,7 +11,11 @@ from rlnumba.config import EngineConfig, GRPOConfig
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.requests.token_rules import bad_word_ids, token_rules
 from rlnumba.errors import ConfigError
+from rlnumba.kernels.sampling.ops import kept_ref
 from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import pack, score
+from rlnumba.runtime import device
+from tests.close import assert_same_bits
 from tests.engine.test_llm import (
     EOS,
     TwoCharacterTokens,
@@ -229,3 +233,111 @@ def test_greedy_decoding_with_rules_runs_ahead(model):
     llm.engine.runner.repeat = lambda *edits: (repeats.append(1), repeat(*edits))[1]
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20, ignore_eos=True, **RULES["all"]))
     assert len(repeats) >= 18
+
+
+def listed(outputs):
+    return [completion.logprobs for output in outputs for completion in output.outputs]
+
+
+TOP = {
+    "plain": {},
+    "filtered": {"top_p": 0.8, "temperature": 0.7, "top_k": 30},
+    "greedy": {"temperature": 0},
+    "ruled": {"logit_bias": {3: 4.0}, "bad_words": ["e4a6"], "repetition_penalty": 1.3},
+}
+
+
+@pytest.mark.parametrize("options", TOP)
+def test_listed_logprobs_are_those_of_numpy(model, options):
+    """In processed and in raw mode; the drawn token has the bits that it has unlisted, whatever else runs."""
+    prompt, tokenizer = [3, 4, 9, 33, 3], Words()
+    params = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=4, **TOP[options])
+    plain = dataclasses.replace(params, logprobs=True)
+    words, temperature = bad_word_ids(params.bad_words, tokenizer), params.temperature or 1
+    (alone,) = drawn(generate(model, [prompt], plain, tokenizer))
+    for mode in ("processed", "raw"):
+        outputs = generate(model, [prompt] * 2, [params, plain], tokenizer, logprobs_mode=mode)
+        (found,), (beside,) = (output.outputs for output in outputs)
+        assert [(beside.token_ids, beside.logprobs, "length")] == alone and found.token_ids == beside.token_ids
+        assert_same_bits(found.array("logprobs"), beside.array("logprobs"))
+        assert found.cumulative_logprob == beside.cumulative_logprob
+        for i, (token, entry) in enumerate(zip(found.token_ids, found.logprobs, strict=True)):
+            z = logits_after(model, prompt + found.token_ids[:i])
+            if mode == "processed":
+                z = ruled(z, params, prompt, found.token_ids[:i], words)
+            order = np.argsort(-z, kind="stable")
+            if mode == "processed":
+                z = z / temperature
+                if params.top_p < 1:
+                    z = np.where(kept_ref(z, 1, params.top_k, params.top_p, 0), z, -np.inf)
+                assert np.float32(entry[token].logprob) == beside.array("logprobs")[i]
+            assert list(entry) == list(dict.fromkeys([token, *order[:4].tolist()]))
+            expected = log_softmax(z)
+            for each, (logprob, rank, text) in entry.items():
+                assert rank == 1 + order.tolist().index(each) and text == tokenizer.decode([each], False)
+                assert logprob == expected[each] or abs(logprob - expected[each]) < 1e-4
+        for config in SCHEDULES:
+            again = generate(model, [prompt] * 2, [params, plain], tokenizer, logprobs_mode=mode, **config)
+            assert listed(again) == listed(outputs)
+
+
+def test_forms_of_logprobs(model):
+    """None, booleans and numbers, as vLLM has them; all survive pickling."""
+    forms = [None, False, True, 0, 2, -1]
+    params = [SamplingParams(max_tokens=5, logprobs=form) for form in forms]
+    outputs = generate(model, [[1, 2, 3]] * len(forms), params, max_logprobs=-1)
+    none, false, true, *dicts = (output.outputs[0] for output in outputs)
+    assert none.logprobs is None and none.cumulative_logprob is None and false.logprobs == []
+    assert [len(entry) for entry in dicts[2].logprobs] == [97] * len(true.token_ids)
+    for each, most in zip(dicts, (1, 3, 97), strict=True):
+        assert {len(entry) for entry in each.logprobs} <= {most, most - 1}
+        tokens = [next(iter(entry.items())) for entry in each.logprobs]
+        assert [(token, entry.logprob) for token, entry in tokens] == list(
+            zip(true.token_ids, true.logprobs, strict=True)
+        )
+        assert tokens[0][1].decoded_token is None
+    for output in outputs:
+        assert pickle.loads(pickle.dumps(output)) == output and output.finished
+    for most, count in ((20, 21), (20, -1), (0, 1)):
+        for name in ("logprobs", "prompt_logprobs"):
+            with pytest.raises(ConfigError, match=rf"^sampling: {name} {count} is more than max_logprobs \({most}\)$"):
+                generate(model, [[1]], SamplingParams(**{name: count}), max_logprobs=most)
+    for name, value, line in (
+        ("logprobs", -2, "true, false, null, or an integer >= -1"),
+        ("logprobs", 1.5, "true, false, null, or an integer >= -1"),
+        ("prompt_logprobs", True, "null, or an integer >= -1"),
+    ):
+        with pytest.raises(ConfigError, match=f"^sampling: {name} must be {line}, got {value}$"):
+            SamplingParams(**{name: value})
+
+
+def test_prompt_logprobs_are_those_that_score_has(model, rng):
+    """Bit for bit and in full, whatever is cached, in chunks and after preemption, with temperature and penalties."""
+    prompts = [rng.integers(0, 97, length).tolist() for length in (1, 2, 40, 40)]
+    prompts[3][:33] = prompts[2][:33]
+    params = SamplingParams(
+        temperature=0.5, repetition_penalty=1.5, max_tokens=20, n=2, ignore_eos=True, prompt_logprobs=2
+    )
+    unlisted = dataclasses.replace(params, prompt_logprobs=None)
+    wanted = drawn(generate(model, prompts, unlisted))
+    scores = [device.to_host(score(model, pack([prompt]), 1.0).logprobs) for prompt in prompts]
+    orders = [
+        [np.argsort(-logits_after(model, prompt[:i]), kind="stable").tolist() for i in range(1, len(prompt))]
+        for prompt in prompts
+    ]
+    for config in ({}, *SCHEDULES, {"num_gpu_blocks_override": 9, "max_num_batched_tokens": 8, "max_num_seqs": 6}):
+        llm = LLM(model, None, EngineConfig(**config))
+        for _ in range(2):
+            outputs = llm.generate(prompts, params)
+            assert drawn(outputs) == wanted
+            for prompt, output, expected, of_prompt in zip(prompts, outputs, scores, orders, strict=True):
+                first, *rest = output.prompt_logprobs
+                assert first is None and len(rest) == len(prompt) - 1
+                got = [entry[token].logprob for entry, token in zip(rest, prompt[1:], strict=True)]
+                assert_same_bits(np.float32(got), expected[1:])
+                for token, entry, order in zip(prompt[1:], rest, of_prompt, strict=True):
+                    assert list(entry) == list(dict.fromkeys([token, *order[:2]]))
+                    assert [each.rank for each in entry.values()] == [1 + order.index(each) for each in entry]
+        # What is cached by now is used by others.
+        assert drawn(llm.generate(prompts, unlisted)) == wanted
+    assert generate(model, prompts, unlisted)[0].prompt_logprobs is None

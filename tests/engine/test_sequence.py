@@ -33,7 +33,7 @@ from rlnumba.errors import ConfigError
         ("seed", 2**64),
         ("seed", 0.5),
         ("n", 0),
-        ("logprobs", 5),
+        ("logprobs", -5),
     ],
 )
 def test_a_bad_parameter_is_named_with_its_value(name, value):
@@ -69,7 +69,7 @@ def test_integers_that_no_float_holds_are_one_line():
         ("ignore_eos", None, "true or false"),
         ("seed", False, "an integer in [0, 2^64)"),
         ("n", -1, "an integer >= 1"),
-        ("logprobs", None, "true or false"),
+        ("logprobs", "x", "true, false, null, or an integer >= -1"),
     ],
 )
 def test_what_a_parameter_must_be_is_said_in_full(name, value, expectation):

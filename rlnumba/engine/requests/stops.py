@@ -1,4 +1,4 @@
-"""What ends a completion beside its length: ids and strings; and the text that it has then."""
+"""Ids and strings that end a completion, and the text that it has then."""
 
 from rlnumba.errors import ConfigError
 

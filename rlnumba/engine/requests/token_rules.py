@@ -12,7 +12,7 @@ from rlnumba.errors import ConfigError
 
 
 class TokenRules(NamedTuple):
-    """What changes the logits of a request's tokens.
+    """Arrays of the logits that a request changes.
 
     bias_ids (K,) int32 and bias (K,) float32. allowed: bit i % 32 of word i / 32 (W,) int32 is token i's, (0,) where
     all are allowed. bad_words (S, L) int32: token ids of each word, which end in the last column; -1 before them.

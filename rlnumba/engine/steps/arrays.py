@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from rlnumba.engine.requests.logprobs import scored_spans
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.decode_state import DecodeState
 
@@ -46,6 +47,8 @@ def step_arrays(step, table, block_size, with_adapters=False):
     groups = step.prefix_groups
     if groups is not None:
         arrays["shared_prefix_lens"], arrays["group_sizes"] = groups.shared_prefix_lens, groups.group_sizes
+    if spans := scored_spans(step, table):
+        arrays |= scored_arrays(step, table, spans, ends)
     sampled = step.sampled_rows
     if not len(sampled):
         return arrays
@@ -56,9 +59,29 @@ def step_arrays(step, table, block_size, with_adapters=False):
     arrays["position"] = lengths.astype(np.int32)
     if len(sampled) < ends[-1]:
         arrays["rows"] = (ends[step.samples] - 1).astype(np.int32)
-    if (replay := table.logit_thresholds[sampled]).any():
+    listed = table.num_logprobs[sampled]
+    if (listed >= 0).any():
+        arrays["num_logprobs"] = listed
+    replay = table.logit_thresholds[sampled]
+    # What is listed is of the logits that the filters kept, too.
+    if replay.any() or "num_logprobs" in arrays:
         arrays["replay"] = replay.astype(np.int32)
     return arrays | penalty_arrays(table, sampled, lengths) | rule_arrays(table, sampled)
+
+
+def scored_arrays(step, table, spans, ends):
+    """The arrays of the M tokens of prompts that a step scores: scored_rows of the hidden states, ids, and counts.
+
+    spans: of scored_spans; ends (B,): tokens of the step up to each sequence's last.
+    """
+    rows, ids, counts = [], [], []
+    for i, start, count in spans:
+        row = step.rows[i]
+        rows.append(ends[i] - step.counts[i] + np.arange(count))
+        ids.append(table.token_ids[row, start + 1 : start + 1 + count])
+        counts.append(np.full(count, table.sequences[row].params.num_prompt_logprobs))
+    found = {"scored_rows": rows, "scored_ids": ids, "scored_counts": counts}
+    return {name: np.concatenate(parts).astype(np.int32) for name, parts in found.items()}
 
 
 def penalty_arrays(table, sampled, lengths):

@@ -26,7 +26,7 @@ MAX_PREFILL_TOKENS, MAX_PREFILL_CONTEXT = 4096, 4096
 LAYER_PRODUCTS = 6 * 10**10
 # The values of padding where they are not 0: no slot, a prefix group of its own, no adapter, no token, all allowed.
 OF_NOTHING = ("slot_mapping", "adapter_ids", "history", "banned", "stop_ids", "bias_ids", "allowed", "bad_words")
-PADDING = dict.fromkeys(OF_NOTHING, -1) | {"group_sizes": 1}
+PADDING = dict.fromkeys((*OF_NOTHING, "num_logprobs"), -1) | {"group_sizes": 1}
 # Arrays with an entry for each token, and for each sequence; those that padding does not lengthen so. The others have
 # an entry for each sampled token; in decode all of these are as many.
 OF_TOKENS = ("input_ids", "position_ids", "slot_mapping", "adapter_ids")

@@ -174,3 +174,27 @@ def sample_rows(
             if replay[b] != 0 and kept_from > -np.inf:
                 lse, _, _ = row_terms(masked_row(row, kept_from), divisor)
         logprobs[b] = row[token] / divisor - lse
+
+
+@numba.njit(cache=True)
+def _kept_lse(row, temperature, threshold):
+    """The log-sum-exp of row / temperature over what reaches the threshold."""
+    return row_terms(masked_row(row, threshold), temperature)[0]
+
+
+def top_logprobs(logits, temperature, thresholds, token_ids, counts, out):
+    """top_logprobs on the cpu device; out (B, 2 + 2 K), the others as its kernel takes them."""
+    listed = (out.shape[1] - 2) // 2
+    for b in np.flatnonzero(counts >= 0):
+        row, token, floats = logits[b], token_ids[b], out[b].view(np.float32)
+        divisor = np.float32(temperature[b] if len(temperature) and temperature[b] != 0 else 1)
+        threshold = np.float32(thresholds[b] if len(thresholds) else -np.inf)
+        lse, count = _kept_lse(row, divisor, threshold), min(counts[b], listed, len(row))
+        out[b, 0] = 1 + (row > row[token]).sum() + (row[:token] == row[token]).sum()
+        # Sorted are those alone that may be among the likeliest.
+        members = np.flatnonzero(row >= (np.partition(row, -count)[-count] if count else np.inf))
+        ids = members[np.argsort(-row[members], kind="stable")][:count]
+        out[b, 2 : 2 + count] = ids
+        places = [1, *range(2 + listed, 2 + listed + count)]
+        chosen = row[[token, *ids]]
+        floats[places] = np.where(chosen >= threshold, chosen / divisor - lse, np.float32(-np.inf))

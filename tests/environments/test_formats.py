@@ -129,6 +129,7 @@ def xml(*parameters):
         (xml(("query", "\n\n\n")), {"query": "\n"}),
         (xml(("query", "\n\n")), {"query": ""}),
         (xml(("query", "a")), {"query": "a"}),
+        (xml(("query", '\n"a"\n'), ("unknown", '\n"a"\n')), {"query": '"a"', "unknown": "a"}),
         (xml(("query", "\na</parameter>b</function>c\n")), {"query": "a</parameter>b</function>c"}),
         (xml(("limit", "\nmany\n"), ("exact", "\nTrue\n")), {"limit": "many", "exact": True}),
         (xml(("after", "\nnull\n"), ("unknown", "\n[1, 2]\n")), {"after": None, "unknown": [1, 2]}),
@@ -288,6 +289,8 @@ def test_a_stream_gives_text_as_soon_as_it_is_certain():
         MalformedCall("<tool_call>{}</tool_call>", "no name"),
         Content("!"),
     ]
+    # A string that has a line end in it is none, so the block ends.
+    assert stream.feed('<tool_call>{"a\n</tool_call>')[:1] == [Content('<tool_call>{"a\n</tool_call>')]
     assert stream.finish() == []
 
 

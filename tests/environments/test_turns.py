@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 
 from rlnumba.environments.formats import FORMATS, ToolCall
-from rlnumba.environments.turns import check_turns, suffix_ids, turn_text
+from rlnumba.environments.turns import SENTINEL, check_turns, suffix_ids, turn_text
 from rlnumba.errors import UserError
 from tests.environments.golden import FOLDER, GOLDEN, tokenizer_with
 
@@ -47,8 +47,11 @@ def test_a_result_cannot_end_its_message():
 
 def test_a_result_may_contain_the_sentinel():
     tokenizer = tokenizer_with("qwen2_5")
-    content = "call_before_the_results call_before_the_results_"
+    content = f"{SENTINEL} {SENTINEL}_"
     assert content in tokenizer.decode(suffix_ids(tokenizer, True, [RESULT | {"content": content}]))
+    # So may the description of a tool, which is rendered before the call.
+    schema = {"type": "function", "function": {"name": "search", "description": SENTINEL, "parameters": {}}}
+    assert suffix_ids(tokenizer, True, [RESULT], None, [schema]) == suffix_ids(tokenizer, True, [RESULT])
 
 
 @pytest.mark.parametrize(

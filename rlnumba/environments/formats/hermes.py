@@ -20,12 +20,14 @@ class Hermes(TaggedFormat):
     name = "hermes"
 
     def end_of(self, text, inner, is_final):
-        first = text.find(self.CLOSE, inner)
+        first = end = text.find(self.CLOSE, inner)
         if first < 0:
             return None
         at = inner
         while True:
-            quote, end = text.find('"', at), text.find(self.CLOSE, at)
+            quote = text.find('"', at)
+            if end < at:
+                end = text.find(self.CLOSE, at)
             if end < 0:
                 break
             if quote < 0 or end < quote:

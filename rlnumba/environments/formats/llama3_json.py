@@ -10,12 +10,11 @@ from rlnumba.environments.formats.turn import MalformedCall, tag_start
 
 PYTHON_TAG = "<|python_tag|>"
 # The beginning of a call, from its first character on: each part may be the last of a text.
-BEGINNING = re.compile(r'\{\s*(?:\Z|"(?:\Z|n(?:\Z|a(?:\Z|m(?:\Z|e(?:\Z|"))))))')
-NAMED = re.compile(r'\{\s*"name"')
+BEGINNING = re.compile(r'\{\s*+(?:\Z|"(?:\Z|n(?:\Z|a(?:\Z|m(?:\Z|e(?:\Z|"))))))')
+NAMED = re.compile(r'\{\s*+"name"')
 # A call begins after nothing else in its line, or after another one; `>` is the end of a template's header.
-LINE_ENDS = "\n;}>"
-# What stands between calls, at the start of what is left of the text, and what may stand before the brace of a block.
-SEPARATOR = re.compile(r"\s*(;)\s*")
+LINE_ENDS = ("", "\n", ";", "}", ">")
+# What may stand before the brace of a block: what stands between calls, or the tag.
 PREFIX = re.compile(r"(?:;\s*|<\|python_tag\|>\s*)?")
 KEYS = re.compile(r'\{\s*"name"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*"(?:parameters|arguments)"')
 
@@ -29,14 +28,16 @@ class Llama3Json(ToolFormat):
     name = "llama3_json"
 
     def find(self, text, start, before):
-        separator = SEPARATOR.match(text)
-        if not before and not start and separator and (separator.end() == len(text) or text[separator.end()] == "{"):
-            return separator.start(1)
+        left = text.lstrip()
+        if left.startswith(";") and not before and not start and left[1:].lstrip()[:1] in ("", "{"):
+            return len(text) - len(left)
         tag = tag_start(text, PYTHON_TAG, start)
         brace = text.find("{", start, tag)
         while brace >= 0:
-            line = (before + text[:brace]).rstrip(" \t")
-            if (not line or line[-1] in LINE_ENDS) and BEGINNING.match(text, brace):
+            at = brace
+            while at and text[at - 1] in " \t":
+                at -= 1
+            if (text[at - 1] if at else before) in LINE_ENDS and BEGINNING.match(text, brace):
                 return brace
             brace = text.find("{", brace + 1, tag)
         return tag
@@ -48,6 +49,8 @@ class Llama3Json(ToolFormat):
         if not NAMED.match(text, at):
             may_go_on = at == len(text) or BEGINNING.match(text, at)
             return None if may_go_on and not is_final else (max(at, start + 1), None)
+        if not is_final and "}" not in text[at:]:
+            return None
         try:
             value, end = read_json_at(text, at)
         except ValueError as error:

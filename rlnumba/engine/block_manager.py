@@ -6,9 +6,10 @@ all tokens up to its end:
 
     h_i = xxh64(h_{i-1} as 8 little-endian bytes || its token ids as int64),    h_{-1} = the policy version
 
-so blocks computed with other weights are never matched; with one of several adapters h_{-1} is hashed with its id. A
-freed block keeps its hash until it is allocated again, least recently freed first, and can be matched until then. A
-match compares token ids as well: a collision of hashes costs a miss, never a wrong text. The rules follow nano-vllm.
+so blocks computed with other weights are never matched; with one of several adapters h_{-1} is hashed with its id, and
+with a request's cache_salt. A freed block keeps its hash until it is allocated again, least recently freed first, and
+can be matched until then. A match compares token ids as well: a collision of hashes costs a miss, never a wrong text.
+The rules follow nano-vllm.
 """
 
 from collections import Counter, OrderedDict

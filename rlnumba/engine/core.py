@@ -168,13 +168,16 @@ class Engine:
         """Sequences that wait or run: int."""
         return sum(map(len, self.requests.values()))
 
-    def add_request(self, request_id, prompt, params=None, adapter_id=-1, indices=None, first_context=None):
+    def add_request(
+        self, request_id, prompt, params=None, adapter_id=-1, indices=None, first_context=None, cache_salt=""
+    ):
         """Queue the params.n completions of a prompt, and return its token ids: (P,) int32.
 
         request_id: hashable, of no unfinished request (ValueError). prompt: token ids or, with a tokenizer, a text.
         adapter_id: an index of the model's AdapterStack, -1 for none. indices: completions to queue, by default all.
         first_context: the prompt is the context of a turn, and this one (a list of ids) that of its episode's first
         turn, which the noise depends on; the blocks of a finished turn are retained until `release_retained`.
+        cache_salt: requests with different ones share no blocks of the cache.
         Raises PromptError (empty, too long, an id outside of the vocabulary) and ConfigError; nothing is queued then.
         """
         params = (params or SamplingParams()).seeded()
@@ -185,7 +188,7 @@ class Engine:
         stop_ids = tuple(dict.fromkeys(eos + params.stop_token_ids + special_stop_ids(self.tokenizer, params)))
         philox_key = noise_key(params.seed, prompt if first_context is None else first_context)
         sequences = [
-            Sequence(request_id, index, prompt, params, philox_key, limit, stop_ids, adapter_id)
+            Sequence(request_id, index, prompt, params, philox_key, limit, stop_ids, (adapter_id, cache_salt))
             for index in (range(params.n) if indices is None else indices)
         ]
         rules = token_rules(params, self.tokenizer, self.model.config.vocab_size)

@@ -47,8 +47,8 @@ class GroupRequest:
     """The params.n completions of a prompt. number: the group's; version: the oldest weights that may begin it.
 
     done, begun: what an earlier attempt has finished, {index: Completion}, and the Sequences that it has begun.
-    adapter_id: as Engine.add_request has it. episode: None, or the coroutine function of a completion; it can be
-    pickled where inference processes draw. Its values at the same results of its Futures are always the same.
+    adapter_id, cache_salt: as Engine.add_request has them. episode: None, or the coroutine function of a completion; it
+    can be pickled where inference processes draw. Its values at the same results of its Futures are always the same.
     params.max_tokens then bounds all tokens after an episode's first context, the environment's among them.
     """
 
@@ -60,6 +60,7 @@ class GroupRequest:
     begun: list[Sequence] = field(default_factory=list)
     adapter_id: int = -1
     episode: Callable | None = None
+    cache_salt: str = ""
 
     @property
     def completions(self):
@@ -179,7 +180,8 @@ class RunningEpisode:
     """An episode whose coroutine has not ended. waits_for: the Turn or the Future that it waits for, or None."""
 
     def __init__(self, request, index, max_model_len):
-        self.turn_id, self.adapter_id = TurnId(request.number, index), request.adapter_id
+        self.turn_id = TurnId(request.number, index)
+        self.adapter_id, self.cache_salt = request.adapter_id, request.cache_salt
         self.rollout = EpisodeRollout(request, index, max_model_len)
         self.coroutine, self.waits_for = request.episode(self.rollout), None
 
@@ -217,6 +219,7 @@ class Episodes:
 
     num_tokens, num_finished: tokens and completions drawn so far; waited_s: seconds without anything to compute, while
     all episodes waited for Futures.
+    output: the StepOutput of the last step, whose request_ids are the groups' numbers, or TurnIds; None without one.
     """
 
     def __init__(self, engine):
@@ -230,6 +233,7 @@ class Episodes:
         # Complete, and not yet returned by `step`.
         self._complete = []
         self.num_tokens, self.num_finished, self.waited_s = 0, 0, 0.0
+        self.output = None
 
     @property
     def policy_version(self):
@@ -265,6 +269,7 @@ class Episodes:
         wait_s: how long to wait for a Future, where all episodes do and the engine has nothing to compute. Raises as
         Engine.step, with the numbers of groups, and what an episode raises.
         """
+        self.output = None
         try:
             self._resume()
             if not self.engine.has_unfinished and self._episodes and not self._complete:
@@ -282,6 +287,7 @@ class Episodes:
 
     def _take(self, output):
         """Take in a StepOutput."""
+        self.output = output
         self.num_tokens += output.num_tokens
         for request_id, index, completion in output.finished:
             if isinstance(request_id, TurnId):
@@ -326,7 +332,7 @@ class Episodes:
         (context, params), index = episode.waits_for, episode.turn_id.index
         first_context = episode.rollout.first_context
         self.engine.add_request(
-            episode.turn_id, context, params, episode.adapter_id, [index], first_context=first_context
+            episode.turn_id, context, params, episode.adapter_id, [index], first_context, episode.cache_salt
         )
 
     def take_begun(self):
@@ -419,7 +425,8 @@ class Episodes:
         missing = [index for index in range(request.params.n) if index not in there]
         if request.episode is None:
             prompt, params = request.prompt_token_ids, request.params
-            self.engine.add_request(request.number, prompt, params, request.adapter_id, missing)
+            adapter_id, salt = request.adapter_id, request.cache_salt
+            self.engine.add_request(request.number, prompt, params, adapter_id, missing, cache_salt=salt)
             return
         for index in missing:
             episode = RunningEpisode(request, index, self.engine.max_model_len)

@@ -461,10 +461,14 @@ class Scheduler:
         self.release_waiters(sequence)
 
     def _salt(self, sequence):
-        """The salt of a first block's hash: the policy version, and the adapter if there is one."""
-        if sequence.adapter_id < 0:
-            return self.policy_version
-        return block_hash(self.policy_version, np.array([-1 - sequence.adapter_id]))
+        """The salt of a first block's hash: the policy version, with adapter and cache_salt if there are any."""
+        salt = self.policy_version
+        if sequence.adapter_id >= 0:
+            salt = block_hash(salt, np.array([-1 - sequence.adapter_id]))
+        if sequence.cache_salt:
+            # A negative number begins it, as it does an adapter's: no block of token ids has the hash.
+            salt = block_hash(salt, np.array([-1, *sequence.cache_salt.encode()]))
+        return salt
 
     def _hashes(self, token_ids, count, parent):
         """The hashes of the first `count` full blocks of token_ids; parent: what the first one follows."""

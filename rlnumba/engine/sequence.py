@@ -428,20 +428,21 @@ class RequestOutput:
 class Sequence:
     """One unfinished completion of a request, which the scheduler moves between waiting and running.
 
-    adapter_id: in the model's AdapterStack, -1 for none. prompt: (P,) int32; philox_key: (2,) uint32, of the request's
-    noise; length_limit: tokens, prompt included, at which it ends; stop_ids: ids that end it. While it runs its tokens
-    are in row `row` of the table (None: it waits); token_ids, logprobs (of every position, 0 in the prompt) and
-    policy_versions (of sampled tokens; arrays) are up to date when it leaves the row. is_prefix_leader: whether the
-    sequences of the same prompt wait for it to compute the prompt. num_cached_tokens: those of the prompt that the
-    cache held when it was first admitted; None before. retains_blocks: whether its blocks are retained at its end.
+    adapter: (adapter_id in the model's AdapterStack, -1 for none; cache_salt of its blocks). prompt: (P,) int32;
+    philox_key: (2,) uint32, of the request's noise; length_limit: tokens, prompt included, at which it ends; stop_ids:
+    ids that end it. While it runs its tokens are in row `row` of the table (None: it waits); token_ids, logprobs (of
+    every position, 0 in the prompt) and policy_versions (of sampled tokens; arrays) are up to date when it leaves the
+    row. is_prefix_leader: whether the sequences of the same prompt wait for it to compute the prompt.
+    num_cached_tokens: those of the prompt that the cache held when it was first admitted; None before. retains_blocks:
+    whether its blocks are retained at its end.
     """
 
-    def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), adapter_id=-1):
+    def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), adapter=(-1, "")):
         # The TokenRules of the request, if it has any; listings of its tokens, and of its prompt's, in their order.
         self.rules, self.listings, self.prompt_listings = None, [], []
-        self.request_id, self.index, self.adapter_id = request_id, index, adapter_id
+        self.request_id, self.index, (self.adapter_id, self.cache_salt) = request_id, index, adapter
         # Sequences of one key share the blocks of the prompt.
-        self.prompt_key = adapter_id, prompt.tobytes()
+        self.prompt_key = *adapter, prompt.tobytes()
         self.prompt, self.params, self.philox_key = prompt, params, philox_key
         self.length_limit, self.stop_ids = length_limit, stop_ids
         self.token_ids = prompt

@@ -9,13 +9,14 @@ inside the commands, so that --help and a wrong option are answered at once.
 command_line.py  the options before a command, errors and exit codes
 generate.py      generate
 score.py         score
+serve.py         serve
 train.py         a command for each trainer, and eval
 planning.py      plan and compile
 tools.py         check, merge, plot, env
 watch.py         watch
 """
 
-from rlnumba.cli import generate, planning, score, tools, train, watch  # noqa: F401, their commands
+from rlnumba.cli import generate, planning, score, serve, tools, train, watch  # noqa: F401, their commands
 from rlnumba.cli.command_line import cli, main, run, take_common_options_after_commands
 from rlnumba.cli.run_files import parse_overrides, runs_of_any_trainer
 

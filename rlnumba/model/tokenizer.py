@@ -218,6 +218,11 @@ class Tokenizer:
             return [self.decode(lists[0])]
         return [self._cleaned(text) for text in self.backend.decode_batch(lists, skip_special_tokens=True)]
 
+    @property
+    def decodes_piecewise(self):
+        """Whether the text of some ids begins that of more: not where spaces before later tokens are removed."""
+        return not self._clean_up
+
     def _cleaned(self, text):
         """A decoded text without the spaces that clean_up_tokenization_spaces removes."""
         for old, new in CLEAN_UP if self._clean_up else ():

@@ -1,0 +1,98 @@
+"""`rlnumba serve`: a model over HTTP."""
+
+import dataclasses
+
+import click
+
+from rlnumba.cli.command_line import cli
+from rlnumba.cli.options import BASE, DTYPE, MODEL, POSITIVE, SHARE
+from rlnumba.cli.progress import log_device, prepare_compiling
+from rlnumba.cli.rows import open_model
+from rlnumba.errors import ConfigError, UserError
+
+CALLS = click.Choice(["auto", "hermes", "qwen3_xml", "llama3_json", "none"])
+THINKING = click.Choice(["auto", "qwen3", "none"])
+
+
+@cli.command()
+@MODEL
+@BASE
+@click.option("--served-model-name", multiple=True, help="Id of the model; may be repeated. Default: --model.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; others than this machine's need a key.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes a free port.")
+@click.option("--api-key", envvar="RLNUMBA_API_KEY", help="Key of clients. Default: RLNUMBA_API_KEY.")
+@DTYPE
+@click.option("--max-model-len", type=click.IntRange(min=2), help="Default: the model's longest sequence.")
+@click.option("--max-num-seqs", type=POSITIVE, default=256, help="Most sequences in a step.")
+@click.option("--max-num-batched-tokens", type=POSITIVE, default=8192, help="Most tokens in a step.")
+@click.option("--gpu-memory-utilization", type=SHARE, default=0.9, help="Share of the GPU's memory for the engine.")
+@click.option("--enforce-eager", is_flag=True, help="Do not capture CUDA graphs.")
+@click.option("--chat-template", help="A Jinja file, instead of the tokenizer's own.")
+@click.option("--tool-call-parser", type=CALLS, default="auto", help="auto: the format that the template renders.")
+@click.option("--reasoning-parser", type=THINKING, default="auto", help="auto: <think>, if the template has it.")
+@click.option("--max-logprobs", type=click.IntRange(min=0), default=20, help="Most alternatives to a token.")
+@click.option("--max-num-queued-reqs", type=click.IntRange(min=0), default=1024, help="Sequences that may wait.")
+@click.option("--max-num-queued-tokens", type=POSITIVE, help="Tokens of prompts that may. Default: no limit.")
+@click.option("--max-body-bytes", type=POSITIVE, default=32 << 20, help="Most bytes of a request.")
+@click.option("--overload-status", type=click.Choice(["429", "503"]), default="429", help="Status when more come.")
+@click.option("--drain-timeout", type=click.FloatRange(min=0), default=30.0, help="Seconds after SIGTERM or SIGINT.")
+@click.option("--allowed-origins", multiple=True, help="A web page's origin that may read answers; may be repeated.")
+@click.option("--log-requests", is_flag=True, help="A line on stderr for each request.")
+def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser, reasoning_parser, **options):
+    """Serve a model over HTTP, with the routes of OpenAI's API.
+
+    When requests are accepted, one line on stdout is the base URL. SIGTERM and SIGINT let the requests that have begun
+    end, then the exit code is 0; a second one ends the process at once.
+    """
+    try:
+        from rlnumba.serve.process import ServerProcess, announce, bind
+    except ModuleNotFoundError as error:
+        if error.name.split(".")[0] == "rlnumba":
+            raise
+        raise ConfigError(f"serve needs {error.name}: pip install 'rlnumba[serve]'") from None
+    from rlnumba.config import EngineConfig
+    from rlnumba.engine.core import longest_sequence
+    from rlnumba.serve.service import Parsers
+    from rlnumba.serve.settings import ServerSettings
+
+    names = {field.name for field in dataclasses.fields(EngineConfig)} & set(options)
+    engine_config = EngineConfig(**{name: options.pop(name) for name in names})
+    options["overload_status"] = int(options["overload_status"])
+    options["allowed_origins"] = tuple(options["allowed_origins"])
+    settings = ServerSettings(names=served_model_name or (model,), root=model, **options)
+    prepare_compiling(1)
+    log_device()
+    folder, base, config, tokenizer = open_model(model, base)
+    longest_sequence(config, engine_config)
+    if chat_template is not None:
+        set_template(tokenizer, chat_template)
+    parsers = Parsers(tokenizer, tool_call_parser, reasoning_parser)
+    bound = bind(settings.host, settings.port)
+
+    from rlnumba.engine.core import Engine
+    from rlnumba.engine.llm import TEXT_TOKENS, compile_ahead
+    from rlnumba.engine.sequence import SamplingParams
+    from rlnumba.model.transformer import load_model
+
+    if base is None:
+        compile_ahead(config, dtype or config.dtype, None, engine_config, [TEXT_TOKENS], [SamplingParams()])
+    engine = Engine(load_model(folder, dtype, base=base), tokenizer, engine_config)
+    process = ServerProcess(settings, engine, parsers, bound)
+    process.run(lambda: announce(process.url))
+
+
+def set_template(tokenizer, path):
+    """Give a tokenizer the chat template of a file. Raises ConfigError naming it."""
+    if tokenizer is None:
+        raise ConfigError(f"--chat-template {path}: the model has no tokenizer")
+    try:
+        with open(path, encoding="utf-8") as file:
+            tokenizer.templates = {"default": file.read()}
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error.reason}") from None
+    except OSError as error:
+        raise ConfigError(f"--chat-template {path}: {error.strerror}") from None
+    try:
+        tokenizer.template_variables  # noqa: B018, reads the whole of it
+    except UserError as error:
+        raise ConfigError(f"{path}: {str(error).removeprefix(f'{tokenizer.folder}: ')}") from None

@@ -1,0 +1,123 @@
+"""/v1/completions: prompts as texts or token ids."""
+
+from rlnumba.errors import shown
+from rlnumba.serve.answers import Answer
+from rlnumba.serve.bodies import MOST_ITEMS, token_ids
+from rlnumba.serve.detokenize import TextStream, text_of
+from rlnumba.serve.errors import ApiError
+from rlnumba.serve.logprobs import CompletionLogprobs, TokenTexts
+from rlnumba.serve.sampling import Sampling
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionAnswer(Answer):
+    """The completions of one or several prompts; choices are prompt-major."""
+
+    def __init__(self, service, body, request_id):
+        super().__init__(service, body, f"cmpl-{request_id}", "text_completion", "text_completion")
+        self.prompts = read_prompts(body, service.vocab_size)
+        self.echo = body.boolean("echo")
+        self.truncate = body.integer("truncate_prompt_tokens", low=-1)
+        self.add_special_tokens = body.boolean("add_special_tokens", True)
+        max_tokens = body.integer("max_tokens", low=0)
+        if max_tokens == 0 and not self.echo:
+            raise ApiError("max_tokens 0 needs echo", "max_tokens")
+        self.draws_nothing = max_tokens == 0
+        self.sampling = Sampling(body, max_tokens, DEFAULT_MAX_TOKENS)
+        self.sampling.check_stops(service.tokenizer, service.vocab_size)
+        self.num_logprobs = body.integer("logprobs", low=0, high=service.settings.max_logprobs)
+        if self.num_logprobs or (self.echo and self.num_logprobs is not None):
+            raise ApiError("logprobs above 0, and with echo, is not supported", "logprobs")
+        self.returns_ids = body.boolean("return_token_ids")
+        self.texts = TokenTexts(service.tokenizer, body.boolean("return_tokens_as_token_ids"))
+        self.options = self.sampling.text_options()
+        self.num_sequences = len(self.prompts) * self.sampling.n
+        self.echoed, self.choices = [], {}
+
+    def prepare(self):
+        """(token ids of each prompt, SamplingParams of each). Raises ApiError."""
+        tokenizer, prompts = self.service.tokenizer, []
+        for prompt in self.prompts:
+            if isinstance(prompt, str):
+                prompt = self.service.encode(prompt, self.add_special_tokens, "prompt")
+            prompts.append(truncated(prompt, self.truncate, self.service.max_model_len))
+        if self.echo and tokenizer is not None:
+            pairs = zip(self.prompts, prompts, strict=True)
+            self.echoed = [given if isinstance(given, str) else tokenizer.decode(ids) for given, ids in pairs]
+        return prompts, self.sampling.params(list(map(len, prompts)), self.service.max_model_len, "prompt")
+
+    def prompt_text(self, index):
+        """What stands before the text of a choice."""
+        return self.echoed[index // self.sampling.n] if self.echoed else ""
+
+    def choice(self, index, completion):
+        """The object of a choice that is not streamed."""
+        text = "" if self.draws_nothing else text_of(self.service.tokenizer, completion, self.options)
+        ids = [] if self.draws_nothing else list(completion.token_ids)
+        values = self.logprobs_of(CompletionLogprobs(self.texts), ids, completion.logprobs)
+        return self.object(index, self.prompt_text(index) + text, values, ids, completion)
+
+    def logprobs_of(self, writer, ids, logprobs):
+        return None if self.num_logprobs is None else writer.of(ids, logprobs[: len(ids)])
+
+    def object(self, index, text, logprobs, ids, completion=None, with_prompt=True):
+        found = {"index": index, "text": text, "logprobs": logprobs}
+        found |= {"finish_reason": None, "stop_reason": None}
+        if completion is not None:
+            reason = "length" if self.draws_nothing else completion.finish_reason
+            found |= {"finish_reason": reason, "stop_reason": completion.stop_reason}
+        if self.returns_ids:
+            found["token_ids"] = ids
+            if with_prompt:
+                found["prompt_token_ids"] = list(self.job.prompts[index // self.sampling.n])
+        return found
+
+    def opening(self):
+        """Chunks before the first token: list."""
+        return []
+
+    def choice_chunks(self, delta):
+        index, is_first = delta.choice, delta.choice not in self.choices
+        if is_first:
+            self.choices[index] = TextStream(self.service.tokenizer, self.options), CompletionLogprobs(self.texts)
+        stream, writer = self.choices[index]
+        text, ids = (stream.piece(delta), delta.token_ids) if not self.draws_nothing else ("", [])
+        text = self.prompt_text(index) + text if is_first else text
+        if not text and delta.completion is None and self.num_logprobs is None and not self.returns_ids:
+            return []
+        values = self.logprobs_of(writer, ids, delta.logprobs)
+        return [self.chunk([self.object(index, text, values, ids, delta.completion, is_first)])]
+
+
+def read_prompts(body, vocab_size):
+    """The prompts of a body, a list of texts and lists of token ids. Raises ApiError."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        prompts = [prompt]
+    elif isinstance(prompt, list) and prompt and not isinstance(prompt[0], str | list):
+        prompts = [token_ids(prompt, "prompt", vocab_size)]
+    elif isinstance(prompt, list) and prompt:
+        if len(prompt) > MOST_ITEMS:
+            raise ApiError(f"prompt has {len(prompt)} items, at most {MOST_ITEMS}", "prompt")
+        prompts = [
+            each if isinstance(each, str) else token_ids(each, f"prompt[{index}]", vocab_size)
+            for index, each in enumerate(prompt)
+        ]
+    else:
+        raise ApiError(
+            f"prompt must be a text, token ids, or a list of either, got {shown(prompt)}; messages are for "
+            "/v1/chat/completions",
+            "prompt",
+        )
+    if not all(prompts):
+        raise ApiError("prompt is empty", "prompt")
+    return prompts
+
+
+def truncated(ids, limit, max_model_len):
+    """The last `limit` ids of a prompt; -1 is the model's longest sequence, None no limit."""
+    if limit is None:
+        return ids
+    limit = max_model_len if limit == -1 else limit
+    return ids[len(ids) - min(limit, len(ids)) :]

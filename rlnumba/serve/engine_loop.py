@@ -1,0 +1,234 @@
+"""The main thread: the engine's steps, between which the commands of the server's thread are carried out.
+
+    loop.submit(job)            the job's prompts become episodes before the next step
+    loop.cancel(job)            they are dropped before the next step, and their blocks are free
+    loop.call(function)         its result, computed between two steps: a concurrent Future
+    loop.run(ends)              the steps, until ends() is true
+
+Only this thread uses the engine. What it sends to the server's thread goes there once a step.
+"""
+
+import itertools
+import time
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from rlnumba.engine.core import PromptError
+from rlnumba.engine.episodes import Episodes, GroupRequest
+from rlnumba.errors import ConfigError
+from rlnumba.serve.errors import ApiError, internal_error
+from rlnumba.serve.jobs import Delta, Job
+
+# An idle engine looks this often whether the process is to end: a signal interrupts no wait.
+IDLE_S = 0.1
+
+
+@dataclass
+class Group:
+    """A prompt of a job in the engine. left: its completions that have not ended."""
+
+    job: Job
+    prompt: int
+    left: int
+
+    def delta(self, index):
+        """An empty Delta of its completion `index`."""
+        return Delta(self.prompt * self.job.n + index, [], [])
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Counts of the engine after its last step, for /metrics. used_blocks: those that sequences refer to."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    used_blocks: int = 0
+    num_blocks: int = 0
+    num_preemptions: int = 0
+
+
+class EngineLoop:
+    """The engine behind a queue of commands. events: called with lists of (function, argument) for the other thread.
+
+    metrics: a ServerMetrics, whose counters are those of this thread.
+    """
+
+    def __init__(self, engine, metrics, events):
+        self.engine, self.metrics, self.events = engine, metrics, events
+        self.episodes = Episodes(engine)
+        self.commands = SimpleQueue()
+        self.numbers = itertools.count()
+        # The Groups in the engine, by their numbers.
+        self.groups = {}
+        # Tokens of a choice that were sent, {(number, index): count}, and of those drawn again, how many to leave out.
+        self.sent, self.drawn_again = {}, {}
+        self.outgoing = []
+        self.state = EngineState()
+
+    # Called by the server's thread.
+
+    def submit(self, job):
+        self.commands.put(partial(self._submit, job))
+
+    def cancel(self, job):
+        self.commands.put(partial(self._cancel, job))
+
+    def call(self, function):
+        """The Future of function(engine), called between two steps."""
+        future = Future()
+
+        def command():
+            try:
+                future.set_result(function(self.engine))
+            except (ConfigError, PromptError) as error:
+                future.set_exception(error)
+
+        self.commands.put(command)
+        return future
+
+    # The engine's thread.
+
+    def run(self, ends):
+        """Steps and commands until ends() is true. A failure of the engine ends all jobs, and is raised."""
+        try:
+            while not ends():
+                self._carry_out_commands()
+                self._flush()
+                if not self.episodes.is_idle:
+                    self._step()
+                self._note_state()
+                self._flush()
+        except BaseException:
+            self.end_all(internal_error())
+            raise
+
+    def end_all(self, error):
+        """End all jobs with an ApiError."""
+        for job in {id(group.job): group.job for group in self.groups.values()}.values():
+            self.outgoing.append((job.fail, error))
+            self._cancel(job)
+        self._flush()
+
+    def _carry_out_commands(self):
+        """Every command in the queue; an idle engine waits for one."""
+        try:
+            command = self.commands.get(timeout=IDLE_S) if self.episodes.is_idle else self.commands.get_nowait()
+            while True:
+                command()
+                command = self.commands.get_nowait()
+        except Empty:
+            pass
+
+    def _submit(self, job):
+        for index, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True)):
+            number = next(self.numbers)
+            try:
+                self.episodes.submit(GroupRequest(number, prompt, params, cache_salt=job.cache_salt))
+            except (PromptError, ConfigError) as error:
+                self._cancel(job)
+                reason = error.reason if isinstance(error, PromptError) else str(error)
+                self.outgoing.append((job.fail, ApiError(reason)))
+                return
+            job.numbers.append(number)
+            self.groups[number] = Group(job, index, job.n)
+        self.outgoing.append((job.accept, None))
+
+    def _cancel(self, job):
+        for number in job.numbers:
+            if number in self.groups:
+                self.metrics.abort(self.groups[number].left)
+                self.episodes.abort(number)
+                self._forget(number)
+
+    def _forget(self, number):
+        group = self.groups.pop(number)
+        for index in range(group.job.n):
+            self.sent.pop((number, index), None)
+            self.drawn_again.pop((number, index), None)
+
+    def _step(self):
+        started = time.monotonic()
+        try:
+            complete = self.episodes.step()
+        except PromptError as error:
+            self._drop_damaged(error)
+            return
+        now = time.monotonic()
+        self._note_begun(started)
+        self._send(self.episodes.output, started, now)
+        for request in complete:
+            group = self.groups[request.number]
+            self.metrics.end_prompt(group.job.times[group.prompt], now)
+            self._forget(request.number)
+
+    def _note_begun(self, started):
+        for number in self.episodes.take_begun():
+            self._begin(self.groups[number], started)
+
+    def _begin(self, group, started):
+        group.job.times[group.prompt].begun = started
+        self.outgoing.append((group.job.begin, group.prompt))
+
+    def _drop_damaged(self, error):
+        """End the requests whose prompts have no log-probs; the tokens of all others are drawn again, and are equal."""
+        self.episodes.begin_again(error.request_ids)
+        for job in {id(job): job for job in (self.groups[number].job for number in error.request_ids)}.values():
+            self.outgoing.append((job.fail, ApiError(error.reason)))
+            self._cancel(job)
+        self.drawn_again = dict(self.sent)
+
+    def _send(self, output, started, now):
+        """Queue the Deltas of a step: of a job that streams all tokens, of others the completions that ended."""
+        deltas, streamed = {}, set()
+        for number, count in Counter([sequence.request_id for sequence in output.sequences]).items():
+            group = self.groups[number]
+            times = group.job.times[group.prompt]
+            if times.begun is None:  # it has ended with its first step
+                self._begin(group, started)
+            self.metrics.tokens(times, len(group.job.prompts[group.prompt]), count, now)
+            if group.job.streams:
+                streamed.add(number)
+        for sequence, token, logprob in self._tokens_of(output, streamed):
+            number, index = key = sequence.request_id, sequence.index
+            if self.drawn_again.get(key):
+                self.drawn_again[key] -= 1
+                continue
+            self.sent[key] = self.sent.get(key, 0) + 1
+            if (delta := deltas.get(key)) is None:
+                group = self.groups[number]
+                delta = deltas[key] = group.delta(index)
+                self.outgoing.append((group.job.inbox.put, delta))
+            delta.token_ids.append(token)
+            delta.logprobs.append(logprob)
+        for number, index, completion in output.finished:
+            group = self.groups[number]
+            group.left -= 1
+            if (delta := deltas.get((number, index))) is None:
+                delta = group.delta(index)
+                self.outgoing.append((group.job.inbox.put, delta))
+            delta.completion = completion
+            self.metrics.end_choice(len(group.job.prompts[group.prompt]), completion)
+            self.outgoing.append((group.job.end_choice, None))
+
+    @staticmethod
+    def _tokens_of(output, numbers):
+        """(Sequence, token id, log-prob) of the tokens of a step that groups with these numbers got: list."""
+        if not numbers:
+            return []
+        columns = output.sequences, output.token_ids.tolist(), output.logprobs.tolist()
+        return [each for each in zip(*columns, strict=True) if each[0].request_id in numbers]
+
+    def _flush(self):
+        if self.outgoing:
+            events, self.outgoing = self.outgoing, []
+            self.events(events)
+
+    def _note_state(self):
+        engine, blocks = self.engine, self.engine.blocks
+        num_running = len(engine.scheduler.running)
+        used = blocks.num_blocks - blocks.num_free
+        waiting = engine.num_unfinished - num_running
+        self.state = EngineState(num_running, waiting, used, blocks.num_blocks, engine.num_preemptions)

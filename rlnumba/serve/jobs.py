@@ -1,0 +1,139 @@
+"""One HTTP request between the server's thread and the engine's.
+
+The server's thread makes a Job, gives it to EngineLoop.submit, and awaits its deltas; the engine's thread sends them
+once a step, for all jobs together.
+"""
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from rlnumba.engine.sequence import Completion
+
+
+@dataclass
+class Delta:
+    """Tokens that were drawn for choice `choice` of a job; completion: the whole of it, with its last delta."""
+
+    choice: int
+    token_ids: list[int]
+    logprobs: list[float]
+    completion: Completion | None = None
+
+
+@dataclass
+class Times:
+    """Seconds of time.monotonic at which a prompt arrived, was begun, and got its first token."""
+
+    arrived: float
+    begun: float | None = None
+    first: float | None = None
+    last: float | None = None
+
+
+class Job:
+    """Prompts with their SamplingParams, a GroupRequest each. streams: whether each step's tokens are wanted.
+
+    Choices are prompt-major: completion i of prompt p is choice p n + i.
+    """
+
+    def __init__(self, request_id, prompts, params, streams, cache_salt=""):
+        self.request_id, self.prompts, self.params = request_id, prompts, params
+        self.streams, self.cache_salt = streams, cache_salt
+        self.n = params[0].n
+        self.times = [Times(time.monotonic()) for _ in prompts]
+        # Numbers of its groups in the engine, which has one for each prompt.
+        self.numbers = []
+        self.inbox = Inbox()
+        # Completions whose end was not taken from the inbox.
+        self.unfinished = len(prompts) * self.n
+        self.accepted = asyncio.get_running_loop().create_future()
+        # Places in the queue, which the job's end gives back.
+        self.places = None
+
+    @property
+    def num_choices(self):
+        return len(self.prompts) * self.n
+
+    @property
+    def prompt_tokens(self):
+        return sum(map(len, self.prompts))
+
+    async def deltas(self):
+        """The Deltas that have come since the last call, at most one for each choice; waits for one.
+
+        Raises the job's ApiError. Nothing is lost if the call is cancelled.
+        """
+        deltas = merged(await self.inbox.take())
+        self.unfinished -= sum(delta.completion is not None for delta in deltas)
+        return deltas
+
+    async def completions(self):
+        """All Completions, in the order of the choices. Raises the job's ApiError."""
+        found = [None] * self.num_choices
+        while self.unfinished:
+            for delta in await self.deltas():
+                found[delta.choice] = delta.completion or found[delta.choice]
+        return found
+
+    # Events of the engine's thread, in the server's.
+
+    def accept(self, _):
+        """The engine has taken it."""
+        if not self.accepted.done():
+            self.accepted.set_result(None)
+
+    def begin(self, prompt):
+        """The engine has begun a prompt."""
+        self.places.release_tokens(len(self.prompts[prompt]))
+
+    def end_choice(self, _):
+        """A completion has ended."""
+        self.places.release(1)
+
+    def fail(self, error):
+        """The job ends with an ApiError."""
+        if self.accepted.done():
+            self.inbox.fail(error)
+        else:
+            self.accepted.set_exception(error)
+
+
+def merged(deltas):
+    """Deltas with those of one choice joined, in the order in which the choices came first."""
+    by_choice = {}
+    for delta in deltas:
+        if (first := by_choice.setdefault(delta.choice, delta)) is not delta:
+            first.token_ids += delta.token_ids
+            first.logprobs += delta.logprobs
+            first.completion = delta.completion
+    return list(by_choice.values())
+
+
+@dataclass
+class Inbox:
+    """Deltas that wait for the handler of a request, and the error that ends it. The server's thread has it alone."""
+
+    items: deque = field(default_factory=deque)
+    error: Exception | None = None
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, delta):
+        self.items.append(delta)
+        self.ready.set()
+
+    def fail(self, error):
+        self.error = error
+        self.ready.set()
+
+    async def take(self):
+        """All Deltas that have come, at least one; raises the error once these have been taken."""
+        await self.ready.wait()
+        if not self.items:
+            raise self.error
+        items = list(self.items)
+        self.items.clear()
+        if self.error is None:
+            self.ready.clear()
+        return items

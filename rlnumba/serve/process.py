@@ -1,0 +1,156 @@
+"""The process of `rlnumba serve`: the engine in the main thread, uvicorn in a second one.
+
+The first SIGINT or SIGTERM lets what has begun end, for drain_timeout seconds; a second one ends the process at once.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import click
+import uvicorn
+
+from rlnumba.errors import UserError
+from rlnumba.runtime.signals import REPEAT_S
+from rlnumba.serve.app import make_app
+from rlnumba.serve.engine_loop import EngineLoop
+from rlnumba.serve.metrics import ServerMetrics
+from rlnumba.serve.security import stopping
+from rlnumba.serve.service import Service
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+BACKLOG = 2048
+# Seconds for answers that are written when the engine has ended.
+LAST_WRITES_S = 5
+
+
+def bind(host, port):
+    """A socket with the address, which does not listen yet. Raises UserError where it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except (OSError, OverflowError) as error:
+        found.close()
+        raise UserError(f"{host}:{port}: {error.strerror if isinstance(error, OSError) else error}") from None
+    return found
+
+
+def url_of(host, bound):
+    """The base URL of a bound socket, with the host as it was given."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+
+
+class ServerThread:
+    """uvicorn with an event loop of its own, in a thread. app: ASGI; bound: the socket."""
+
+    def __init__(self, app, bound):
+        config = uvicorn.Config(
+            app, log_config=None, log_level="critical", access_log=False, lifespan="off", ws="none",
+            server_header=False, proxy_headers=False, backlog=BACKLOG, timeout_graceful_shutdown=LAST_WRITES_S,
+        )  # fmt: skip
+        self.server, self.bound, self.loop = uvicorn.Server(config), bound, None
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="server", daemon=True)
+
+    async def _serve(self):
+        self.loop = asyncio.get_running_loop()
+        await self.server.serve([self.bound])
+
+    def start(self):
+        """Return once connections are accepted."""
+        self.thread.start()
+        while not self.server.started:
+            if not self.thread.is_alive():
+                raise UserError("the server did not start")
+            time.sleep(0.005)
+
+    def deliver(self, events):
+        """Call functions in the server's thread. events: list of (function, argument)."""
+        self.loop.call_soon_threadsafe(_call_all, events)
+
+    @property
+    def is_alive(self):
+        return self.thread.is_alive()
+
+    def stop(self):
+        """Close all connections once their answers are written, and wait for the thread."""
+        self.server.should_exit = True
+        self.thread.join(LAST_WRITES_S + 1)
+
+
+def _call_all(events):
+    for function, argument in events:
+        function(argument)
+
+
+class Ending:
+    """The end of the process by a signal. received: the first one's number, at `since` of time.monotonic."""
+
+    def __init__(self):
+        self.received, self.since = None, 0.0
+
+    def on_signal(self, number, frame):
+        if self.received is None:
+            self.received, self.since = number, time.monotonic()
+        elif time.monotonic() - self.since > REPEAT_S:
+            os._exit(128 + number)
+
+    @contextmanager
+    def handled(self):
+        """Handle the signals of ENDING in the block, in the main thread; elsewhere nothing is handled."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.on_signal) for number in ENDING}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class ServerProcess:
+    """A server over an Engine, which `run` serves in the calling thread until `ending` has received a signal."""
+
+    def __init__(self, settings, engine, parsers, bound):
+        self.settings, self.bound = settings, bound
+        self.ending = Ending()
+        metrics = ServerMetrics(settings.name)
+        self.engine_loop = EngineLoop(engine, metrics, lambda events: self.thread.deliver(events))
+        metrics.state = lambda: self.engine_loop.state
+        self.service = Service(settings, self.engine_loop, parsers, metrics)
+        self.thread = ServerThread(make_app(self.service), bound)
+        self.url = url_of(settings.host, bound)
+
+    def run(self, started):
+        """Serve; started() is called when requests are accepted."""
+        with self.ending.handled():
+            self.engine_loop.engine.wake()
+            self.thread.start()
+            started()
+            try:
+                self.engine_loop.run(self._has_ended)
+                self.engine_loop.end_all(stopping())
+            finally:
+                self.thread.stop()
+                self.service.pool.shutdown(wait=False, cancel_futures=True)
+
+    def _has_ended(self):
+        if not self.thread.is_alive:
+            raise UserError("the thread of the server has ended")
+        if self.ending.received is None:
+            return False
+        self.service.is_ending = True
+        is_late = time.monotonic() - self.ending.since > self.settings.drain_timeout
+        return is_late or not self.service.num_active
+
+
+def announce(url):
+    """Write the base URL to stdout, for scripts that wait for it."""
+    click.echo(url)
+    click.get_text_stream("stdout").flush()

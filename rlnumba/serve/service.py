@@ -1,0 +1,128 @@
+"""What the routes have of the model: its sizes, its tokenizer, and the way to the engine's thread."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from rlnumba.environments.formats import FORMATS, detect_format
+from rlnumba.errors import UserError
+from rlnumba.serve.admission import Admission
+from rlnumba.serve.errors import ApiError
+from rlnumba.serve.jobs import Job
+from rlnumba.serve.streams import EventStream, until_gone
+
+# Threads that render templates and encode texts, beside the one that answers.
+RENDERING_THREADS = 4
+# Tags that a turn's parser looks for in the text.
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>")
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The source of the chat template, "" without one, and the names of the variables that it reads."""
+
+    source: str
+    variables: frozenset
+
+    @classmethod
+    def of(cls, tokenizer):
+        if tokenizer is None or tokenizer.chat_template is None:
+            return cls("", frozenset())
+        return cls(tokenizer.chat_template, frozenset(tokenizer.template_variables))
+
+
+class Parsers:
+    """How a turn's text is taken apart. tool_call_parser: auto, a name in FORMATS, or none; reasoning_parser: auto,
+    qwen3 (`<think>`) or none. Raises UserError for a format named that the tokenizer's template cannot have."""
+
+    def __init__(self, tokenizer, tool_call_parser="auto", reasoning_parser="auto"):
+        source = ChatTemplate.of(tokenizer).source
+        self.format = self.problem = None
+        if tool_call_parser in FORMATS:
+            self.format = FORMATS[tool_call_parser]
+        elif tool_call_parser == "auto" and source:
+            try:
+                self.format = detect_format(tokenizer)
+            except UserError as error:
+                self.problem = str(error).removeprefix(f"{tokenizer.folder}: ")
+        self.splits_reasoning = reasoning_parser == "qwen3" or (reasoning_parser == "auto" and "<think>" in source)
+        self.has_special_tags = tokenizer is not None and any(tag in tokenizer.special_ids for tag in TAGS)
+
+    def format_of_calls(self):
+        """The ToolFormat, None where calls are not parsed. Raises ApiError where the template has none."""
+        if self.problem is not None:
+            raise ApiError(f"tools: {self.problem}", "tools")
+        return self.format
+
+
+class Service:
+    """The server's state, which its thread alone changes. engine_loop: EngineLoop; metrics: ServerMetrics.
+
+    num_active: POSTs in work; is_ending: set once by the main thread, when no more are taken.
+    """
+
+    def __init__(self, settings, engine_loop, parsers, metrics):
+        engine = engine_loop.engine
+        self.settings, self.engine_loop, self.parser, self.metrics = settings, engine_loop, parsers, metrics
+        self.tokenizer = engine.tokenizer
+        self.max_model_len, self.vocab_size = engine.max_model_len, engine.model.config.vocab_size
+        self.template = ChatTemplate.of(self.tokenizer)
+        self.admission = Admission(settings, engine.max_num_seqs, metrics)
+        self.pool = ThreadPoolExecutor(RENDERING_THREADS, "rendering")
+        self.num_active, self.is_ending = 0, False
+
+    def check_model(self, body):
+        """The id of the model that a body names, the first one if it names none. Raises ApiError."""
+        name = body.string("model") or self.settings.name
+        self.check_name(name)
+        return name
+
+    def check_name(self, name):
+        if name not in self.settings.names:
+            message = f"The model `{name}` does not exist; this server has {', '.join(self.settings.names)}"
+            raise ApiError(message, "model", "model_not_found", 404)
+
+    def need_tokenizer(self, param):
+        if self.tokenizer is None:
+            raise ApiError("the model has no tokenizer; /inference/v1/generate takes token ids", param)
+
+    def encode(self, text, add_special_tokens, param):
+        """The token ids of a text. Raises ApiError for one that is certainly too long, before it is encoded."""
+        self.need_tokenizer(param)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    async def off_loop(self, function, *arguments):
+        """The result of a function that may take long, computed in another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, function, *arguments)
+
+    async def answer(self, request, answer):
+        """Draw what an Answer asks for: the object of a whole answer, or the EventStream. Raises ApiError, ClientGone.
+
+        Places are booked before prompts are rendered, which costs time too.
+        """
+        job, places = None, self.admission.places(answer.num_sequences)
+        try:
+            prompts, params = await self.off_loop(answer.prepare)
+            places.book_tokens(sum(map(len, prompts)))
+            streams = answer.stream.streams
+            job = Job(answer.request_id, prompts, params, streams, answer.cache_salt)
+            job.places = places
+            answer.begin(job)
+            self.engine_loop.submit(job)
+            await job.accepted
+            if streams:
+                stream = EventStream(self, job, answer)
+                job = places = None  # they are the stream's
+                return stream
+            return answer.whole(await until_gone(request.receive, job.completions()))
+        finally:
+            if job is not None:
+                self.close(job)
+            elif places is not None:
+                places.close()
+
+    def close(self, job):
+        """A job is over: the engine drops what is left of it, and its places are free."""
+        if job.unfinished:
+            self.engine_loop.cancel(job)
+        job.places.close()

@@ -1,0 +1,192 @@
+"""What the server answers: the draw of `generate`, streams that equal whole answers, the real client."""
+
+import functools
+import json
+import operator
+
+import pytest
+
+from rlnumba import cli
+from rlnumba.runtime import device
+from tests.serve.conftest import MODEL, NAME, request
+
+PROMPT = "what is 3+4? "
+CHAT = [{"role": "user", "content": PROMPT}]
+
+
+def test_the_draw_is_that_of_generate(server, tmp_path):
+    rows = [{"prompt": PROMPT}, {"prompt_token_ids": [5, 6, 7]}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"seed": 3, "n": 2, "max_tokens": 12, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.1}
+    options |= {"min_tokens": 2, "min_p": 0.01, "presence_penalty": 0.5}
+    arguments = ["generate", "--device", device.name(), "--model", MODEL, "--prompts", tmp_path / "in.jsonl"]
+    arguments += ["--output", tmp_path / "out.jsonl", "--stop", "b"]
+    for name, value in options.items():
+        arguments += [f"--{name}", value]
+    assert cli.run([str(each) for each in arguments]) == 0
+    expected = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for row, found in zip(rows, expected, strict=True):
+        prompt = row.get("prompt", row.get("prompt_token_ids"))
+        body = {"prompt": prompt, "stop": "b", "logprobs": 0, "return_token_ids": True} | options
+        reply = request(server, "/v1/completions", body).json
+        for choice, completion in zip(reply["choices"], found["completions"], strict=True):
+            assert choice["token_ids"] == completion["token_ids"]
+            assert choice["logprobs"]["token_logprobs"] == completion["logprobs"]
+            assert choice["text"] == completion["text"]
+            assert choice["finish_reason"] == completion["finish_reason"]
+            assert choice["prompt_token_ids"] == found["prompt_token_ids"]
+        params = {"stop": ["b"], "logprobs": 0} | options
+        body = {"token_ids": found["prompt_token_ids"], "sampling_params": params}
+        tokens = request(server, "/inference/v1/generate", body).json["choices"]
+        for choice, completion in zip(tokens, found["completions"], strict=True):
+            assert choice["token_ids"] == completion["token_ids"]
+            entries = choice["logprobs"]["content"]
+            assert [entry["logprob"] for entry in entries] == completion["logprobs"]
+            assert [entry["token"] for entry in entries] == [f"token_id:{i}" for i in completion["token_ids"]]
+            versions = [{"version": 0, "start": 0, "end": len(choice["token_ids"])}]
+            assert choice["weight_versions"] == versions
+    both = request(server, "/v1/completions", body | options | {"prompt": [PROMPT, "ab"], "seed": -1}).json
+    assert [choice["index"] for choice in both["choices"]] == [0, 1, 2, 3]
+    alone = request(server, "/v1/completions", {"prompt": "ab", "seed": 2**64 - 1} | options | {"seed": -1}).json
+    assert [c["text"] for c in both["choices"][2:]] == [c["text"] for c in alone["choices"]]
+
+
+COMPLETIONS = [
+    {"prompt": PROMPT, "n": 3, "max_tokens": 24},
+    {"prompt": [[5, 6, 7], [8, 9]], "n": 2, "logprobs": 0, "return_token_ids": True},
+    {"prompt": PROMPT, "stop": ["b", "9l", "cz", "mc"], "max_tokens": 40, "n": 4},
+    {"prompt": PROMPT, "stop": ["b", "m2"], "max_tokens": 40, "n": 4, "include_stop_str_in_output": True},
+    {"prompt": PROMPT, "skip_special_tokens": False, "max_tokens": 60, "ignore_eos": True, "stop": "co"},
+    {"prompt": PROMPT, "echo": True, "max_tokens": 3},
+    {"prompt": PROMPT, "echo": True, "max_tokens": 0},
+    {"prompt": PROMPT, "truncate_prompt_tokens": 4, "return_token_ids": True, "stop_token_ids": [20, 30]},
+    {"prompt": PROMPT, "logprobs": 0, "return_tokens_as_token_ids": True},
+]
+
+
+def joined(choices, key):
+    """The pieces of a key of streamed choices together: a text or a list; None where all are None."""
+    pieces = [choice[key] for choice in choices if choice.get(key) is not None]
+    return functools.reduce(operator.add, pieces) if pieces else None
+
+
+def pieces_of(events, index):
+    return [choice for event in events for choice in event["choices"] if choice["index"] == index]
+
+
+@pytest.mark.parametrize("body", COMPLETIONS, ids=lambda body: ",".join(body))
+def test_a_streamed_completion_is_the_whole_one(server, body):
+    body = {"seed": 7, "model": NAME} | body
+    whole = request(server, "/v1/completions", body).json
+    events = request(
+        server, "/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}}
+    ).events
+    last = events.pop()
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert all(event["usage"] is None for event in events)
+    for choice in whole["choices"]:
+        pieces = pieces_of(events, choice["index"])
+        assert (joined(pieces, "text") or "") == choice["text"]
+        assert joined(pieces, "token_ids") == choice.get("token_ids")
+        assert pieces[0].get("prompt_token_ids") == choice.get("prompt_token_ids")
+        assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [choice["finish_reason"]]
+        assert pieces[-1]["stop_reason"] == choice["stop_reason"]
+        for key in ("tokens", "token_logprobs", "text_offset") if choice["logprobs"] else ():
+            assert joined([piece["logprobs"] for piece in pieces], key) == choice["logprobs"][key]
+    if isinstance(body.get("stop"), list) and not body.get("include_stop_str_in_output"):
+        assert not any(stop in choice["text"] for choice in whole["choices"] for stop in body["stop"])
+    if body.get("include_stop_str_in_output"):
+        for choice in whole["choices"]:
+            assert choice["stop_reason"] is None or choice["text"].endswith(choice["stop_reason"])
+
+
+CHATS = [
+    {"n": 2, "max_tokens": 20},
+    {"max_completion_tokens": 5, "max_tokens": 3, "logprobs": True, "return_token_ids": True},
+    {"stop": ["b", "d0"], "n": 3},
+    {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 9},
+]
+
+
+@pytest.mark.parametrize("body", CHATS, ids=lambda body: ",".join(body))
+def test_a_streamed_chat_is_the_whole_one(server, body):
+    body = {"seed": 7, "messages": CHAT} | body
+    whole = request(server, "/v1/chat/completions", body).json
+    events = request(server, "/v1/chat/completions", body | {"stream": True}).events
+    assert events[0].get("prompt_token_ids") == whole.get("prompt_token_ids")
+    for choice in whole["choices"]:
+        pieces = pieces_of(events, choice["index"])
+        assert pieces[0]["delta"] == {"role": "assistant", "content": ""}
+        deltas = [piece["delta"] for piece in pieces]
+        assert joined(deltas, "content") == choice["message"]["content"]
+        assert joined(pieces, "token_ids") == choice.get("token_ids")
+        if choice["logprobs"]:
+            streamed = joined([piece["logprobs"] or {} for piece in pieces], "content")
+            assert streamed == choice["logprobs"]["content"]
+        assert [piece["finish_reason"] for piece in pieces][-1] == choice["finish_reason"]
+    if "max_completion_tokens" in body:
+        assert whole["usage"]["completion_tokens"] <= 5 and len(whole["choices"][0]["token_ids"]) > 3
+
+
+def test_the_client(client):
+    assert [model.id for model in client.models.list()] == [NAME, "second"]
+    card = client.models.retrieve(NAME)
+    assert card.owned_by == "rlnumba" and card.max_model_len == 256 and card.parent is None
+    raw = client.completions.with_raw_response.create(
+        model="", prompt=PROMPT, seed=1, max_tokens=5, extra_headers={"x-request-id": "mine"}
+    )
+    assert raw.headers["x-request-id"] == "mine"
+    whole = raw.parse()
+    assert whole.id == "cmpl-mine" and whole.model == NAME and whole.usage.total_tokens == 13 + 5
+    stream = client.completions.create(model="second", prompt=PROMPT, seed=1, max_tokens=5, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+    chat = client.chat.completions.create(model=NAME, messages=CHAT, seed=1, max_tokens=8, logprobs=True)
+    message = chat.choices[0]
+    assert len(message.logprobs.content) == chat.usage.completion_tokens == 8
+    assert chat.id.startswith("chatcmpl-") and message.message.role == "assistant"
+    stream = client.chat.completions.create(
+        model=NAME, messages=CHAT, seed=1, max_tokens=8, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == message.message.content
+    assert chunks[-1].usage.prompt_tokens == chat.usage.prompt_tokens
+
+
+def test_a_cached_prefix_is_counted_and_kept_apart_by_salt(server):
+    prompt = [18 + i % 20 for i in range(40)]
+
+    def cached(**more):
+        reply = request(server, "/v1/completions", {"prompt": prompt, "max_tokens": 1, "seed": 1} | more)
+        return reply.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached(), cached()] == [0, 32]
+    assert [cached(cache_salt="a"), cached(cache_salt="b"), cached(cache_salt="a"), cached()] == [0, 0, 32, 32]
+
+
+def test_no_seed_is_another_draw_each_time(server):
+    body = {"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True}
+    assert (
+        request(server, "/v1/completions", body).json["choices"]
+        != request(server, "/v1/completions", body).json["choices"]
+    )
+
+
+def test_tokens_and_texts(server, tokenizer):
+    reply = request(server, "/tokenize", {"prompt": "ab", "return_token_strs": True}).json
+    assert reply == {"tokens": [18, 19], "count": 2, "max_model_len": 256, "token_strs": ["a", "b"]}
+    assert request(server, "/detokenize/", {"tokens": [18, 1, 19]}).json == {"prompt": "a<eos>b"}
+    body = {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}
+    reply = request(server, "/tokenize", body).json
+    expected = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, enable_thinking=False)
+    assert reply["tokens"] == expected and reply["token_strs"] is None
+    body = {"messages": [*CHAT, {"role": "assistant", "content": "it is "}], "continue_final_message": True}
+    text = tokenizer.decode(request(server, "/tokenize", body).json["tokens"], skip_special_tokens=False)
+    assert text == "u=what is 3+4?  a=it is "
+
+
+def test_the_rest(server):
+    assert request(server, "/health").raw == b"" and request(server, "/health/").status == 200
+    assert request(server, "/ping").status == 200
+    assert set(request(server, "/version").json) == {"version"}
+    reply = request(server, "/v1/completions", {"prompt": PROMPT, "request_id": "of-body", "max_tokens": 1})
+    assert reply.json["id"] == "cmpl-of-body" and reply.headers["x-request-id"] == "of-body"

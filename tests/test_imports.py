@@ -259,7 +259,7 @@ def names_of(path):
     found, left = set(), list(tree_of(path).body)
     while left:
         node = left.pop()
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}

@@ -83,6 +83,7 @@ SUBJECT_FIRST = (
     "runs",
     "runtime",
     "sampling",
+    "serve",
     "trainers",
 )
 GENITIVE = re.compile(r'"""(Of|As|What|Where|Which|How|Whose|That)\b')

@@ -1,4 +1,4 @@
-"""How many sequences may wait. A request books its places before anything is computed for it.
+"""The bound on sequences that wait. A request books its places before anything is computed for it.
 
 The next step takes as many sequences as the engine has rows; those beyond wait. A request for which there are too few
 places is refused at once, so that the time that one waits has a bound.
@@ -18,13 +18,13 @@ class Admission:
         self.num_sequences = self.num_waiting_tokens = 0
 
     def places(self, count):
-        """The Places of `count` sequences; raises ApiError."""
+        """The Booking of `count` sequences; raises ApiError."""
         if self.num_sequences + count > self.num_rows + self.settings.max_num_queued_reqs:
             waiting = max(self.num_sequences - self.num_rows, 0)
             limit = f"max_num_queued_reqs is {self.settings.max_num_queued_reqs}"
             raise self._refusal(f"{waiting} sequences wait, and {count} more are too many: {limit}")
         self.num_sequences += count
-        return Places(self, count)
+        return Booking(self, count)
 
     def check_tokens(self, count):
         """Raise ApiError if `count` more tokens of prompts may not wait."""
@@ -40,8 +40,8 @@ class Admission:
         return ApiError(message, status=self.settings.overload_status, headers=RETRY_AFTER)
 
 
-class Places:
-    """What a request has booked: sequences, until they end, and tokens of prompts, until they begin."""
+class Booking:
+    """The places that a request has booked: for sequences, until they end, and for tokens of prompts, until they begin."""
 
     def __init__(self, admission, num_sequences):
         self.admission, self.num_sequences, self.num_tokens = admission, num_sequences, 0

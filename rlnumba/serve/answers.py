@@ -1,4 +1,4 @@
-"""What the answers of all routes that draw tokens have in common."""
+"""The common part of the answers of all routes that draw tokens."""
 
 import time
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from rlnumba.serve.errors import ApiError
 
 @dataclass
 class StreamOptions:
-    """How an answer is sent. include_usage: a last chunk has it; continuous_usage: every chunk has it so far."""
+    """The form in which an answer is sent. include_usage: a last chunk has it; continuous_usage: every chunk has it so far."""
 
     streams: bool = False
     include_usage: bool = False
@@ -49,7 +49,7 @@ class Usage:
         }
 
 
-class Answer:
+class ApiAnswer:
     """The head of an answer and of its chunks. kind: the `object` of the whole; chunk_kind: that of a chunk."""
 
     def __init__(self, service, body, request_id, kind, chunk_kind):

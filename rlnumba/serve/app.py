@@ -86,7 +86,7 @@ def make_app(service):
 
 
 async def draw(kind, service, body, request):
-    """A route that draws tokens. kind: the class of its Answer."""
+    """A route that draws tokens. kind: the class of its ApiAnswer."""
     state = request.scope["state"]
     # The client's header comes first; the Gate has made an id of its own without one.
     if "x-request-id" not in request.headers and (given := body.string("request_id")) is not None:

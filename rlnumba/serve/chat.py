@@ -6,7 +6,7 @@ import secrets
 from rlnumba.environments.formats import Content, Reasoning, ToolCall, TurnStream, opens_think
 from rlnumba.environments.formats.base import parameters_of
 from rlnumba.errors import UserError
-from rlnumba.serve.answers import Answer
+from rlnumba.serve.answers import ApiAnswer
 from rlnumba.serve.detokenize import TextStream, text_of
 from rlnumba.serve.errors import ApiError
 from rlnumba.serve.logprobs import TokenTexts, chat_logprobs
@@ -62,7 +62,7 @@ class ChatPrompt:
         return cut_after_last_content(text, self.messages[-1]) if self.continues else text
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ApiAnswer):
     """n answers to one conversation."""
 
     def __init__(self, service, body, request_id):

@@ -1,7 +1,7 @@
 """/v1/completions: prompts as texts or token ids."""
 
 from rlnumba.errors import shown
-from rlnumba.serve.answers import Answer
+from rlnumba.serve.answers import ApiAnswer
 from rlnumba.serve.bodies import MOST_ITEMS, token_ids
 from rlnumba.serve.detokenize import TextStream, text_of
 from rlnumba.serve.errors import ApiError
@@ -11,7 +11,7 @@ from rlnumba.serve.sampling import Sampling
 DEFAULT_MAX_TOKENS = 16
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ApiAnswer):
     """The completions of one or several prompts; choices are prompt-major."""
 
     def __init__(self, service, body, request_id):
@@ -48,7 +48,7 @@ class CompletionAnswer(Answer):
         return prompts, self.sampling.params(list(map(len, prompts)), self.service.max_model_len, "prompt")
 
     def prompt_text(self, index):
-        """What stands before the text of a choice."""
+        """The text that is put before that of a choice."""
         return self.echoed[index // self.sampling.n] if self.echoed else ""
 
     def choice(self, index, completion):

@@ -11,7 +11,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How a completion's tokens become text. stop: strings that end it, which are cut unless include_stop."""
+    """The way in which a completion's tokens become text. stop: strings that end it, which are cut unless include_stop."""
 
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True

@@ -27,7 +27,7 @@ IDLE_S = 0.1
 
 
 @dataclass
-class Group:
+class PromptGroup:
     """A prompt of a job in the engine. left: its completions that have not ended."""
 
     job: Job
@@ -61,7 +61,7 @@ class EngineLoop:
         self.episodes = Episodes(engine)
         self.commands = SimpleQueue()
         self.numbers = itertools.count()
-        # The Groups in the engine, by their numbers.
+        # The PromptGroups in the engine, by their numbers.
         self.groups = {}
         # Tokens of a choice that were sent, {(number, index): count}, and of those drawn again, how many to leave out.
         self.sent, self.drawn_again = {}, {}
@@ -133,7 +133,7 @@ class EngineLoop:
                 self.outgoing.append((job.fail, ApiError(reason)))
                 return
             job.numbers.append(number)
-            self.groups[number] = Group(job, index, job.n)
+            self.groups[number] = PromptGroup(job, index, job.n)
         self.outgoing.append((job.accept, None))
 
     def _cancel(self, job):

@@ -49,7 +49,7 @@ class Job:
         # Completions whose end was not taken from the inbox.
         self.unfinished = len(prompts) * self.n
         self.accepted = asyncio.get_running_loop().create_future()
-        # Places in the queue, which the job's end gives back.
+        # Its Booking, which the job's end gives back.
         self.places = None
 
     @property

@@ -38,7 +38,7 @@ class Histogram:
 
 
 class ServerMetrics:
-    """What has been sent since the start. state: called for the EngineState of a scrape."""
+    """Counts of what has been sent since the start. state: called for the EngineState of a scrape."""
 
     def __init__(self, model_name):
         self.values = [model_name, "0"]

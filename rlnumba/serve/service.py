@@ -1,4 +1,4 @@
-"""What the routes have of the model: its sizes, its tokenizer, and the way to the engine's thread."""
+"""The routes' view of the model: its sizes, its tokenizer, and the way to the engine's thread."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +32,7 @@ class ChatTemplate:
 
 
 class Parsers:
-    """How a turn's text is taken apart. tool_call_parser: auto, a name in FORMATS, or none; reasoning_parser: auto,
+    """The parsers of a turn's text. tool_call_parser: auto, a name in FORMATS, or none; reasoning_parser: auto,
     qwen3 (`<think>`) or none. Raises UserError for a format named that the tokenizer's template cannot have."""
 
     def __init__(self, tokenizer, tool_call_parser="auto", reasoning_parser="auto"):
@@ -96,7 +96,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self.pool, function, *arguments)
 
     async def answer(self, request, answer):
-        """Draw what an Answer asks for: the object of a whole answer, or the EventStream. Raises ApiError, ClientGone.
+        """Draw for an ApiAnswer: the object of a whole answer, or the EventStream. Raises ApiError and ClientGone.
 
         Places are booked before prompts are rendered, which costs time too.
         """

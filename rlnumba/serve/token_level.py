@@ -1,6 +1,6 @@
 """Routes on token ids: /inference/v1/generate, /tokenize, /detokenize."""
 
-from rlnumba.serve.answers import Answer
+from rlnumba.serve.answers import ApiAnswer
 from rlnumba.serve.bodies import Body
 from rlnumba.serve.chat import ChatPrompt
 from rlnumba.serve.errors import ApiError
@@ -8,7 +8,7 @@ from rlnumba.serve.logprobs import TokenTexts, finite
 from rlnumba.serve.sampling import Sampling
 
 
-class GenerateAnswer(Answer):
+class GenerateAnswer(ApiAnswer):
     """Token ids in, token ids with their log-probs out, for trainers."""
 
     def __init__(self, service, body, request_id):

@@ -41,7 +41,7 @@ class Admission:
 
 
 class Booking:
-    """The places that a request has booked: for sequences, until they end, and for tokens of prompts, until they begin."""
+    """The places that a request has booked: for sequences until they end, for tokens of prompts until they begin."""
 
     def __init__(self, admission, num_sequences):
         self.admission, self.num_sequences, self.num_tokens = admission, num_sequences, 0

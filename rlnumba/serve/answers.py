@@ -8,7 +8,7 @@ from rlnumba.serve.errors import ApiError
 
 @dataclass
 class StreamOptions:
-    """The form in which an answer is sent. include_usage: a last chunk has it; continuous_usage: every chunk has it so far."""
+    """The form of an answer. include_usage: a last chunk has it; continuous_usage: every chunk has it so far."""
 
     streams: bool = False
     include_usage: bool = False

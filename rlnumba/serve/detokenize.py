@@ -11,7 +11,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The way in which a completion's tokens become text. stop: strings that end it, which are cut unless include_stop."""
+    """The form of a completion's text. stop: strings that end it, which are cut unless include_stop."""
 
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True

@@ -3,7 +3,7 @@
 import secrets
 from dataclasses import replace
 
-from rlnumba.engine.core import check_stops
+from rlnumba.engine.requests.stops import check_stops
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.serve.detokenize import TextOptions

@@ -103,7 +103,7 @@ class Reply:
 
 
 def connect(process):
-    return http.client.HTTPConnection("127.0.0.1", int(process.url.rpartition(":")[2]), timeout=60)
+    return http.client.HTTPConnection("127.0.0.1", int(process.url.rpartition(":")[2]), timeout=300)
 
 
 def request(process, path, body=None, method=None, headers=None):

@@ -27,7 +27,7 @@ KEYS = {
         output_dir data.eval data.eval_split data.eval_gym
         train.save_steps train.save_total_limit train.save_only_model train.save_strategy train.eval_steps
         train.eval_strategy train.eval_on_start train.logging_steps train.logging_strategy train.log_completions
-        train.num_completions_to_print train.report_to train.run_name train.project
+        train.num_completions_to_print train.log_token_values train.report_to train.run_name train.project
         train.cuda_graphs train.gradient_checkpointing train.activation_memory train.recompute_modules
         train.recompute_num_layers train.offload_optimizer train.padding_free train.precompute_ref_batch_size
     """,

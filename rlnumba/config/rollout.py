@@ -100,6 +100,12 @@ class GroupConfig(ReferenceConfig, SamplingConfig):
         "A prompt whose group has at least this mean reward is left out from then on (open-instruct); all come back "
         "where too few are left for a generation. None: none is left out.",
     )
+    log_token_values: int = key(
+        0,
+        "Completions of each step whose tokens are written to tokens.jsonl, with log-probs, importance ratio, entropy "
+        "and advantage, for `rlnumba watch`; -1: all.",
+        minimum=-1,
+    )
 
     def on_ranks(self, num_ranks):
         """This section with the sizes of all ranks together, those of a generation, too; the same for one rank."""

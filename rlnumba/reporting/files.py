@@ -13,7 +13,7 @@ from rlnumba.errors import ConfigError, UserError
 
 # Files and folders that a run writes in its own folder.
 RUN_FILES = (
-    *("config.toml", "metrics.jsonl", "completions.jsonl", "completions"),
+    *("config.toml", "metrics.jsonl", "completions.jsonl", "tokens.jsonl", "completions"),
     *("checkpoints", "final", "curves.png", "tensorboard", "wandb", "wandb_id"),
 )
 

@@ -24,6 +24,8 @@ from rlnumba.reporting.files import append_lines, cut_back, make_folder, read_me
 from rlnumba.reporting.plots import plot, plot_apart
 from rlnumba.reporting.trackers import open_trackers
 
+# Files of lines of completions, opened with the first of them.
+ROW_FILES = ("completions.jsonl", "tokens.jsonl")
 SECONDS_BETWEEN_PLOTS = 300.0  # a plot takes about a second
 
 
@@ -54,14 +56,14 @@ class MetricsWriter:
         self.total_steps, self.start_step, self.logging_steps = total_steps, start_step, logging_steps
         self.log_completions, self.num_to_print = log_completions, num_to_print
         make_folder(self.folder)
-        for name in ("metrics.jsonl", "completions.jsonl"):
+        for name in ("metrics.jsonl", *ROW_FILES):
             cut_back(self.folder / name, start_step)
         for path in (self.folder / "completions").glob("completions_*.parquet"):
             if int(path.stem.split("_")[1]) > start_step:
                 path.unlink()
         self._background = Background("metrics")
         self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
-        self._completions = None
+        self._row_files = {}
         self._trackers = open_trackers(report_to, self.folder, start_step, **tracked)
         self._console = (LiveConsole if sys.stderr.isatty() else LineConsole)(total_steps, start_step, logging_steps)
         self._draw = plot_apart if draws_apart else plot
@@ -113,18 +115,29 @@ class MetricsWriter:
         self._background.submit(self._write_completions, step, rows)
 
     def _write_completions(self, step, rows):
-        rows = [{"step": step} | row | {"step": step} for row in rows]
-        if self._completions is None:
-            # Half of a surrogate pair has no UTF-8; with a backslash and digits it is valid JSON.
-            path = self.folder / "completions.jsonl"
-            self._completions = open(path, "a", encoding="utf-8", errors="backslashreplace")
-        append_lines(self._completions, rows)
+        rows = self._append("completions.jsonl", step, rows)
         if not self.log_completions:
             return
         rows = [as_json(row) for row in rows]
         _write_parquet(self.folder / "completions" / f"completions_{step:05d}.parquet", rows)
         if step % self.logging_steps == 0 or step == self.start_step + 1:
             self._console.print(completions_text(rows[: self.num_to_print]))
+
+    def tokens(self, step, rows):
+        """Writes the tokens of some completions that a step trained on to tokens.jsonl (runs/token_log.py).
+
+        rows: an iterable of dicts, read in the background.
+        """
+        self._background.submit(self._append, "tokens.jsonl", step, rows)
+
+    def _append(self, name, step, rows):
+        """Append dicts to one of ROW_FILES: the lines, with their step, as a list of dicts."""
+        rows = [{"step": step} | row | {"step": step} for row in rows]
+        if name not in self._row_files:
+            # Half of a surrogate pair has no UTF-8; with a backslash and digits it is valid JSON.
+            self._row_files[name] = open(self.folder / name, "a", encoding="utf-8", errors="backslashreplace")
+        append_lines(self._row_files[name], rows)
+        return rows
 
     def flush(self):
         """Returns when everything is written. Raises OSError, naming the file, and UserError where it cannot be."""
@@ -158,8 +171,8 @@ class MetricsWriter:
     def _end(self, draw, failed):
         self._console.close()
         self._metrics.close()
-        if self._completions is not None:
-            self._completions.close()
+        for file in self._row_files.values():
+            file.close()
         for tracker in self._trackers:
             tracker.close(failed)
         if draw and not self._is_drawn:

@@ -88,6 +88,9 @@ class Policy:
         # Functions that are called before each micro-batch, of one process alone, and before the weights are written:
         # those of an engine that uses the same weights meanwhile.
         self.before_micro_batch, self.before_update = [], []
+        # Functions of (parts, results) that are called when the metrics of an optimizer step are read, with its
+        # micro-batches on the host, and what the step has computed of each, by name.
+        self.after_step = []
 
     @property
     def folds_layers(self):

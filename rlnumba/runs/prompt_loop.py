@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import closing, nullcontext
 from typing import NamedTuple
 
+from rlnumba.config.rollout import GroupConfig
 from rlnumba.engine.llm import LLM
 from rlnumba.errors import ConfigError
 from rlnumba.model.config import LM_HEAD
@@ -37,6 +38,7 @@ from rlnumba.runs.prompt_schedule import BEGINNING, DataState, MicroBatchSchedul
 from rlnumba.runs.resolve import resolve_here
 from rlnumba.runs.run_digest import row_hashes
 from rlnumba.runs.run_folder import KERNEL_LIST, Clock, begin_run, kernel_request, log, memory_metrics, owner_of
+from rlnumba.runs.token_log import TokenLog
 from rlnumba.runtime import device, garbage
 from rlnumba.sampling.generations import Connected, Generations
 from rlnumba.sampling.inference import WaitingProcesses
@@ -198,7 +200,7 @@ class PromptLoop:
         self._begin_generations(self._restore(), waiting)
         self.complete = self._completed(folder.step)
         # Generations that are not in completions.jsonl yet.
-        self.unwritten, self.is_first_step = [], True
+        self.unwritten, self.is_first_step, self.token_log = [], True, None
 
     def _restore(self):
         """Take up the state of the checkpoint that the run goes on from: its groups that are not trained on, a list."""
@@ -262,6 +264,7 @@ class PromptLoop:
         ):
             folder.hold_signals()
             self.generations.status = self.writer.status
+            self._begin_token_log()
             self._begin()
             self.clock = Clock()
             for step in range(folder.step, self.schedule.total_steps):
@@ -272,6 +275,13 @@ class PromptLoop:
             self._finish()
         log(f"{folder.path} has the curves (curves.png), the completions and the model (final)")
         return folder.callbacks.state
+
+    def _begin_token_log(self):
+        """With train.log_token_values, have the tokens of each optimizer step written: one of grpo and rloo."""
+        train = self.run.train
+        if isinstance(train, GroupConfig) and train.log_token_values and self.folder.is_first_rank:
+            self.token_log = TokenLog(self.writer, self.tokenizer, train.log_token_values)
+            self.policy.after_step.append(self.token_log.write)
 
     def _begin(self):
         """Do what comes before the first step."""
@@ -331,12 +341,16 @@ class PromptLoop:
                     state.begin(rollouts, generation, self.generations.names, own_metrics)
                     num_generated += generation.num_generated + generation.num_unused
                     self.unwritten.append(generation)
+                    if self.token_log is not None:
+                        self.token_log.begin(trainer_state.global_step + 1, generation)
             parts.append((micro, state.rollouts))
             metrics.append(state.metrics)
         return parts, mean_metrics(metrics), num_generated
 
     def _update(self, step, micro_batches):
         """The optimizer step, and its weights to the engine: metrics. Signals are held from here on."""
+        if self.token_log is not None:
+            self.token_log.step = step + 1
         learning_rate = learning_rate_at(self.run.train, step, self.schedule.total_steps)
         metrics = self.algorithm.train_step(self.policy, micro_batches, learning_rate)
         self._write_completions(step)

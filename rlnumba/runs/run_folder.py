@@ -285,7 +285,9 @@ class RunFolder:
         """Otherwise the next --resume would start from one of these, and their lines of metrics would be lost."""
         found = checkpoint.existing(self.path)
         if later := found[: found.index(self.model_folder)]:
-            copied = [self.path / name for name in ("metrics.jsonl", "completions.jsonl", "completions")]
+            copied = [
+                self.path / name for name in ("metrics.jsonl", "completions.jsonl", "tokens.jsonl", "completions")
+            ]
             target = self._archive([*later, *self.path.glob("final")], [path for path in copied if path.exists()])
             log(f"{self.path}: what came after step {self.step} is now in {target}")
 
@@ -455,6 +457,9 @@ class _NoWriter:
         """Nothing."""
 
     def completions(self, step, rows):
+        """Nothing."""
+
+    def tokens(self, step, rows):
         """Nothing."""
 
     def logged_on_interruption(self, step, metrics):

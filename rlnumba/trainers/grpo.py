@@ -181,6 +181,8 @@ def in_order_of_step(policy, micro_batches):
 
 # Results of a micro-batch, on the device: see MicroBatchGraphs.run.
 OUTPUTS = {"entropy": (None, np.float32), "loss": (1, np.float32), "stats": (METRICS, np.float32)}
+# A further one with train.log_token_values.
+LOGPROBS = {"logprobs": (None, np.float32)}
 
 
 def train_step(policy, micro_batches, learning_rate):
@@ -201,6 +203,7 @@ def optimizer_step(policy, micro_batches, learning_rate, bonus):
     choice = TokenChoice(bonus, np.concatenate([part.loss_mask for part in micro_batches]), coef)
     if selects and len(micro_batches) > 1:
         choice.choose(entropies.entropies_of(policy, micro_batches))
+    outputs = OUTPUTS | LOGPROBS if train.log_token_values else OUTPUTS
     gradient_is_known = sampler_is_exact(train) and not selects and coef == 0 and not policy.has_dropout
     readings = []
     policy.zero_grad(learning_rate)
@@ -210,13 +213,13 @@ def optimizer_step(policy, micro_batches, learning_rate, bonus):
         batch = part.micro_batch().with_arrays(others={"scale": np.float32([scale])})
         tokens = slice(ends[i] - len(part.loss_mask), ends[i])
         if part.on_policy and gradient_is_known and not part.is_stale:
-            readings.append(policy.run(known_gradient_step, batch, OUTPUTS))
+            readings.append(policy.run(known_gradient_step, batch, outputs))
         elif selects and not choice.is_made:
             # With one micro-batch, the entropies of its own forward choose the tokens.
-            readings.append(policy.run_unpadded(general_step, batch, OUTPUTS, part.on_policy, choice))
+            readings.append(policy.run_unpadded(general_step, batch, outputs, part.on_policy, choice))
         else:
             batch = batch.with_arrays(targets=choice.arrays(tokens))
-            readings.append(policy.run(general_step, batch, OUTPUTS, part.on_policy))
+            readings.append(policy.run(general_step, batch, outputs, part.on_policy))
     if selects and len(micro_batches) == 1:
         # On all ranks, of which one has made it.
         made = [(choice.kept, choice.num_kept)] if choice.is_made else []
@@ -226,6 +229,8 @@ def optimizer_step(policy, micro_batches, learning_rate, bonus):
 
     def read():
         results = policy.of_all_micro_batches([reading() for reading in readings])
+        for function in policy.after_step:
+            function(micro_batches, results)
         loss, entropy = np.float32(0.0), np.concatenate([found["entropy"] for found in results])
         for found in results:
             loss += found["loss"][0]
@@ -272,6 +277,13 @@ class TokenChoice:
         return found
 
 
+def logprobs_of(policy, batch, results):
+    """The array for the log-probs of a batch: the result that is read, else one of the arena."""
+    if "logprobs" in results:
+        return results["logprobs"]
+    return policy.arena.empty(batch.targets.rows.shape, np.float32)
+
+
 def known_gradient_step(policy, batch, results):
     """Forward, loss and backward where the forward will compute the sampler's log-probs, bit for bit.
 
@@ -279,7 +291,7 @@ def known_gradient_step(policy, batch, results):
     is one.
     """
     sampled = batch.arrays["rollout_logprobs"]
-    logprobs, dlogprobs = (policy.arena.empty(sampled.shape, np.float32) for _ in range(2))
+    logprobs, dlogprobs = logprobs_of(policy, batch, results), policy.arena.empty(sampled.shape, np.float32)
     ignored = {"loss": policy.arena.empty((1,), np.float32), "stats": policy.arena.empty((METRICS,), np.float32)}
     loss_backward(policy, batch, sampled, sampled, dlogprobs, ignored)
     policy.forward_backward(batch.targets, dlogprobs, logprobs, results["entropy"])
@@ -289,7 +301,8 @@ def known_gradient_step(policy, batch, results):
 def general_step(policy, batch, results, on_policy, choice=None):
     """Forward, loss and backward. choice: a TokenChoice that the forward's entropies are to make, on the host."""
     # ids -> logprobs
-    logprobs, dlogprobs = (policy.arena.empty(batch.targets.rows.shape, np.float32) for _ in range(2))
+    logprobs = logprobs_of(policy, batch, results)
+    dlogprobs = policy.arena.empty(logprobs.shape, np.float32)
     forward, chosen = policy.forward(batch.targets, logprobs, results["entropy"]), batch.arrays
     if choice is not None:
         choice.choose(device.to_host(results["entropy"]))

@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from rlnumba import cli
 from rlnumba.errors import ConfigError
 from rlnumba.reporting.files import cut_back
 from rlnumba.serve.watch.metrics import MetricColumns
-from rlnumba.serve.watch.run_view import RunView, find_runs, named
+from rlnumba.serve.watch.run_view import Runs, RunView, find_runs, named
 from rlnumba.serve.watch.step_lines import Span, StepLines
 from tests.browser import Browser
 
@@ -182,10 +183,28 @@ def test_folders_of_runs(tmp_path):
     assert list(named(runs[1:])) == ["x", "y"]
     with pytest.raises(ConfigError, match="has no metrics.jsonl"):
         find_runs([tmp_path])
+    # Later runs are found, and one that begins afresh stays, without what it has set aside.
+    found = Runs([tmp_path / "b"])
+    assert list(found.by_name) == ["x", "y"]
+    aside, new = tmp_path / "b" / "x" / "earlier-1", tmp_path / "b" / "a"
+    for folder in (aside, new):
+        folder.mkdir()
+        (folder / "metrics.jsonl").touch()
+    before = found.by_name["x"]
+    (tmp_path / "b" / "x" / "metrics.jsonl").unlink()
+    found.refresh()
+    assert list(found.by_name) == ["x", "y", "a"] and found.by_name["x"] is before
+    of_one = Runs([tmp_path / "b" / "y"])
+    shutil.rmtree(tmp_path / "b" / "y")
+    of_one.refresh()
+    found.refresh()
+    assert list(of_one.by_name) == ["y"] and list(found.by_name) == ["x", "a"]
+    with pytest.raises(ConfigError, match="has no metrics.jsonl"):
+        find_runs([tmp_path / "b" / "x"])
 
 
 def test_state_of_a_run(run):
-    view = RunView("run", run)
+    view = RunView(run)
     assert view.state() == "stopped" and view.trainer() == "grpo"
     (run / "final").mkdir()
     assert view.state() == "finished" and view.described()["finished"] and view.described()["steps"] == 3
@@ -212,9 +231,10 @@ def served(request):
     from rlnumba.serve.watch.listen import listening
 
     def serve(folders, api_key=None):
-        runs = {name: RunView(name, path) for name, path in named(find_runs(folders)).items()}
         listener = listening("127.0.0.1", 0)
-        server = uvicorn.Server(uvicorn.Config(create_app(runs, api_key), log_level="warning", access_log=False))
+        server = uvicorn.Server(
+            uvicorn.Config(create_app(Runs(folders), api_key), log_level="warning", access_log=False)
+        )
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
 
@@ -323,7 +343,8 @@ def test_key(served, run):
             status, answered, _ = get(address, path, **headers)
             assert status == 401 and answered["www-authenticate"].startswith("Basic ")
         # With a key any host may be named.
-        assert get(address, path, Host="gpu.example", **basic)[0] == (404 if path == "/nothing" else 200)
+        for headers in (basic, {"Authorization": "Bearer kéy".encode()}):
+            assert get(address, path, Host="gpu.example", **headers)[0] == (404 if path == "/nothing" else 200)
 
 
 # The command.
@@ -403,6 +424,14 @@ def test_page_in_a_browser(served, run, tmp_path):
         assert browser.value("window.wasRun === undefined && document.querySelectorAll('#list img').length === 0")
         hosts = browser.value("performance.getEntriesByType('resource').map((each) => new URL(each.name).host)")
         assert set(hosts) == {base.removeprefix("http://")}
+        assert not browser.errors
+
+
+def test_page_with_a_key(served, run, tmp_path):
+    host, port = served([run], "secret")
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(f"http://me:secret@{host}:{port}")
+        browser.wait_for("document.querySelector('.chart h2')?.textContent === 'reward0.75'")
         assert not browser.errors
 
 

@@ -29,24 +29,23 @@ def watch(run_dirs, host, port, api_key, wait):
         if error.name.partition(".")[0] not in ("starlette", "uvicorn"):
             raise
         raise ConfigError(f"watch needs {error.name}: pip install rlnumba[serve]") from error
-    from rlnumba.serve.watch.run_view import RunView, named
 
     api_key = api_key or os.environ.get("RLNUMBA_API_KEY") or None
     if api_key is None and not is_loopback(host):
         raise ConfigError(f"--host: {host} can be reached from other machines: set --api-key, or RLNUMBA_API_KEY")
-    runs = {name: RunView(name, path) for name, path in named(found_within(run_dirs, wait)).items()}
+    runs = found_within(run_dirs, wait)
     listener = listening(host, port)
     serve(create_app(runs, api_key), listener, lambda: click.echo(url_of(listener, host)))
 
 
 def found_within(run_dirs, wait):
-    """The folders of runs, which may begin within `wait` seconds: list of Path. Raises ConfigError."""
-    from rlnumba.serve.watch.run_view import find_runs
+    """The Runs in folders, which may begin within `wait` seconds. Raises ConfigError."""
+    from rlnumba.serve.watch.run_view import Runs
 
     end = time.monotonic() + wait
     while True:
         try:
-            return find_runs(map(Path, run_dirs))
+            return Runs(map(Path, run_dirs))
         except ConfigError:
             if time.monotonic() >= end:
                 raise

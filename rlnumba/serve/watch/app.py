@@ -89,7 +89,7 @@ class Guard:
             if is_loopback(host_of(headers.get("host", ""))):
                 return None
             return error("this server answers requests to localhost alone", 403)
-        if compare_digest(key_of(headers.get("authorization", "")).encode(), self.api_key.encode()):
+        if compare_digest(key_of(headers.get("authorization", "")), self.api_key.encode()):
             return None
         answer = error("the API key is missing or wrong", 401)
         answer.headers["www-authenticate"] = 'Basic realm="rlnumba watch: the API key is the password", charset="UTF-8"'
@@ -97,14 +97,14 @@ class Guard:
 
 
 def key_of(header):
-    """The key of an Authorization header: str, empty without one."""
+    """The key of an Authorization header: bytes, empty without one."""
     kind, _, value = header.partition(" ")
     if kind.lower() == "basic":
         try:
-            return base64.b64decode(value, validate=True).decode("utf-8", "replace").partition(":")[2]
-        except binascii.Error:
-            return ""
-    return value.strip() if kind.lower() == "bearer" else ""
+            return base64.b64decode(value, validate=True).partition(b":")[2]
+        except (binascii.Error, ValueError):
+            return b""
+    return value.strip().encode("latin-1") if kind.lower() == "bearer" else b""
 
 
 def answer(value, status=200):
@@ -132,20 +132,22 @@ def number(query, name, default, most):
 
 
 class Api:
-    """The answers about runs. runs: {name: RunView}."""
+    """The answers about runs, a Runs."""
 
     def __init__(self, runs):
         self.runs = runs
 
     def run_of(self, query):
         """The RunView that a query names. Raises HTTPException for another name."""
-        run = self.runs.get(query.get("run", ""))
+        by_name = self.runs.by_name
+        run = by_name.get(query.get("run", ""))
         if run is None:
-            raise HTTPException(404, f"run must be one of {', '.join(self.runs)}")
+            raise HTTPException(404, f"run must be one of {', '.join(by_name)}")
         return run
 
     def list_runs(self, query):
-        return [run.described() for run in self.runs.values()]
+        self.runs.refresh()
+        return [run.described() for run in self.runs.by_name.values()]
 
     def metrics(self, query):
         after = number(query, "after", -1, MOST_STEP)
@@ -215,7 +217,7 @@ async def unreadable(request, problem):
 
 
 def create_app(runs, api_key=None):
-    """The ASGI application. runs: {name: RunView}."""
+    """The ASGI application. runs: a Runs."""
     api = Api(runs)
     names = sorted(path.name for path in STATIC.iterdir() if path.suffix in TYPES and path.name != "index.html")
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import re
 import socket
+import threading
 from pathlib import Path
 
 from rlnumba.errors import ConfigError, missing
@@ -14,10 +16,14 @@ from rlnumba.serve.watch.step_lines import Span, StepLines
 COMMENT_BYTES = 1 << 14
 
 
+# Folders in which a run keeps an earlier one (runs/run_folder.py).
+SET_ASIDE = re.compile(r"earlier-\d+")
+
+
 def find_runs(folders):
     """The folders of runs among `folders` and, where one has no metrics.jsonl, among the folders in it: list of Path.
 
-    Raises ConfigError naming a folder that is none and has none.
+    What a run has set aside is none of these. Raises ConfigError naming a folder that is none and has none.
     """
     found = []
     for folder in map(Path, folders):
@@ -26,7 +32,8 @@ def find_runs(folders):
         if (folder / "metrics.jsonl").is_file():
             found.append(folder)
             continue
-        inside = sorted(path.parent for path in folder.glob("*/metrics.jsonl") if path.is_file())
+        found_inside = sorted(path.parent for path in folder.glob("*/metrics.jsonl") if path.is_file())
+        inside = [path for path in found_inside if not SET_ASIDE.fullmatch(path.name)]
         if not inside:
             raise ConfigError(f"RUN_DIR: {folder} has no metrics.jsonl, nor has a folder in it")
         found += inside
@@ -42,11 +49,39 @@ def named(paths):
     return dict(zip(names, paths, strict=True))
 
 
-class RunView:
-    """A run's folder, read only. path: absolute."""
+class Runs:
+    """The runs in folders: {name: RunView} `by_name`, to which runs that begin later are added.
 
-    def __init__(self, name, path):
-        self.name, self.path = name, path
+    Raises ConfigError for a folder without a run.
+    """
+
+    def __init__(self, folders):
+        self.folders, self.by_name = list(folders), {}
+        self._lock, self._views = threading.Lock(), {}
+        self._name(find_runs(self.folders))
+
+    def refresh(self):
+        """Look for further runs. One whose files are being moved or written anew stays."""
+        with self._lock:
+            known = [path for path in self._views if path.is_dir()]
+            for folder in self.folders:
+                with contextlib.suppress(ConfigError):
+                    known += find_runs([folder])
+            self._name(list(dict.fromkeys(known)) or list(self._views))
+
+    def _name(self, paths):
+        views = {path: self._views.get(path) or RunView(path) for path in paths}
+        by_name = {}
+        for name, path in named(paths).items():
+            by_name[name], views[path].name = views[path], name
+        self._views, self.by_name = views, by_name
+
+
+class RunView:
+    """A run's folder, read only. path: absolute. name: by default the folder's."""
+
+    def __init__(self, path):
+        self.name, self.path = path.name, path
         self.metrics = MetricColumns(path / "metrics.jsonl")
 
     def described(self):

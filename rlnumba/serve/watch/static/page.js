@@ -20,7 +20,8 @@ export async function ask(path, query = {}) {
   const text = new URLSearchParams(given).toString();
   let response;
   try {
-    response = await fetch("/api/" + path + (text ? "?" + text : ""));
+    // Not of the page's own address, which may have a name and a key in it.
+    response = await fetch(location.origin + "/api/" + path + (text ? "?" + text : ""));
   } catch {
     throw new Error("The server does not answer: rlnumba watch may have ended.");
   }

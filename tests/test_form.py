@@ -30,7 +30,7 @@ LONG_FUNCTIONS = {"rlnumba/kernels/rl/policy_loss.py:policy_loss_ref": 108}
 MOST_ARGUMENTS = 8
 LONG_SIGNATURES = {
     "rlnumba/data/pairs.py:load_pairs": 9,
-    "rlnumba/trainers/trainer.py:PromptTrainer.__init__": 11,
+    "rlnumba/trainers/trainer.py:PromptTrainer.__init__": 13,
 }
 LONG_OPERATORS = 52
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
-from rlnumba.config.reference import ReferenceConfig
-from rlnumba.config.schema import Run
+from rlnumba.config.schema import ReferenceConfig, Run
 from rlnumba.errors import ConfigError
 
 LOSS_TYPES = (

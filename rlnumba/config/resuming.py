@@ -20,14 +20,18 @@ RULES = {
 }
 
 # Sections in which one rule holds for all keys that are not listed below.
-SECTIONS = {"data": CONTENT, "rewards": NEXT, "async": NEXT, "eval": FREE, "engine": FREE, "deploy": FREE}
+SECTIONS = {
+    "data": CONTENT, "rewards": NEXT, "async": NEXT, "tools": NEXT, "environment": NEXT, "eval": FREE, "engine": FREE,
+    "deploy": FREE,
+}  # fmt: skip
 
 KEYS = {
     FREE: """
         output_dir data.eval data.eval_split data.eval_gym
         train.save_steps train.save_total_limit train.save_only_model train.save_strategy train.eval_steps
         train.eval_strategy train.eval_on_start train.logging_steps train.logging_strategy train.log_completions
-        train.num_completions_to_print train.log_token_values train.report_to train.run_name train.project
+        train.log_completions_tokens train.num_completions_to_print train.log_token_values train.report_to
+        train.run_name train.project
         train.cuda_graphs train.gradient_checkpointing train.activation_memory train.recompute_modules
         train.recompute_num_layers train.offload_optimizer train.padding_free train.precompute_ref_batch_size
     """,
@@ -41,7 +45,8 @@ KEYS = {
         train.callbacks train.load_best_model_at_end train.metric_for_best_model train.greater_is_better
         train.early_stopping_patience train.early_stopping_threshold
         train.temperature train.top_p train.top_k train.min_p train.repetition_penalty train.generation_kwargs
-        train.max_completion_length train.sampling_mask_replay train.mask_truncated_completions
+        train.max_completion_length train.max_tool_calling_iterations train.sampling_mask_replay
+        train.mask_truncated_completions
         train.difficulty_weights train.no_resampling_pass_rate train.dynamic_sampling train.max_gen_batches
         train.over_sampling_batch_size train.replay_buffer_size
         train.loss_type train.loss_weights train.importance_sampling_level train.epsilon train.epsilon_high train.delta

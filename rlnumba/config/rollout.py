@@ -5,12 +5,12 @@ import math
 import typing
 from dataclasses import dataclass, replace
 
+from rlnumba.config.agents import ACTS, EnvironmentConfig, ToolsConfig
 from rlnumba.config.asynchronous import AsyncConfig
 from rlnumba.config.data import GYM
 from rlnumba.config.generation import GenerationPlan
 from rlnumba.config.keys import key
-from rlnumba.config.reference import ReferenceConfig
-from rlnumba.config.schema import EngineConfig, EvalConfig, RewardsConfig, Run, TrainConfig
+from rlnumba.config.schema import EngineConfig, EvalConfig, ReferenceConfig, RewardsConfig, Run, TrainConfig
 from rlnumba.errors import ConfigError
 
 # Parameters of sampling that have a key of their own in [train], and those that generation_kwargs alone has.
@@ -52,6 +52,13 @@ class SamplingConfig(TrainConfig):
         "Most tokens, prompts included, of a forward and backward pass: the optimizer batch is cut again in its order, "
         "with the same loss; one longer sequence is alone. None: per_device_train_batch_size completions.",
         minimum=1,
+    )
+
+    max_tool_calling_iterations: int | None = key(
+        None, "Most turns of a completion whose calls are executed; None: no bound.", minimum=1, needs=ACTS
+    )
+    log_completions_tokens: bool = key(
+        True, "Lines of completions.jsonl have token ids, mask and log-probs; not TRL.", needs=ACTS
     )
 
     @property
@@ -196,6 +203,13 @@ class PromptRun(Run):
     eval: EvalConfig = EvalConfig()
     train: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
+    tools: ToolsConfig = ToolsConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+
+    @property
+    def has_episodes(self):
+        """Whether a completion may have several turns, with tools or in an environment: bool."""
+        return bool(self.tools.funcs or self.environment.specs)
 
     def __post_init__(self):
         super().__post_init__()
@@ -208,10 +222,15 @@ class PromptRun(Run):
                 f"{self.train.size_keys(self.num_ranks)} ({plan.num_completions}) must be divisible by "
                 f"train.num_generations ({plan.num_completions_each})"
             )
-        if not self.rewards.funcs:
+        if not self.rewards.funcs and not self.environment.specs:
             if not self.data.train.startswith(GYM):
                 raise ConfigError("rewards.funcs must name at least one reward function")
             object.__setattr__(self, "rewards", replace(self.rewards, funcs=["gym"]))
+        if self.has_episodes and self.deploy.num_infer_gpus:
+            raise ConfigError(
+                f"deploy.num_infer_gpus ({self.deploy.num_infer_gpus}) does not go with tools or an environment: the "
+                "GPUs that train draw their episodes"
+            )
         if self.data.curriculum_column is not None and plan.difficulty_weights is not None:
             raise ConfigError(
                 "data.curriculum_column orders the prompts, and train.difficulty_weights draws them: set one of the two"

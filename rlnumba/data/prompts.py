@@ -5,7 +5,9 @@ A tokenizer is passed in: an object with encode, apply_chat_template, assistant_
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rlnumba.data.files import (
     TEMPLATE_CELLS,
@@ -151,11 +153,13 @@ class Prompt:
 
 @dataclass
 class PromptData:
-    """The prompts of a file, the number of those dropped as too long, and template_notes."""
+    """The prompts of a file, the number of those dropped as too long, and template_notes. agents: the Agents of a run
+    whose completions are episodes (rlnumba/environments/agents.py), or None."""
 
     prompts: list[Prompt]
     dropped_prompts: int = 0
     notes: list[str] = field(default_factory=list)
+    agents: object = None
 
     def columns(self, indices):
         """{name: values} of the chosen prompts, None where a row has no such column. indices: iterable of int."""
@@ -164,19 +168,36 @@ class PromptData:
         return {name: [columns.get(name) for columns in chosen] for name in names}
 
 
+class PromptTools(NamedTuple):
+    """The tools of the rows of a run whose policy calls some. schemas_of(row, where): the JSON schemas of a row's, or
+    None; raises UserError. default_prompt: the messages of a row without a prompt, None where each must have one."""
+
+    schemas_of: Callable
+    default_prompt: list | None = None
+
+
+def check_messages(prompt, where, column):
+    """Raise UserError for a prompt that is no list of messages, to which no result of a tool can be added."""
+    if not isinstance(prompt, list):
+        raise UserError(
+            f"{where}: {column!r} is text, and with tools or an environment a prompt is a list of messages "
+            "(data.apply_chat_template = true makes one)"
+        )
+
+
 def _columns_of(row):
     """The columns that a row has, and the key that names the prompt's: the end of a message."""
     return f"its columns are {', '.join(row) or 'none'}; --data.prompt_column names that of the prompt"
 
 
-def load_prompts(path, data, tokenizer, model_limit, vocab_size, for_eval=None):
+def load_prompts(path, data, tokenizer, model_limit, vocab_size, for_eval=None, tools=None):
     """The prompts of a file: PromptData. The first row's columns decide for all.
 
     data: DataConfig; for_eval: read_dataset's. model_limit: the model's longest sequence in tokens, prompt and
     completion. Prompts longer than data.max_prompt_length are dropped and counted; one that leaves no room for a
     completion is a UserError unless max_prompt_length is set. Every column but the prompt is passed to the rewards,
     with two additions: `ground_truth` from verl's reward_model, `solution` from GSM8K's `#### n` or from
-    data.answer_column. Raises UserError naming file and line.
+    data.answer_column. tools: PromptTools, with which prompts are messages. Raises UserError naming file and line.
     """
     if tokenizer is None:
         raise UserError("grpo needs a tokenizer, and the model folder has no tokenizer.json")
@@ -189,21 +210,28 @@ def load_prompts(path, data, tokenizer, model_limit, vocab_size, for_eval=None):
     rows = read_dataset(path, data, for_eval, cells)
     seen, where = rows[0]
     column = data.prompt_column or ("prompt" if "prompt" in seen else "question")
-    if column not in seen:
+    default_prompt = tools.default_prompt if tools is not None and data.prompt_column is None else None
+    if column not in seen and default_prompt is None:
         wanted = repr(column) if data.prompt_column else "'prompt' or 'question'"
         raise UserError(f"{where}: grpo needs a column {wanted}; {_columns_of(seen)}")
-    from_template = isinstance(seen[column], str) and (column == "question" or data.prompt_template is not None)
+    from_template = isinstance(seen.get(column), str) and (column == "question" or data.prompt_template is not None)
     kept, dropped = [], 0
     for row, where in rows:
-        if from_template:
+        if default_prompt is not None and row.get(column) is None:
+            prompt = default_prompt
+        elif from_template:
             prompt = question_prompt(row, data, tokenizer, where, column)
         else:
             prompt = column_value(row, column, where)
             check_prompt(prompt, f"{where}: {column!r}")
         prompt = as_prompt(prompt, data)
-        columns = _reward_columns(row, data, where, column)
+        columns, schemas = _reward_columns(row, data, where, column), None
+        if tools is not None:
+            check_messages(prompt, where, column)
+            schemas = tools.schemas_of(row, where)
         try:
             template = data.chat_template_kwargs | template_variables(row, where)
+            template |= {"tools": schemas} if schemas else {}
             ids = list(encode_prompt(tokenizer, prompt, **template))
         except UserError as error:
             raise UserError(f"{where}: {error}") from error

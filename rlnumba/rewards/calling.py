@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,8 @@ class Scores:
 class Pending:
     """A group that was submitted: its keywords, its size, and the workers' calls under way by function index.
 
-    answers: the Answer of each function, None until `collect` had them. where: file and line of the prompt, or "".
+    here: keywords that only functions of this process get. answers: the Answer of each function, None until `collect`
+    had them; answered: called then. where: file and line of the prompt, or "".
     """
 
     keywords: dict
@@ -74,6 +76,32 @@ class Pending:
     calls: dict
     answers: list | None = None
     where: str = ""
+    here: dict = field(default_factory=dict)
+    answered: Callable = lambda: None
+
+
+class EpisodeParts(NamedTuple):
+    """The completions of a group that are episodes. completions: messages of each; environments: the objects, or None
+    each; rewards: (name of the class, value of get_reward, its error or None) of each."""
+
+    completions: list
+    environments: list
+    rewards: list
+
+
+class EnvironmentReward:
+    """The values of get_reward of one class of environments as a reward; None for episodes in others."""
+
+    def __init__(self, class_name):
+        self.__name__ = class_name
+
+    def __call__(self, environment_rewards):
+        """environment_rewards: EpisodeParts.rewards. Raises UserError where get_reward has failed."""
+        own = [(value, error) if name == self.__name__ else (None, None) for name, value, error in environment_rewards]
+        for _, error in own:
+            if error is not None:
+                raise UserError(error)
+        return [value for value, _ in own]
 
 
 class ModelReward:
@@ -114,11 +142,17 @@ class Rewards:
         """submit and collect of one group of B completions: Scores."""
         return self.collect([self.submit(prompts, texts, completion_ids, columns, trainer_state)])
 
-    def submit(self, prompts, texts, completion_ids, columns, trainer_state=None, where=""):
+    @property
+    def read_environments(self):
+        """Whether a function takes `environments`: bool."""
+        return any(takes_environments(function) for function in self.functions)
+
+    def submit(self, prompts, texts, completion_ids, columns, trainer_state=None, where="", episodes=None):
         """Begin to call the functions on a group of B completions: Pending, which `collect` takes.
 
         prompts: B strings or message lists. texts: B strings. completion_ids: B lists of int, or arrays. columns:
-        {name: B values}. where: file and line of the prompt, for messages.
+        {name: B values}. where: file and line of the prompt, for messages. episodes: EpisodeParts, where completions
+        are episodes.
         """
         keywords = {
             **columns,
@@ -131,6 +165,9 @@ class Rewards:
             "trainer_state": trainer_state,
         }
         pending = Pending(keywords, len(texts), {}, where=where)
+        if episodes is not None:
+            keywords["completions"] = episodes.completions
+            pending.here = {"environments": episodes.environments, "environment_rewards": episodes.rewards}
         for k, spec in enumerate(self.specs):
             if spec is not None:
                 pending.calls[k] = self._begin(k, keywords, len(texts))
@@ -178,9 +215,13 @@ class Rewards:
                 answers[g][k] = _joined(self._collect_one(k, part) for part in parts)
         for group, found in zip(pending, answers, strict=True):
             group.answers = found
+            group.answered()
 
     def _submit_singly(self, group, k):
-        parts = [Pending(_part(group.keywords, i, group.size), 1, {}) for i in range(group.size)]
+        parts = [
+            Pending(_part(group.keywords, i, group.size), 1, {}, here=_part(group.here, i, group.size))
+            for i in range(group.size)
+        ]
         for part in parts:
             if self.specs[k] is not None:
                 part.calls[k] = self._begin(k, part.keywords, 1)
@@ -230,7 +271,7 @@ class Rewards:
         awaited = []
         for g, group in enumerate(pending):
             for k in set(here) - set(models):
-                call = Call(self.functions[k], self.names[k], group.keywords, group.size)
+                call = Call(self.functions[k], self.names[k], group.keywords | group.here, group.size)
                 if is_async(self.functions[k]):
                     awaited.append((g, k, call))
                 else:
@@ -352,6 +393,11 @@ def _joined(answers):
         for name, logged in each.metrics.items():
             metrics.setdefault(name, []).extend(logged)
     return Answer(values, None, False, extra, metrics)
+
+
+def takes_environments(function):
+    """Whether a reward function has a parameter `environments`, objects that no other process has: bool."""
+    return not isinstance(function, ModelReward) and "environments" in inspect.signature(function).parameters
 
 
 def is_async(function):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards import functions as built_in
-from rlnumba.rewards.calling import RewardError, Rewards, importable_name
+from rlnumba.rewards.calling import EnvironmentReward, RewardError, Rewards, importable_name, takes_environments
 from rlnumba.rewards.functions import FACTORIES, reference_answers, texts_of
 from rlnumba.rewards.gym import gym
 
@@ -49,11 +49,12 @@ class ModelFolder:
     path: Path
 
 
-def load_rewards(config, functions=(), open_model=None):
+def load_rewards(config, functions=(), open_model=None, environment_classes=()):
     """The functions that a RewardsConfig names, or those given instead: Rewards.
 
-    open_model(path): the ModelReward of a sequence-classification folder, given by the layer that has models. Raises
-    ConfigError for an unknown name, UserError for a missing file or package, RewardError where importing fails.
+    open_model(path): the ModelReward of a sequence-classification folder, given by the layer that has models.
+    environment_classes: names of those whose get_reward is a further function each, of weight 1. Raises ConfigError for
+    an unknown name, UserError for a missing file or package, RewardError where importing fails.
     """
     functions = list(functions) or [resolve(spec) for spec in config.funcs]
     for k, function in enumerate(functions):
@@ -61,10 +62,18 @@ def load_rewards(config, functions=(), open_model=None):
             if open_model is None:
                 raise ConfigError(f"rewards.funcs: {function.path} is a folder, and models are no rewards here")
             functions[k] = open_model(function.path)
-    specs = [_spec_of(function) or importable_name(function) for function in functions]
+    specs = [
+        None if takes_environments(function) else _spec_of(function) or importable_name(function)
+        for function in functions
+    ]
     names = [getattr(function, "__name__", spec) for spec, function in zip(config.funcs, functions, strict=True)]
     names = [spec if names.count(name) > 1 else name for spec, name in zip(config.funcs, names, strict=True)]
-    return Rewards(functions, config.weights, config.timeout, config.reward_errors, numbered(names), specs)
+    weights = config.weights
+    if environment_classes:
+        weights = [*(weights or [1.0] * len(functions)), *[1.0] * len(environment_classes)]
+        functions += [EnvironmentReward(name) for name in environment_classes]
+        names, specs = [*names, *environment_classes], [*specs, *[None] * len(environment_classes)]
+    return Rewards(functions, weights, config.timeout, config.reward_errors, numbered(names), specs)
 
 
 def numbered(names):

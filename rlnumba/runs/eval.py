@@ -9,6 +9,8 @@ With deploy.num_train_gpus as many ranks share the prompts, or the rows.
 from dataclasses import replace
 from pathlib import Path
 
+from rlnumba.environments.agents import NOTHING
+from rlnumba.environments.agents import given as given_tools
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.hub import find_base, find_model
@@ -20,13 +22,13 @@ from rlnumba.sampling.ranks import launch_replicas
 from rlnumba.trainers.every import TRAINERS
 
 
-def run_eval(run, model=None, output=None, dtype=None, status=None, reward_funcs=()):
+def run_eval(run, model=None, output=None, dtype=None, status=None, reward_funcs=(), tools=NOTHING):
     """Evaluate a folder of a model or adapter on a run's data.eval: metrics by name.
 
     model: the folder or hub id, by default the run's. output: None, or a folder, in which metrics.json and, of prompts,
-    completions.jsonl are written. reward_funcs: functions or names, in place of those that the run names. Raises
-    ConfigError without data.eval, and RowError, before any weights are loaded, for rows that a trainer on rows cannot
-    read.
+    completions.jsonl are written. reward_funcs: functions or names, in place of those that the run names; tools:
+    GivenTools, likewise. Raises ConfigError without data.eval, and RowError, before any weights are loaded, for rows
+    that a trainer on rows cannot read.
     """
     if run.data.eval is None:
         raise ConfigError("eval: data.eval is not set; give --data.eval FILE")
@@ -38,9 +40,9 @@ def run_eval(run, model=None, output=None, dtype=None, status=None, reward_funcs
         start_compiling(run.resolved())
     limits = {"timeout_s": run.deploy.dist_timeout_seconds}
     if run.num_ranks > 1:
-        for each in reward_funcs:
+        for each in (*reward_funcs, *tools.objects):
             check_picklable(each, run.num_ranks)
-    arguments = "deploy.num_train_gpus", run, model, status, list(reward_funcs)
+    arguments = "deploy.num_train_gpus", run, model, status, list(reward_funcs), tools
     found, completions = launch_replicas(evaluate, run.num_ranks, *arguments, **limits)
     if output is not None:
         make_folder(output)
@@ -61,11 +63,13 @@ def describe_model(run, model=None):
     return f"adapter {name} on base {find_base(folder)[0] if run.generates else run.model}"
 
 
-def evaluate(communicator, run, model, status, reward_funcs):
+def evaluate(communicator, run, model, status, reward_funcs, tools=NOTHING):
     """(metrics by name, lines of completions.jsonl), on each rank. The arguments are run_eval's."""
     gemm.set_backend(run.gemm)
     if communicator.rank:
         silence()
-        return TRAINERS[run.trainer].evaluate(run, model, None, communicator)
-    functions = [resolve_if_named(each) for each in reward_funcs]
-    return TRAINERS[run.trainer].evaluate(run, model, status, communicator, functions)
+    functions = [] if communicator.rank else [resolve_if_named(each) for each in reward_funcs]
+    with given_tools(tools):
+        return TRAINERS[run.trainer].evaluate(
+            run, model, None if communicator.rank else status, communicator, functions
+        )

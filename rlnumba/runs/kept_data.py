@@ -24,7 +24,7 @@ def rows_key(run):
 
 def prompts_key(run, limit):
     """The key of the prompts of a run: what they follow from, str. limit: tokens of the longest one."""
-    return repr((run.model, run.data, limit))
+    return repr((run.model, run.data, run.tools, run.environment, limit))
 
 
 def keep(key, value):

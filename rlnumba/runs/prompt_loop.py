@@ -11,20 +11,23 @@ processes, too: sampling/generations.py knows where.
 
 import math
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import NamedTuple
 
+from rlnumba import data
 from rlnumba.config.rollout import GroupConfig
+from rlnumba.engine.core import longest_sequence
 from rlnumba.engine.llm import LLM
+from rlnumba.environments.agents import load_agents
 from rlnumba.errors import ConfigError
 from rlnumba.model.config import LM_HEAD
-from rlnumba.model.hub import find_base
+from rlnumba.model.hub import find_base, find_model, read_config
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.parallel.ray_cluster import connected
 from rlnumba.rewards import TrainerState
-from rlnumba.runs import evaluation
+from rlnumba.runs import evaluation, kept_data
 from rlnumba.runs.planning.planned import Step, invented_rollouts, longest_completions
 from rlnumba.runs.prompt_run import (
     check_stops_of,
@@ -100,9 +103,10 @@ class TrainerOnPrompts(NamedTuple):
             owner_of(run, communicator),
             nodes_of(run, communicator),
             WaitingProcesses(processes_of(run, communicator)) as waiting,
+            agents_of(run, find_model(run.model, weights=False)) as agents,
             begin_run(run, resume, communicator) as folder,
         ):
-            return PromptLoop(self, folder, reward_funcs, communicator, waiting).train()
+            return PromptLoop(self, folder, reward_funcs, communicator, waiting, agents).train()
 
     def check_eval_data(self, run):
         """Every rank reads the prompts itself."""
@@ -113,20 +117,22 @@ class TrainerOnPrompts(NamedTuple):
         params = eval_params(run)
         if params.temperature == 0 and params.n > 1:
             raise ConfigError(f"eval.num_generations ({params.n}) completions at temperature 0 are all the same")
-        rewards = load_rewards(run, reward_funcs) if communicator.rank == 0 else None
         base, _ = find_base(model or run.model)
-        check_stops_of(params, base)
-        llm = LLM(load_model(model or run.model, run.train.dtype), Tokenizer.from_folder(base), run.engine)
-        ranks, prompts = LedLLM(llm, communicator), load_prompts(run.data.eval, run, llm, for_eval=True)
+        with agents_of(run, base) as agents:
+            rewards = rewards_of(run, reward_funcs, agents) if communicator.rank == 0 else None
+            check_stops_of(params, base)
+            llm = LLM(load_model(model or run.model, run.train.dtype), Tokenizer.from_folder(base), run.engine)
+            ranks, prompts = LedLLM(llm, communicator), load_prompts(run.data.eval, run, llm, True, agents)
 
-        def draw():
-            generation = evaluation.generate(ranks.llm, rewards, prompts, params, TrainerState(0, 0, 0.0), status)
-            rows = generation.rows(rewards.names)
-            for row in rows:
-                del row["advantage"]
-            return evaluation.metrics_of(generation, rewards.names, run), rows
+            def draw():
+                drawn = ranks.llm, rewards, prompts, params, TrainerState(0, 0, 0.0), status
+                generation = evaluation.generate(*drawn)
+                rows = generation.rows(rewards.names, run.train.log_completions_tokens)
+                for row in rows:
+                    del row["advantage"]
+                return evaluation.metrics_of(generation, rewards.names, run), rows
 
-        return ranks.led(draw, shared=lambda found: (found[0], []))
+            return ranks.led(draw, shared=lambda found: (found[0], []))
 
     def planned_step(self, planner, run):
         """The Step of a Planner's run, or of a variant of it: completions of the longest prompt, as long as they may
@@ -146,6 +152,34 @@ class TrainerOnPrompts(NamedTuple):
             # However short the completions of a step are.
             sequences = max(rows, run.train.per_device_train_batch_size * run.train.micro_batches_per_step)
         return Step(calls, rows * length, sequences, self.models_of(run), prompts, rehearse)
+
+
+@contextmanager
+def agents_of(run, folder):
+    """A context manager of the Agents of a run and the model of a folder, whose environments are closed at its end, or
+    of None.
+
+    Raises UserError, before any weights are read, for tools, environments, a chat template and training rows that do
+    not go together.
+    """
+    if not run.has_episodes:
+        yield None
+        return
+    tokenizer = Tokenizer.from_folder(folder)
+    with closing(load_agents(run, tokenizer)) as agents:
+        config = read_config(folder)
+        limit = longest_sequence(config, run.engine)
+        arguments = run.data.train, run.data, tokenizer, limit, config.vocab_size, None, agents.prompt_tools
+        kept_data.keep(kept_data.prompts_key(run, limit), data.load_prompts(*arguments))
+        yield agents
+
+
+def rewards_of(run, reward_funcs, agents):
+    """The Rewards of a run with get_reward of the environments of its Agents."""
+    rewards = load_rewards(run, reward_funcs, () if agents is None else agents.reward_classes)
+    if agents is not None:
+        agents.rewards_read_environments = rewards.read_environments
+    return rewards
 
 
 def nodes_of(run, communicator):
@@ -168,14 +202,14 @@ class PromptLoop:
     TrainerOnPrompts.train.
 
     llm: this rank's, or the LLMOnProcesses where ranks have the weights in parts. waiting: the WaitingProcesses that
-    become the run's inference processes. state: the DataState; complete: what a checkpoint keeps of the data after the
-    last complete step.
+    become the run's inference processes. agents: the run's Agents, or None. state: the DataState; complete: what a
+    checkpoint keeps of the data after the last complete step.
     """
 
-    def __init__(self, algorithm, folder, reward_funcs, communicator, waiting):
+    def __init__(self, algorithm, folder, reward_funcs, communicator, waiting, agents=None):
         self.algorithm, self.folder, self.waiting = algorithm, folder, waiting
         self.run = run = folder.run
-        self.rewards = load_rewards(run, folder.moved_models(reward_funcs)) if folder.is_first_rank else None
+        self.rewards = rewards_of(run, folder.moved_models(reward_funcs), agents) if folder.is_first_rank else None
         if self.rewards is not None:
             # While the model is loaded.
             self.rewards.start()
@@ -185,8 +219,8 @@ class PromptLoop:
             self.llm = LLMOnProcesses(self.policy.model, self.tokenizer, run.engine, run.asynchronous)
         else:
             self.llm = LLM(self.policy.model, self.tokenizer, run.engine)
-        self.prompts = load_prompts(run.data.train, run, self.llm)
-        self.eval_data = load_prompts(run.data.eval, run, self.llm, for_eval=True) if run.data.eval else None
+        self.prompts = load_prompts(run.data.train, run, self.llm, agents=agents)
+        self.eval_data = load_prompts(run.data.eval, run, self.llm, True, agents) if run.data.eval else None
         hashes = [
             None if data is None else row_hashes([(each.prompt, each.prompt_token_ids, each.columns) for each in data])
             for data in (self.prompts.prompts, self.eval_data and self.eval_data.prompts)
@@ -365,8 +399,9 @@ class PromptLoop:
         """Let a thread write the completions of a step: while the device computes, it takes no time from this one."""
         generations, self.unwritten = self.unwritten, []
         if generations:
-            names = self.generations.names
-            self.writer.completions(step + 1, (row for each in generations for row in each.rows(names)))
+            names, has_tokens = self.generations.names, self.run.train.log_completions_tokens
+            rows = (row for each in generations for row in each.rows(names, has_tokens))
+            self.writer.completions(step + 1, rows)
 
     def _evaluate_if_due(self, trainer_state, is_last, metrics):
         """Add an evaluation to the metrics of a step where one is due."""

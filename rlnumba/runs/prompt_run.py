@@ -20,12 +20,14 @@ from rlnumba.sampling.samples import derived_seed
 from rlnumba.trainers.replay_buffer import ReplayBuffer
 
 
-def load_prompts(path, run, llm, for_eval=False):
-    """The prompts of a file as token ids; logs how many were too long. for_eval: whether it is data.eval."""
-    vocab_size = llm.model.config.vocab_size
+def load_prompts(path, run, llm, for_eval=False, agents=None):
+    """The prompts of a file as token ids; logs how many were too long. for_eval: whether it is data.eval. agents: the
+    run's Agents, or None."""
+    vocab_size, tools = llm.model.config.vocab_size, agents and agents.prompt_tools
     prompts = None if for_eval else kept_data.taken(kept_data.prompts_key(run, llm.max_model_len))
     if prompts is None:
-        prompts = data.load_prompts(path, run.data, llm.tokenizer, llm.max_model_len, vocab_size, for_eval)
+        prompts = data.load_prompts(path, run.data, llm.tokenizer, llm.max_model_len, vocab_size, for_eval, tools)
+    prompts.agents = agents
     if prompts.dropped_prompts:
         log(f"{path}: {prompts.dropped_prompts} prompts are longer than data.max_prompt_length and are left out")
     for note in prompts.notes:

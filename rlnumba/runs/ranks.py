@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 from rlnumba import checkpoint
 from rlnumba.config.keys import Section
+from rlnumba.environments.agents import NOTHING
+from rlnumba.environments.agents import given as given_tools
 from rlnumba.errors import ConfigError, RankError
 from rlnumba.parallel.communicator import check_equal
 from rlnumba.parallel.launch import launch
@@ -23,20 +25,20 @@ from rlnumba.runtime.environment import versions_of_results
 from rlnumba.trainers.every import TRAINERS
 
 
-def train_on_ranks(run, resume, reward_funcs=(), callbacks=()):
+def train_on_ranks(run, resume, reward_funcs=(), callbacks=(), tools=NOTHING):
     """Train a run on run.num_ranks processes, of which the first writes its folder: the TrainerState.
 
     reward_funcs: functions, or names of [rewards], where run.rewards.funcs is not enough to find them; callbacks: those
-    that `given` takes. Raises RankError for the first rank that fails, ConfigError where there are no devices for all,
-    or for a function or callback that other processes cannot have.
+    that `given` takes; tools: GivenTools. Raises RankError for the first rank that fails, ConfigError where there are
+    no devices for all, or for a function or an object that other processes cannot have.
     """
     # Before the ranks have their devices: the kernels of all are listed here.
     count, run = run.num_ranks, run.resolved()
     num_nodes, timeout_s = run.deploy.num_train_nodes, run.deploy.dist_timeout_seconds
     place = placement(count // num_nodes, "deploy.num_train_gpus")
-    for each in (*reward_funcs, *callbacks):
+    for each in (*reward_funcs, *callbacks, *tools.objects):
         check_picklable(each, count)
-    arguments = run, resume, list(reward_funcs), list(callbacks)
+    arguments = run, resume, list(reward_funcs), list(callbacks), tools
     with owner_of(run), last_checkpoint_named(run.output_dir):
         start_compiling(run)
         if num_nodes > 1:
@@ -57,13 +59,13 @@ def last_checkpoint_named(output_dir):
         raise
 
 
-def _train(communicator, run, resume, reward_funcs, callbacks):
+def _train(communicator, run, resume, reward_funcs, callbacks, tools):
     """Train on one rank; the first returns the TrainerState."""
     check_equal(communicator, facts_of(run))
     run = fit_to_device(located(run), communicator)
     functions = [resolve_if_named(each) for each in reward_funcs]
     # Callbacks are called once.
-    with given(callbacks if communicator.rank == 0 else ()):
+    with given(callbacks if communicator.rank == 0 else ()), given_tools(tools):
         state = TRAINERS[run.trainer].train(run, resume, functions, communicator)
     return state if communicator.rank == 0 else None
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rlnumba.config.keys import section_fields
 
-# (section, key) -> how its value names files: one path, several with commas between them, or a list of functions,
-# file.py:name, and folders.
-ONE, SEVERAL, FUNCTIONS = "one", "several", "functions"
+# (section, key) -> how its value names files: one path, several with commas between them, a list of functions,
+# file.py:name, and folders, one function, or a table of functions.
+ONE, SEVERAL, FUNCTIONS, FUNCTION, TABLE = "one", "several", "functions", "function", "table"
 PATH_KEYS = {
     ("", "model"): ONE,
     ("critic", "model"): ONE,
@@ -22,6 +22,9 @@ PATH_KEYS = {
     ("data", "eval"): SEVERAL,
     ("rewards", "funcs"): FUNCTIONS,
     ("train", "callbacks"): FUNCTIONS,
+    ("tools", "funcs"): FUNCTIONS,
+    ("environment", "factory"): FUNCTION,
+    ("environment", "factories"): TABLE,
 }
 
 
@@ -40,6 +43,10 @@ def with_paths(run, change):
             continue
         if kind == FUNCTIONS:
             changed = [_with_path(each, change) for each in value]
+        elif kind == FUNCTION:
+            changed = _with_path(value, change)
+        elif kind == TABLE:
+            changed = {name: _with_path(each, change) for name, each in value.items()}
         elif kind == SEVERAL and not Path(value).exists():
             parts = [part.strip() for part in value.split(",")]
             found = [part and change(part) for part in parts]

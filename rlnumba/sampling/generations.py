@@ -118,6 +118,7 @@ class Generations:
         with clock.phase("reward"):
             generation = as_generation(chosen, completions, scores, self.weights, self.llm.tokenizer)
         generation.num_unused = num_unused
+        generation.tool_names = [] if self.prompts.agents is None else self.prompts.agents.tool_names
         return indices, generation
 
     def led(self, function, shared=lambda value: value):

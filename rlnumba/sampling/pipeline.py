@@ -385,8 +385,11 @@ class Pipeline:
 
     def _request(self, group):
         drawn = group.content
-        prompt = self.prompts.prompts[drawn.prompt].prompt_token_ids
-        return GroupRequest(group.number, prompt, drawn.params, drawn.version)
+        prompt = self.prompts.prompts[drawn.prompt]
+        request = GroupRequest(group.number, prompt.prompt_token_ids, drawn.params, drawn.version)
+        if self.prompts.agents is None:
+            return request
+        return replace(request, episode=self.prompts.agents.episode(prompt, drawn.prompt, drawn.params))
 
     def _give_out(self, group):
         self.sampler.submit(self._request(group), self)

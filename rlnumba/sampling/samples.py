@@ -6,12 +6,16 @@ as_generation  completions and Scores -> Generation
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from rlnumba.data import Prompt
 from rlnumba.data.values import as_json
-from rlnumba.engine.sequence import Completion
+from rlnumba.engine.episodes import Episodes, GroupRequest
+from rlnumba.engine.sequence import Completion, RequestOutput
+from rlnumba.environments.transcript import ITERATIONS, OVERFLOW, Transcript
+from rlnumba.rewards.calling import EpisodeParts
 
 
 def derived_seed(seed, *counters):
@@ -58,12 +62,14 @@ class Generation:
     """The result of one call of the engine: a group of Samples for each prompt, and what the rewards logged.
 
     num_unused: tokens of further completions, which were not needed; how many depends on how fast the rewards were.
+    tool_names: those of the run's tools, for the metrics.
     """
 
     groups: list[list[Sample]] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     num_unused: int = 0
+    tool_names: list[str] = field(default_factory=list)
 
     @property
     def samples(self):
@@ -79,18 +85,34 @@ class Generation:
         """Tokens that were drawn: int."""
         return sum(sample.completion.num_drawn for sample in self.samples)
 
-    def rows(self, names):
-        """The lines of completions.jsonl: list of dict. names: of the reward functions."""
+    def rows(self, names, has_tokens=True):
+        """The lines of completions.jsonl: list of dict. names: of the reward functions; has_tokens: whether those of
+        episodes have their token ids, mask and log-probs."""
         lines = []
         for sample in self.samples:
             completion = sample.completion
             own = {"prompt": sample.prompt.prompt, "completion": completion.text}
             own["finish_reason"] = completion.finish_reason
+            if (transcript := transcript_of(completion)) is not None:
+                own |= episode_columns(completion, transcript, has_tokens)
+            taken = {*RUN_COLUMNS, *own}
             for name, value in zip(names, sample.values.tolist(), strict=True):
-                own[f"rewards/{name}" if name in RUN_COLUMNS else name] = value
+                own[f"rewards/{name}" if name in taken else name] = value
             own |= {"reward": sample.reward, "advantage": sample.advantage}
             lines.append(own | sample.extra | own)
         return lines
+
+
+def episode_columns(completion, transcript, has_tokens):
+    """The columns of an episode in completions.jsonl besides those that every completion has: dict."""
+    found = {"completion": transcript.completion, "ended": transcript.ended, "environment": transcript.environment}
+    found |= {"index": completion.index, "turns": transcript.turns}
+    found |= {"tool_calls": len(transcript.calls), "tool_failures": transcript.failures}
+    if not has_tokens:
+        return found
+    mask = [1] * completion.num_tokens if completion.mask is None else completion.mask.astype(int).tolist()
+    found |= {"prompt_token_ids": list(completion.episode.prompt_token_ids), "token_ids": list(completion.token_ids)}
+    return found | {"mask": mask, "logprobs": completion.array("logprobs").tolist()}
 
 
 def distinct_params(prompts, params):
@@ -117,20 +139,48 @@ def draw_samples(llm, rewards, prompts, indices, params, trainer_state, clock, s
         if status is not None:
             status(f"{finished} of {total} completions, {num_generated} tokens")
 
-    pending, columns = [None] * len(indices), columns_of(prompts, indices, params.n)
+    agents, pending, columns = prompts.agents, [None] * len(indices), columns_of(prompts, indices, params.n)
 
     def submit(position, output):
         """Rewards of a group are computed in other processes while the engine goes on with the rest."""
         group = prompts, indices[position], output.completions
         pending[position] = submit_group(rewards, *group, columns, trainer_state)
 
-    token_ids = [prompts.prompts[i].prompt_token_ids for i in indices]
-    outputs = llm.generate(token_ids, distinct_params(token_ids, params), progress, submit)
+    chosen = [prompts.prompts[i] for i in indices]
+    token_ids = [prompt.prompt_token_ids for prompt in chosen]
+    params = distinct_params(token_ids, params)
+    if agents is None:
+        outputs = llm.generate(token_ids, params, progress, submit)
+    else:
+        episodes = [agents.episode(*each) for each in zip(chosen, indices, params, strict=True)]
+        outputs = draw_episodes(llm.engine, chosen, params, episodes, progress, submit)
     with clock.phase("reward"):
         scores = rewards.collect(pending)
-        chosen = [prompts.prompts[i] for i in indices]
         completions = [output.completions for output in outputs]
-        return as_generation(chosen, completions, scores, rewards.weights, llm.tokenizer)
+        generation = as_generation(chosen, completions, scores, rewards.weights, llm.tokenizer)
+    generation.tool_names = [] if agents is None else agents.tool_names
+    return generation
+
+
+def draw_episodes(engine, prompts, params, episodes, progress, finished):
+    """The completions of Prompts that are episodes: list of RequestOutput.
+
+    params: SamplingParams of each; episodes: the coroutine function of each. progress, finished: those of LLM.generate.
+    """
+    driver, total = Episodes(engine), sum(each.n for each in params)
+    outputs = [RequestOutput(list(prompt.prompt_token_ids)) for prompt in prompts]
+    try:
+        for number, (output, each, episode) in enumerate(zip(outputs, params, episodes, strict=True)):
+            driver.submit(GroupRequest(number, output.prompt_token_ids, each, episode=episode))
+        while not driver.is_idle:
+            for request in driver.step():
+                outputs[request.number].completions = request.completions
+                finished(request.number, outputs[request.number])
+            progress(driver.num_finished, total, driver.num_tokens)
+    except BaseException:  # a signal, too: the next call finds an engine without requests
+        driver.reset()
+        raise
+    return outputs
 
 
 def columns_of(prompts, indices, n):
@@ -142,8 +192,24 @@ def submit_group(rewards, prompts, index, completions, columns, trainer_state):
     """Begin to score the Completions of prompt `index`: Pending. columns: columns_of the generation."""
     prompt, n = prompts.prompts[index], len(completions)
     texts, ids = [c.text for c in completions], [c.array("token_ids") for c in completions]
-    columns = columns | prompts.columns([index] * n)
-    return rewards.submit([prompt.prompt] * n, texts, ids, columns, trainer_state, prompt.where)
+    columns, transcripts = columns | prompts.columns([index] * n), [transcript_of(each) for each in completions]
+    if None in transcripts:
+        return rewards.submit([prompt.prompt] * n, texts, ids, columns, trainer_state, prompt.where)
+    episodes = EpisodeParts(
+        [each.completion for each in transcripts],
+        [each.instance and each.instance.environment for each in transcripts],
+        [(each.class_name, each.reward, each.reward_error) for each in transcripts],
+    )
+    asked = [each.prompt for each in transcripts]
+    pending = rewards.submit(asked, texts, ids, columns, trainer_state, prompt.where, episodes)
+    pending.answered = partial(prompts.agents.release, transcripts)
+    return pending
+
+
+def transcript_of(completion):
+    """The Transcript of a Completion that is an episode with tools or in an environment, or None."""
+    value = None if completion.episode is None else completion.episode.value
+    return value if isinstance(value, Transcript) else None
 
 
 def as_generation(chosen, completions, scores, weights, tokenizer):
@@ -158,6 +224,9 @@ def as_generation(chosen, completions, scores, weights, tokenizer):
         # A copy of the present values: the lines are written later, and the user's objects may change until then.
         extra = {column: as_json(values[i]) for column, values in scores.extra.items()}
         reward = float(weighted[i])
+        if (transcript := transcript_of(completion)) is not None:
+            # With what `reset` has added to it.
+            prompt = replace(prompt, prompt=transcript.prompt)
         samples.append(Sample(prompt, completion, scores.values[i], reward, extra, pad_token_id=pad_token_id))
     groups = [samples[first : first + n] for first in range(0, len(samples), n)]
     return Generation(groups, scores.errors, scores.metrics)
@@ -190,6 +259,7 @@ def generation_metrics(generation, names):
             found[f"completions/{name}_{which}"] = float(getattr(of, name)())
     found["completions/clipped_ratio"] = float(truncated.mean())
     found |= episode_metrics([sample.completion for sample in samples])
+    found |= tool_metrics(generation.groups, generation.tool_names)
     found = found | generation.metrics | found
     for name, count in generation.errors.items():
         found[f"reward_errors/{name}"] = found.get(f"reward_errors/{name}", 0) + count
@@ -210,6 +280,52 @@ def episode_metrics(completions):
         "rollout/prefix_hit_frac": sum(completion.num_cached_tokens for completion in completions) / contexts,
         "completions/env_tokens_mean": float(np.mean([each.num_tokens - each.num_drawn for each in completions])),
     }
+
+
+def tool_metrics(groups, tool_names):
+    """Metrics of the tools and environments of groups of Samples, a dict of floats; {} without any. tool_names: of all.
+
+    The names are those of TRL's GRPOTrainer and AsyncGRPOTrainer, and tools/{timeout,malformed,overflow}_frac.
+    """
+    transcripts = [transcript_of(sample.completion) for group in groups for sample in group]
+    transcripts = [each for each in transcripts if each is not None]
+    if not transcripts:
+        return {}
+    calls = [call for each in transcripts for call in each.calls]
+
+    def share(is_so):
+        return float(np.mean([is_so(each) for each in transcripts]))
+
+    failures = sum(call.failed for call in calls)
+    found = {
+        "tools/call_frequency": len(calls) / len(transcripts),
+        "tools/failure_frequency": failures / max(len(calls), 1),
+        "tools/unknown_name_total": float(sum(call.unknown for call in calls)),
+        "tools/loop_exhausted_frac": share(lambda each: each.ended == ITERATIONS),
+        "tools/timeout_frac": share(lambda each: any(call.timed_out for call in each.calls)),
+        "tools/malformed_frac": share(lambda each: each.malformed),
+        "tools/overflow_frac": share(lambda each: each.ended == OVERFLOW),
+        "tools/parallel_calls_mean": _mean([count for each in transcripts for count in each.calls_of_turns]),
+        "tools/latency_s": _mean([call.latency_s for call in calls]),
+    }
+    for name in tool_names:
+        own = [call for call in calls if call.name == name and not call.unknown]
+        found[f"tools/{name}/call_total"] = float(len(own))
+        found[f"tools/{name}/failure_total"] = float(sum(call.failed for call in own))
+        found[f"tools/{name}/latency_s"] = _mean([call.latency_s for call in own])
+    for name in ("reset_s", "reward_s"):
+        seconds = [value for each in transcripts if (value := getattr(each, name)) is not None]
+        found |= {f"env/{name}": _mean(seconds)} if seconds else {}
+    if "env/reset_s" in found:
+        # An environment that draws another task for each member of a group compares what cannot be compared.
+        prompts = [[sample.prompt_token_ids for sample in group] for group in groups]
+        found["env/group_prompts_differ_frac"] = _mean([ids != group[0] for group in prompts for ids in group])
+    return found
+
+
+def _mean(values):
+    """The mean of numbers, 0 without any: float."""
+    return float(np.mean(values)) if len(values) else 0.0
 
 
 def known_mean(values):

@@ -22,14 +22,14 @@ from rlnumba.rewards.calling import ModelReward
 from rlnumba.runtime.context import Context
 
 
-def load_rewards(run, functions=()):
+def load_rewards(run, functions=(), environment_classes=()):
     """The Rewards of a run, folders of models among its rewards.funcs; arguments and errors as rewards.load_rewards."""
 
     def open_model(folder):
         model = RewardModel(folder, run.data.chat_template_kwargs)
         return ModelReward(Path(folder).name, model.score, Path(folder))
 
-    return rewards.load_rewards(run.rewards, functions, open_model)
+    return rewards.load_rewards(run.rewards, functions, open_model, environment_classes)
 
 
 class RewardModel:

@@ -25,9 +25,11 @@ from rlnumba.config import (
     DataConfig,
     DeployConfig,
     EngineConfig,
+    EnvironmentConfig,
     EvalConfig,
     LoraConfig,
     RewardsConfig,
+    ToolsConfig,
     key,
 )
 from rlnumba.config.keys import and_list, refuse_unknown, sections_of
@@ -35,6 +37,8 @@ from rlnumba.config.other_keys import take_trl_keys
 from rlnumba.config.reading import ALIASES, warn_without_effect
 from rlnumba.config.rollout import AheadRun
 from rlnumba.config.runs import RUNS
+from rlnumba.environments.agents import NOTHING, GivenTools
+from rlnumba.environments.agents import given as given_tools
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.lora import lora_of_peft
 from rlnumba.reporting.files import make_folder, read_metrics, replacing, to_line
@@ -69,8 +73,9 @@ ELSEWHERE = {
     "quantization_config": "weights are float32, bfloat16 or float16: args.dtype",
     "reward_model": "give the reward model's folder as reward_funcs",
     "value_model": 'give critic={"model": FOLDER}',
-    "rollout_func": "completions are drawn by rlnumba's engine, with the sampling keys of args",
-    "environment_factory": "completions are answers of one turn, scored by reward_funcs",
+    "rollout_func": "completions are drawn by rlnumba's engine; several turns are those of tools and "
+    "environment_factory",
+    "environment_factory": "its rows are given, and no completions are drawn",
     "tools": "give each row a column `tools`",
     "judge": "give a function as reward_funcs",
 }
@@ -159,7 +164,7 @@ class Trainer:
         self.args, self.callbacks, self.given_funcs = args, _callbacks(callbacks), []
         self.datasets = {part: _readable(f"{part}_dataset", rows) for part, rows in datasets.items()}
         self._given_model, self._lora, self._sections = str(model), _lora(peft_config), sections
-        self._state, self._has_begun = None, False
+        self._state, self._has_begun, self.given_tools = None, False, NOTHING
 
     @property
     def run(self):
@@ -194,10 +199,10 @@ class Trainer:
             self._write_rows(run, self.datasets)
             self._state, self._has_begun = None, True
             if run.num_ranks > 1:
-                state = train_on_ranks(run, resume, self.given_funcs, self.callbacks)
+                state = train_on_ranks(run, resume, self.given_funcs, self.callbacks, self.given_tools)
             else:
                 run = fit_to_device(located(run))
-                with advise(run), given(self.callbacks):
+                with advise(run), given(self.callbacks), given_tools(self.given_tools):
                     state = self.trainer.train(run, resume, self._reward_functions())
         self._state, seconds = state, time.monotonic() - started
         losses = [row["loss"] for row in state.log_history if "loss" in row]
@@ -260,7 +265,7 @@ class Trainer:
             raise UserError("evaluate: the trainer has no eval_dataset, and none is given")
         self._write_rows(run, datasets)
         trained = None if self._state is None else self.model
-        return run_eval(run, trained, reward_funcs=self.given_funcs)
+        return run_eval(run, trained, reward_funcs=self.given_funcs, tools=self.given_tools)
 
     def save_model(self, output_dir=None):
         """Copy the trained model, a Hugging Face folder, to output_dir; None: nothing, for it is in `model` already."""
@@ -371,6 +376,8 @@ ROWS = """model: a Hugging Face folder or a hub id, also of a PEFT adapter.
 REWARDS = """reward_funcs: a function with TRL's signature, any callable, or the name that [rewards] has for one, also
     the folder of a reward model, or a list of these.
     rewards: further keys of that section, a dict; eval: those of how held-out prompts are completed.
+    tools: functions that the policy may call, or their names, or a dict of the keys of [tools], with them as funcs.
+    environment_factory: a class or function without arguments, or {name: factory} (docs/agents.md).
     """
 
 ARGUMENTS = (
@@ -401,13 +408,14 @@ class PromptTrainer(Trainer):
 
     def __init__(
         self, model, reward_funcs=None, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None,
-        rewards=None, peft_config=None, callbacks=(), eval=None, **others,
+        rewards=None, peft_config=None, callbacks=(), eval=None, tools=None, environment_factory=None, **others,
     ):  # fmt: skip
+        tools, given_tools = _given_tools(type(self).__name__, tools, environment_factory)
         datasets, sections = {"train": train_dataset, "eval": eval_dataset}, {"data": data, "engine": engine or {}}
-        sections |= {"rewards": rewards or {}, "eval": eval or {}}
+        sections |= {"rewards": rewards or {}, "eval": eval or {}, "tools": tools}
         sections |= {name: others.pop(name, None) or {} for name in own_sections(self.trainer.run_class)}
         super().__init__(model, args, datasets, sections, peft_config, callbacks, others)
-        self.given_funcs = _reward_funcs(type(self).__name__, reward_funcs)
+        self.given_funcs, self.given_tools = _reward_funcs(type(self).__name__, reward_funcs), given_tools
         self.reward_funcs = [resolve_if_named(each) for each in self.given_funcs]
         warn_without_effect(self.run)
 
@@ -416,7 +424,8 @@ class PromptTrainer(Trainer):
         funcs = [each if isinstance(each, str) else _spec(each) for each in self.given_funcs]
         rewards = RewardsConfig(funcs=funcs, weights=args.reward_weights, **self._sections["rewards"])
         found = {"rewards": rewards, "eval": EvalConfig(**self._sections["eval"])}
-        found |= {"engine": EngineConfig(**self._sections["engine"])}
+        found |= {"engine": EngineConfig(**self._sections["engine"]), "tools": ToolsConfig(**self._sections["tools"])}
+        found["environment"] = _environment_section(self.given_tools.factories or {})
         if isinstance(args, AheadArguments):
             found["asynchronous"] = _section(AsyncConfig, args.asynchronous)
         own = own_sections(self.trainer.run_class)
@@ -424,6 +433,28 @@ class PromptTrainer(Trainer):
 
     def _reward_functions(self):
         return self.reward_funcs
+
+
+def _given_tools(name, tools, environment_factory):
+    """(keys of [tools], GivenTools) of a trainer's arguments. Raises TypeError for what cannot be called."""
+    keys = dict(tools) if isinstance(tools, Mapping) else {"funcs": [] if tools is None else tools}
+    functions = keys.get("funcs", [])
+    functions = list(functions) if isinstance(functions, list | tuple) else [functions]
+    factories = environment_factory
+    if not isinstance(factories, Mapping):
+        factories = {} if factories is None else {None: factories}
+    for argument, listed in (("tools", functions), ("environment_factory", factories.values())):
+        for each in listed:
+            if not isinstance(each, str) and not callable(each):
+                raise TypeError(f"{name}: {argument} must be functions or names of them, got {_kind(each)}")
+    keys["funcs"] = [each if isinstance(each, str) else _spec(each) for each in functions]
+    return keys, GivenTools(functions, dict(factories))
+
+
+def _environment_section(factories):
+    """The EnvironmentConfig with the names of factories."""
+    named = {name: each if isinstance(each, str) else _spec(each) for name, each in factories.items()}
+    return EnvironmentConfig(factory=named[None]) if None in named else EnvironmentConfig(factories=named)
 
 
 def own_sections(run_class):
@@ -468,5 +499,5 @@ def _reward_funcs(name, given):
 
 def _spec(function):
     """package.module:function, or for what has no such name (a partial, an object) its class."""
-    named = function if isinstance(function, type(_spec)) else type(function)
+    named = function if isinstance(function, type(_spec) | type) else type(function)
     return f"{named.__module__}:{named.__qualname__}"

@@ -1,0 +1,225 @@
+"""The tools and environments of a run, found by its keys, and checked before any weights are loaded.
+
+agents = load_agents(run, tokenizer)      None for a run whose completions are single turns
+agents.prompt_tools                       what data.load_prompts needs of them
+agents.episode(prompt, params)            the coroutine function of a prompt's rollouts
+agents.close()
+"""
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.config.data import GYM
+from rlnumba.data.files import template_variables
+from rlnumba.data.prompts import PromptTools
+from rlnumba.environments.calls import ToolCaller
+from rlnumba.environments.episode import Episode, EpisodeRow, encode
+from rlnumba.environments.formats import detect_format
+from rlnumba.environments.pool import GET_REWARD, GIVEN, RESET, EnvironmentPool, method_of, required_parameters
+from rlnumba.environments.schema import schemas_of, tools_of
+from rlnumba.errors import ConfigError, UserError, shown
+from rlnumba.rewards.loading import load_object
+
+# The column with the name of a row's environment.
+COLUMN = "environment"
+PROMPT = [{"role": "user", "content": ""}]
+
+
+class GivenTools(NamedTuple):
+    """Objects of Python, or names, in the place of the keys: tools, and factories {name: factory}, the name None for a
+    single one; None where the keys say it."""
+
+    functions: list | None = None
+    factories: dict | None = None
+
+    @property
+    def objects(self):
+        """All of them: list."""
+        return [*(self.functions or ()), *(self.factories or {}).values()]
+
+
+NOTHING = GivenTools()
+_given = ContextVar("agents", default=NOTHING)
+
+
+@contextmanager
+def given(tools):
+    """The GivenTools that the runs of the block have instead of those that their keys name."""
+    token = _given.set(tools)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+class Toolset(NamedTuple):
+    """The tools of the rows of one environment. functions: {name: function}; methods: names of the environment's;
+    schemas: of all, None without any."""
+
+    functions: dict
+    methods: frozenset
+    schemas: list | None
+
+
+def load_agents(run, tokenizer):
+    """The Agents of a run on prompts, or None. Raises UserError or ConfigError, each of one line."""
+    if not run.has_episodes:
+        return None
+    known = _given.get()
+    functions = run.tools.funcs if known.functions is None else known.functions
+    functions = [_found(each, "tools.funcs") for each in functions]
+    factories = run.environment.specs if known.factories is None else known.factories
+    factories = {name: _found(each, _factory_key(name)) for name, each in factories.items()}
+    for key, each in [("tools.funcs", f) for f in functions] + [(_factory_key(n), f) for n, f in factories.items()]:
+        if not callable(each):
+            raise ConfigError(f"{key}: {shown(each)} is a {type(each).__name__}, which cannot be called")
+    if tokenizer is None:
+        raise UserError(f"{run.model}: tools and environments need a tokenizer, and the folder has no tokenizer.json")
+    return Agents(run, tokenizer, functions, factories)
+
+
+def _found(each, key):
+    """An object, or what a name of it stands for."""
+    return load_object(each, key) if isinstance(each, str) else each
+
+
+def _factory_key(name):
+    return "environment.factory" if name is None else f"environment.factories.{name}"
+
+
+class Agents:
+    """functions, factories: the tools, and {name of an environment: its factory}. See the module's docstring.
+
+    toolsets: {name of an environment: Toolset}, of None without one. format: the ToolFormat of calls, None without
+    tools. reward_classes: names of the classes with get_reward, in their order. rewards_read_environments: whether a
+    reward function takes them, so that an environment is not used again before; the run sets it.
+    """
+
+    def __init__(self, run, tokenizer, functions, factories):
+        self.run, self.tokenizer, self.rewards_read_environments = run, tokenizer, False
+        self.stops_at_malformed = run.tools.malformed_calls == "stop"
+        self.most_iterations, self.has_environments = run.train.max_tool_calling_iterations, bool(factories)
+        tools = run.tools
+        self.caller = ToolCaller(tools.tool_workers, tools.tool_timeout_s, tools.tool_result_max_chars)
+        self.pool = EnvironmentPool(factories, self.caller, run.rewards.timeout)
+        self._resets = {}
+        try:
+            self._probe(functions, factories)
+            self.format = self._format()
+        except BaseException:
+            self.close()
+            raise
+
+    def _probe(self, functions, factories):
+        """Find the tools of each environment, and check its methods, with one instance of each."""
+        self.toolsets, self.reward_classes = {}, []
+        if not factories:
+            self.toolsets[None] = _toolset(functions, None)
+        # All are made at once, and stay in the pool.
+        taken = [(name, self.pool.take(name)) for name in factories]
+        for name, future in taken:
+            instance = future.result()
+            self.pool.give_back(instance)
+            owner, environment = type(instance.environment), instance.environment
+            reset = method_of(environment, RESET)
+            if reset is None:
+                raise UserError(f"{_factory_key(name)}: {owner.__name__} has no method reset")
+            self._resets[name] = owner.__name__, set(required_parameters(reset)) - set(GIVEN)
+            get_reward = method_of(environment, GET_REWARD)
+            if get_reward is not None:
+                if missing := required_parameters(get_reward):
+                    raise UserError(
+                        f"{_factory_key(name)}: {owner.__name__}.get_reward() is called without arguments, and needs "
+                        f"{', '.join(missing)}"
+                    )
+                if owner.__name__ not in self.reward_classes:
+                    self.reward_classes.append(owner.__name__)
+            self.toolsets[name] = _toolset(functions, owner)
+        if not (self.run.rewards.funcs or self.reward_classes or self.run.data.train.startswith(GYM)):
+            raise ConfigError(
+                "rewards.funcs must name at least one reward function, or the environment's class must have get_reward"
+            )
+
+    def _format(self):
+        found, kwargs = None, self.run.data.chat_template_kwargs
+        for toolset in self.toolsets.values():
+            if toolset.schemas:
+                found = detect_format(self.tokenizer, toolset.schemas, self.run.tools.parser, kwargs)
+        return found
+
+    @property
+    def tool_names(self):
+        """The names of all tools: list."""
+        names = [name for toolset in self.toolsets.values() for name in (*toolset.functions, *sorted(toolset.methods))]
+        return list(dict.fromkeys(names))
+
+    @property
+    def prompt_tools(self):
+        """The PromptTools with which data.load_prompts makes prompts."""
+        return PromptTools(self._schemas_of, PROMPT if self.has_environments else None)
+
+    def _schemas_of(self, row, where):
+        """The schemas of a row's tools. Raises UserError for a row that names no environment, or lacks a column."""
+        name = self._environment_of(row, where)
+        if name in self._resets:
+            class_name, required = self._resets[name]
+            if missing := sorted(required - set(row) - {"prompt"}):
+                raise UserError(
+                    f"{where}: {class_name}.reset() needs {', '.join(missing)}, and the row has no such column; its "
+                    f"columns are {', '.join(row) or 'none'}"
+                )
+        return self.toolsets[name].schemas
+
+    def _environment_of(self, row, where):
+        if None in self.toolsets:
+            return None
+        if COLUMN not in row:
+            raise UserError(f"{where}: environment.factories needs a column {COLUMN!r} with the name of one of them")
+        name = row[COLUMN]
+        if not isinstance(name, str) or name not in self.toolsets:
+            raise UserError(
+                f"{where}: {COLUMN!r} is {shown(name)}, and environment.factories has {', '.join(self.toolsets)}"
+            )
+        return name
+
+    def episode(self, prompt, index, params):
+        """The Episode of the rollouts of a Prompt, the data's of this index. params: SamplingParams of the group."""
+        name = self._environment_of(prompt.columns, prompt.where)
+        values = {key: value for key, value in prompt.columns.items() if name is None or key != COLUMN}
+        values = {"prompt": prompt.prompt} | values
+        template = self.run.data.chat_template_kwargs | template_variables(prompt.columns, prompt.where)
+        if self.toolsets[name].schemas:
+            template.pop("tools", None)
+        seed = int(np.random.SeedSequence((params.seed, index, params.first_index)).generate_state(1)[0])
+        row = EpisodeRow(prompt.prompt, prompt.prompt_token_ids, values, template, name, seed, prompt.where)
+        return Episode(self, row)
+
+    def encode(self, prompt, row):
+        """The ids of messages of an EpisodeRow: list of int."""
+        return encode(self.tokenizer, prompt, row.template, self.toolsets[row.environment].schemas)
+
+    def ends_in_eos(self, turn):
+        """Whether the last id of a turn's Completion is the EOS of the tokenizer."""
+        return turn.num_tokens > 0 and turn.token_ids[-1] == self.tokenizer.eos_token_id
+
+    def release(self, transcripts):
+        """Give the environments of Transcripts back, which the rewards have read."""
+        for transcript in transcripts:
+            instance, transcript.instance = transcript.instance, None
+            if instance is not None:
+                self.pool.give_back(instance)
+
+    def close(self):
+        """Close the environments, and end the threads."""
+        self.pool.close()
+        self.caller.close()
+
+
+def _toolset(functions, environment_class):
+    """The Toolset of functions and of an environment's class."""
+    tools = tools_of(functions, environment_class)
+    methods = frozenset(name for name, _, _ in tools[len(functions) :])
+    return Toolset({name: function for name, function, _ in tools[: len(functions)]}, methods, schemas_of(tools))

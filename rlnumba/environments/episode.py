@@ -1,0 +1,198 @@
+"""An episode: turns of the policy, and between them the results of the tools that it calls.
+
+    prompt -> reset's observation -> turn -> its calls -> their results -> turn -> ... -> get_reward
+
+Text is decoded to be parsed and never encoded again: the context of a turn is that of the turn before, the ids that
+were drawn, and the ids of the results. It ends with a turn without calls, with one that cannot be continued, or after
+max_tool_calling_iterations.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from rlnumba.data.prompts import encode_prompt
+from rlnumba.environments.calls import CallResult, ToolRun, error_content
+from rlnumba.environments.formats import MalformedCall, TurnStream, opens_think
+from rlnumba.environments.formats.turn import parse_turn
+from rlnumba.environments.pool import EnvironmentFailure
+from rlnumba.environments.transcript import ITERATIONS, LENGTH, MALFORMED, OVERFLOW, Transcript
+from rlnumba.environments.turns import suffix_ids
+from rlnumba.errors import UserError, shown
+
+# The name of the results of blocks that cannot be read as calls.
+UNREADABLE = "tool_call"
+# Tokens at the end of a context among which an open <think> is looked for.
+TAIL = 16
+
+
+@dataclass(frozen=True)
+class EpisodeRow:
+    """The row of the data that an episode begins with.
+
+    prompt: messages; prompt_token_ids: theirs, before an observation. values: what `reset` may take. template:
+    variables of the chat template. environment: the name of the factory, None for a single one. seed: for `reset`, one
+    a group. where: file and line.
+    """
+
+    prompt: list
+    prompt_token_ids: list
+    values: dict
+    template: dict = field(default_factory=dict)
+    environment: str | None = None
+    seed: int = 0
+    where: str = ""
+
+
+def with_observation(prompt, observation):
+    """Messages whose last one goes on with what `reset` has returned: a str, or a list of text blocks, as in TRL."""
+    content = prompt[-1].get("content") or ""
+    if isinstance(observation, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    elif isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
+
+
+def is_observation(value):
+    """Whether `reset` may return a value besides None: a str or a list of text blocks."""
+    is_blocks = isinstance(value, list) and all(
+        isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)
+        for block in value
+    )
+    return isinstance(value, str) or is_blocks
+
+
+class Episode:
+    """The coroutine function of the rollouts of one row. agents: Agents; row: EpisodeRow."""
+
+    def __init__(self, agents, row):
+        self.agents, self.row = agents, row
+
+    async def __call__(self, rollout):
+        """Play one rollout: its Transcript."""
+        agents, row = self.agents, self.row
+        transcript, instance = Transcript(row.prompt), None
+        try:
+            if agents.has_environments:
+                instance = await rollout.wait(agents.pool.take(row.environment))
+                transcript.class_name = instance.class_name
+                transcript.environment = row.environment or instance.class_name
+            context = await self._reset(rollout, instance, transcript)
+            await self._play(rollout, instance, transcript, context)
+            if instance is not None and instance.has_reward:
+                await self._reward(rollout, instance, transcript)
+            if agents.rewards_read_environments:
+                # It is given back when the rewards have read it.
+                transcript.instance, instance = instance, None
+        finally:
+            if instance is not None:
+                agents.pool.give_back(instance)
+        return transcript
+
+    async def _reset(self, rollout, instance, transcript):
+        """Reset the environment, and add its observation to the prompt: the ids of the first context."""
+        row = self.row
+        if instance is None:
+            return list(row.prompt_token_ids)
+        began = time.monotonic()
+        episode_id = f"{row.seed}-{rollout.params.first_index + rollout.index}"
+        try:
+            observation = await rollout.wait(instance.reset(row.values, row.seed, episode_id))
+        except EnvironmentFailure as error:
+            raise EnvironmentFailure(f"{row.where}: {error}" if row.where else str(error)) from error
+        transcript.reset_s = time.monotonic() - began
+        if observation is None:
+            return list(row.prompt_token_ids)
+        if not is_observation(observation):
+            raise EnvironmentFailure(
+                f"{row.where}: environment: {instance.class_name}.reset() must return a string, a list of text blocks "
+                f"or None, got {shown(observation)}"
+            )
+        transcript.prompt = with_observation(row.prompt, observation)
+        ids = self.agents.encode(transcript.prompt, row)
+        if len(ids) >= rollout.max_model_len:
+            raise UserError(
+                f"{row.where}: the prompt with the observation of {instance.class_name}.reset() has {len(ids)} tokens, "
+                f"which leaves no room for a completion in {rollout.max_model_len} (engine.max_model_len)"
+            )
+        return ids
+
+    async def _play(self, rollout, instance, transcript, context):
+        """Turns until the end."""
+        agents, toolset = self.agents, self.agents.toolsets[self.row.environment]
+        while True:
+            turn = await rollout.complete(context)
+            context = context + list(turn.token_ids)
+            transcript.turns += 1
+            parsed = self._parse(turn, context)
+            transcript.completion.append(parsed.message())
+            results = [block for block in parsed.blocks if isinstance(block, MalformedCall)]
+            transcript.malformed |= bool(results)
+            transcript.ended = turn.finish_reason
+            if not parsed.calls and not results:
+                return
+            if results and agents.stops_at_malformed:
+                if turn.finish_reason != LENGTH:
+                    transcript.ended = MALFORMED
+                return
+            if agents.most_iterations is not None and len(transcript.calls_of_turns) >= agents.most_iterations:
+                transcript.ended = ITERATIONS
+                return
+            results = await self._execute(rollout, instance, toolset, parsed)
+            transcript.add_results([result for result in results if result.name != UNREADABLE])
+            messages = [result.message for result in results]
+            suffix = suffix_ids(
+                agents.tokenizer, agents.ends_in_eos(turn), messages, self.row.template, toolset.schemas
+            )
+            if rollout.room(len(suffix)) < 1:
+                transcript.ended = OVERFLOW
+                return
+            transcript.completion += messages
+            context = context + suffix
+
+    async def _execute(self, rollout, instance, toolset, parsed):
+        """The CallResults of a turn's blocks, in their order; those that cannot be read have an error."""
+        calls = [self._call(instance, toolset, call) for call in parsed.calls]
+        executed = iter(await rollout.wait(self.agents.caller.submit(calls)) if calls else ())
+        return [
+            CallResult(UNREADABLE, error_content(f"the call cannot be read: {block.problem}"), failed=True)
+            if isinstance(block, MalformedCall)
+            else next(executed)
+            for block in parsed.blocks
+        ]
+
+    def _call(self, instance, toolset, call):
+        """The ToolRun of a ToolCall of the policy."""
+        if call.name in toolset.methods:
+            return instance.call(call.name, call.arguments)
+        return ToolRun(call.name, toolset.functions.get(call.name), call.arguments)
+
+    def _parse(self, turn, context):
+        """The ParsedTurn of a Completion, the last ids of the context."""
+        agents, toolset = self.agents, self.agents.toolsets[self.row.environment]
+        ids, before = list(turn.token_ids), context[: len(context) - turn.num_tokens]
+        if agents.ends_in_eos(turn):
+            ids = ids[:-1]
+        text = agents.tokenizer.decode(ids, skip_special_tokens=False)
+        if isinstance(turn.stop_reason, str):
+            text = text[: text.rfind(turn.stop_reason)]
+        starts_in_think = opens_think(agents.tokenizer.decode(before[-TAIL:], skip_special_tokens=False))
+        if not toolset.schemas:
+            return parse_turn(TurnStream(None, {}, starts_in_think), text)
+        stays = agents.stops_at_malformed
+        return agents.format.parse(text, toolset.schemas, starts_in_think, keep_malformed=stays)
+
+    async def _reward(self, rollout, instance, transcript):
+        """Ask the environment for its reward."""
+        began = time.monotonic()
+        try:
+            transcript.reward = await rollout.wait(instance.get_reward())
+        except EnvironmentFailure as error:
+            transcript.reward_error = str(error)
+        transcript.reward_s = time.monotonic() - began
+
+
+def encode(tokenizer, prompt, template, schemas):
+    """The ids of messages with the schemas of the tools: list of int."""
+    tools = {"tools": schemas} if schemas else {}
+    return list(encode_prompt(tokenizer, prompt, **template | tools))

@@ -1,0 +1,107 @@
+"""Environments: an instance for each live rollout, its thread, what reset gets, and failures that name the class."""
+
+import threading
+import time
+
+import pytest
+
+from rlnumba.environments import calls
+from rlnumba.environments.calls import ToolCaller
+from rlnumba.environments.pool import EnvironmentFailure, EnvironmentPool, required_parameters
+
+
+@pytest.fixture
+def caller():
+    made = ToolCaller(num_workers=2, timeout_s=0.1)
+    yield made
+    made.close()
+
+
+class Recorder:
+    """Notes the thread of everything that is called."""
+
+    def __init__(self):
+        self.threads, self.rows = [threading.get_ident()], []
+
+    def reset(self, question, seed=0):
+        self.threads.append(threading.get_ident())
+        self.rows.append((question, seed))
+        return f"asked {question}"
+
+    def step(self, x):
+        self.threads.append(threading.get_ident())
+        return x + 1
+
+    async def look(self):
+        return "seen"
+
+    def hang(self):
+        time.sleep(0.4)
+
+    def get_reward(self):
+        self.threads.append(threading.get_ident())
+        return 0.5
+
+    def close(self):
+        self.threads.append(threading.get_ident())
+
+
+def test_everything_of_an_instance_runs_in_its_thread(caller):
+    pool = EnvironmentPool({None: Recorder}, caller, 5.0)
+    instance, other = pool.take(None).result(5), pool.take(None).result(5)
+    assert instance.environment is not other.environment
+    # reset takes what it names of a row.
+    assert instance.reset({"question": "q", "answer": 1}, 5, "e").result(5) == "asked q"
+    assert instance.reset({"question": "r", "seed": 7, "answer": 1}, 5, "e").result(5) == "asked r"
+    found = caller.submit([instance.call("step", {"x": 1}), instance.call("look", {}), instance.call("gone", {})])
+    assert [result.content for result in found.result(5)] == ["2", "seen", "{'error': 'Tool gone not found.'}"]
+    assert instance.get_reward().result(5) == 0.5
+    pool.give_back(instance)
+    assert pool.take(None).result(5) is instance
+    pool.give_back(instance)
+    pool.give_back(other)
+    pool.close()
+    recorder = instance.environment
+    assert recorder.rows == [("q", 5), ("r", 7)]
+    assert len(recorder.threads) == 6 and len(set(recorder.threads)) == 1
+    assert other.environment.threads[0] != recorder.threads[0] != threading.get_ident()
+    assert len(other.environment.threads) == 2
+
+
+def test_an_instance_that_hangs_is_not_used_again(caller, monkeypatch):
+    monkeypatch.setattr(calls, "GRACE_S", 0.05)
+    pool = EnvironmentPool({"a": Recorder}, caller, 5.0)
+    instance = pool.take("a").result(5)
+    (result,) = caller.submit([instance.call("hang", {})]).result(5)
+    assert result.timed_out
+    pool.give_back(instance)
+    assert pool.take("a").result(5) is not instance
+
+
+class Failing:
+    async def reset(self, **row):
+        raise ValueError("no\nsuch task")
+
+    def get_reward(self):
+        while True:
+            pass
+
+
+def refuses():
+    raise RuntimeError("no server")
+
+
+def test_failures_name_the_class_and_the_method(caller):
+    pool = EnvironmentPool({"f": Failing, "g": refuses}, caller, 0.1)
+    instance = pool.take("f").result(5)
+    with pytest.raises(EnvironmentFailure, match=r"^environment: Failing.reset\(\) raised ValueError: no such task$"):
+        instance.reset({"a": 1}, 0, "e").result(5)
+    with pytest.raises(EnvironmentFailure, match=r"Failing.get_reward\(\) did not return in time"):
+        instance.get_reward().result(5)
+    with pytest.raises(EnvironmentFailure, match=r"^environment: refuses\(\) raised RuntimeError: no server$"):
+        pool.take("g").result(5)
+
+
+def test_required_parameters():
+    assert required_parameters(Recorder().reset) == ["question"]
+    assert required_parameters(Failing().reset) == []

@@ -55,6 +55,7 @@ BENCHES = (
     Bench("engine_mixed", "bench/engine.py --workloads mixed,fixed\\ 8", 120),
     Bench("engine_groups", "bench/engine.py --workloads groups --repeat 1", 120),
     Bench("engine_no_groups", "bench/engine.py --workloads groups --no-groups --repeat 1", 120),
+    Bench("episodes", "bench/episodes.py", 120),
     Bench("soak", "bench/soak.py --requests 2000", 240),
     Bench("train_sm80", "bench/train.py", 120, "sm80"),
     Bench("gemm_sweep", "bench/kernels/gemm.py --only decode --sweep", 200),

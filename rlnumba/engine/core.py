@@ -192,8 +192,10 @@ class Engine:
             for index in (range(params.n) if indices is None else indices)
         ]
         rules = token_rules(params, self.tokenizer, self.model.config.vocab_size)
+        is_turn = first_context is not None
         for sequence in sequences:
-            sequence.rules, sequence.retains_blocks = rules, first_context is not None
+            sequence.rules, sequence.retains_blocks = rules, is_turn
+            sequence.continues = is_turn and len(prompt) > len(first_context)
         self.move_in(sequences)
         return prompt
 

@@ -277,7 +277,8 @@ class Episodes:
                 self._ready.wait(wait_s)
                 self.waited_s += time.perf_counter() - began
                 self._resume()
-            if self.engine.has_unfinished:
+            if self.engine.has_unfinished or not self._complete:
+                # Without anything to compute, for the ranks of a LedEngine, which wait for its messages.
                 self._take(self.engine.step())
         except PromptError as error:
             numbers = tuple(dict.fromkeys(map(_number_of, error.request_ids)))

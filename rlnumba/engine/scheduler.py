@@ -3,7 +3,8 @@
 A step takes, in this order, as far as budget, rows and blocks go:
 1. every running sequence that lacks one token (decode);
 2. the running ones that lack more, in the order of admission, a chunk each (chunked prefill);
-3. waiting sequences, first come first served, with whatever prefix of theirs the cache holds.
+3. waiting sequences, first come first served, with whatever prefix of theirs the cache holds; those that were
+   preempted, and further turns of episodes, come first.
 
 A sequence that decodes may have blocks for tokens to come (run_ahead.py), which are given back where they are wanted.
 A turn of an episode retains its full blocks when it has ended, for the next turn, which computes what follows them.
@@ -21,6 +22,7 @@ all running sequences lack one token is ordered by prefix groups, if attention c
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -125,8 +127,15 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, sequence):
-        """Queue a sequence. The cache must be able to hold it alone by the time it is admitted."""
-        self.waiting.append(sequence)
+        """Queue a sequence. The cache must be able to hold it alone by the time it is admitted.
+
+        A further turn of an episode comes before sequences without any token: its blocks are retained until then.
+        """
+        if not sequence.continues:
+            self.waiting.append(sequence)
+            return
+        begun = takewhile(lambda each: each.continues or len(each.token_ids) > len(each.prompt), self.waiting)
+        self.waiting.insert(sum(1 for _ in begun), sequence)
 
     def schedule(self, admits=True):
         """The next SchedulerOutput; None when nothing is left to do. admits: whether waiting sequences may be admitted.

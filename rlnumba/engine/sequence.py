@@ -434,7 +434,7 @@ class Sequence:
     every position, 0 in the prompt) and policy_versions (of sampled tokens; arrays) are up to date when it leaves the
     row. is_prefix_leader: whether the sequences of the same prompt wait for it to compute the prompt.
     num_cached_tokens: those of the prompt that the cache held when it was first admitted; None before. retains_blocks:
-    whether its blocks are retained at its end.
+    whether its blocks are retained at its end; continues: whether it is a further turn of an episode.
     """
 
     def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), adapter=(-1, "")):
@@ -451,7 +451,7 @@ class Sequence:
         self.thresholds = np.zeros(len(prompt) if params.logit_thresholds else 0, np.float32)
         self.policy_versions = np.zeros(0, np.int32)
         self.finish_reason = self.row = self.num_cached_tokens = None
-        self.is_prefix_leader = self.retains_blocks = False
+        self.is_prefix_leader = self.retains_blocks = self.continues = False
 
     @property
     def num_to_score(self):

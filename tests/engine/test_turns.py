@@ -224,7 +224,13 @@ def test_random_delays_change_no_draw(model, tools):
     requests = [request_of(None, number, prompt=PROMPT[number:]) for number in range(4)]
     expected = draw(model, *(replace(each, episode=scripted(lengths)) for each in requests))
     delayed = scripted(lengths, after(0.02, tools))
-    for config in ({}, {"max_num_seqs": 3}, {"blocks": 14}, {"async_scheduling": False}):
+    for config in (
+        {},
+        {"max_num_seqs": 3},
+        {"blocks": 14},
+        {"async_scheduling": False},
+        {"speculative_method": "ngram"},
+    ):
         found = draw(model, *(replace(each, episode=delayed) for each in requests), **config)
         assert {number: results(each) for number, each in found.items()} == {
             number: results(each) for number, each in expected.items()
@@ -252,6 +258,22 @@ def test_a_rollout_that_waits_leaves_the_engine_to_others(model):
     episodes.step(60.0)
     assert time.perf_counter() - began < 30
     assert [each.token_ids[3] for each in run(episodes)[0]] == [3, 3]
+
+
+def test_a_further_turn_comes_before_what_has_not_begun(model):
+    """Behind those that were begun before it; its blocks are there until then."""
+    episodes = Episodes(make_engine(model, max_num_seqs=2))
+    episodes.submit(request_of(scripted([3, 4, 5]), 0, replace(PARAMS, n=3)))
+    episodes.step()
+    episodes.submit(request_of(None, 1, replace(PARAMS, n=6)))
+    scheduler, order = episodes.engine.scheduler, []
+    while 0 in episodes.running:
+        episodes.step()
+        waiting = [(each.continues, each.index) for each in scheduler.waiting]
+        assert waiting == sorted(waiting, key=lambda each: not each[0])
+        order += [each.index for each in scheduler.waiting if each.continues and each.index not in order]
+    assert not episodes.running[1].done and order
+    assert run(episodes).keys() == {1}
 
 
 def test_what_a_future_raises_is_raised_where_it_is_awaited(model):
@@ -536,8 +558,10 @@ def test_others_go_on_after_a_prompt_without_log_probs(monkeypatch):
     check_idle(episodes.engine)
 
 
-def test_retained_blocks_are_released_before_any_is_preempted(model):
-    """At most half of the cache, the oldest first; the whole cache is there for a sequence that needs it."""
+@pytest.mark.parametrize("length", [2, 180])
+def test_retained_blocks_are_released_before_any_is_preempted(model, length):
+    """At most half of the cache, the oldest first; the whole cache is there for a sequence that needs it, at its
+    admission or as it grows."""
     gates, order = [Future() for _ in range(4)], []
     waits = lambda rollout, turn, value: order.append(rollout.index) or gates[rollout.index]  # noqa: E731
     lengths = [33, 8]
@@ -552,7 +576,8 @@ def test_retained_blocks_are_released_before_any_is_preempted(model):
     assert [each.index for each in retained.of_request] == order[2:] or len(retained.counts) == 5
     assert len(retained.counts) <= 6
     preempted = engine.num_preemptions
-    episodes.submit(request_of(None, 1, SamplingParams(max_tokens=180, ignore_eos=True), prompt=[30, 31]))
+    long = SamplingParams(max_tokens=182 - length, ignore_eos=True)
+    episodes.submit(request_of(None, 1, long, prompt=[30, 31] * (length // 2)))
     found = {}
     while 1 not in found:
         found |= {request.number: request.completions for request in episodes.step(0.0)}

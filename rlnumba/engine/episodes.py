@@ -101,7 +101,8 @@ class EpisodeRollout:
 
     def __init__(self, request, index, max_model_len):
         self.number, self.index, self.max_model_len = request.number, index, max_model_len
-        self.prompt_token_ids, self.params = request.prompt_token_ids, request.params
+        # One seed for all turns.
+        self.prompt_token_ids, self.params = request.prompt_token_ids, request.params.seeded()
         # All tokens up to the last drawn one, and those of the first context.
         self.token_ids, self.first_context, self.turns = [], None, []
 
@@ -146,10 +147,11 @@ class EpisodeRollout:
         if not self.turns:
             raise ValueError(f"episode: rollout {self.index} of group {self.number} has ended without a turn")
         first, (_, last) = len(self.first_context), self.turns[-1]
-        total, has_logprobs = len(self.token_ids) - first, self.params.logprobs
-        mask, logprobs = np.zeros(total, bool), np.zeros(total if has_logprobs else 0, np.float32)
+        total, params = len(self.token_ids) - first, self.params
+        mask, has_logprobs = np.zeros(total, bool), params.logprobs is True or params.num_logprobs >= 0
+        logprobs = None if params.logprobs is None else np.zeros(total if has_logprobs else 0, np.float32)
         versions, thresholds = np.zeros(total, np.int32), None
-        if self.params.logit_thresholds:
+        if params.logit_thresholds:
             thresholds = np.full(total, -np.inf, np.float32)
         for length, turn in self.turns:
             begin, end = length - first, length - first + turn.num_tokens

@@ -153,6 +153,21 @@ def test_masks_and_columns(model):
     assert_same_bits(plain.array("logprobs")[plain.mask], expected)
 
 
+def test_episodes_without_log_probs_or_seed(model):
+    """One seed for all turns of a rollout, also when it is drawn afresh."""
+    for logprobs, expected in ((None, None), (False, [])):
+        params = replace(PARAMS, n=2, logprobs=logprobs)
+        assert [each.logprobs for each in draw(model, request_of(scripted([2, 3]), params=params))[0]] == [expected] * 2
+    seeds = {}
+
+    async def episode(rollout):
+        seeds.setdefault(rollout.params.seed, []).append(rollout.index)
+        return await scripted([2, 3])(rollout)
+
+    draw(model, request_of(episode, params=replace(PARAMS, seed=None)))
+    assert None not in seeds and sum(map(len, seeds.values())) == 4
+
+
 def test_a_turn_computes_what_follows_the_blocks_that_are_there(model):
     """suffix + (L - 1) mod 16 + 1 tokens; also where every rollout waits while others fill the cache."""
     lengths, computed = [5, 20, 16, 1], Counter()
@@ -539,11 +554,11 @@ def test_others_go_on_after_a_prompt_without_log_probs(monkeypatch):
         episodes.submit(request)
     update, damaged = episodes.engine._record, []
 
-    def record(step, token_ids, logprobs, thresholds):
+    def record(step, token_ids, logprobs, *values):
         rows = episodes.engine.scheduler.table.sequences[step.sampled_rows]
         bad = [getattr(each.request_id, "number", None) == 3 and len(each.prompt) > len(PROMPT) for each in rows]
         damaged.append(any(bad))
-        return update(step, token_ids, np.where(bad, np.nan, logprobs), thresholds)
+        return update(step, token_ids, np.where(bad, np.nan, logprobs), *values)
 
     monkeypatch.setattr(episodes.engine, "_record", record)
     with pytest.raises(PromptError) as raised:

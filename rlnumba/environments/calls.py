@@ -110,7 +110,7 @@ class ToolThread:
         self._thread.start()
 
     def put(self, job):
-        """Queue a Job, or None to end the thread."""
+        """Queue a ThreadJob, or None to end the thread."""
         self.jobs.put(job)
 
     def interrupt(self, job):
@@ -147,7 +147,7 @@ class ToolThread:
         self.after_job(self)
 
 
-class Job:
+class ThreadJob:
     """A call() for a ToolThread. started: Future of the thread that runs it; done: of the result or exception."""
 
     def __init__(self, call):
@@ -166,7 +166,7 @@ class ToolThreads:
         self._count = self._idle = 0
 
     def put(self, job):
-        """Queue a Job."""
+        """Queue a ThreadJob."""
         with self._lock:
             if self._idle > 0:
                 self._idle -= 1
@@ -320,7 +320,7 @@ class ToolCaller:
         """
         if worker is not None and worker.is_abandoned:
             return CallError("the environment is gone: an earlier call of it did not end"), time.monotonic()
-        job = Job(function)
+        job = ThreadJob(function)
         (self._workers if worker is None else worker).put(job)
         its_worker = await asyncio.wrap_future(job.started)
         if await _ends(job.done, timeout_s):

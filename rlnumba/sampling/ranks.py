@@ -131,8 +131,8 @@ class RoundOutput(NamedTuple):
 class LedStep(NamedTuple):
     """Rank 0's message that begins a step: requests that are dropped, and then those that are added.
 
-    added: (request_id, prompt, params, adapter_id, indices, first_context) of each. dropped also has requests of which
-    blocks are retained.
+    added: (request_id, prompt, params, adapter_id, indices, first_context, cache_salt) of each. dropped also has
+    requests of which blocks are retained.
     """
 
     dropped: list
@@ -176,14 +176,16 @@ class LedEngine:
         """The same as Engine.check_request."""
         return self.engine.check_request(request_id, prompt, params)
 
-    def add_request(self, request_id, prompt, params=None, adapter_id=-1, indices=None, first_context=None):
+    def add_request(
+        self, request_id, prompt, params=None, adapter_id=-1, indices=None, first_context=None, cache_salt=""
+    ):
         """Queue a request, as Engine.add_request does; no rank begins with it before the next step."""
         params = params or SamplingParams()
         if request_id in self.unfinished or any(request_id == each[0] for each in self.added):
             raise ValueError(f"add_request: {request_id!r} is unfinished")
         prompt, _ = self.check_request(request_id, prompt, params)
         indices = list(range(params.n) if indices is None else indices)
-        self.added.append((request_id, prompt, params, adapter_id, indices, first_context))
+        self.added.append((request_id, prompt, params, adapter_id, indices, first_context, cache_salt))
         return prompt
 
     def move_in(self, sequences):
@@ -205,7 +207,7 @@ class LedEngine:
             self.homes.pop(request_id, None)
         if message.added and not self.unfinished:
             self.drawn_at = time.monotonic()
-        for request_id, *_, indices, _ in message.added:
+        for request_id, *_, indices, _, _ in message.added:
             self.unfinished[request_id] = len(indices)
         self._distribute(message.added)
         finished, num_tokens = run_for(self.engine, ROUND_S)
@@ -252,20 +254,20 @@ class LedEngine:
         """
         rank, others = self.communicator.rank, []
         for request in added:
-            *values, indices, first_context = request
+            *values, indices, first_context, salt = request
             home = self.homes.get(values[0])
             if home is None:
                 others.append(request)
                 continue
             self.loads[home] += len(indices)
             if home == rank:
-                self.engine.add_request(*values, indices, first_context)
-        counts = shares(self.loads, sum(len(indices) for *_, indices, _ in others))
+                self.engine.add_request(*values, indices, first_context, salt)
+        counts = shares(self.loads, sum(len(indices) for *_, indices, _, _ in others))
         begin = sum(counts[:rank])
         end, first = begin + counts[rank], 0
-        for *values, indices, first_context in others:
+        for *values, indices, first_context, salt in others:
             if own := indices[max(begin - first, 0) : max(end - first, 0)]:
-                self.engine.add_request(*values, own, first_context)
+                self.engine.add_request(*values, own, first_context, salt)
             if first_context is not None:
                 self.homes[values[0]] = None
             first += len(indices)

@@ -30,7 +30,7 @@ THINKING = click.Choice(["auto", "qwen3", "none"])
 @click.option("--chat-template", help="A Jinja file, instead of the tokenizer's own.")
 @click.option("--tool-call-parser", type=CALLS, default="auto", help="auto: the format that the template renders.")
 @click.option("--reasoning-parser", type=THINKING, default="auto", help="auto: <think>, if the template has it.")
-@click.option("--max-logprobs", type=click.IntRange(min=0), default=20, help="Most alternatives to a token.")
+@click.option("--max-logprobs", type=click.IntRange(min=-1), default=20, help="Most alternatives; -1: all.")
 @click.option("--max-num-queued-reqs", type=click.IntRange(min=0), default=1024, help="Sequences that may wait.")
 @click.option("--max-num-queued-tokens", type=POSITIVE, help="Tokens of prompts that may. Default: no limit.")
 @click.option("--max-body-bytes", type=POSITIVE, default=32 << 20, help="Most bytes of a request.")
@@ -56,7 +56,9 @@ def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser
     from rlnumba.serve.settings import ServerSettings
 
     names = {field.name for field in dataclasses.fields(EngineConfig)} & set(options)
-    engine_config = EngineConfig(**{name: options.pop(name) for name in names})
+    # The server reads some of them, too.
+    engine_config = EngineConfig(**{name: options[name] for name in names})
+    options = {name: value for name, value in options.items() if name == "max_logprobs" or name not in names}
     options["overload_status"] = int(options["overload_status"])
     options["allowed_origins"] = tuple(options["allowed_origins"])
     settings = ServerSettings(names=served_model_name or (model,), root=model, **options)

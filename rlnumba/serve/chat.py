@@ -7,9 +7,9 @@ from rlnumba.environments.formats import Content, Reasoning, ToolCall, TurnStrea
 from rlnumba.environments.formats.base import parameters_of
 from rlnumba.errors import UserError
 from rlnumba.serve.answers import ApiAnswer
-from rlnumba.serve.detokenize import TextStream, text_of
+from rlnumba.serve.detokenize import TextStream
 from rlnumba.serve.errors import ApiError
-from rlnumba.serve.logprobs import TokenTexts, chat_logprobs
+from rlnumba.serve.logprobs import TokenTexts, chat_logprobs, prompt_object, rows_of_completion, rows_of_delta
 from rlnumba.serve.messages import cut_after_last_content, read_messages, read_tools
 from rlnumba.serve.sampling import Sampling
 
@@ -73,16 +73,22 @@ class ChatAnswer(ApiAnswer):
         given = body.integer("max_completion_tokens", low=1)
         max_tokens = body.integer("max_tokens", low=1)
         self.sampling = Sampling(body, max_tokens if given is None else given)
-        self.sampling.check_stops(service.tokenizer, service.vocab_size)
         self.parses_calls = self._reads_calls(body)
+        if self.parses_calls or service.parser.has_special_tags:
+            # Tags of the format may be special tokens.
+            self.sampling.values["skip_special_tokens"] = False
+        self.sampling.check_ids(service.tokenizer, service.vocab_size)
+        self.text_options = self.sampling.text_options()
         self.first_call_only = not body.boolean("parallel_tool_calls", True)
         self.includes_reasoning = body.boolean("include_reasoning", True)
         self.with_logprobs = body.boolean("logprobs")
-        top = body.integer("top_logprobs", 0, low=0, high=service.settings.max_logprobs)
+        self.num_top = service.num_logprobs(body, "top_logprobs", 0)
         if body.has("top_logprobs") and not self.with_logprobs:
             raise ApiError("top_logprobs needs logprobs", "top_logprobs")
-        if top:
-            raise ApiError("top_logprobs above 0 is not supported", "top_logprobs")
+        self.sampling.list_logprobs(self.num_top, service.settings.max_logprobs)
+        self.has_prompt_logprobs = self.sampling.values.get("prompt_logprobs") is not None
+        if self.has_prompt_logprobs and self.stream.streams:
+            raise ApiError("log-probs of a prompt are not streamed", "prompt_logprobs")
         self.returns_ids = body.boolean("return_token_ids")
         self.texts = TokenTexts(service.tokenizer, body.boolean("return_tokens_as_token_ids"))
         self.num_sequences, self.choices, self.starts_in_think = self.sampling.n, {}, False
@@ -107,13 +113,6 @@ class ChatAnswer(ApiAnswer):
         ids = service.encode(text, self.prompt.add_special_tokens, "messages")
         return [ids], self.sampling.params([len(ids)], service.max_model_len, "messages")
 
-    def text_options(self):
-        """The TextOptions of a turn's text: with special tokens where tags of the format may be such."""
-        options = self.sampling.text_options()
-        if self.parses_calls or self.service.parser.has_special_tags:
-            return type(options)(options.stop, False, options.include_stop)
-        return options
-
     def turn(self):
         """A new parser of a choice's text."""
         parser = self.service.parser
@@ -125,14 +124,17 @@ class ChatAnswer(ApiAnswer):
 
     def whole(self, completions):
         found = super().whole(completions)
-        return found | {"prompt_token_ids": list(self.job.prompts[0])} if self.returns_ids else found
+        if self.returns_ids:
+            found["prompt_token_ids"] = list(self.job.prompts[0])
+        if self.has_prompt_logprobs:
+            found["prompt_logprobs"] = prompt_object(completions[0].prompt_logprobs)
+        return found
 
     def choice(self, index, completion):
         """The object of a choice that is not streamed."""
         turn, message = ChoiceTurn(self), {"role": "assistant"}
-        text = text_of(self.service.tokenizer, completion, self.text_options())
         content, reasoning, calls = "", "", []
-        for event in turn.events(text, is_last=True):
+        for event in turn.events(completion.text, is_last=True):
             if isinstance(event, Content):
                 content += event.text
             elif isinstance(event, Reasoning):
@@ -147,7 +149,7 @@ class ChatAnswer(ApiAnswer):
                 for c in calls
             ]
         found = {"index": index, "message": message, "logprobs": None}
-        return found | self.ending(completion, turn) | self.token_keys(completion.token_ids, completion.logprobs)
+        return found | self.ending(completion, turn) | self.token_keys(rows_of_completion(completion))
 
     def ending(self, completion, turn):
         """The keys of the end of a choice."""
@@ -156,11 +158,11 @@ class ChatAnswer(ApiAnswer):
             reason = "tool_calls"
         return {"finish_reason": reason, "stop_reason": completion.stop_reason}
 
-    def token_keys(self, token_ids, logprobs):
+    def token_keys(self, rows):
         """The keys of a choice that are about its tokens."""
-        found = {"token_ids": list(token_ids)} if self.returns_ids else {}
+        found = {"token_ids": [row.token_id for row in rows]} if self.returns_ids else {}
         if self.with_logprobs:
-            found["logprobs"] = {"content": chat_logprobs(self.texts, token_ids, logprobs)}
+            found["logprobs"] = {"content": chat_logprobs(self.texts, rows, self.num_top)}
         return found
 
     def opening(self):
@@ -170,7 +172,7 @@ class ChatAnswer(ApiAnswer):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             chunks.append(self.chunk([choice]))
-            self.choices[index] = TextStream(self.service.tokenizer, self.text_options()), ChoiceTurn(self)
+            self.choices[index] = TextStream(self.service.tokenizer, self.text_options), ChoiceTurn(self)
         if self.returns_ids:
             chunks[0]["prompt_token_ids"] = list(self.job.prompts[0])
         return chunks
@@ -183,7 +185,7 @@ class ChatAnswer(ApiAnswer):
             deltas = [{}]
         choices = [{"index": delta.choice, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas]
         if choices:
-            choices[0] |= self.token_keys(delta.token_ids, delta.logprobs)
+            choices[0] |= self.token_keys(rows_of_delta(delta))
         if is_last:
             choices[-1] |= self.ending(delta.completion, turn)
         return [self.chunk([choice]) for choice in choices]

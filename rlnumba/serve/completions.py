@@ -3,9 +3,16 @@
 from rlnumba.errors import shown
 from rlnumba.serve.answers import ApiAnswer
 from rlnumba.serve.bodies import MOST_ITEMS, token_ids
-from rlnumba.serve.detokenize import TextStream, text_of
+from rlnumba.serve.detokenize import TextStream
 from rlnumba.serve.errors import ApiError
-from rlnumba.serve.logprobs import CompletionLogprobs, TokenTexts
+from rlnumba.serve.logprobs import (
+    CompletionLogprobs,
+    TokenTexts,
+    prompt_object,
+    rows_of_completion,
+    rows_of_delta,
+    rows_of_prompt,
+)
 from rlnumba.serve.sampling import Sampling
 
 DEFAULT_MAX_TOKENS = 16
@@ -25,15 +32,25 @@ class CompletionAnswer(ApiAnswer):
             raise ApiError("max_tokens 0 needs echo", "max_tokens")
         self.draws_nothing = max_tokens == 0
         self.sampling = Sampling(body, max_tokens, DEFAULT_MAX_TOKENS)
-        self.sampling.check_stops(service.tokenizer, service.vocab_size)
-        self.num_logprobs = body.integer("logprobs", low=0, high=service.settings.max_logprobs)
-        if self.num_logprobs or (self.echo and self.num_logprobs is not None):
-            raise ApiError("logprobs above 0, and with echo, is not supported", "logprobs")
+        self.sampling.check_ids(service.tokenizer, service.vocab_size)
+        self.num_logprobs = service.num_logprobs(body, "logprobs")
+        self.has_prompt_logprobs = self.sampling.values.get("prompt_logprobs") is not None
+        echoes_logprobs = self.echo and self.num_logprobs is not None
+        if self.stream.streams and (echoes_logprobs or self.has_prompt_logprobs):
+            key = "prompt_logprobs" if self.has_prompt_logprobs else "logprobs"
+            raise ApiError("log-probs of a prompt are not streamed", key)
+        self.sampling.list_logprobs(self.num_logprobs, service.settings.max_logprobs)
+        if echoes_logprobs:
+            given = self.sampling.values.get("prompt_logprobs") or 0
+            self.sampling.values["prompt_logprobs"] = (
+                self.num_logprobs if self.num_logprobs < 0 else max(given, self.num_logprobs)
+            )
         self.returns_ids = body.boolean("return_token_ids")
         self.texts = TokenTexts(service.tokenizer, body.boolean("return_tokens_as_token_ids"))
         self.options = self.sampling.text_options()
         self.num_sequences = len(self.prompts) * self.sampling.n
-        self.echoed, self.choices = [], {}
+        # Texts and log-probs of the prompts, where they were asked for; the state of choices that are streamed.
+        self.echoed, self.scored, self.choices = [], [], {}
 
     def prepare(self):
         """(token ids of each prompt, SamplingParams of each). Raises ApiError."""
@@ -53,13 +70,22 @@ class CompletionAnswer(ApiAnswer):
 
     def choice(self, index, completion):
         """The object of a choice that is not streamed."""
-        text = "" if self.draws_nothing else text_of(self.service.tokenizer, completion, self.options)
-        ids = [] if self.draws_nothing else list(completion.token_ids)
-        values = self.logprobs_of(CompletionLogprobs(self.texts), ids, completion.logprobs)
-        return self.object(index, self.prompt_text(index) + text, values, ids, completion)
+        text = "" if self.draws_nothing else completion.text
+        rows = [] if self.draws_nothing else rows_of_completion(completion)
+        ids, prompt = [row.token_id for row in rows], index // self.sampling.n
+        scored = self.scored[prompt]
+        if self.echo and self.num_logprobs is not None:
+            rows = rows_of_prompt(self.job.prompts[prompt], scored) + rows
+        values = self.logprobs_of(CompletionLogprobs(self.texts, self.num_logprobs), rows)
+        found = self.object(index, self.prompt_text(index) + text, values, ids, completion)
+        return found | {"prompt_logprobs": prompt_object(scored)} if self.has_prompt_logprobs else found
 
-    def logprobs_of(self, writer, ids, logprobs):
-        return None if self.num_logprobs is None else writer.of(ids, logprobs[: len(ids)])
+    def whole(self, completions):
+        self.scored = [completion.prompt_logprobs for completion in completions[:: self.sampling.n]]
+        return super().whole(completions)
+
+    def logprobs_of(self, writer, rows):
+        return None if self.num_logprobs is None else writer.of(rows)
 
     def object(self, index, text, logprobs, ids, completion=None, with_prompt=True):
         found = {"index": index, "text": text, "logprobs": logprobs}
@@ -80,13 +106,14 @@ class CompletionAnswer(ApiAnswer):
     def choice_chunks(self, delta):
         index, is_first = delta.choice, delta.choice not in self.choices
         if is_first:
-            self.choices[index] = TextStream(self.service.tokenizer, self.options), CompletionLogprobs(self.texts)
+            writer = CompletionLogprobs(self.texts, self.num_logprobs)
+            self.choices[index] = TextStream(self.service.tokenizer, self.options), writer
         stream, writer = self.choices[index]
         text, ids = (stream.piece(delta), delta.token_ids) if not self.draws_nothing else ("", [])
         text = self.prompt_text(index) + text if is_first else text
         if not text and delta.completion is None and self.num_logprobs is None and not self.returns_ids:
             return []
-        values = self.logprobs_of(writer, ids, delta.logprobs)
+        values = self.logprobs_of(writer, [] if self.draws_nothing else rows_of_delta(delta))
         return [self.chunk([self.object(index, text, values, ids, delta.completion, is_first)])]
 
 

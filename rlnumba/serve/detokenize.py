@@ -11,30 +11,14 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The form of a completion's text. stop: strings that end it, which are cut unless include_stop."""
+    """The form of a completion's text. stop: strings that end it."""
 
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
-    include_stop: bool = False
-
-
-def text_of(tokenizer, completion, options):
-    """The text of a whole Completion, "" without a tokenizer."""
-    if tokenizer is None:
-        return ""
-    text, reason = completion.text, completion.stop_reason
-    is_string = isinstance(reason, str)
-    if not options.skip_special_tokens:
-        ids = list(completion.token_ids)
-        by_id = completion.finish_reason == "stop" and (not is_string or tokenizer.special_ids.get(reason) == ids[-1])
-        text = tokenizer.decode(ids[: len(ids) - by_id], skip_special_tokens=False)
-        if is_string and not by_id and (end := text.rfind(reason)) >= 0:
-            text = text[:end]
-    return text + reason if is_string and options.include_stop else text
 
 
 class TextStream:
-    """The text of one completion, piece by piece. The pieces together are text_of the whole."""
+    """The text of one completion, piece by piece. The pieces together are the text of the Completion."""
 
     def __init__(self, tokenizer, options):
         self.tokenizer, self.options = tokenizer, options
@@ -63,7 +47,7 @@ class TextStream:
 
     def end(self, completion):
         """The rest of the text of the whole Completion."""
-        self.text = text_of(self.tokenizer, completion, self.options)
+        self.text = completion.text
         return self._send(len(self.text))
 
     def _send(self, end):

@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 
 from rlnumba.engine.core import PromptError
 from rlnumba.engine.episodes import Episodes, GroupRequest
+from rlnumba.engine.requests.logprobs import cut
 from rlnumba.errors import ConfigError
 from rlnumba.serve.errors import ApiError, internal_error
 from rlnumba.serve.jobs import Delta, Job
@@ -191,7 +192,7 @@ class EngineLoop:
             self.metrics.tokens(times, len(group.job.prompts[group.prompt]), count, now)
             if group.job.streams:
                 streamed.add(number)
-        for sequence, token, logprob in self._tokens_of(output, streamed):
+        for sequence, token, logprob, listing in self._tokens_of(output, streamed):
             number, index = key = sequence.request_id, sequence.index
             if self.drawn_again.get(key):
                 self.drawn_again[key] -= 1
@@ -203,6 +204,8 @@ class EngineLoop:
                 self.outgoing.append((group.job.inbox.put, delta))
             delta.token_ids.append(token)
             delta.logprobs.append(logprob)
+            if sequence.params.num_logprobs >= 0:
+                delta.listings.append(cut(listing, sequence.params.num_logprobs))
         for number, index, completion in output.finished:
             group = self.groups[number]
             group.left -= 1
@@ -215,10 +218,11 @@ class EngineLoop:
 
     @staticmethod
     def _tokens_of(output, numbers):
-        """(Sequence, token id, log-prob) of the tokens of a step that groups with these numbers got: list."""
+        """(Sequence, token id, log-prob, listing) of the tokens of a step that groups with these numbers got: list."""
         if not numbers:
             return []
-        columns = output.sequences, output.token_ids.tolist(), output.logprobs.tolist()
+        listings = itertools.repeat(None, output.num_tokens) if output.listings is None else output.listings
+        columns = output.sequences, output.token_ids.tolist(), output.logprobs.tolist(), listings
         return [each for each in zip(*columns, strict=True) if each[0].request_id in numbers]
 
     def _flush(self):

@@ -14,12 +14,16 @@ from rlnumba.engine.sequence import Completion
 
 @dataclass
 class Delta:
-    """Tokens that were drawn for choice `choice` of a job; completion: the whole of it, with its last delta."""
+    """Tokens that were drawn for choice `choice` of a job; completion: the whole of it, with its last delta.
+
+    listings: of each token, as engine/requests/logprobs.py has them, if any were asked for.
+    """
 
     choice: int
     token_ids: list[int]
     logprobs: list[float]
     completion: Completion | None = None
+    listings: list = field(default_factory=list)
 
 
 @dataclass
@@ -108,6 +112,7 @@ def merged(deltas):
             first.token_ids += delta.token_ids
             first.logprobs += delta.logprobs
             first.completion = delta.completion
+            first.listings += delta.listings
     return list(by_choice.values())
 
 

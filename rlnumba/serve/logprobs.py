@@ -1,6 +1,10 @@
 """Log-probs of tokens as the API writes them."""
 
+from typing import NamedTuple
+
 from tokenizers import decoders
+
+from rlnumba.engine.requests.logprobs import entries
 
 # JSON has no infinity.
 FLOOR = -9999.0
@@ -44,25 +48,81 @@ def _byte_of():
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
+class TokenRow(NamedTuple):
+    """A token with its log-prob, None for the first of a prompt, and {id: Logprob} of those listed with it, or None."""
+
+    token_id: int
+    logprob: float | None
+    listed: dict | None = None
+
+    @property
+    def rank(self):
+        """Its rank among all tokens, 1 for the likeliest; None where none are listed."""
+        return None if self.listed is None else self.listed[self.token_id].rank
+
+    def top(self, count):
+        """(id, Logprob) of the `count` likeliest tokens, -1 all, in their order."""
+        ranked = sorted((self.listed or {}).items(), key=lambda item: item[1].rank)
+        return ranked if count < 0 else ranked[:count]
+
+
+def rows_of_delta(delta):
+    """The TokenRows of a Delta."""
+    if not delta.listings:
+        return list(map(TokenRow, delta.token_ids, delta.logprobs))
+    listed = [entries(*each, lambda _: None) for each in zip(delta.listings, delta.token_ids, strict=True)]
+    return list(map(TokenRow, delta.token_ids, delta.logprobs, listed))
+
+
+def rows_of_completion(completion):
+    """The TokenRows of a whole Completion."""
+    columns = completion.token_ids, completion.array("logprobs").tolist()
+    return list(map(TokenRow, *columns, completion.top_logprobs or [None] * completion.num_tokens))
+
+
+def rows_of_prompt(token_ids, prompt_logprobs):
+    """The TokenRows of a prompt, by the model's own logits."""
+    rows = [TokenRow(token_ids[0], None)]
+    for token_id, listed in zip(token_ids[1:], prompt_logprobs[1:], strict=True):
+        rows.append(TokenRow(token_id, listed[token_id].logprob, listed))
+    return rows
+
+
+def prompt_object(prompt_logprobs):
+    """The `prompt_logprobs` of an answer: list of {id: {logprob, rank, decoded_token}}, the first of which is None."""
+    return [
+        listed and {str(i): each._asdict() | {"logprob": finite(each.logprob)} for i, each in listed.items()}
+        for listed in prompt_logprobs
+    ]
+
+
 class CompletionLogprobs:
-    """The `logprobs` of a choice of /v1/completions. text_offset: characters before the first token."""
+    """The `logprobs` of a choice of /v1/completions. num_top: likeliest tokens beside each."""
 
-    def __init__(self, texts, text_offset=0):
-        self.texts, self.offset = texts, text_offset
+    def __init__(self, texts, num_top):
+        self.texts, self.num_top, self.offset = texts, num_top, 0
 
-    def of(self, token_ids, logprobs):
-        """The object for tokens that follow those of the last call."""
-        tokens, offsets = [self.texts.text(i) for i in token_ids], []
-        for token in tokens:
+    def of(self, rows):
+        """The object for TokenRows that follow those of the last call."""
+        tokens, offsets, top = [self.texts.text(row.token_id) for row in rows], [], []
+        for row, token in zip(rows, tokens, strict=True):
             offsets.append(self.offset)
             self.offset += len(token)
-        values = [finite(value) for value in logprobs]
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+            listed = row.listed and {self.texts.text(i): finite(each.logprob) for i, each in row.listed.items()}
+            top.append(listed)
+        values = [None if row.logprob is None else finite(row.logprob) for row in rows]
+        top = top if self.num_top else None
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
-def chat_logprobs(texts, token_ids, logprobs):
+def chat_logprobs(texts, rows, num_top):
     """The `content` of a chat choice's log-probs: list."""
+
+    def entry(token_id, logprob):
+        return {"token": texts.text(token_id), "logprob": finite(logprob), "bytes": texts.bytes(token_id)}
+
     return [
-        {"token": texts.text(i), "logprob": finite(value), "bytes": texts.bytes(i), "top_logprobs": []}
-        for i, value in zip(token_ids, logprobs, strict=True)
+        entry(row.token_id, row.logprob)
+        | {"top_logprobs": [entry(token_id, each.logprob) for token_id, each in row.top(num_top)]}
+        for row in rows
     ]

@@ -4,6 +4,7 @@ import secrets
 from dataclasses import replace
 
 from rlnumba.engine.requests.stops import check_stops
+from rlnumba.engine.requests.token_rules import token_rules
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.serve.detokenize import TextOptions
@@ -12,7 +13,8 @@ from rlnumba.serve.errors import ApiError, too_long
 # Keys that are SamplingParams' under the same name, which checks them.
 SAME_NAME = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+    *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
 )
 MOST_CHOICES = 1024
 MOST_STOPS = 64
@@ -25,10 +27,6 @@ REFUSED = {
     "audio": (),
     "prompt_embeds": (),
     "logits_processors": ([],),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "prompt_logprobs": (),
     "structured_outputs": (),
     "kv_transfer_params": (),
 }
@@ -67,7 +65,7 @@ class Sampling:
         self.body, self.max_tokens, self.default, self.clamps = body, max_tokens, default, clamps
         refuse_unsupported(body)
         values = {key: body.get(key) for key in SAME_NAME if body.has(key)}
-        for key in ("stop", "stop_token_ids"):
+        for key in ("stop", "stop_token_ids", "bad_words"):
             if isinstance(values.get(key), list) and len(values[key]) > MOST_STOPS:
                 raise ApiError(f"{body.name(key)} has {len(values[key])} items, at most {MOST_STOPS}", body.name(key))
         seed = body.integer("seed", low=-(2**63), high=2**64 - 1)
@@ -76,8 +74,6 @@ class Sampling:
         self.values = values
         # Errors of all but the length are known before anything is computed.
         self._params(max(max_tokens or 2**31, 1))
-        self.skip_special_tokens = body.boolean("skip_special_tokens", True)
-        self.include_stop = body.boolean("include_stop_str_in_output")
 
     @property
     def n(self):
@@ -97,17 +93,27 @@ class Sampling:
             found.append(params)
         return found
 
-    def check_stops(self, tokenizer, vocab_size):
-        """Raise ApiError for stops that cannot occur."""
+    def list_logprobs(self, count, max_logprobs):
+        """List so many of the likeliest tokens beside each drawn one. Raises ApiError for more prompt_logprobs than
+        max_logprobs, which -1 takes for all."""
+        self.values["logprobs"] = count or True
+        asked = self.values.get("prompt_logprobs")
+        if asked is not None and max_logprobs >= 0 and not 0 <= asked <= max_logprobs:
+            self.body.refuse("prompt_logprobs", f"an integer in [0, max_logprobs], which is {max_logprobs}")
+
+    def check_ids(self, tokenizer, vocab_size):
+        """Raise ApiError for stops that cannot occur, and for ids that are none of the model's."""
         try:
-            check_stops(self._params(2**31), tokenizer, vocab_size)
+            params = self._params(2**31)
+            check_stops(params, tokenizer, vocab_size)
+            token_rules(params, tokenizer, vocab_size)
         except ConfigError as error:
             raise as_api_error(error, self.body) from None
 
     def text_options(self):
         """The TextOptions of the completions."""
-        stop = self._params(2**31).stop
-        return TextOptions(stop, self.skip_special_tokens, self.include_stop)
+        params = self._params(2**31)
+        return TextOptions(params.stop, params.skip_special_tokens)
 
     def _params(self, max_tokens):
         try:

@@ -82,6 +82,11 @@ class Service:
             message = f"The model `{name}` does not exist; this server has {', '.join(self.settings.names)}"
             raise ApiError(message, "model", "model_not_found", 404)
 
+    def num_logprobs(self, body, key, default=None):
+        """The number of likeliest tokens that a body asks for, -1 for all, if that many are listed. Raises ApiError."""
+        most = self.settings.max_logprobs
+        return body.integer(key, default, low=min(most, 0), high=most if most >= 0 else self.vocab_size)
+
     def need_tokenizer(self, param):
         if self.tokenizer is None:
             raise ApiError("the model has no tokenizer; /inference/v1/generate takes token ids", param)

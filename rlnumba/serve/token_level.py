@@ -4,7 +4,7 @@ from rlnumba.serve.answers import ApiAnswer
 from rlnumba.serve.bodies import Body
 from rlnumba.serve.chat import ChatPrompt
 from rlnumba.serve.errors import ApiError
-from rlnumba.serve.logprobs import TokenTexts, finite
+from rlnumba.serve.logprobs import TokenTexts, finite, prompt_object, rows_of_completion, rows_of_delta
 from rlnumba.serve.sampling import Sampling
 
 
@@ -18,10 +18,14 @@ class GenerateAnswer(ApiAnswer):
             body.refuse("token_ids", "a list of at least one token id")
         params = body.object("sampling_params") or Body({}, "sampling_params")
         self.sampling = Sampling(params, params.integer("max_tokens", low=1), clamps=True)
-        self.sampling.check_stops(service.tokenizer, service.vocab_size)
-        self.num_logprobs = params.integer("logprobs", low=0, high=service.settings.max_logprobs)
-        if self.num_logprobs and self.num_logprobs > 1:
-            raise ApiError("sampling_params.logprobs above 1 is not supported", "sampling_params.logprobs")
+        self.sampling.check_ids(service.tokenizer, service.vocab_size)
+        self.num_logprobs = service.num_logprobs(params, "logprobs")
+        self.sampling.list_logprobs(self.num_logprobs, service.settings.max_logprobs)
+        # Each token has its rank, which is listed with it.
+        self.sampling.values["logprobs"] = True if self.num_logprobs is None else self.num_logprobs
+        self.has_prompt_logprobs = self.sampling.values.get("prompt_logprobs") is not None
+        if self.has_prompt_logprobs and self.stream.streams:
+            raise ApiError("log-probs of a prompt are not streamed", "sampling_params.prompt_logprobs")
         self.num_sequences = self.sampling.n
         self.texts = TokenTexts(None)
 
@@ -38,27 +42,39 @@ class GenerateAnswer(ApiAnswer):
         return []
 
     def choice(self, index, completion):
-        found = self.object(index, completion.token_ids, completion.logprobs, completion)
+        found = self.object(index, rows_of_completion(completion), completion)
         return found | {"weight_versions": version_spans(completion.policy_versions)}
 
     def choice_chunks(self, delta):
-        found = self.object(delta.choice, delta.token_ids, delta.logprobs, delta.completion)
+        found = self.object(delta.choice, rows_of_delta(delta), delta.completion)
         if delta.completion is not None:
             found["weight_versions"] = version_spans(delta.completion.policy_versions)
         return [self.chunk([found])]
 
-    def object(self, index, token_ids, logprobs, completion):
+    def whole(self, completions):
+        found = super().whole(completions)
+        if self.has_prompt_logprobs:
+            found["prompt_logprobs"] = prompt_object(completions[0].prompt_logprobs)
+        return found
+
+    def object(self, index, rows, completion):
         """The object of a choice. Log-probs are those of the distribution that was sampled from."""
-        found = {"index": index, "token_ids": list(token_ids), "logprobs": None}
+        found = {"index": index, "token_ids": [row.token_id for row in rows], "logprobs": None}
         found["finish_reason"] = None if completion is None else completion.finish_reason
         found["stop_reason"] = None if completion is None else completion.stop_reason
         if self.num_logprobs is not None:
-            found["logprobs"] = {"content": [self.entry(*each) for each in zip(token_ids, logprobs, strict=True)]}
+            found["logprobs"] = {"content": list(map(self.entry, rows))}
         return found
 
-    def entry(self, token_id, logprob):
-        text, value = self.texts.text(token_id), finite(logprob)
-        return {"token": text, "token_id": token_id, "logprob": value, "bytes": None, "top_logprobs": []}
+    def entry(self, row):
+        """The object of a token."""
+
+        def of(token_id, logprob, rank):
+            found = {"token": self.texts.text(token_id), "token_id": token_id, "logprob": finite(logprob)}
+            return found | {"rank": rank, "bytes": None}
+
+        top = [of(token_id, each.logprob, each.rank) for token_id, each in row.top(self.num_logprobs)]
+        return of(row.token_id, row.logprob, row.rank) | {"top_logprobs": top}
 
 
 def version_spans(versions):

@@ -61,6 +61,8 @@ COMPLETIONS = [
     {"prompt": PROMPT, "echo": True, "max_tokens": 0},
     {"prompt": PROMPT, "truncate_prompt_tokens": 4, "return_token_ids": True, "stop_token_ids": [20, 30]},
     {"prompt": PROMPT, "logprobs": 0, "return_tokens_as_token_ids": True},
+    {"prompt": PROMPT, "logprobs": 3, "n": 2, "return_tokens_as_token_ids": True},
+    {"prompt": PROMPT, "logit_bias": {"20": 100}, "allowed_token_ids": [20, 21], "return_token_ids": True},
 ]
 
 
@@ -91,7 +93,8 @@ def test_a_streamed_completion_is_the_whole_one(server, body):
         assert pieces[0].get("prompt_token_ids") == choice.get("prompt_token_ids")
         assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [choice["finish_reason"]]
         assert pieces[-1]["stop_reason"] == choice["stop_reason"]
-        for key in ("tokens", "token_logprobs", "text_offset") if choice["logprobs"] else ():
+        keys = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        for key in keys if choice["logprobs"] else ():
             assert joined([piece["logprobs"] for piece in pieces], key) == choice["logprobs"][key]
     if isinstance(body.get("stop"), list) and not body.get("include_stop_str_in_output"):
         assert not any(stop in choice["text"] for choice in whole["choices"] for stop in body["stop"])
@@ -104,6 +107,7 @@ CHATS = [
     {"n": 2, "max_tokens": 20},
     {"max_completion_tokens": 5, "max_tokens": 3, "logprobs": True, "return_token_ids": True},
     {"stop": ["b", "d0"], "n": 3},
+    {"logprobs": True, "top_logprobs": 4, "max_tokens": 6},
     {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 9},
 ]
 
@@ -161,6 +165,43 @@ def test_a_cached_prefix_is_counted_and_kept_apart_by_salt(server):
 
     assert [cached(), cached()] == [0, 32]
     assert [cached(cache_salt="a"), cached(cache_salt="b"), cached(cache_salt="a"), cached()] == [0, 0, 32, 32]
+
+
+def test_alternatives_are_those_of_the_distribution(server):
+    """All routes list the same, in the order of their ranks; the drawn token has the bits that it has alone."""
+    body = {"seed": 5, "max_tokens": 8, "ignore_eos": True, "temperature": 0.8}
+    ids = request(server, "/tokenize", {"prompt": PROMPT}).json["tokens"]
+    params = body | {"logprobs": 3, "prompt_logprobs": 2}
+    tokens = request(server, "/inference/v1/generate", {"token_ids": ids, "sampling_params": params}).json
+    alone = request(server, "/v1/completions", body | {"prompt": ids, "logprobs": 0}).json["choices"][0]["logprobs"]
+    text = {"prompt": ids, "logprobs": 3, "return_tokens_as_token_ids": True, "echo": True}
+    echoed = request(server, "/v1/completions", body | text).json["choices"][0]["logprobs"]
+    entries = tokens["choices"][0]["logprobs"]["content"]
+    assert [entry["logprob"] for entry in entries] == alone["token_logprobs"]
+    assert echoed["token_logprobs"][len(ids) :] == alone["token_logprobs"]
+    for entry, listed in zip(entries, echoed["top_logprobs"][len(ids) :], strict=True):
+        assert [each["rank"] for each in entry["top_logprobs"]] == [1, 2, 3]
+        expected = {each["token"]: each["logprob"] for each in [entry, *entry["top_logprobs"]]}
+        assert listed == expected and max(expected.values()) == entry["top_logprobs"][0]["logprob"]
+    scored = tokens["prompt_logprobs"]
+    assert scored[0] is None and echoed["token_logprobs"][0] is None and echoed["top_logprobs"][0] is None
+    for token, listed, value in zip(ids[1:], scored[1:], echoed["token_logprobs"][1:], strict=False):
+        assert listed[str(token)]["logprob"] == value and listed[str(token)]["rank"] >= 1
+
+
+def test_a_prompt_is_scored_as_score_does(server, tmp_path):
+    """As lm-eval asks: token ids, echo, and nothing drawn."""
+    ids = [18, 20, 22, 5, 6, 7]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"token_ids": ids}) + "\n")
+    arguments = ["score", "--device", device.name(), "--model", MODEL, "--input", tmp_path / "in.jsonl"]
+    assert cli.run([str(each) for each in [*arguments, "--output", tmp_path / "out.jsonl"]]) == 0
+    expected = json.loads((tmp_path / "out.jsonl").read_text())["logprobs"]
+    body = {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 0}
+    reply = request(server, "/v1/completions", body).json
+    found = reply["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [None, *expected[-len(ids) + 1 :]]
+    assert reply["usage"]["completion_tokens"] == 0 and len(found["tokens"]) == len(ids)
+    assert request(server, "/v1/completions", body | {"stream": True}).json["error"]["param"] == "logprobs"
 
 
 def test_no_seed_is_another_draw_each_time(server):

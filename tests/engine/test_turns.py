@@ -490,6 +490,7 @@ def test_an_episode_lives_over_a_change_of_weights(keep_cache):
     """Turns that are drawn afterwards are those of the new weights, also where blocks of the old ones were retained."""
     lengths, model, gate = [20, 30], make_model(**TINY), Future()
     episodes = Episodes(make_engine(model, blocks=200))
+    episodes.update_weights(3)
     params = replace(PARAMS, n=2)
     waits = lambda rollout, turn, value: gate if rollout.index else answered(value)  # noqa: E731
     episodes.submit(request_of(scripted(lengths, waits, lambda turn: SUFFIX), params=params))
@@ -498,14 +499,14 @@ def test_an_episode_lives_over_a_change_of_weights(keep_cache):
     episodes.engine.synchronize()
     assert len(episodes.engine.scheduler.retained) == 1
     model.weights.flat *= np.float32(0.7)
-    episodes.update_weights(1, keep_cache)
+    episodes.update_weights(4, keep_cache)
     assert not episodes.engine.scheduler.retained
     check_blocks(episodes.engine)
     gate.set_result(SUFFIX)
     running, waiting = run(episodes)[0]
-    assert waiting.policy_versions == [0] * 25 + [1] * 30
-    count = running.policy_versions.index(1)
-    assert running.policy_versions == [0] * count + [1] * (55 - count) and count > 25
+    assert waiting.policy_versions == [3] * 25 + [4] * 30
+    count = running.policy_versions.index(4)
+    assert running.policy_versions == [3] * count + [4] * (55 - count) and count > 25
     # Of the second turn no more than a block of the prompt, which the other rollout has computed with the new weights.
     assert waiting.num_cached_tokens <= 32
     scored = score(model, pack([PROMPT + waiting.token_ids]))

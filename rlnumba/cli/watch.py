@@ -23,12 +23,14 @@ def watch(run_dirs, host, port, api_key, wait):
     opened; Ctrl-C ends it. Nothing is written, and the page loads nothing from other hosts.
     """
     try:
-        from rlnumba.serve.watch.app import create_app, is_loopback
+        from rlnumba.serve.watch.app import create_app
         from rlnumba.serve.watch.listen import listening, serve, url_of
     except ModuleNotFoundError as error:
         if error.name.partition(".")[0] not in ("starlette", "uvicorn"):
             raise
         raise ConfigError(f"watch needs {error.name}: pip install rlnumba[serve]") from error
+
+    from rlnumba.serve.settings import is_loopback
 
     api_key = api_key or os.environ.get("RLNUMBA_API_KEY") or None
     if api_key is None and not is_loopback(host):

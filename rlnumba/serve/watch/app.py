@@ -17,7 +17,6 @@ its own (Content-Security-Policy).
 
 import base64
 import binascii
-import ipaddress
 import json
 from pathlib import Path
 from secrets import compare_digest
@@ -30,6 +29,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from rlnumba.reporting.plots import PANELS, SHARES
+from rlnumba.serve.settings import is_loopback
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -46,20 +46,10 @@ HEADERS = {
 }
 
 
-def is_loopback(host):
-    """Whether a name or an address, without a port, is this machine's own: bool."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
 def host_of(header):
-    """The host of a Host header: str."""
+    """The host of a Host header, in lower case and without brackets: str."""
     host, colon, port = header.rpartition(":")
-    return host if colon and port.isdigit() else header
+    return (host if colon and port.isdigit() else header).strip("[]").lower()
 
 
 class Guard:

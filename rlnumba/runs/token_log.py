@@ -4,7 +4,7 @@
     completion_step   the step of its line in completions.jsonl, and
     index             the number of that line among those of its step, from 0; both null after a resumption
     tokens            texts, which join to the completion's, special tokens included
-    token_ids, mask   mask 0: not trained on
+    token_ids, mask   mask 0: not trained on; where an environment wrote the token, the values are null
     logprobs          by the policy before the step
     sampling_logprobs when it was drawn, by the sampler
     ratio             exp(logprobs - old log-probs), 1 where the old ones are the policy's own
@@ -61,7 +61,7 @@ class TokenLog:
         if step != self._drawn_at:
             self._drawn_at, self._num_lines, self._lines = step, 0, defaultdict(list)
         for index, sample in enumerate(generation.samples, start=self._num_lines):
-            prompt = sample.prompt.prompt_token_ids
+            prompt = sample.prompt_token_ids
             ids = np.concatenate([np.asarray(prompt, np.int32), sample.completion.array("token_ids")])
             self._lines[key_of(len(prompt), ids)].append(index)
         self._num_lines += len(generation.samples)
@@ -91,24 +91,27 @@ class TokenLog:
 
     def _arrays(self, part, result, j):
         """Copies of the arrays of completion j of a part: dict."""
-        end, end_of_ids = int(part.completion_lengths[: j + 1].sum()), int(part.lengths[: j + 1].sum())
-        length = int(part.completion_lengths[j])
-        tokens = slice(end - length, end)
-        logprobs, sampled = result["logprobs"][tokens], part.rollout_logprobs[tokens]
-        old = part.old_logprobs[tokens] if len(part.old_logprobs) else sampled
-        ratio = np.ones(length) if part.on_policy else np.exp(logprobs.astype(np.float64) - old)
-        return {
-            "token_ids": part.token_ids[end_of_ids - length : end_of_ids].tolist(),
-            "mask": part.loss_mask[tokens].astype(int).tolist(), "logprobs": logprobs.copy(),
-            "sampling_logprobs": sampled.copy(), "ratio": ratio, "entropy": result["entropy"][tokens].copy(),
-            "advantage": part.advantages[tokens].copy(), "completion_step": self._drawn_at,
+        end, length = int(part.target_lengths[: j + 1].sum()), int(part.target_lengths[j])
+        targets, one = slice(end - length, end), part.part(j, 1)
+        drawn = one.drawn if len(one.drawn) else np.ones(int(one.completion_lengths[0]), bool)
+        logprobs, sampled = result["logprobs"][targets].astype(np.float64), one.rollout_logprobs
+        old = one.old_logprobs if len(one.old_logprobs) else sampled
+        values = {
+            "mask": one.loss_mask, "logprobs": logprobs, "sampling_logprobs": sampled,
+            "ratio": np.ones(length) if part.on_policy else np.exp(logprobs - old),
+            "entropy": result["entropy"][targets], "advantage": one.advantages,
         }  # fmt: skip
+        found = {"completion_step": self._drawn_at, "token_ids": one.token_ids[int(one.prompt_lengths[0]) :].copy()}
+        for name, of_drawn in values.items():
+            found[name] = np.full(len(drawn), 0.0 if name == "mask" else np.nan)
+            found[name][drawn] = of_drawn
+        return found
 
     def _row(self, arrays):
         """A line of tokens.jsonl: dict."""
-        lists = {
-            name: np.round(value.astype(np.float64), DECIMALS).tolist() if isinstance(value, np.ndarray) else value
-            for name, value in arrays.items()
-        }
-        first = {"completion_step": lists["completion_step"], "index": lists["index"]}
-        return first | {"tokens": token_texts(self._decode, lists["token_ids"])} | lists
+        first = {name: arrays.pop(name) for name in ("completion_step", "index")}
+        token_ids, mask = arrays.pop("token_ids").tolist(), arrays.pop("mask").astype(int).tolist()
+        first |= {"tokens": token_texts(self._decode, token_ids), "token_ids": token_ids, "mask": mask}
+        # What an environment wrote has no values.
+        rounded = {name: np.round(array, DECIMALS).tolist() for name, array in arrays.items()}
+        return first | {name: [None if x != x else x for x in values] for name, values in rounded.items()}

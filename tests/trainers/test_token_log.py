@@ -122,6 +122,29 @@ def test_rows_in_any_order():
     assert rows[3]["ratio"] == pytest.approx(np.exp([0.1, 0.0, -0.1]), abs=1e-6) and rows[1]["ratio"] == [1.0]
 
 
+def test_turns_of_an_environment_have_no_values():
+    """The values of drawn tokens stay on their tokens, beside a completion that was drawn as a whole."""
+    found = []
+
+    class Writer:
+        def tokens(self, step, rows):
+            found.extend(rows)
+
+    turns = Completion([5, 6, 7, 8], [-1.0, 0.0, 0.0, -2.0], "stop", mask=np.array([True, False, False, True]))
+    whole = Completion([9, 10], [-3.0, -4.0], "stop")
+    samples = [Sample(Prompt("", [1], {}, ""), each, np.zeros(1), 0.0, {}, advantage=2.0) for each in (whole, turns)]
+    log = TokenLog(Writer(), Tokenizer.from_folder(MODEL), -1)
+    log.begin(1, Generation([samples]))
+    logprobs, entropy = np.float32([-1.0, -2.0, -3.5, -4.0]), np.float32([1, 2, 3, 4])
+    log.write([Rollouts.of(samples[::-1], False)], [{"logprobs": logprobs, "entropy": entropy}])
+    drawn_whole, of_turns = found
+    assert (of_turns["index"], of_turns["token_ids"], of_turns["mask"]) == (1, [5, 6, 7, 8], [1, 0, 0, 1])
+    assert of_turns["logprobs"] == of_turns["sampling_logprobs"] == [-1.0, None, None, -2.0]
+    assert of_turns["entropy"] == [1, None, None, 2] and of_turns["ratio"] == [1, None, None, 1]
+    assert of_turns["advantage"] == [2, None, None, 2] and len(of_turns["tokens"]) == 4
+    assert drawn_whole["entropy"] == [3, 4] and drawn_whole["ratio"] == pytest.approx([np.exp(-0.5), 1], abs=1e-6)
+
+
 @pytest.mark.parametrize("text", ["a b  c", "日本語 und 🙂🙂", "naïve\n\tx", ""])
 def test_texts_of_tokens_join(text):
     """Of bytes as tokens, some of which are parts of a character."""

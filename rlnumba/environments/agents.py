@@ -20,6 +20,7 @@ from rlnumba.environments.episode import Episode, EpisodeRow, encode
 from rlnumba.environments.formats import detect_format
 from rlnumba.environments.pool import GET_REWARD, GIVEN, RESET, EnvironmentPool, method_of, required_parameters
 from rlnumba.environments.schema import schemas_of, tools_of
+from rlnumba.environments.turns import check_turns
 from rlnumba.errors import ConfigError, UserError, shown
 from rlnumba.rewards.loading import load_object
 
@@ -148,6 +149,7 @@ class Agents:
         for toolset in self.toolsets.values():
             if toolset.schemas:
                 found = detect_format(self.tokenizer, toolset.schemas, self.run.tools.parser, kwargs)
+                check_turns(self.tokenizer, kwargs, toolset.schemas)
         return found
 
     @property

@@ -15,7 +15,7 @@ from rlnumba.environments.calls import CallResult, ToolRun, error_content
 from rlnumba.environments.formats import MalformedCall, TurnStream, opens_think
 from rlnumba.environments.formats.turn import parse_turn
 from rlnumba.environments.pool import EnvironmentFailure
-from rlnumba.environments.transcript import ITERATIONS, LENGTH, MALFORMED, OVERFLOW, Transcript
+from rlnumba.environments.transcript import ITERATIONS, LENGTH, MALFORMED, OVERFLOW, STOP, Transcript
 from rlnumba.environments.turns import suffix_ids
 from rlnumba.errors import UserError, shown
 
@@ -125,13 +125,15 @@ class Episode:
             context = context + list(turn.token_ids)
             transcript.turns += 1
             parsed = self._parse(turn, context)
-            transcript.completion.append(parsed.message())
             results = [block for block in parsed.blocks if isinstance(block, MalformedCall)]
+            # With a call that cannot be read, none of the turn's runs, and its message has none.
+            is_plain = results and agents.stops_at_malformed
+            transcript.completion.append(parsed.plain_message() if is_plain else parsed.message())
             transcript.malformed |= bool(results)
             transcript.ended = turn.finish_reason
             if not parsed.calls and not results:
                 return
-            if results and agents.stops_at_malformed:
+            if is_plain:
                 if turn.finish_reason != LENGTH:
                     transcript.ended = MALFORMED
                 return
@@ -171,7 +173,8 @@ class Episode:
         """The ParsedTurn of a Completion, the last ids of the context."""
         agents, toolset = self.agents, self.agents.toolsets[self.row.environment]
         ids, before = list(turn.token_ids), context[: len(context) - turn.num_tokens]
-        if agents.ends_in_eos(turn):
+        # A model may have other ids that end a turn, beside the tokenizer's EOS.
+        if turn.finish_reason == STOP and turn.stop_reason is None:
             ids = ids[:-1]
         text = agents.tokenizer.decode(ids, skip_special_tokens=False)
         if isinstance(turn.stop_reason, str):

@@ -1,12 +1,13 @@
 """Episodes of scripted turns: contexts, masks, ends, what becomes of calls, and environments."""
 
+import copy
 import pathlib
 
 import numpy as np
 import pytest
 
 from rlnumba.data.prompts import Prompt
-from rlnumba.engine.sequence import SamplingParams
+from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.environments.episode import with_observation
 from rlnumba.environments.pool import EnvironmentFailure
 from rlnumba.errors import ConfigError, UserError
@@ -124,7 +125,7 @@ BROKEN = '<tool_call>\n{"name": \n</tool_call>'
 def test_malformed_calls_stop(tokenizer):
     completion, transcript, _ = played(tokenizer, [call() + BROKEN])
     assert transcript.ended == "malformed" and transcript.malformed and not transcript.calls
-    assert BROKEN in transcript.completion[0]["content"]
+    assert transcript.completion == [assistant(call() + BROKEN)]
 
 
 def test_malformed_calls_get_an_error_as_feedback(tokenizer):
@@ -134,6 +135,23 @@ def test_malformed_calls_get_an_error_as_feedback(tokenizer):
     assert first == assistant("", TWELVE) and result == tool("multiply", "12") and last == assistant("12")
     assert error["role"] == "tool" and "cannot be read" in error["content"]
     assert transcript.malformed and len(transcript.calls) == 1 and transcript.ended == "stop"
+
+
+def test_what_ends_a_turn_is_not_in_its_text(tokenizer):
+    agents = agents_with(tokenizer, [multiply])
+    other = next(i for i in tokenizer.special_ids.values() if i != tokenizer.eos_token_id)
+    for reason, end, content in (("stop", other, "12"), ("length", other, f"12{tokenizer.decode([other], False)}")):
+        ids = [*tokenizer.encode("12"), end]
+        turn = Completion(ids, [-0.5] * len(ids), reason, "12", [3] * len(ids))
+        assert episode_of(agents)._parse(turn, [5, *ids]).content == content
+    agents.close()
+
+
+def test_a_tokenizer_whose_turns_have_no_end(tokenizer):
+    other = copy.copy(tokenizer)
+    other.special_tokens = tokenizer.special_tokens | {"eos_token": "1"}
+    with pytest.raises(UserError, match="eos_token '1' is not a special token"):
+        agents_with(other, [multiply])
 
 
 def test_a_stop_that_is_no_eos_is_followed_by_it(tokenizer):

@@ -20,6 +20,7 @@ from unittest import mock
 import numpy as np
 
 from rlnumba.kernels.attention import ops as attention_ops
+from rlnumba.kernels.attention.sequences import PackedSequences
 from rlnumba.kernels.gemm import ops as gemm_ops
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.arguments import type_name
@@ -141,10 +142,11 @@ def attention():
         return device.xp().ascontiguousarray(array.view(np.uint16).transpose(1, 0, 2)).view(array.dtype)
 
     operands, tokens_first = tuple(map(swapped, (q, k, v))), swapped(out)
-    bounds, lse = device.asarray(np.array([0, TOKENS], np.int32)), device.xp().empty((HEADS, TOKENS), np.float32)
+    sequences = PackedSequences(device.asarray(np.array([0, TOKENS], np.int32)), TOKENS)
+    lse = device.xp().empty((HEADS, TOKENS), np.float32)
 
     def operator():
-        attention_ops.attention(*operands, bounds, TOKENS, HEAD_DIM**-0.5, tokens_first, lse)
+        attention_ops.attention(*operands, sequences, HEAD_DIM**-0.5, tokens_first, lse)
 
     results = measure("attention", (q, k, v), out, operator, lambda: swapped(tokens_first))
     # Two products, of which the causal mask leaves half.

@@ -26,12 +26,13 @@ from harness import copy_gbs, graph_time_us, random_array, rows_of, time_us, tor
 from report import add_parts, row
 
 from rlnumba.kernels.attention.paged import paged_attention, paged_attention_qkv
+from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences, PrefixGroups
 from rlnumba.kernels.attention.sm90_config import attention_config
 from rlnumba.kernels.attention.sm90_decode.config import decode_config
 from rlnumba.kernels.attention.sm90_forward import attention_sm90
 from rlnumba.kernels.attention.sm90_paged import paged_attention_sm90, plan_decode
 from rlnumba.kernels.gemm.ops import linear
-from rlnumba.kernels.nn.qkv import qkv_split_to_cache
+from rlnumba.kernels.nn.qkv import HeadNorm, Rotation, qkv_split_to_cache
 from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.runtime.launch import pdl_scope
 
@@ -130,7 +131,7 @@ def forward():
         tokens = sum(lengths)
         q, k, v = (random_array(tokens, h, E) for h in (H, HK, HK))
         out, lse = cupy.empty_like(q), cupy.empty((H, tokens), np.float32)
-        cu_seqlens = bounds(lengths)
+        sequences = PackedSequences(bounds(lengths), max(lengths))
         peers = torch_peers(len(lengths), lengths[0]) if fa2 else {}
         now = "  ".join(f"{peer} {rate:.0f}" for peer, rate in peers.items())
         print(f"{name:20} bars: {fa2 or '-'}, {cudnn or '-'}   now: {now or '-'}", flush=True)
@@ -139,7 +140,7 @@ def forward():
                 continue
 
             def call(config=config):
-                attention_sm90(q, k, v, cu_seqlens, max(lengths), SCALE, out, lse, config)
+                attention_sm90(q, k, v, sequences, SCALE, out, lse, config)
 
             out.fill(0)
             call()
@@ -178,23 +179,23 @@ class Decode:
         self.tables = cupy.asarray(tables)
         self.q = random_array(sequences * tokens, H, E)
         self.out = cupy.empty_like(self.q)
-        self.cu_seqlens = bounds([tokens] * sequences)
-        self.contexts = cupy.full(sequences, context, np.int32)
+        contexts = cupy.full(sequences, context, np.int32)
+        self.sequences = PagedSequences(bounds([tokens] * sequences), contexts, self.tables, tokens, context)
         self.context, self.tokens = context, tokens
 
-    def plan(self, config=None, **groups):
-        bounds = (self.cu_seqlens, self.contexts, self.tokens, self.context)
-        return plan_decode(BF16, H, HK, E, BLOCK, *bounds, config=config, **groups)
+    def planned(self, config=None, groups=None):
+        """The PagedSequences with a plan that is valid until the next call of this."""
+        sequences = self.sequences._replace(groups=groups)
+        return sequences._replace(plan=plan_decode((BF16, H, HK, E, BLOCK), sequences, config))
 
-    def calls(self, config=None, prefill_config=None, **groups):
-        """Calls for each of the caches, with a plan that is valid until the next call of this or of `plan`."""
-        plan = self.plan(config, **groups)
+    def calls(self, config=None, prefill_config=None, groups=None):
+        """Calls for each of the caches, with a plan that is valid until the next call of this or of `planned`."""
+        sequences = self.planned(config, groups)
 
         def make(caches):
             return lambda: paged_attention_sm90(
-                self.q, *caches, self.tables, self.cu_seqlens, self.contexts, self.tokens, self.context, SCALE,
-                self.out, plan=plan, prefill_config=prefill_config, **groups,
-            )  # fmt: skip
+                self.q, caches, sequences, SCALE, self.out, prefill_config=prefill_config
+            )
 
         return [make(caches) for caches in self.caches]
 
@@ -210,7 +211,7 @@ class Decode:
             end = len(self.q) if b == -1 else (b + 1) * self.tokens
             q[-self.tokens :] = self.q[end - self.tokens : end]
             out, lse = cupy.empty_like(q), cupy.empty((H, self.context), np.float32)
-            attention_sm90(q, k, v, bounds([self.context]), self.context, SCALE, out, lse)
+            attention_sm90(q, k, v, PackedSequences(bounds([self.context]), self.context), SCALE, out, lse)
             mine = self.out[end - self.tokens : end]
             same &= bool((out[-self.tokens :].view(np.uint16) == mine.view(np.uint16)).all())
         return same
@@ -254,26 +255,26 @@ class DecodeFromQkv(Decode):
         self.x = random_array(sequences, self.D)
         self.matrices = [random_array((H + 2 * HK) * E, self.D, scale=self.D**-0.5) for _ in self.caches]
         self.qkv = cupy.empty((sequences, (H + 2 * HK) * E), self.x.dtype)
-        self.weights = [random_array(E) for _ in range(2)]
-        self.rope = [cupy.asarray(table) for table in rope_table(context, E, 1e6)]
-        self.position_ids = cupy.full(sequences, context - 1, np.int32)
-        self.slots = self.tables[:, (context - 1) // BLOCK] * BLOCK + (context - 1) % BLOCK
+        self.norm = HeadNorm(random_array(E), random_array(E), 1e-6)
+        positions = cupy.full(sequences, context - 1, np.int32)
+        self.rotation = Rotation(*map(cupy.asarray, rope_table(context, E, 1e6)), positions)
+        slots = self.tables[:, (context - 1) // BLOCK] * BLOCK + (context - 1) % BLOCK
+        self.sequences = self.sequences._replace(slot_mapping=slots)
 
     def calls(self, fused, with_gemm):
         """Calls for each layer, with a plan that is valid until the next call of this."""
-        plan = self.plan()
-        sizes = self.tables, self.cu_seqlens, self.contexts
+        sequences = self.planned()
 
         def make(matrix, caches):
             def call():
                 if with_gemm:
                     linear(self.x, matrix, self.qkv)
-                projection = self.qkv, *self.weights, 1e-6, *self.rope, self.position_ids, self.slots
+                projection = self.qkv, self.norm, self.rotation
                 if fused:
-                    paged_attention_qkv(*projection, *caches, *sizes, self.context, SCALE, self.out, plan=plan)
+                    paged_attention_qkv(*projection, caches, sequences, SCALE, self.out)
                 else:
-                    qkv_split_to_cache(*projection, self.q, *caches)
-                    paged_attention(self.q, *caches, *sizes, 1, self.context, SCALE, self.out, plan=plan)
+                    qkv_split_to_cache(*projection, sequences.slot_mapping, self.q, caches)
+                    paged_attention(self.q, caches, sequences, SCALE, self.out)
 
             return call
 
@@ -320,16 +321,16 @@ def groups():
         own = graph_time_us(Decode(sequences, context, copies=4).calls())
         work = Decode(sequences, context, copies=4, tables=tables)
         alone = graph_time_us(work.calls())
-        planning = graph_time_us([work.plan] * 8)
+        planning = graph_time_us([work.planned] * 8)
     print(f"listing work items        {planning:8.1f} us, once for all layers of a step")
     shared_prefix_lens = cupy.full(sequences, common, np.int32)
     leaders = cupy.asarray(np.tile([group_sizes] + [0] * (group_sizes - 1), prompts).astype(np.int32))
-    declared = dict(shared_prefix_lens=shared_prefix_lens, group_sizes=leaders, max_group_size=group_sizes)
+    declared = PrefixGroups(shared_prefix_lens, leaders, group_sizes)
     work.calls()[0]()
     expected = work.out.copy()
     print(f"blocks of their own       {own:8.1f} us\nunshared                  {alone:8.1f} us")
     for label, config in decode_configs(group_sizes):
-        calls = work.calls(config, **declared)
+        calls = work.calls(config, groups=declared)
         work.out.fill(0)
         calls[0]()
         same = bool((work.out.view(np.uint16) == expected.view(np.uint16)).all())

@@ -25,6 +25,7 @@ from report import row
 
 from rlnumba.kernels.attention import sm90_backward as sm90
 from rlnumba.kernels.attention.ops import attention
+from rlnumba.kernels.attention.sequences import PackedSequences
 from rlnumba.kernels.attention.sm90_backward import attention_backward_sm90
 from rlnumba.kernels.attention.sm90_backward_mainloop import AttentionBackwardConfig
 from rlnumba.kernels.ptx.warp import device_function
@@ -53,7 +54,8 @@ class Problem:
         self.k, self.v = (random_array(tokens, kv_heads, head_dim, dtype=dtype) for _ in range(2))
         self.out, self.lse = cupy.empty_like(self.q), cupy.empty((heads, tokens), np.float32)
         self.cu_seqlens = cupy.asarray(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        attention(self.q, self.k, self.v, self.cu_seqlens, max(lengths), self.scale, self.out, self.lse)
+        self.sequences = PackedSequences(self.cu_seqlens, max(lengths))
+        attention(self.q, self.k, self.v, self.sequences, self.scale, self.out, self.lse)
         self.gradients = [cupy.full(x.shape, np.nan, x.dtype) for x in (self.q, self.k, self.v)]
 
     @property
@@ -62,10 +64,10 @@ class Problem:
         return 2.5 * sum(2 * n * n * heads * head_dim for n in self.lengths)
 
     def run(self, config=None):
+        inputs = self.q, self.k, self.v
         attention_backward_sm90(
-            self.dout, self.q, self.k, self.v, self.out, self.lse, self.cu_seqlens, max(self.lengths), self.scale,
-            *self.gradients, config=config,
-        )  # fmt: skip
+            self.dout, inputs, self.out, self.lse, self.sequences, self.scale, self.gradients, config
+        )
 
     def reference(self, sequence, kv_head):
         """(dq, dk, dv) of one key head of a sequence and its query heads, in float32."""

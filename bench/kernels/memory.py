@@ -27,6 +27,8 @@ from report import row
 from rlnumba.kernels.nn.elementwise import add
 from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tokens
 from rlnumba.kernels.nn.qkv import (
+    HeadNorm,
+    Rotation,
     qkv_split,
     qkv_split_backward,
     qkv_split_backward_ref,
@@ -83,13 +85,13 @@ class Heads:
         self.qkv, self.dqkv = random_array(tokens, (H + 2 * HK) * E), empty(tokens, (H + 2 * HK) * E)
         self.outs = [empty(tokens, heads, E) for heads in (H, HK, HK)]
         self.douts = [random_array(tokens, heads, E) for heads in (H, HK, HK)]
-        self.weights = [random_array(E) if normed else None for _ in range(2)]
+        self.norm = HeadNorm(random_array(E), random_array(E), EPS) if normed else None
         self.dweights = [cupy.zeros(E, np.float32) if normed else None for _ in range(2)]
         self.rstd = cupy.ones((tokens, H + HK), np.float32) if normed else None
         cos, sin = rope_table(POSITIONS, E, THETA)
         positions = np.arange(tokens, dtype=np.int32) % POSITIONS
-        self.tables = [cupy.asarray(array) for array in (cos, sin, positions)]
-        self.host_tables = [cos.astype(np.float64), sin.astype(np.float64), positions[:CHECKED_ROWS]]
+        self.rotation = Rotation(*map(cupy.asarray, (cos, sin, positions)))
+        self.host_rotation = Rotation(cos.astype(np.float64), sin.astype(np.float64), positions[:CHECKED_ROWS])
         self.norm_bytes = size(self.rstd) if normed else 0
         blocks = -(-tokens // BLOCK)
         self.caches = [cupy.zeros((blocks, BLOCK, HK, E), self.qkv.dtype) for _ in range(2)]
@@ -98,11 +100,13 @@ class Heads:
         self.slots = cupy.asarray(slots.reshape(-1)[:tokens].astype(np.int32))
 
     @property
-    def host_weights(self):
-        return [None if weight is None else device.to_host(weight).astype(np.float64) for weight in self.weights]
+    def host_norm(self):
+        if self.norm is None:
+            return None
+        return HeadNorm(*(device.to_host(weight).astype(np.float64) for weight in self.norm[:2]), EPS)
 
     def expected(self):
-        return qkv_split_ref(head(self.qkv), *self.host_weights, EPS, *self.host_tables, H, HK)
+        return qkv_split_ref(head(self.qkv), self.host_norm, self.host_rotation, H, HK)
 
     def cached(self):
         """Keys and values in the slots of the first tokens."""
@@ -117,7 +121,7 @@ def split_work(tokens, normed=True):
         return list(zip(map(head, case.outs), case.expected(), strict=False))
 
     def run():
-        qkv_split(case.qkv, *case.weights, EPS, *case.tables, *case.outs, case.rstd)
+        qkv_split(case.qkv, case.norm, case.rotation, *case.outs, case.rstd)
 
     return Work(run, 2 * size(case.qkv) + case.norm_bytes, pairs)
 
@@ -126,7 +130,7 @@ def split_to_cache_work(tokens):
     case = Heads(tokens, True)
 
     def run():
-        qkv_split_to_cache(case.qkv, *case.weights, EPS, *case.tables, case.slots, case.outs[0], *case.caches)
+        qkv_split_to_cache(case.qkv, case.norm, case.rotation, case.slots, case.outs[0], case.caches)
 
     def pairs():
         return list(zip([head(case.outs[0]), *case.cached()], case.expected(), strict=False))
@@ -138,12 +142,13 @@ def split_backward_work(tokens, normed=True):
     case = Heads(tokens, normed)
 
     def run():
-        arguments = (case.qkv, *case.weights, *case.tables, case.rstd, case.dqkv, *case.dweights)
-        qkv_split_backward(*case.douts, *arguments)
+        qkv_split_backward(
+            case.douts, case.qkv, case.norm, case.rotation, case.rstd, case.dqkv, *case.dweights
+        )  # fmt: skip
 
     def pairs():
         rstd = head(case.rstd) if normed else None
-        arguments = (*map(head, case.douts), head(case.qkv), *case.host_weights, *case.host_tables, rstd)
+        arguments = [head(dout) for dout in case.douts], head(case.qkv), case.host_norm, case.host_rotation, rstd
         return [(head(case.dqkv), qkv_split_backward_ref(*arguments)[0])]
 
     # Without a norm qkv is not read; with one, its values are not.

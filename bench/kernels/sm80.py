@@ -41,6 +41,7 @@ from harness import geometric_mean, graph_time_us, random_array, relative_error,
 from report import add_parts, row
 
 from rlnumba.kernels.attention.ops import attention_backward
+from rlnumba.kernels.attention.sequences import PackedSequences
 from rlnumba.kernels.attention.sm80_backward import (
     Sm80GradientConfig,
     attention_backward_sm80,
@@ -201,14 +202,15 @@ def forward(limit):
     for name, (lengths, bar, _) in (FORWARD | {"64 x U[128, 2048]": (mixed, None, None)}).items():
         tokens = sum(lengths)
         q, k, v = (random_array(tokens, h, E) for h in (H, HK, HK))
-        out, lse, cu_seqlens = cupy.empty_like(q), cupy.empty((H, tokens), np.float32), bounds(lengths)
+        out, lse = cupy.empty_like(q), cupy.empty((H, tokens), np.float32)
+        sequences = PackedSequences(bounds(lengths), max(lengths))
         peers = torch_peers(len(lengths), lengths[0]) if bar else {}
         now = "  ".join(f"{peer} {rate:.0f}" for peer, rate in peers.items())
         print(f"{name}: bar {bar or '-'} (FlashAttention-2)   now: {now or '-'}", flush=True)
         for config in forward_configs(limit):
 
             def call(config=config):
-                attention_sm80(q, k, v, cu_seqlens, max(lengths), SCALE, out, lse, config)
+                attention_sm80(q, k, v, sequences, SCALE, out, lse, config)
 
             out.fill(0)
             call()
@@ -239,21 +241,21 @@ def backward(limit):
     limit = device.max_shared_bytes()
     pairs = [pair for pair in dict.fromkeys(pairs) if all(config.shared_bytes <= limit for config in pair)]
     for name, (lengths, *_) in ({"check, 5 x ragged": ([1, 65, 300, 511, 700],)} | FORWARD).items():
-        tokens, longest = sum(lengths), max(lengths)
+        tokens, sequences = sum(lengths), PackedSequences(bounds(lengths), max(lengths))
         q, dout = (random_array(tokens, H, E) for _ in range(2))
         k, v = (random_array(tokens, HK, E) for _ in range(2))
-        out, lse, cu_seqlens = cupy.empty_like(q), cupy.empty((H, tokens), np.float32), bounds(lengths)
-        attention_sm80(q, k, v, cu_seqlens, longest, SCALE, out, lse)
+        out, lse = cupy.empty_like(q), cupy.empty((H, tokens), np.float32)
+        attention_sm80(q, k, v, sequences, SCALE, out, lse)
         gradients = [cupy.empty_like(x) for x in (q, k, v)]
         expected = None
         if tokens < 4096:
             expected = [cupy.empty_like(x) for x in (q, k, v)]
-            attention_backward(dout, q, k, v, out, lse, cu_seqlens, longest, SCALE, *expected)
+            attention_backward(dout, (q, k, v), out, lse, sequences, SCALE, expected)
         print(f"{name}:", flush=True)
         for keys, rows in pairs:
 
-            def call(keys=keys, rows=rows):
-                attention_backward_sm80(dout, q, k, v, out, lse, cu_seqlens, longest, SCALE, *gradients, keys, rows)
+            def call(pair=(keys, rows)):
+                attention_backward_sm80(dout, (q, k, v), out, lse, sequences, SCALE, gradients, pair)
 
             for gradient in gradients:
                 gradient.fill(np.nan)
@@ -283,10 +285,7 @@ def decode(limit):
 
         def calls(config, work=work, caches=caches):
             def make(k, v):
-                return lambda: paged_attention_sm80(
-                    work.q, k, v, BLOCK, work.tables, work.cu_seqlens, work.contexts, 1, work.context, SCALE, work.out,
-                    config,
-                )  # fmt: skip
+                return lambda: paged_attention_sm80(work.q, k, v, BLOCK, work.sequences, SCALE, work.out, config)
 
             return [make(*pair) for pair in caches]
 
@@ -301,7 +300,7 @@ def decode(limit):
             q = cupy.zeros((context, H, E), k.dtype)
             q[-1] = work.q[0]
             out, lse = cupy.empty_like(q), cupy.empty((H, context), np.float32)
-            attention_sm80(q, k, v, bounds([context]), context, SCALE, out, lse)
+            attention_sm80(q, k, v, PackedSequences(bounds([context]), context), SCALE, out, lse)
             same = bool((out[-1].view(np.uint16) == work.out[0].view(np.uint16)).all())
             us = graph_time_us(some)
             print(

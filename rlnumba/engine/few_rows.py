@@ -2,7 +2,9 @@
 
 import numpy as np
 
+from rlnumba.engine.steps.attention import sequences_of
 from rlnumba.kernels.decoder.ops import MOST_KEYS, DecoderLayer, decoder_config, decoder_forward, decoder_weights
+from rlnumba.kernels.nn.qkv import Rotation
 from rlnumba.model.blocks.attention import Attention
 from rlnumba.model.blocks.mlp import Mlp
 from rlnumba.runtime import device
@@ -13,7 +15,7 @@ def weights_of(weights):
     if any([type(block) for block in blocks] != [Attention, Mlp] for blocks in weights.config.blocks):
         return None
     layers = [DecoderLayer(*attention, *mlp) for attention, mlp in weights.layers]
-    return decoder_weights(weights.flat, weights.embed_tokens, layers, weights.norm)
+    return decoder_weights(weights.flat, weights.embed_tokens, layers, weights.norm, weights.config.rms_norm_eps)
 
 
 class FewRowsDecoder:
@@ -48,9 +50,9 @@ class FewRowsDecoder:
 
     def forward(self, arrays, cache, hidden):
         """Write the hidden states (B, D) of a step that it supports, and keys and values to the KVCache."""
-        model, (k_cache, v_cache) = self.model, cache.arrays
-        names = ("input_ids", "position_ids", "context_lens", "slot_mapping", "block_tables")
+        model, sequences = self.model, sequences_of(arrays, 1, MOST_KEYS)
         decoder_forward(
-            self.config_for(len(arrays["context_lens"])), self.weights, *(arrays[name] for name in names), k_cache,
-            v_cache, *model.rope, model.config.rms_norm_eps, np.float32(model.config.scale), hidden,
+            self.config_for(len(arrays["context_lens"])), self.weights, arrays["input_ids"],
+            Rotation(*model.rope, arrays["position_ids"]), cache.arrays, sequences, np.float32(model.config.scale),
+            hidden,
         )  # fmt: skip

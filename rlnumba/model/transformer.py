@@ -18,6 +18,7 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob.ops import IGNORED, linear_logp
 from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tokens
+from rlnumba.kernels.nn.qkv import Rotation
 from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
 from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.model.blocks.attention import PackedAttention
@@ -117,7 +118,7 @@ class Transformer:
             dropout = tape and tape.dropout
             numbers = projection_numbers(self.blocks) if dropout else None
             lora = LoraContext(self.adapter.layers, self.adapter.scales, adapter_ids, dropout, numbers)
-        ctx = ForwardContext(config, position_ids, self.rope, attention, memory, lora, ranks=self.ranks)
+        ctx = ForwardContext(config, Rotation(*self.rope, position_ids), attention, memory, lora, ranks=self.ranks)
         N, D = input_ids.shape[0], config.hidden_size
         hidden, rstd = memory.empty((N, D), self.dtype), memory.empty((N,), F32)
         if tape is None:

@@ -98,7 +98,7 @@ def test_queries_may_be_left_out_of_decode(monkeypatch):
 
     def without_q(self, *arguments):
         q, *rest = forward(self, *arguments)
-        return None if self.bounds[0] == 1 else q, *rest
+        return None if self.sequences.max_seqlen_q == 1 else q, *rest
 
     monkeypatch.setattr(check.PagedAttention, "forward", without_q)
     model = load_model(MODEL)

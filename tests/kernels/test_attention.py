@@ -5,6 +5,7 @@ import pytest
 
 from rlnumba.kernels.attention.ops import attention, attention_backward
 from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
+from rlnumba.kernels.attention.sequences import PackedSequences
 from rlnumba.kernels.attention.simt import attention_gradient_kernel, attention_kernel, prefill_config
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
@@ -33,6 +34,10 @@ def bounds(lengths):
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
+def sequences_of(lengths):
+    return PackedSequences(device.asarray(bounds(lengths)), max(lengths, default=0))
+
+
 def packed(rng, lengths, heads, kv_heads, head_dim, dtype):
     """q, k, v, dout as NumPy arrays; keys that stand out, so that the softmax is not flat."""
     tokens = sum(lengths)
@@ -46,8 +51,7 @@ def forward(q, k, v, lengths):
     xp = device.xp()
     out = xp.full(q.shape, np.nan, q.dtype)
     lse = xp.full((q.shape[1], q.shape[0]), np.nan, np.float32)
-    longest = max(lengths, default=0)
-    attention(q, k, v, device.asarray(bounds(lengths)), longest, q.shape[2] ** -0.5, out, lse)
+    attention(q, k, v, sequences_of(lengths), q.shape[2] ** -0.5, out, lse)
     return out, lse
 
 
@@ -63,7 +67,7 @@ def run_all(rng, case, dtype):
 
     xp = device.xp()
     gradients = [xp.full(x.shape, np.nan, x.dtype) for x in (q, k, v)]
-    attention_backward(dout, q, k, v, out, lse, device.asarray(bounds(lengths)), longest, scale, *gradients)
+    attention_backward(dout, (q, k, v), out, lse, sequences_of(lengths), scale, gradients)
     expected = attention_backward_ref(host[3], *host[:3], bounds(lengths), scale)
     for name, actual, wanted in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
         # ds is a difference of terms of the size of dout . v, and delta holds out's rounding.
@@ -224,15 +228,15 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim):
 def test_wrong_arguments_are_named():
     xp = device.xp()
     q, k, lse = xp.zeros((4, 6, 16), np.float32), xp.zeros((4, 4, 16), np.float32), xp.zeros((6, 4), np.float32)
-    cu_seqlens = xp.asarray([0, 4], dtype=np.int32)
+    sequences = sequences_of([4])
     with pytest.raises(ValueError, match="attention: the number of query heads must be a multiple of 4"):
-        attention(q, k, k, cu_seqlens, 4, 1.0, q, lse)
+        attention(q, k, k, sequences, 1.0, q, lse)
     odd = xp.zeros((4, 2, 15), np.float32)
     with pytest.raises(ValueError, match="attention: head_dim must be even and at most 256, got 15"):
-        attention(odd, odd, odd, cu_seqlens, 4, 1.0, odd, lse)
+        attention(odd, odd, odd, sequences, 1.0, odd, lse)
     with pytest.raises(ValueError, match=r"attention: lse must be \(6, 4\) float32, got \(4, 6\) float32"):
-        attention(q, q, q, cu_seqlens, 4, 1.0, q, lse.T.copy())
+        attention(q, q, q, sequences, 1.0, q, lse.T.copy())
     with pytest.raises(ValueError, match=r"attention: k must be \(4, 6, 16\) float32, got \(3, 6, 16\) float32"):
-        attention(q, q[:3].copy(), q[:3].copy(), cu_seqlens, 4, 1.0, q, lse)
+        attention(q, q[:3].copy(), q[:3].copy(), sequences, 1.0, q, lse)
     with pytest.raises(ValueError, match=r"attention_backward: dk must be \(4, 6, 16\) float32, got \(4, 4, 16\)"):
-        attention_backward(q, q, q, q, q, lse, cu_seqlens, 4, 1.0, q, k, q)
+        attention_backward(q, (q, q, q), q, lse, sequences, 1.0, (q, k, q))

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
+from rlnumba.kernels.attention.sequences import PackedSequences
 from rlnumba.kernels.attention.sm80_backward import (
     Sm80GradientConfig,
     attention_backward_sm80,
@@ -26,7 +27,8 @@ def run(rng, lengths, heads, kv_heads, head_dim, dtype, for_dkv=None, for_dq=Non
     out, lse = attention_ref(q, k, v, starts, scale)
     gradients = [device.xp().full(x.shape, np.nan, kind) for x in (q, k, v)]
     arrays = [device.asarray(x) for x in (dout, q, k, v, out.astype(kind), lse.astype(np.float32), starts)]
-    attention_backward_sm80(*arrays, max(lengths), scale, *gradients, for_dkv, for_dq)
+    sequences, inputs = PackedSequences(arrays[6], max(lengths)), arrays[1:4]
+    attention_backward_sm80(arrays[0], inputs, *arrays[4:6], sequences, scale, gradients, (for_dkv, for_dq))
     expected = attention_backward_ref(dout, q, k, v, starts, scale)
     for name, actual, wanted in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
         # p and ds are rounded before they multiply, and delta holds out's rounding.

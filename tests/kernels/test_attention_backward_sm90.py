@@ -4,6 +4,7 @@ import pytest
 from rlnumba.kernels.attention import sm90_backward
 from rlnumba.kernels.attention.ops import IS_SUPPORTED
 from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
+from rlnumba.kernels.attention.sequences import PackedSequences
 from rlnumba.kernels.attention.sm90_backward import (
     BackwardBatch,
     DqSums,
@@ -38,11 +39,10 @@ def packed(rng, lengths, heads, kv_heads, head_dim, element):
 
 def backward(arrays, lengths, config):
     """(dq, dk, dv) as the kernels write them."""
-    q, k, v, dout, out, lse = (device.asarray(x) for x in arrays)
-    gradients = [device.xp().full(x.shape, np.nan, x.dtype) for x in (q, k, v)]
-    cu_seqlens, longest = device.asarray(bounds(lengths)), max(lengths, default=0)
-    arguments = (dout, q, k, v, out, lse, cu_seqlens, longest, q.shape[2] ** -0.5, *gradients)
-    attention_backward_sm90(*arguments, config=config)
+    *inputs, dout, out, lse = (device.asarray(x) for x in arrays)
+    gradients = [device.xp().full(x.shape, np.nan, x.dtype) for x in inputs]
+    sequences = PackedSequences(device.asarray(bounds(lengths)), max(lengths, default=0))
+    attention_backward_sm90(dout, inputs, out, lse, sequences, out.shape[2] ** -0.5, gradients, config)
     return gradients
 
 
@@ -82,8 +82,8 @@ def test_simulator(rng, lengths, heads, kv_heads, config):
 def test_nothing_to_do():
     xp = device.xp()
     q, lse = xp.zeros((0, 2, 64), np.float32), xp.zeros((2, 0), np.float32)
-    cu_seqlens = device.asarray(np.zeros(1, np.int32))
-    attention_backward_sm90(q, q, q, q, q, lse, cu_seqlens, 0, 1.0, q, q, q)
+    nothing = PackedSequences(device.asarray(np.zeros(1, np.int32)), 0)
+    attention_backward_sm90(q, (q, q, q), q, lse, nothing, 1.0, (q, q, q))
 
 
 CANDIDATES = [AttentionBackwardConfig(head_dim, "bfloat16") for head_dim in (16, 48, 64, 72, 80, 96, 128, 192, 256)] + [

@@ -3,6 +3,7 @@ import pytest
 
 from rlnumba.kernels.attention.paged import paged_attention_ref
 from rlnumba.kernels.attention.reference import attention_ref
+from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences
 from rlnumba.kernels.attention.sm80_decode import (
     Sm80DecodeConfig,
     decode_config,
@@ -55,8 +56,8 @@ class Case:
         """(out, lse) of attention_sm80, on the host."""
         xp = device.xp()
         out, lse = xp.full(self.q.shape, np.nan, self.q.dtype), xp.full(self.q.shape[1::-1], np.nan, np.float32)
-        arrays = [device.asarray(x) for x in (self.q, self.k, self.v, self.starts)]
-        attention_sm80(*arrays, max(self.lengths), self.scale, out, lse, config)
+        q, k, v, starts = (device.asarray(x) for x in (self.q, self.k, self.v, self.starts))
+        attention_sm80(q, k, v, PackedSequences(starts, max(self.lengths)), self.scale, out, lse, config)
         return device.to_host(out), device.to_host(lse)
 
     def check(self, config):
@@ -76,10 +77,9 @@ class Case:
         q = self.q[rows]
         out = device.xp().full(q.shape, np.nan, q.dtype)
         arrays = [device.asarray(x) for x in (q, *self.caches)]
-        tables = [device.asarray(x) for x in (self.tables, bounds(lengths), np.asarray(self.lengths, np.int32))]
-        paged_attention_sm80(
-            *arrays, self.block_size, *tables, max(lengths), max(self.lengths), self.scale, out, config
-        )  # fmt: skip
+        tables = [device.asarray(x) for x in (bounds(lengths), np.asarray(self.lengths, np.int32), self.tables)]
+        sequences = PagedSequences(*tables, max(lengths), max(self.lengths))
+        paged_attention_sm80(*arrays, self.block_size, sequences, self.scale, out, config)
         return device.to_host(out), rows
 
 
@@ -210,9 +210,10 @@ def test_gpu_graph_follows_its_arrays(rng):
     q, out = cupy.zeros((4, 16, 128), case.q.dtype), cupy.zeros((4, 16, 128), case.q.dtype)
     caches, tables = [device.asarray(x) for x in case.caches], device.asarray(case.tables)
     ends, starts = cupy.full(4, 7, np.int32), cupy.arange(5, dtype=np.int32)
+    sequences = PagedSequences(starts, ends, tables, 1, 3000)
 
     def step():
-        paged_attention_sm80(q, *caches, 16, tables, starts, ends, 1, 3000, case.scale, out)
+        paged_attention_sm80(q, *caches, 16, sequences, case.scale, out)
 
     stream = cupy.cuda.Stream(non_blocking=True)
     step()

@@ -5,6 +5,7 @@ import pytest
 
 from rlnumba.kernels.attention.reference import attention_ref
 from rlnumba.kernels.attention.scheduler import Pages, PrefillBatch, list_work_items_kernel
+from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences, PrefixGroups
 from rlnumba.kernels.attention.sm90_config import AttentionConfig, attention_config
 from rlnumba.kernels.attention.sm90_decode import producer
 from rlnumba.kernels.attention.sm90_decode.config import Batch, DecodeConfig, decode_config
@@ -53,7 +54,8 @@ def forward(q, k, v, lengths, config=None):
     out = xp.full(q.shape, np.nan, q.dtype)
     lse = xp.full((q.shape[1], q.shape[0]), np.nan, np.float32)
     q, k, v, cu_seqlens = (device.asarray(x) for x in (q, k, v, bounds(lengths)))
-    attention_sm90(q, k, v, cu_seqlens, max(lengths, default=0), q.shape[2] ** -0.5, out, lse, config)
+    sequences = PackedSequences(cu_seqlens, max(lengths, default=0))
+    attention_sm90(q, k, v, sequences, q.shape[2] ** -0.5, out, lse, config)
     return out, lse
 
 
@@ -132,18 +134,25 @@ class Cache:
         config = decode_config(head_dim, self.element, self.group, self.box, most, tokens)
         prefill = attention_config(head_dim, self.element, self.group, True, self.box)
         q, *arrays = (
-            device.asarray(x) for x in (self.q[rows], self.tables[order], bounds(lengths), np.array(ends, np.int32))
+            device.asarray(x) for x in (self.q[rows], bounds(lengths), np.array(ends, np.int32), self.tables[order])
         )
-        common, group_sizes = (x and device.asarray(np.array(x, np.int32)) for x in (common, group_sizes))
+        groups = None
+        if group_sizes:
+            groups = PrefixGroups(*(device.asarray(np.array(x, np.int32)) for x in (common, group_sizes)), most)
         out = device.xp().full(q.shape, np.nan, q.dtype)
         lse = device.xp().zeros((q.shape[1], len(rows)), np.float32)
-        paged_attention_sm90(
-            q, *self.caches, *arrays, max(lengths), max_context or max(ends), self.scale, out,
-            common, group_sizes, most, None, lse,
-            config._replace(segment=self.segment), prefill._replace(segment=self.segment), blocks, max_leading,
-        )  # fmt: skip
+        sequences = PagedSequences(*arrays, max(lengths), max_context or max(ends), groups)
+        sequences = self.planned(q, sequences, config._replace(segment=self.segment), blocks, max_leading)
+        prefill = prefill._replace(segment=self.segment)
+        paged_attention_sm90(q, self.caches, sequences, self.scale, out, lse, prefill)
         assert not device.to_host(current().own(Workspace).counters.array).any()
         return device.to_host(out), device.to_host(lse)
+
+    def planned(self, q, sequences, *options):
+        """PagedSequences with a plan of their own, by these options of plan_decode."""
+        _, block_size, kv_heads, head_dim = self.caches[0].shape
+        heads = self.element, q.shape[1], kv_heads, head_dim, block_size
+        return sequences._replace(plan=plan_decode(heads, sequences, *options))
 
     def compare(self, order, begins, ends, max_context=None, **options):
         """paged() gives the bits of the packed form."""
@@ -292,10 +301,8 @@ def test_work_items_are_listed(rng, grouped):
                 own.append(item)
     starts, contexts, *groups = (device.asarray(x.astype(np.int32)) for x in (starts, contexts, common, group_sizes))
     most = (int(lengths.max()), int(contexts.max()))
-    groups = (*groups, 4) if grouped else ()
-    plan = plan_decode(
-        BF16, 4, 2, 64, 16, starts, contexts, *most, *groups, config=config, blocks=1, max_leading=max_leading
-    )
+    sequences = PagedSequences(starts, contexts, None, *most, PrefixGroups(*groups, 4) if grouped else None)
+    plan = plan_decode((BF16, 4, 2, 64, 16), sequences, config, 1, max_leading)
     items = device.to_host(plan.items)
     assert items[0, 0] == len(shared + own)
     assert (items[1 : 1 + len(shared + own)] == np.array(shared + own)).all()
@@ -308,7 +315,7 @@ def test_a_plan_of_another_call_is_refused():
     made_for = ("float16", 4, 4, 16, 16, 2, 1, 32, 1)
     plan = DecodePlan(made_for, DecodeConfig(16, "float16"), 1, 1, 1, 1, 1, None)
     with pytest.raises(ValueError, match="the plan is for .* not for "):
-        paged_attention_sm90(q, cache, cache, tables, numbers, numbers, 1, 64, 1.0, q, plan=plan)
+        paged_attention_sm90(q, (cache, cache), PagedSequences(numbers, numbers, tables, 1, 64, plan=plan), 1.0, q)
 
 
 @pytest.mark.parametrize("head_dim, group, paged", [(128, 2, False), (128, 1, True), (256, 2, False), (80, 3, True)])
@@ -418,9 +425,10 @@ def test_gpu_graph_follows_its_arrays(rng):
     tables = device.asarray(cache.tables)
     q, ends = device.asarray(cache.q[:4].copy()), device.asarray(np.array([7] * 4, np.int32))
     out, cu_seqlens = cupy.empty(q.shape, q.dtype), device.asarray(bounds([1] * 4))
+    sequences = PagedSequences(cu_seqlens, ends, tables, 1, 2048)
 
     def decode():
-        paged_attention_sm90(q, *cache.caches, tables, cu_seqlens, ends, 1, 2048, cache.scale, out)
+        paged_attention_sm90(q, cache.caches, sequences, cache.scale, out)
 
     decode()
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -443,7 +451,8 @@ def test_wrong_arguments_are_named():
     q, cache = xp.zeros((2, 4, 16), np.float16), xp.zeros((4, 24, 4, 16), np.float16)
     numbers = xp.zeros(2, np.int32)
     with pytest.raises(ValueError, match="block_size must be 16, 32 or a multiple of 64, got 24"):
-        paged_attention_sm90(q, cache, cache, numbers, numbers, numbers, 1, 24, 1.0, q)
+        paged_attention_sm90(q, (cache, cache), PagedSequences(numbers, numbers, numbers, 1, 24), 1.0, q)
     cache = xp.zeros((4, 16, 4, 16), np.float16)
     with pytest.raises(ValueError, match="a group has at most 32 sequences of one query token each, got 33"):
-        paged_attention_sm90(q, cache, cache, numbers, numbers, numbers, 1, 16, 1.0, q, numbers, numbers, 33)
+        sequences = PagedSequences(numbers, numbers, numbers, 1, 16, PrefixGroups(numbers, numbers, 33))
+        paged_attention_sm90(q, (cache, cache), sequences, 1.0, q)

@@ -1,7 +1,5 @@
 """Decode from qkv in one kernel against the two that it replaces: the same bits of out, lse and the caches."""
 
-import functools
-
 import numpy as np
 import pytest
 
@@ -11,12 +9,13 @@ from rlnumba.kernels.attention.paged import (
     paged_attention_qkv,
     plan_paged_attention,
 )
+from rlnumba.kernels.attention.sequences import PagedSequences, PrefixGroups
 from rlnumba.kernels.attention.sm90_decode import producer
 from rlnumba.kernels.attention.sm90_decode.config import Projection, decode_config
 from rlnumba.kernels.attention.sm90_decode.kernel import ARCHITECTURES, paged_attention_sm90_kernel
-from rlnumba.kernels.attention.sm90_paged import paged_attention_qkv_sm90, paged_attention_sm90
+from rlnumba.kernels.attention.sm90_paged import paged_attention_qkv_sm90, paged_attention_sm90, plan_decode
 from rlnumba.kernels.attention.split_kv import Workspace
-from rlnumba.kernels.nn.qkv import qkv_split_to_cache
+from rlnumba.kernels.nn.qkv import HeadNorm, Rotation, qkv_split_to_cache
 from rlnumba.kernels.nn.rope import HeadShape, rope_table
 from rlnumba.kernels.ptx import sm90
 from rlnumba.runtime import device, dispatch
@@ -75,41 +74,43 @@ class Case:
                     self.slots[b] = rows[0][-1] * block_size + rows[1][-1]
 
     def projection(self):
-        return on_device(self.qkv, *self.weights), on_device(*self.tables, self.position_ids, self.slots)
+        """(qkv, norm, rotation) on the device."""
+        qkv, *weights = on_device(self.qkv, *self.weights)
+        norm = None if weights[0] is None else HeadNorm(*weights, EPS)
+        return qkv, norm, Rotation(*on_device(*self.tables, self.position_ids))
 
     def cache_arguments(self):
-        """(caches and tables on the device, bounds and scale, an output, groups): what both forms take."""
+        """(caches, PagedSequences, scale, an output) on the device: what both forms take."""
         count, (dtype, heads, _, head_dim) = len(self.contexts), self.heads
         bounds, contexts = np.arange(count + 1, dtype=np.int32), np.array(self.contexts, np.int32)
-        arrays = on_device(*(cache.copy() for cache in self.caches), self.block_tables, bounds, contexts)
+        *caches, tables, bounds, contexts, slots = on_device(
+            *(cache.copy() for cache in self.caches), self.block_tables, bounds, contexts, self.slots
+        )
         out = device.xp().full((count, heads, head_dim), np.nan, device.dtype(dtype))
-        groups = (None, None, 1)
+        groups = None
         if self.group_sizes is not None:
             declared = (np.array(numbers, np.int32) for numbers in (self.common, self.group_sizes))
-            groups = *on_device(*declared), max(4, *self.group_sizes)
-        return arrays, (max(max(self.contexts), 1), self.scale), out, groups
+            groups = PrefixGroups(*on_device(*declared), max(4, *self.group_sizes))
+        longest = max(max(self.contexts), 1)
+        return caches, PagedSequences(bounds, contexts, tables, 1, longest, groups, slots), self.scale, out
 
     def sm90(self, fused, blocks=None, max_leading=None):
         """(out, lse, k_cache, v_cache) on the host, by one kernel or by two."""
-        weights_of, rope = self.projection()
-        arrays, (longest, scale), out, groups = self.cache_arguments()
+        projection, (caches, sequences, scale, out) = self.projection(), self.cache_arguments()
         dtype, heads, kv_heads, head_dim = self.heads
-        config = decode_config(head_dim, dtype, heads // kv_heads, min(self.block_size, 64), groups[2])
-        options = config._replace(segment=self.segment), blocks, max_leading
-        lse = device.xp().zeros((heads, len(self.contexts)), np.float32)
+        config = decode_config(
+            head_dim, dtype, heads // kv_heads, min(self.block_size, 64), sequences.max_group_size
+        )._replace(segment=self.segment)
+        plan = plan_decode((*self.heads, self.block_size), sequences, config, blocks, max_leading)
+        sequences, lse = sequences._replace(plan=plan), device.xp().zeros((heads, len(self.contexts)), np.float32)
         if fused:
-            paged_attention_qkv_sm90(
-                *weights_of, EPS, *rope, *arrays, longest, scale, out, *groups, None, lse, *options
-            )
+            paged_attention_qkv_sm90(*projection, caches, sequences, scale, out, lse)
         else:
             q = device.xp().empty(out.shape, out.dtype)
-            qkv_split_to_cache(*weights_of, EPS, *rope, q, *arrays[:2])
-            prefill = None
-            paged_attention_sm90(
-                q, *arrays, 1, longest, scale, out, *groups, None, lse, options[0], prefill, *options[1:]
-            )
+            qkv_split_to_cache(*projection, sequences.slot_mapping, q, caches)
+            paged_attention_sm90(q, caches, sequences, scale, out, lse)
         assert not device.to_host(current().own(Workspace).counters.array).any()
-        return [device.to_host(x) for x in (out, lse, *arrays[:2])]
+        return [device.to_host(x) for x in (out, lse, *caches)]
 
     def compare(self, **options):
         """Both forms give the same bits, none of them NaN; returns out."""
@@ -226,17 +227,16 @@ def test_the_operator_is_its_two_parts(rng, normed):
             assert_same_bits(actual, expected, family)
 
 
-def operator_results(case, fused, plan=None):
+def operator_results(case, fused):
     """(out, k_cache, v_cache) on the host of the operator or of its two parts."""
-    weights_of, rope = case.projection()
-    arrays, (longest, scale), out, groups = case.cache_arguments()
+    projection, (caches, sequences, scale, out) = case.projection(), case.cache_arguments()
     if fused:
-        paged_attention_qkv(*weights_of, EPS, *rope, *arrays, longest, scale, out, *groups, plan)
+        paged_attention_qkv(*projection, caches, sequences, scale, out)
     else:
         q = device.xp().empty(out.shape, out.dtype)
-        qkv_split_to_cache(*weights_of, EPS, *rope, q, *arrays[:2])
-        paged_attention(q, *arrays, 1, longest, scale, out, *groups, plan)
-    return [device.to_host(x) for x in (out, *arrays[:2])]
+        qkv_split_to_cache(*projection, sequences.slot_mapping, q, caches)
+        paged_attention(q, caches, sequences, scale, out)
+    return [device.to_host(x) for x in (out, *caches)]
 
 
 @pytest.mark.sim
@@ -261,19 +261,20 @@ def test_the_family_decides(rng, monkeypatch):
 
 def test_wrong_arguments_are_named(rng):
     case = Case(rng, [5, 4], 2, 1, 16, "float32")
-    (qkv, *weights), rope = case.projection()
-    arrays, (longest, scale), out, groups = case.cache_arguments()
-    call = functools.partial(paged_attention_qkv, qkv, *weights, EPS)
-    numbers = device.asarray(np.zeros(2, np.int32))
+    qkv, norm, rotation = case.projection()
+    caches, sequences, scale, out = case.cache_arguments()
+
+    def call(qkv=qkv, **wrong):
+        paged_attention_qkv(qkv, norm, rotation, caches, sequences._replace(**wrong), scale, out)
+
     with pytest.raises(ValueError, match=r"paged_attention_qkv: slot_mapping must be \(2\) int32, got \(1,\) int32"):
-        call(*rope[:3], rope[3][:1], *arrays, longest, scale, out)
+        call(slot_mapping=sequences.slot_mapping[:1])
     with pytest.raises(ValueError, match=r"paged_attention_qkv: qkv must be \(2, 64\) float32, got \(2, 63\) float32"):
-        narrower = device.asarray(device.to_host(qkv)[:, 1:].copy())
-        paged_attention_qkv(narrower, *weights, EPS, *rope, *arrays, longest, scale, out)
+        call(device.asarray(device.to_host(qkv)[:, 1:].copy()))
     with pytest.raises(ValueError, match="paged_attention_qkv: max_context_len must be at most 2 blocks"):
-        call(*rope, *arrays, 33, scale, out)
-    with pytest.raises(ValueError, match="paged_attention_qkv: shared_prefix_lens and group_sizes must be given"):
-        call(*rope, *arrays, longest, scale, out, numbers)
+        call(max_context_len=33)
+    with pytest.raises(ValueError, match="paged_attention_qkv: max_seqlen_q must be 1, got 2"):
+        call(max_seqlen_q=2)
 
 
 def argument_types(dtype, half, normed):
@@ -364,31 +365,32 @@ def test_gpu_graph_of_layers(rng):
     ]
     # One array for all layers, so that a layer that reads early gets the last one's.
     qkv = cupy.zeros((sequences, columns), x.dtype)
-    arguments = [(*case.projection(), *case.cache_arguments()) for case in cases]
-    fresh = [[cache.copy() for cache in arrays[:2]] for _, _, arrays, *_ in arguments]
+    arguments = [(*case.projection()[1:], *case.cache_arguments()) for case in cases]
+    fresh = [[cache.copy() for cache in caches] for _, _, caches, *_ in arguments]
 
     def run(fused):
         # All layers have the same contexts.
-        plan = plan_paged_attention(*cases[0].heads, 16, *arguments[0][2][3:], 1, 400)
-        for matrix, ((_, *weights), rope, arrays, (longest, scale), out, _) in zip(matrices, arguments, strict=True):
+        plan = plan_paged_attention(*cases[0].heads, 16, arguments[0][3])
+        for matrix, (norm, rotation, caches, sequences, scale, out) in zip(matrices, arguments, strict=True):
             linear(x, matrix, qkv)
+            planned = sequences._replace(plan=plan)
             if fused:
-                paged_attention_qkv(qkv, *weights, EPS, *rope, *arrays, longest, scale, out, plan=plan)
+                paged_attention_qkv(qkv, norm, rotation, caches, planned, scale, out)
             else:
                 q = cupy.empty(out.shape, out.dtype)
-                qkv_split_to_cache(qkv, *weights, EPS, *rope, q, *arrays[:2])
-                paged_attention(q, *arrays, 1, longest, scale, out, plan=plan)
+                qkv_split_to_cache(qkv, norm, rotation, sequences.slot_mapping, q, caches)
+                paged_attention(q, caches, planned, scale, out)
 
     def reset():
-        for (_, _, arrays, _, out, _), caches in zip(arguments, fresh, strict=True):
+        for (_, _, caches, _, _, out), before in zip(arguments, fresh, strict=True):
             out.fill(0)
-            for cache, before in zip(arrays[:2], caches, strict=True):
-                cache[...] = before
+            for cache, array in zip(caches, before, strict=True):
+                cache[...] = array
         qkv.fill(0)
 
     def results():
         device.synchronize()
-        return [device.to_host(array) for _, _, arrays, _, out, _ in arguments for array in (out, *arrays[:2])]
+        return [device.to_host(array) for _, _, caches, _, _, out in arguments for array in (out, *caches)]
 
     run(False)
     expected = results()

@@ -5,8 +5,9 @@ import pytest
 
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.few_rows import weights_of
-from rlnumba.engine.steps.attention import PagedAttention
-from rlnumba.kernels.decoder.ops import decoder_config, decoder_forward
+from rlnumba.engine.steps.attention import PagedAttention, sequences_of
+from rlnumba.kernels.decoder.ops import MOST_KEYS, decoder_config, decoder_forward
+from rlnumba.kernels.nn.qkv import Rotation
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Transformer
 from rlnumba.model.weights import Weights
@@ -72,12 +73,9 @@ def by_decoder(model, arrays, cache, blocks=None, launches=1):
     decoder = decoder_config(packed, *heads, rows, BLOCK_SIZE, blocks)
     assert decoder is not None
     out = device.xp().empty((rows, config.hidden_size), model.dtype)
-    names = "input_ids", "position_ids", "context_lens", "slot_mapping", "block_tables"
+    rotation, sequences = Rotation(*model.rope, arrays["position_ids"]), sequences_of(arrays, 1, MOST_KEYS)
     for _ in range(launches):
-        decoder_forward(
-            decoder, packed, *(arrays[name] for name in names), cache.arrays[0], cache.arrays[1], *model.rope,
-            config.rms_norm_eps, config.scale, out,
-        )  # fmt: skip
+        decoder_forward(decoder, packed, arrays["input_ids"], rotation, cache.arrays, sequences, config.scale, out)
     return out
 
 

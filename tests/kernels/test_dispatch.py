@@ -7,6 +7,7 @@ from rlnumba.errors import ConfigError
 from rlnumba.kernels.attention import ops as attention
 from rlnumba.kernels.attention import paged as paged_attention
 from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
+from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.gemm.ops import linear_backward_ref, linear_ref, linear_swiglu_ref
 from rlnumba.kernels.logprob import chunked
@@ -155,12 +156,16 @@ class Sequences:
             for cache, x in zip(self.caches, (self.k, self.v), strict=True):
                 cache[self.tables[b][at // block_size], at % block_size] = x[start:end]
 
+    def packed(self):
+        """The PackedSequences, on the device."""
+        return PackedSequences(device.asarray(bounds(self.lengths)), max(self.lengths))
+
     def forward(self):
         """(out, lse) of attention, on the device."""
         xp = device.xp()
         out, lse = xp.full(self.q.shape, np.nan, self.q.dtype), xp.full(self.q.shape[1::-1], np.nan, np.float32)
-        arrays = [device.asarray(x) for x in (self.q, self.k, self.v, bounds(self.lengths))]
-        attention.attention(*arrays, max(self.lengths), self.scale, out, lse)
+        arrays = [device.asarray(x) for x in (self.q, self.k, self.v)]
+        attention.attention(*arrays, self.packed(), self.scale, out, lse)
         return out, lse
 
     def paged(self, tokens):
@@ -168,17 +173,18 @@ class Sequences:
         lengths = [min(tokens, length) for length in self.lengths]
         spans = zip(bounds(self.lengths)[1:], lengths, strict=True)
         rows = np.concatenate([np.arange(end - length, end) for end, length in spans])
-        arrays = (self.q[rows], *self.caches, self.tables, bounds(lengths), np.array(self.lengths, np.int32))
-        q, *others = [device.asarray(x) for x in arrays]
+        q, *caches = (device.asarray(x) for x in (self.q[rows], *self.caches))
+        arrays = bounds(lengths), np.array(self.lengths, np.int32), self.tables
+        sequences = PagedSequences(*map(device.asarray, arrays), max(lengths), max(self.lengths))
         out = device.xp().full(q.shape, np.nan, q.dtype)
-        paged_attention.paged_attention(q, *others, max(lengths), max(self.lengths), self.scale, out)
+        paged_attention.paged_attention(q, caches, sequences, self.scale, out)
         return device.to_host(out), rows
 
     def gradient(self, out, lse):
         """[dq, dk, dv] of attention_backward."""
         gradients = [device.xp().full(x.shape, np.nan, x.dtype) for x in (self.q, self.k, self.v)]
-        dout, q, k, v, starts = (device.asarray(x) for x in (self.dout, self.q, self.k, self.v, bounds(self.lengths)))
-        attention.attention_backward(dout, q, k, v, out, lse, starts, max(self.lengths), self.scale, *gradients)
+        dout, *inputs = (device.asarray(x) for x in (self.dout, self.q, self.k, self.v))
+        attention.attention_backward(dout, inputs, out, lse, self.packed(), self.scale, gradients)
         return gradients
 
 

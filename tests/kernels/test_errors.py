@@ -10,6 +10,7 @@ from rlnumba.config import PolicyLossConfig
 from rlnumba.kernels import decode_state
 from rlnumba.kernels.attention import ops as attention
 from rlnumba.kernels.attention import paged as paged_attention
+from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.logprob import ops as logprob
 from rlnumba.kernels.nn import elementwise, embedding, qkv, reduce, rmsnorm, swiglu
@@ -52,7 +53,7 @@ def cached_qkv_arrays():
 
 
 def qkv_gradients():
-    arrays = {key: value for key, value in qkv_arrays().items() if key not in ("eps", "q", "k", "v")}
+    arrays = {key: value for key, value in qkv_arrays().items() if key not in ("q", "k", "v")}
     return {
         "dq": f32(N, H, E), "dk": f32(N, HK, E), "dv": f32(N, HK, E), **arrays,
         "dqkv": f32(N, (H + 2 * HK) * E), "dq_weight": f32(E), "dk_weight": f32(E),
@@ -72,6 +73,30 @@ def heads():
 
 def packed():
     return {"cu_seqlens": STARTS, "max_seqlen": 4, "scale": 0.3}
+
+
+HEADS, HEAD_GRADIENTS, CACHES = ("q", "k", "v"), ("dq", "dk", "dv"), ("k_cache", "v_cache")
+PROJECTION = {"norm": qkv.HeadNorm, "rotation": qkv.Rotation}
+# operator: {its argument: the NamedTuple, or the names of the tuple's elements, that it takes}.
+TUPLES = {
+    qkv.qkv_split: PROJECTION,
+    qkv.qkv_split_to_cache: PROJECTION | {"caches": CACHES},
+    qkv.qkv_split_backward: PROJECTION | {"gradients": HEAD_GRADIENTS},
+    attention.attention: {"sequences": PackedSequences},
+    attention.attention_backward: {
+        "sequences": PackedSequences, "inputs": HEADS, "gradients": HEAD_GRADIENTS,
+    },
+    paged_attention.paged_attention: {"sequences": PagedSequences, "caches": CACHES},
+}  # fmt: skip
+
+
+def call(operator, **arguments):
+    """Call an operator with arguments that are not yet in the tuples that it takes."""
+    for argument, fields in TUPLES.get(operator, {}).items():
+        names = [name for name in getattr(fields, "_fields", fields) if name in arguments]
+        values = {name: arguments.pop(name) for name in names}
+        arguments[argument] = tuple(values.values()) if isinstance(fields, tuple) else fields(**values)
+    operator(**arguments)
 
 
 def sampled():
@@ -233,7 +258,7 @@ def arguments(operator):
 def refused(operator, name, value):
     """The message of the ValueError that a valid call with one argument exchanged raises."""
     with pytest.raises(ValueError) as raised:
-        operator(**arguments(operator) | {name: value})
+        call(operator, **arguments(operator) | {name: value})
     message = str(raised.value)
     assert message.startswith(f"{operator.__name__}: ") and "\n" not in message, message
     return message
@@ -243,7 +268,7 @@ def refused(operator, name, value):
 def test_the_arguments_are_valid(operator):
     if device.name() != "cpu":
         pytest.skip("the other tests of an operator launch it")
-    operator(**arguments(operator))
+    call(operator, **arguments(operator))
 
 
 @pytest.mark.parametrize("operator, name", ARRAYS)
@@ -297,14 +322,14 @@ def test_head_dim_of_packed_attention(operator, head_dim):
         if isinstance(x, device.xp().ndarray) and x.ndim == 3
     }
     with pytest.raises(ValueError, match=f"{operator.__name__}: head_dim must be even and at most 256, got {head_dim}"):
-        operator(**arguments(operator) | wrong)
+        call(operator, **arguments(operator) | wrong)
 
 
 def test_head_dim_of_paged_attention():
     xp, operator = device.xp(), paged_attention.paged_attention
     q, cache = xp.zeros((N, H, 9), np.float32), xp.zeros((3, 4, HK, 9), np.float32)
     with pytest.raises(ValueError, match="paged_attention: head_dim must be even and at most 256, got 9"):
-        operator(**arguments(operator) | {"q": q, "k_cache": cache, "v_cache": cache, "out": q})
+        call(operator, **arguments(operator) | {"q": q, "k_cache": cache, "v_cache": cache, "out": q})
 
 
 @pytest.mark.parametrize(
@@ -334,7 +359,7 @@ def test_block_size(family, block_size):
         dispatch.forced(family),
         pytest.raises(ValueError, match=f"paged_attention: block_size must .*, got {block_size}"),
     ):
-        operator(**arguments(operator) | wrong)
+        call(operator, **arguments(operator) | wrong)
 
 
 @pytest.mark.sim
@@ -352,7 +377,7 @@ def test_address(family, name):
         dispatch.forced(family),
         pytest.raises(ValueError, match=f"attention: {name} must begin at a multiple of 16 bytes"),
     ):
-        attention.attention(**arguments(attention.attention) | arrays)
+        call(attention.attention, **arguments(attention.attention) | arrays)
 
 
 def runs(family):

@@ -6,7 +6,7 @@ import pytest
 from rlnumba.kernels.gemm.ops import bias_backward, linear_backward_weight
 from rlnumba.kernels.nn.elementwise import accumulate, fold_two
 from rlnumba.kernels.nn.embedding import embedding_backward
-from rlnumba.kernels.nn.qkv import qkv_split_backward
+from rlnumba.kernels.nn.qkv import HeadNorm, Rotation, qkv_split_backward
 from rlnumba.kernels.nn.rmsnorm import rmsnorm_backward
 from rlnumba.kernels.nn.scalar_head import scalar_head_backward
 from rlnumba.kernels.ptx.warp import flushed
@@ -27,8 +27,9 @@ def operators(rng, rows, width, dtype):
     ids = device.asarray(np.minimum(rng.geometric(0.2, rows), 6).astype(np.int32))
     chosen = device.asarray(np.arange(0, rows, 2, dtype=np.int32))
     dvalues = device.asarray(rng.standard_normal(len(chosen), np.float32))
-    heads = array(rows, 2, 8), array(rows, 1, 8), array(rows, 1, 8), array(rows, 32), array(8), array(8)
-    angles = xp.ones((rows, 4), np.float32), xp.ones((rows, 4), np.float32), xp.arange(rows, dtype=np.int32)
+    gradients, qkv = (array(rows, 2, 8), array(rows, 1, 8), array(rows, 1, 8)), array(rows, 32)
+    norm, angles = HeadNorm(array(8), array(8), 1e-6), xp.ones((rows, 4), np.float32)
+    rotation = Rotation(angles, angles, xp.arange(rows, dtype=np.int32))
     head_rstd, score = xp.ones((rows, 3), np.float32), array(1, width)
     return {
         "linear": (lambda dw: linear_backward_weight(dout, x, dw), [(width, width)]),
@@ -40,7 +41,7 @@ def operators(rng, rows, width, dtype):
             [(1, width)],
         ),
         "qkv": (
-            lambda dq, dk: qkv_split_backward(*heads, *angles, head_rstd, xp.empty_like(heads[3]), dq, dk),
+            lambda dq, dk: qkv_split_backward(gradients, qkv, norm, rotation, head_rstd, xp.empty_like(qkv), dq, dk),
             [(8,), (8,)],
         ),
         "accumulate": (lambda dw: accumulate(device.asarray(np.float32(7)) + xp.zeros_like(dw), dw), [(width,)]),

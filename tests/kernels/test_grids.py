@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.attention import simt, sm80_backward, sm80_decode, sm80_forward, sm90_backward
+from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences
 from rlnumba.kernels.gemm import simt as gemm_simt
 from rlnumba.runtime import device
 
@@ -42,10 +43,11 @@ def attention_arrays(heads):
 
 def test_attention(grids):
     dout, q, k, v, out, lse, cu_seqlens = attention_arrays(2)
-    simt.attention_simt(q, k, v, cu_seqlens, 1, 1.0, out, lse)
+    sequences = PackedSequences(cu_seqlens, 1)
+    simt.attention_simt(q, k, v, sequences, 1.0, out, lse)
     check(grids, ["attention_kernel"], SEQUENCES)
     with pytest.raises(ValueError, match="attention: at most 65535 sequences can be computed at once, got 70000"):
-        sm80_forward.attention_sm80(q, k, v, cu_seqlens, 1, 1.0, out, lse)
+        sm80_forward.attention_sm80(q, k, v, sequences, 1.0, out, lse)
 
 
 @pytest.mark.parametrize(
@@ -61,17 +63,18 @@ def test_attention(grids):
 )
 def test_attention_backward(grids, run, names):
     dout, q, k, v, out, lse, cu_seqlens = attention_arrays(2)
-    run(dout, q, k, v, out, lse, cu_seqlens, 1, 1.0, q.copy(), k.copy(), v.copy())
+    run(dout, (q, k, v), out, lse, PackedSequences(cu_seqlens, 1), 1.0, (q.copy(), k.copy(), v.copy()))
     check([grid for grid in grids if grid[0] != "attention_delta_kernel"], names, SEQUENCES)
 
 
 def test_paged_attention(grids):
     _, q, k, v, out, _, cu_seqlens = attention_arrays(2)
     tables, context_lens = np.zeros((SEQUENCES, 1), np.int32), np.ones(SEQUENCES, np.int32)
-    simt.paged_attention_simt(q, k, v, 16, tables, cu_seqlens, context_lens, 1, 1.0, out)
+    sequences = PagedSequences(cu_seqlens, context_lens, tables, 1, 1)
+    simt.paged_attention_simt(q, k, v, 16, sequences, 1.0, out)
     check(grids, ["attention_kernel"], SEQUENCES)
     with pytest.raises(ValueError, match="paged_attention: at most 65535 sequences can be decoded at once, got 70000"):
-        sm80_decode.paged_attention_sm80(q, k, v, 16, tables, cu_seqlens, context_lens, 1, 1, 1.0, out)
+        sm80_decode.paged_attention_sm80(q, k, v, 16, sequences, 1.0, out)
 
 
 def test_gemm(grids):

@@ -12,6 +12,7 @@ from rlnumba.kernels.attention.paged import (
     reserve_workspace,
     sharing,
 )
+from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences, PrefixGroups
 from rlnumba.kernels.attention.simt import attention_kernel, decode_config, prefill_config
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.context import Context
@@ -22,6 +23,13 @@ from tests.kernels.test_attention_sm90 import DECODE
 
 def bounds(lengths):
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def call(arguments, bounds, scale, out, groups=None):
+    """paged_attention of Case.arguments's arrays; bounds: max_seqlen_q and max_context_len."""
+    q, k_cache, v_cache, block_tables, cu_seqlens, context_lens = arguments
+    sequences = PagedSequences(cu_seqlens, context_lens, block_tables, *bounds, groups)
+    paged_attention(q, (k_cache, v_cache), sequences, scale, out)
 
 
 class Case:
@@ -55,7 +63,8 @@ class Case:
         out = xp.empty(self.q.shape, self.q.dtype)
         lse = xp.empty((self.q.shape[1], len(self.q)), np.float32)
         arguments = [device.asarray(x) for x in (self.q, self.k, self.v, bounds(self.lengths))]
-        attention(*arguments, max(self.lengths), self.scale, out, lse)
+        *qkv, cu_seqlens = arguments
+        attention(*qkv, PackedSequences(cu_seqlens, max(self.lengths)), self.scale, out, lse)
         return device.to_host(out)
 
     def rows(self, order, begins, ends):
@@ -75,8 +84,12 @@ class Case:
         arguments, longest = self.arguments(order, begins, ends)
         out = device.xp().full(arguments[0].shape, np.nan, self.q.dtype)
         arguments = [device.asarray(x) for x in arguments]
-        groups = [x and device.asarray(np.array(x, np.int32)) for x in (common, group_sizes)]
-        paged_attention(*arguments, int(longest), int(max(ends)), self.scale, out, *groups, max_group_size)
+        groups = None
+        if group_sizes:
+            groups = PrefixGroups(
+                *(device.asarray(np.array(x, np.int32)) for x in (common, group_sizes)), max_group_size
+            )
+        call(arguments, (int(longest), int(max(ends))), self.scale, out, groups)
         return device.to_host(out)
 
     def compare(self, order, begins, ends, expected, what):
@@ -275,13 +288,13 @@ def test_nothing_is_allocated_after_it_was_reserved(rng, monkeypatch, family, sh
     heads, kv_heads, head_dim = shape
     kind = device.dtype("bfloat16")
 
-    def call(sequences, longest, context, group_sizes=1):
+    def run(sequences, longest, context, group_sizes=1):
         tokens = min(sequences * longest, 64)
         q, cache = np.zeros((tokens, heads, head_dim), kind), np.zeros((4, 16, kv_heads, head_dim), kind)
         tables, lens = np.zeros((sequences, 5000 // 16), np.int32), np.zeros(sequences, np.int32)
-        groups = (lens, lens, group_sizes) if group_sizes > 1 else ()
-        bounds = np.zeros(sequences + 1, np.int32)
-        paged_attention(q, cache, cache, tables, bounds, lens, longest, context, 1.0, np.zeros_like(q), *groups)
+        groups = PrefixGroups(lens, lens, group_sizes) if group_sizes > 1 else None
+        arguments = q, cache, cache, tables, np.zeros(sequences + 1, np.int32), lens
+        call(arguments, (longest, context), 1.0, np.zeros_like(q), groups)
 
     with Context().use(), dispatch.forced(f"attention={family}"):
         reserve = functools.partial(reserve_workspace, "bfloat16", *shape, 16)
@@ -289,10 +302,10 @@ def test_nothing_is_allocated_after_it_was_reserved(rng, monkeypatch, family, sh
         reserved = reserve(largest)
         assert (reserved > 0) == (family != "simt")
         for longest in (1, 2, 3, 4, 7, 9, 16, 17, 64):
-            call(9, longest, 4100)
-            call(3, longest, 1024)
-        call(16, 1, 4992)
-        call(16, 1, 4992, 4)
+            run(9, longest, 4100)
+            run(3, longest, 1024)
+        run(16, 1, 4992)
+        run(16, 1, 4992, 4)
         # The bytes of all arrays, so none was added.
         assert reserve(largest) == reserved
 
@@ -303,7 +316,7 @@ def empty_slots_give_zeros(case):
     expected = case.paged([0, 1], [2, 32], [3, 33])
     arguments[5][2] = 0
     out = device.xp().full(arguments[0].shape, np.nan, case.q.dtype)
-    paged_attention(*(device.asarray(x) for x in arguments), int(longest), 33, case.scale, out)
+    call([device.asarray(x) for x in arguments], (int(longest), 33), case.scale, out)
     assert_same_bits(out[:2], expected, "rows of sequences")
     assert_same_bits(out[2], np.zeros(out.shape[1:], case.q.dtype), "empty row")
 
@@ -328,12 +341,12 @@ def test_captured_graph_follows_its_arrays(rng):
     arguments, _ = case.arguments([0, 1, 2, 3], [6] * 4, [7] * 4)
     arguments = [device.asarray(x) for x in arguments]
     out = cupy.empty(arguments[0].shape, arguments[0].dtype)
-    paged_attention(*arguments, 1, 304, case.scale, out)
+    call(arguments, (1, 304), case.scale, out)
     stream = cupy.cuda.Stream(non_blocking=True)
     device.synchronize()
     with stream:
         stream.begin_capture()
-        paged_attention(*arguments, 1, 304, case.scale, out)
+        call(arguments, (1, 304), case.scale, out)
         graph = stream.end_capture()
     for ends in ([7, 7, 7, 7], [300, 40, 1, 129], [32, 33, 6, 64]):
         begins = [end - 1 for end in ends]
@@ -364,9 +377,9 @@ def test_wrong_arguments_are_named(rng):
     arguments = [device.asarray(x) for x in arguments]
     out = device.xp().empty(arguments[0].shape, np.float32)
     with pytest.raises(ValueError, match="paged_attention: max_context_len must be at most 2 blocks"):
-        paged_attention(*arguments, 1, 33, case.scale, out)
+        call(arguments, (1, 33), case.scale, out)
     with pytest.raises(ValueError, match=r"paged_attention: context_lens must be \(1\) int32, got \(2,\) int32"):
-        paged_attention(*arguments[:5], arguments[4], 1, 32, case.scale, out)
+        call([*arguments[:5], arguments[4]], (1, 32), case.scale, out)
 
 
 def test_wrong_groups_are_named(rng):
@@ -375,16 +388,15 @@ def test_wrong_groups_are_named(rng):
     arguments = [device.asarray(x) for x in arguments]
     out = device.xp().empty(arguments[0].shape, np.float32)
     lens = device.asarray(np.zeros(2, np.int32))
-    call = functools.partial(paged_attention, *arguments)
-    with pytest.raises(ValueError, match="paged_attention: shared_prefix_lens and group_sizes must be given together"):
-        call(1, 5, case.scale, out, shared_prefix_lens=lens)
+
+    def refuse(*groups, longest=1):
+        call(arguments, (longest, 5), case.scale, out, PrefixGroups(*groups))
+
     with pytest.raises(ValueError, match=r"paged_attention: shared_prefix_lens must be \(2\) int32, got \(1,\) int32"):
-        call(1, 5, case.scale, out, lens[:1], lens, 2)
+        refuse(lens[:1], lens, 2)
     with pytest.raises(ValueError, match=r"paged_attention: group_sizes must be \(2\) int32, got \(2,\) float32"):
-        call(1, 5, case.scale, out, lens, lens.astype(np.float32), 2)
+        refuse(lens, lens.astype(np.float32), 2)
     with pytest.raises(ValueError, match="paged_attention: max_group_size must be at least 1, got 0"):
-        call(1, 5, case.scale, out, lens, lens, 0)
-    with pytest.raises(ValueError, match="paged_attention: max_group_size must be 1 without groups, got 2"):
-        call(1, 5, case.scale, out, max_group_size=2)
+        refuse(lens, lens, 0)
     with pytest.raises(ValueError, match="paged_attention: max_seqlen_q must be 1 where groups are declared, got 2"):
-        call(2, 5, case.scale, out, lens, lens, 2)
+        refuse(lens, lens, 2, longest=2)

@@ -3,6 +3,8 @@ import pytest
 
 from rlnumba.kernels.nn import qkv
 from rlnumba.kernels.nn.qkv import (
+    HeadNorm,
+    Rotation,
     qkv_split,
     qkv_split_backward,
     qkv_split_backward_kernel,
@@ -44,33 +46,34 @@ def arrays(rng, shape, dtype):
     return made | {"cos": cos, "sin": sin, "position_ids": rng.integers(0, 40, rows).astype(np.int32)}
 
 
+def norm_and_rotation(arrays, normed=True):
+    """(HeadNorm or None, Rotation) of the arrays of a dict."""
+    norm = HeadNorm(arrays["q_weight"], arrays["k_weight"], EPS) if normed else None
+    return norm, Rotation(arrays["cos"], arrays["sin"], arrays["position_ids"])
+
+
 def run_all(rng, shape, dtype, normed=True):
     rows, heads, kv_heads, width = shape
     host = arrays(rng, shape, dtype)
-    if not normed:
-        host |= {"q_weight": None, "k_weight": None}
-    wide = {name: a if a is None or name == "position_ids" else a.astype(np.float64) for name, a in host.items()}
-    on_device = {name: None if a is None else device.asarray(a) for name, a in host.items()}
+    wide = {name: a if name == "position_ids" else a.astype(np.float64) for name, a in host.items()}
+    on_device = {name: device.asarray(a) for name, a in host.items()}
     xp, kind = device.xp(), host["qkv"].dtype
     q, k, v = (xp.full(host[name].shape, np.nan, kind) for name in ("dq", "dk", "dv"))
     rstd = xp.full((rows, heads + kv_heads), np.nan, np.float32) if normed else None
-    tables = [on_device[name] for name in ("cos", "sin", "position_ids")]
-    weights = [on_device[name] for name in ("q_weight", "k_weight")]
-    qkv_split(on_device["qkv"], *weights, EPS, *tables, q, k, v, rstd)
-    names = ("qkv", "q_weight", "k_weight")
-    wide_tables = [wide[name] for name in ("cos", "sin", "position_ids")]
-    expected = qkv_split_ref(*[wide[name] for name in names], EPS, *wide_tables, heads, kv_heads)
+    norm, rotation = norm_and_rotation(on_device, normed)
+    qkv_split(on_device["qkv"], norm, rotation, q, k, v, rstd)
+    wide_norm, wide_rotation = norm_and_rotation(wide, normed)
+    expected = qkv_split_ref(wide["qkv"], wide_norm, wide_rotation, heads, kv_heads)
     for name, actual, value in zip(("q", "k", "v", "rstd"), (q, k, v, rstd), expected, strict=True):
         if value is not None:
             assert_close(actual, value, terms=width, what=name)
 
     dqkv = xp.full(host["qkv"].shape, np.nan, kind)
     dweights = [xp.ones(width, np.float32) if normed else None for _ in range(2)]
-    gradients = [on_device[name] for name in ("dq", "dk", "dv", "qkv")]
-    qkv_split_backward(*gradients, *weights, *tables, rstd, dqkv, *dweights)
-    gradients = [wide[name] for name in ("dq", "dk", "dv", "qkv")]
-    wide_weights = [wide[name] for name in ("q_weight", "k_weight")]
-    expected = qkv_split_backward_ref(*gradients, *wide_weights, *wide_tables, expected[3])
+    gradients = [on_device[name] for name in ("dq", "dk", "dv")]
+    qkv_split_backward(gradients, on_device["qkv"], norm, rotation, rstd, dqkv, *dweights)
+    gradients = [wide[name] for name in ("dq", "dk", "dv")]
+    expected = qkv_split_backward_ref(gradients, wide["qkv"], wide_norm, wide_rotation, expected[3])
     scale = 5.0 if not normed else 8.0 * np.max(device.to_host(rstd), initial=1.0)
     assert_close(dqkv, expected[0], terms=width, scale=scale, what="dqkv")
     if normed:
@@ -85,16 +88,15 @@ def test_gradient_of_reference(rng, normed):
     host = {
         name: a if name == "position_ids" else a.astype(np.float64) for name, a in arrays(rng, shape, "float32").items()
     }
-    tables = [host[name] for name in ("cos", "sin", "position_ids")]
-    weights = [host["q_weight"], host["k_weight"]] if normed else [None, None]
+    norm, rotation = norm_and_rotation(host, normed)
     douts = [host[name] for name in ("dq", "dk", "dv")]
 
     def loss():
-        outs = qkv_split_ref(host["qkv"], *weights, EPS, *tables, heads, kv_heads)[:3]
+        outs = qkv_split_ref(host["qkv"], norm, rotation, heads, kv_heads)[:3]
         return float(sum(np.sum(out * dout) for out, dout in zip(outs, douts, strict=True)))
 
-    rstd = qkv_split_ref(host["qkv"], *weights, EPS, *tables, heads, kv_heads)[3]
-    gradients = qkv_split_backward_ref(*douts, host["qkv"], *weights, *tables, rstd)
+    rstd = qkv_split_ref(host["qkv"], norm, rotation, heads, kv_heads)[3]
+    gradients = qkv_split_backward_ref(douts, host["qkv"], norm, rotation, rstd)
     assert_gradient(loss, gradients[0], host["qkv"], "dqkv")
     if normed:
         assert_gradient(loss, gradients[1], host["q_weight"], "dq_weight")
@@ -115,8 +117,7 @@ def run_to_cache(rng, shape, dtype, normed, blocks, block_size=4):
     host = arrays(rng, shape, dtype)
     xp, kind = device.xp(), host["qkv"].dtype
     on_device = {name: device.asarray(a) for name, a in host.items()}
-    weights = [on_device[name] if normed else None for name in ("q_weight", "k_weight")]
-    tables = [on_device[name] for name in ("cos", "sin", "position_ids")]
+    norm, rotation = norm_and_rotation(on_device, normed)
     slots = rng.permutation(blocks * block_size)[:rows].astype(np.int32)
     slots[::3] = -1
     slots = device.asarray(slots)
@@ -124,10 +125,10 @@ def run_to_cache(rng, shape, dtype, normed, blocks, block_size=4):
     expected, actual = ([device.asarray(cache.copy()) for cache in before] for _ in range(2))
     q, k, v = (xp.full((rows, h, width), np.nan, kind) for h in (heads, kv_heads, kv_heads))
     rstd = xp.empty((rows, heads + kv_heads), np.float32)
-    qkv_split(on_device["qkv"], *weights, EPS, *tables, q, k, v, rstd)
+    qkv_split(on_device["qkv"], norm, rotation, q, k, v, rstd)
     write_kv(k, v, slots, *expected)
     at_once = xp.full(q.shape, np.nan, kind)
-    qkv_split_to_cache(on_device["qkv"], *weights, EPS, *tables, slots, at_once, *actual)
+    qkv_split_to_cache(on_device["qkv"], norm, rotation, slots, at_once, actual)
     for name, a, b in zip(("q", "k_cache", "v_cache"), (at_once, *actual), (q, *expected), strict=True):
         assert_same_bits(a, b, f"{name} of {shape} {dtype} {normed}")
 
@@ -184,14 +185,13 @@ def test_where_arrays_lie_changes_no_bits(rng, normed):
             return there.view(array.dtype).reshape(array.shape)
 
         there = {name: place(array) for name, array in host.items()}
-        weights = [there[name] if normed else None for name in ("q_weight", "k_weight")]
-        tables = [there[name] for name in ("cos", "sin", "position_ids")]
+        norm, rotation = norm_and_rotation(there, normed)
         q, k, v, dqkv = (place(np.zeros(host[name].shape, kind)) for name in ("dq", "dk", "dv", "qkv"))
         rstd = place(np.zeros((rows, heads + kv_heads), np.float32)) if normed else None
         dweights = [place(np.zeros(width, np.float32)) if normed else None for _ in range(2)]
-        qkv_split(there["qkv"], *weights, EPS, *tables, q, k, v, rstd)
-        gradients = [there[name] for name in ("dq", "dk", "dv", "qkv")]
-        qkv_split_backward(*gradients, *weights, *tables, rstd, dqkv, *dweights)
+        qkv_split(there["qkv"], norm, rotation, q, k, v, rstd)
+        gradients = [there[name] for name in ("dq", "dk", "dv")]
+        qkv_split_backward(gradients, there["qkv"], norm, rotation, rstd, dqkv, *dweights)
         results.append([q, k, v, dqkv, *([rstd, *dweights] if normed else [])])
     for aligned, shifted in zip(*results, strict=True):
         assert_same_bits(aligned, shifted)
@@ -260,15 +260,15 @@ def test_a_row_depends_on_itself_alone(rng, normed, heads, kv_heads, width, rows
         pytest.skip("too slow in the simulator, or one kernel more to compile")
     host = arrays(rng, (rows, heads, kv_heads, width), "float32")
     xp = device.xp()
-    weights = [device.asarray(host[name]) if normed else None for name in ("q_weight", "k_weight")]
-    cos, sin, positions = (device.asarray(host[name]) for name in ("cos", "sin", "position_ids"))
-    fused = device.asarray(host["qkv"])
+    on_device = {name: device.asarray(array) for name, array in host.items()}
+    (norm, rotation), fused = norm_and_rotation(on_device, normed), on_device["qkv"]
 
     def split(first, last):
         count = last - first
         outs = [xp.empty((count, h, width), np.float32) for h in (heads, kv_heads, kv_heads)]
         rstd = xp.zeros((count, heads + kv_heads), np.float32)
-        qkv_split(fused[first:last], *weights, EPS, cos, sin, positions[first:last], *outs, rstd)
+        some = rotation._replace(position_ids=rotation.position_ids[first:last])
+        qkv_split(fused[first:last], norm, some, *outs, rstd)
         return [*outs, rstd]
 
     together = split(0, rows)
@@ -281,13 +281,13 @@ def test_backward_repeats_its_bits(rng):
     shape = rows, heads, kv_heads, width = (6, 2, 1, 8)
     host = arrays(rng, shape, "float32")
     on_device = {name: device.asarray(a) for name, a in host.items()}
-    names = ("dq", "dk", "dv", "qkv", "q_weight", "k_weight", "cos", "sin", "position_ids")
+    gradients = [on_device[name] for name in ("dq", "dk", "dv")]
     rstd = device.asarray(np.ones((rows, heads + kv_heads), np.float32))
     runs = []
     for _ in range(2):
         dqkv = device.xp().empty_like(on_device["qkv"])
         dweights = [device.xp().zeros(width, np.float32) for _ in range(2)]
-        qkv_split_backward(*[on_device[name] for name in names], rstd, dqkv, *dweights)
+        qkv_split_backward(gradients, on_device["qkv"], *norm_and_rotation(on_device), rstd, dqkv, *dweights)
         runs.append((dqkv, *dweights))
     for first, second in zip(*runs, strict=True):
         assert_same_bits(first, second)
@@ -296,11 +296,11 @@ def test_backward_repeats_its_bits(rng):
 def test_wrong_arguments_are_named():
     xp = device.xp()
 
-    def call(width=8, columns=None, weight=None, k_weight=None):
+    def call(width=8, columns=None, norm=None):
         fused = xp.zeros((2, columns or 4 * width), np.float32)
         q, k, v = (xp.zeros((2, heads, width), np.float32) for heads in (2, 1, 1))
         table, positions = xp.zeros((4, width // 2), np.float32), xp.zeros(2, np.int32)
-        qkv_split(fused, weight, k_weight, EPS, table, table, positions, q, k, v, None)
+        qkv_split(fused, norm, Rotation(table, table, positions), q, k, v, None)
 
     with pytest.raises(ValueError, match="qkv_split: head_dim must be even, got 7"):
         call(width=7)
@@ -308,8 +308,8 @@ def test_wrong_arguments_are_named():
         call(width=258)
     with pytest.raises(ValueError, match=r"qkv_split: qkv must be \(2, 32\) float32, got \(2, 31\) float32"):
         call(columns=31)
-    with pytest.raises(ValueError, match="qkv_split: q_weight and k_weight must both be arrays or both None"):
-        call(weight=xp.zeros(8, np.float32))
+    with pytest.raises(ValueError, match="qkv_split: k_weight must be an array of device"):
+        call(norm=HeadNorm(xp.zeros(8, np.float32), None, EPS))
 
 
 def test_slots_beyond_the_cache_are_refused():
@@ -320,4 +320,5 @@ def test_slots_beyond_the_cache_are_refused():
     for slot in (6, -2):
         slots = np.array([slot], np.int32)
         with pytest.raises(ValueError, match="qkv_split_to_cache: slot_mapping must lie within the caches"):
-            qkv_split_to_cache(fused, None, None, EPS, table, table, np.zeros(1, np.int32), slots, q, cache, cache)
+            rotation = Rotation(table, table, np.zeros(1, np.int32))
+            qkv_split_to_cache(fused, None, rotation, slots, q, (cache, cache))

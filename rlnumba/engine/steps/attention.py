@@ -1,10 +1,19 @@
 """Attention of a step: the transformer's attention backend over the paged KV cache."""
 
 from rlnumba.kernels.attention.paged import fuses_qkv, paged_attention, paged_attention_qkv, plan_paged_attention
+from rlnumba.kernels.attention.sequences import PagedSequences, PrefixGroups
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 
-# The arrays of a step that attention reads beside the groups'.
-READ_BY_ATTENTION = ("slot_mapping", "block_tables", "cu_seqlens", "context_lens")
+
+def sequences_of(arrays, max_seqlen_q, max_context_len, max_group_size=1):
+    """The PagedSequences of a step with these arrays (arrays.py) and bounds, without a plan."""
+    groups = None
+    if "group_sizes" in arrays:
+        groups = PrefixGroups(arrays["shared_prefix_lens"], arrays["group_sizes"], max_group_size)
+    return PagedSequences(
+        arrays["cu_seqlens"], arrays["context_lens"], arrays["block_tables"], max_seqlen_q, max_context_len, groups,
+        arrays["slot_mapping"],
+    )  # fmt: skip
 
 
 class PagedAttention:
@@ -15,32 +24,26 @@ class PagedAttention:
     """
 
     def __init__(self, cache, config, arrays, max_seqlen_q, max_context_len, max_group_size=1):
-        self.cache, self.scale, self.arrays = cache, config.scale, arrays
-        self.bounds = max_seqlen_q, max_context_len
-        self.groups = arrays.get("shared_prefix_lens"), arrays.get("group_sizes"), max_group_size
+        self.cache, self.scale = cache, config.scale
+        sequences = sequences_of(arrays, max_seqlen_q, max_context_len, max_group_size)
         kv_heads, head_dim = config.num_key_value_heads, config.head_dim
         heads = (cache.arrays[0].dtype.name, config.num_attention_heads, kv_heads, head_dim, cache.block_size)
         self.fuses_qkv = max_seqlen_q == 1 and fuses_qkv(*heads[:4])
         # Made once, because it is the same for all layers with attention.
-        self.plan = plan_paged_attention(
-            *heads, arrays["cu_seqlens"], arrays["context_lens"], *self.bounds, *self.groups
-        )
+        self.sequences = sequences._replace(plan=plan_paged_attention(*heads, sequences))
 
     def forward(self, layer, qkv, w, ctx, out):
         """The same as PackedAttention.forward, but k and v are written to the layer's cache and read there.
 
         Returns q, the layer's caches and None; for q None as well where attention computes it from qkv.
         """
-        caches, (max_seqlen_q, max_context_len) = self.cache.layers[layer], self.bounds
-        projection = qkv, w.q_norm, w.k_norm, ctx.config.rms_norm_eps, *ctx.rope, ctx.position_ids
-        slots, tables, cu_seqlens, context_lens = (self.arrays[name] for name in READ_BY_ATTENTION)
-        sequences, groups = (tables, cu_seqlens, context_lens), (*self.groups, self.plan)
+        caches, norm = self.cache.layers[layer], w.head_norm(ctx.config)
         if self.fuses_qkv:
-            paged_attention_qkv(*projection, slots, *caches, *sequences, max_context_len, self.scale, out, *groups)
+            paged_attention_qkv(qkv, norm, ctx.rotation, caches, self.sequences, self.scale, out)
             return None, *caches, None
         q = ctx.memory.empty(out.shape, out.dtype)
-        qkv_split_to_cache(*projection, slots, q, *caches)
-        paged_attention(q, *caches, *sequences, max_seqlen_q, max_context_len, self.scale, out, *groups)
+        qkv_split_to_cache(qkv, norm, ctx.rotation, self.sequences.slot_mapping, q, caches)
+        paged_attention(q, caches, self.sequences, self.scale, out)
         return q, *caches, None
 
 

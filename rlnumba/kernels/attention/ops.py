@@ -58,51 +58,51 @@ def check_heads(op, q, k, v, scale):
     return tokens, heads, kv_heads, head_dim
 
 
-def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
+def attention(q, k, v, sequences, scale, out, lse):
     """Causal attention of packed sequences with grouped query heads.
 
     q (N, H, E), k and v (N, HK, E) of one floating dtype, H a multiple of HK, E even and at most 256; scale > 0;
-    cu_seqlens (B + 1,) int32 from 0 to N; max_seqlen: at least the longest sequence's length (not checked, which would
-    synchronize with the device; queries beyond it are not computed). out (N, H, E) of q's dtype and lse (H, N) float32,
-    the log-sum-exp of a row's scaled scores, are written. Raises ValueError for other shapes, dtypes or layouts.
+    sequences: PackedSequences with cu_seqlens from 0 to N; queries beyond max_seqlen are not computed. out (N, H, E) of
+    q's dtype and lse (H, N) float32, the log-sum-exp of a row's scaled scores, are written. Raises ValueError for other
+    shapes, dtypes or layouts.
     """
     op = "attention"
     tokens, heads, kv_heads, head_dim = check_heads(op, q, k, v, scale)
     check(op, "k", k, (tokens, kv_heads, head_dim), (q.dtype,))
-    check_bounds(op, "cu_seqlens", cu_seqlens)
+    check_bounds(op, "cu_seqlens", sequences.cu_seqlens)
     check(op, "out", out, q.shape, (q.dtype,))
     check(op, "lse", lse, (heads, tokens), F32)
     if device.name() == "cpu":
-        cpu.attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse)
+        cpu.attention(q, k, v, sequences, scale, out, lse)
         return
     family = attention_family(q.dtype.name, head_dim, heads // kv_heads)
     if family != "simt":
         check_chunks(op, q=q, k=k, v=v, out=out)
-    FORWARD[family](q, k, v, cu_seqlens, max_seqlen, scale, out, lse)
+    FORWARD[family](q, k, v, sequences, scale, out, lse)
 
 
-def attention_backward(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv):
-    """The gradient of `attention` with respect to q, k and v; the same bits for the same arguments.
+def attention_backward(dout, inputs, out, lse, sequences, scale, gradients):
+    """The gradient of `attention` with respect to its inputs; the same bits for the same arguments.
 
-    dout, q, out, dq (N, H, E) and k, v, dk, dv (N, HK, E) of one floating dtype; lse (H, N) float32 and out as
-    attention wrote them; cu_seqlens (B + 1,) int32 and max_seqlen as there. dq, dk and dv are written. Raises
+    inputs: (q, k, v); gradients: (dq, dk, dv), which are written. dout, q, out, dq (N, H, E) and k, v, dk, dv
+    (N, HK, E) of one floating dtype; lse (H, N) float32 and out as attention wrote them; sequences as there. Raises
     ValueError for other shapes, dtypes or layouts.
     """
-    op = "attention_backward"
+    op, (q, k, v), (dq, dk, dv) = "attention_backward", inputs, gradients
     tokens, heads, kv_heads, head_dim = check_heads(op, q, k, v, scale)
     for name, array in (("dout", dout), ("out", out), ("dq", dq)):
         check(op, name, array, q.shape, (q.dtype,))
     for name, array in (("k", k), ("dk", dk), ("dv", dv)):
         check(op, name, array, (tokens, kv_heads, head_dim), (q.dtype,))
     check(op, "lse", lse, (heads, tokens), F32)
-    check_bounds(op, "cu_seqlens", cu_seqlens)
+    check_bounds(op, "cu_seqlens", sequences.cu_seqlens)
     if device.name() == "cpu":
-        cpu.attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv)
+        cpu.attention_backward(dout, inputs, out, lse, sequences, scale, gradients)
         return
     family = attention_family(q.dtype.name, head_dim, heads // kv_heads)
     if family != "simt":
         check_chunks(op, dout=dout, q=q, k=k, v=v, out=out, dq=dq, dk=dk, dv=dv)
-    BACKWARD[family](dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv)
+    BACKWARD[family](dout, inputs, out, lse, sequences, scale, gradients)
 
 
 def attention_backward_nbytes(element, tokens, sequences, heads, kv_heads, head_dim):

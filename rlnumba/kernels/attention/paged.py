@@ -74,101 +74,77 @@ def workspace_sizes(element, heads, kv_heads, head_dim, block_size, calls):
     return ()
 
 
-def plan_paged_attention(
-    element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
-    shared_prefix_lens=None, group_sizes=None, max_group_size=1,
-):  # fmt: skip
-    """Make the plan that calls of paged_attention with the same arrays, such as the layers of a step, share.
+def plan_paged_attention(element, heads, kv_heads, head_dim, block_size, sequences):
+    """Make the plan that calls of paged_attention with the same sequences, such as the layers of a step, share.
 
-    element: the dtype's name; the others as paged_attention takes them. Returns its argument `plan`, made on the device
-    from what the arrays hold then, and good until the next one is made; None where nothing is gained.
+    element: the dtype's name; sequences: PagedSequences. Returns their `plan`, made on the device from what the arrays
+    hold then, and good until the next one is made; None where nothing is gained.
     """
     if attention_family(element, head_dim, heads // kv_heads) != "sm90":
         return None
-    return sm90_paged.plan_decode(
-        element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
-        shared_prefix_lens, group_sizes, max_group_size,
-    )  # fmt: skip
+    return sm90_paged.plan_decode((element, heads, kv_heads, head_dim, block_size), sequences)
 
 
-def check_groups(op, shared_prefix_lens, group_sizes, max_group_size, sequences, max_seqlen_q):
-    """ValueError unless no groups are declared, or groups of sequences with one query token each."""
-    if (shared_prefix_lens is None) != (group_sizes is None):
-        raise ValueError(f"{op}: shared_prefix_lens and group_sizes must be given together, got one of them")
-    if shared_prefix_lens is None:
-        if max_group_size != 1:
-            raise ValueError(f"{op}: max_group_size must be 1 without groups, got {max_group_size}")
+def check_groups(op, groups, sequences, max_seqlen_q):
+    """ValueError unless the PrefixGroups, if there are any, are of sequences with one query token each."""
+    if groups is None:
         return
-    check(op, "shared_prefix_lens", shared_prefix_lens, (sequences,), I32)
-    check(op, "group_sizes", group_sizes, (sequences,), I32)
-    if max_group_size < 1:
-        raise ValueError(f"{op}: max_group_size must be at least 1, got {max_group_size}")
+    check(op, "shared_prefix_lens", groups.shared_prefix_lens, (sequences,), I32)
+    check(op, "group_sizes", groups.group_sizes, (sequences,), I32)
+    if groups.max_group_size < 1:
+        raise ValueError(f"{op}: max_group_size must be at least 1, got {groups.max_group_size}")
     if max_seqlen_q > 1:
         raise ValueError(f"{op}: max_seqlen_q must be 1 where groups are declared, got {max_seqlen_q}")
 
 
-def _check_cache(op, q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_context_len, scale):
+def _check_cache(op, q, caches, sequences, scale):
     """The caches as (rows, HK, E), or ValueError; q: heads of queries, or an array for the outputs of as many."""
+    k_cache, v_cache = caches
     blocks, block_size, kv_heads, head_dim = check(op, "k_cache", k_cache, (None,) * 4, FLOATS)
     check(op, "v_cache", v_cache, k_cache.shape, FLOATS)
-    k, v = (cache.reshape(blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache))
+    k, v = (cache.reshape(blocks * block_size, kv_heads, head_dim) for cache in caches)
     check_heads(op, q, k, v, scale)
-    sequences, max_blocks = check(op, "block_tables", block_tables, (None, None), I32)
-    check(op, "cu_seqlens", cu_seqlens, (sequences + 1,), I32)
-    check(op, "context_lens", context_lens, (sequences,), I32)
-    if max_context_len > max_blocks * block_size:
+    count, max_blocks = check(op, "block_tables", sequences.block_tables, (None, None), I32)
+    check(op, "cu_seqlens", sequences.cu_seqlens, (count + 1,), I32)
+    check(op, "context_lens", sequences.context_lens, (count,), I32)
+    if sequences.max_context_len > max_blocks * block_size:
         raise ValueError(
-            f"{op}: max_context_len must be at most {max_blocks} blocks of {block_size} tokens, got {max_context_len}"
+            f"{op}: max_context_len must be at most {max_blocks} blocks of {block_size} tokens, "
+            f"got {sequences.max_context_len}"
         )
+    check_groups(op, sequences.groups, count, sequences.max_seqlen_q)
     return k, v
 
 
-def paged_attention(
-    q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
-    shared_prefix_lens=None, group_sizes=None, max_group_size=1, plan=None,
-):  # fmt: skip
+def paged_attention(q, caches, sequences, scale, out):
     """Causal attention of the newest tokens of B sequences to their keys in a block cache.
 
-    q (N, H, E) and k_cache, v_cache (blocks, block_size, HK, E) of one floating dtype, H a multiple of HK, E even and
-    at most 256; scale > 0; block_tables (B, max_blocks), cu_seqlens (B + 1,) of the queries and context_lens (B,), the
-    keys including the new tokens', int32. max_seqlen_q and max_context_len: upper bounds, not checked. out (N, H, E) of
-    q's dtype is written; where context_lens is 0, with zeros. The grid follows from the shapes and max_seqlen_q alone,
-    so a captured graph stays valid while the arrays' values change.
-
-    Groups of neighbouring sequences, one query token each, whose block tables begin with the same blocks may be
-    declared; out is the same, bit for bit. shared_prefix_lens (B,) int32: how many tokens, fewer than its context has,
-    a sequence shares with all of its group, the same number for each. group_sizes (B,) int32: at a group's first
-    sequence how many there are, at the others 0; 1 for a sequence on its own. max_group_size: at least the largest of
-    group_sizes, at most the last of `sharing`'s sizes where there are any; with 1, groups are ignored.
-    plan: of plan_paged_attention for these arrays; made here if not given.
+    q (N, H, E) and caches (k_cache, v_cache), each (blocks, block_size, HK, E), of one floating dtype, H a multiple of
+    HK, E even and at most 256; scale > 0; sequences: PagedSequences. out (N, H, E) of q's dtype is written; where
+    context_lens is 0, with zeros; it is the same, bit for bit, with and without groups. The grid follows from the
+    shapes and max_seqlen_q alone, so a captured graph stays valid while the arrays' values change.
 
     Raises ValueError for other shapes, dtypes or layouts, for a max_context_len beyond the block tables, for groups
     that are too large or have longer queries, for a plan of another call, and for a block_size that the family of
     kernels does not take; all take 16, 32 and 64.
     """
-    op = "paged_attention"
-    k, v = _check_cache(op, q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_context_len, scale)
+    op, (k_cache, v_cache) = "paged_attention", caches
+    k, v = _check_cache(op, q, caches, sequences, scale)
     check(op, "out", out, q.shape, (q.dtype,))
-    check_groups(op, shared_prefix_lens, group_sizes, max_group_size, len(context_lens), max_seqlen_q)
     _, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     if device.name() == "cpu":
-        attention_cpu.paged_attention(
-            q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, np.float32(scale), out, None
-        )
+        attention_cpu.paged_attention(q, k, v, block_size, sequences, scale, out)
         return
     family = attention_family(q.dtype.name, head_dim, heads // kv_heads)
     if family == "simt":
-        paged_attention_simt(q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, scale, out)
+        paged_attention_simt(q, k, v, block_size, sequences, scale, out)
         return
     check_chunks(op, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
-    numbers = (block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out)
     if family == "sm90":
-        sm90_paged.paged_attention_sm90(
-            q, k_cache, v_cache, *numbers, shared_prefix_lens, group_sizes, max_group_size, plan
-        )
+        sm90_paged.paged_attention_sm90(q, caches, sequences, scale, out)
     else:
-        sm80_decode.paged_attention_sm80(q, k, v, block_size, *numbers)
+        sm80_decode.paged_attention_sm80(q, k, v, block_size, sequences, scale, out)
 
 
 def fuses_qkv(element, heads, kv_heads, head_dim):
@@ -176,40 +152,35 @@ def fuses_qkv(element, heads, kv_heads, head_dim):
     return attention_family(element, head_dim, heads // kv_heads) == "sm90"
 
 
-def paged_attention_qkv(
-    qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, k_cache, v_cache, block_tables, cu_seqlens,
-    context_lens, max_context_len, scale, out, shared_prefix_lens=None, group_sizes=None, max_group_size=1, plan=None,
-):  # fmt: skip
+def paged_attention_qkv(qkv, norm, rotation, caches, sequences, scale, out):
     """Decode from the fused projection: qkv_split_to_cache, then paged_attention of one query token a sequence.
 
-    The same bits; where `fuses_qkv` says so one kernel, elsewhere the two, with memory for q in between. qkv, q_weight,
-    k_weight, eps, cos, sin and position_ids as qkv_split_to_cache takes them, for N = B tokens; the rest as
-    paged_attention, with cu_seqlens 0 .. B. slot_mapping (B,) int32: where a sequence's token belongs, which is its
-    last key, so the row of key context_lens - 1; -1: the caches stay as they are, as they must where context_lens is 0.
-    k_cache, v_cache and out (B, H, E) are written.
+    The same bits; where `fuses_qkv` says so one kernel, elsewhere the two, with memory for q in between. qkv, norm and
+    rotation as qkv_split_to_cache takes them, for N = B tokens; the rest as paged_attention, with cu_seqlens 0 .. B and
+    max_seqlen_q 1. slot_mapping: where a sequence's token belongs, which is its last key, so the row of key
+    context_lens - 1; -1: the caches stay as they are, as they must where context_lens is 0. The caches and out
+    (B, H, E) are written.
 
     Inside pdl_scope the caches' other rows, block_tables, context_lens, position_ids, slot_mapping, weights and tables
     are read early: no kernel launched inside before this one may write them, unless with serialize_next. Raises
     ValueError as qkv_split_to_cache and paged_attention do.
     """
-    op = "paged_attention_qkv"
-    sequences, heads, head_dim = check(op, "out", out, (None, None, None), FLOATS)
-    _check_cache(op, out, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_context_len, scale)
+    op, (k_cache, v_cache) = "paged_attention_qkv", caches
+    count, heads, head_dim = check(op, "out", out, (None, None, None), FLOATS)
+    _check_cache(op, out, caches, sequences, scale)
     kv_heads = k_cache.shape[2]
-    check_projection(op, qkv, out, kv_heads, q_weight, k_weight, cos, sin, position_ids)
-    check(op, "slot_mapping", slot_mapping, (sequences,), I32)
-    check(op, "context_lens", context_lens, (sequences,), I32)
-    check_groups(op, shared_prefix_lens, group_sizes, max_group_size, sequences, 1)
-    projection = qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping
-    cache = k_cache, v_cache, block_tables, cu_seqlens, context_lens
-    groups = shared_prefix_lens, group_sizes, max_group_size, plan
+    check_projection(op, qkv, out, kv_heads, norm, rotation)
+    check(op, "slot_mapping", sequences.slot_mapping, (count,), I32)
+    check(op, "context_lens", sequences.context_lens, (count,), I32)
+    if sequences.max_seqlen_q != 1:
+        raise ValueError(f"{op}: max_seqlen_q must be 1, got {sequences.max_seqlen_q}")
     if fuses_qkv(out.dtype.name, heads, kv_heads, head_dim):
         check_chunks(op, qkv=qkv, k_cache=k_cache, v_cache=v_cache, out=out)
-        sm90_paged.paged_attention_qkv_sm90(*projection, *cache, max_context_len, scale, out, *groups)
+        sm90_paged.paged_attention_qkv_sm90(qkv, norm, rotation, caches, sequences, scale, out)
         return
     q = device.xp().empty(out.shape, out.dtype)
-    qkv_split_to_cache(*projection, q, k_cache, v_cache)
-    paged_attention(q, *cache, 1, max_context_len, scale, out, *groups)
+    qkv_split_to_cache(qkv, norm, rotation, sequences.slot_mapping, q, caches)
+    paged_attention(q, caches, sequences, scale, out)
 
 
 def paged_attention_ref(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale):

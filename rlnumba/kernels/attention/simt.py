@@ -361,9 +361,10 @@ def attention_kernel(config, paged):
     return attention_kernel
 
 
-def attention_simt(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
+def attention_simt(q, k, v, sequences, scale, out, lse):
     """The operator attention by the simt kernel; the operator has checked the arguments."""
     kv_heads, config = k.shape[1], prefill_config(q.shape[2])
+    cu_seqlens, max_seqlen = sequences
     launch(
         attention_kernel(config, False),
         blocks_of(kv_heads, cu_seqlens, -(-max_seqlen * (q.shape[1] // kv_heads) // config.rows)), config.threads,
@@ -372,15 +373,15 @@ def attention_simt(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
     )  # fmt: skip
 
 
-def paged_attention_simt(q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, scale, out):
+def paged_attention_simt(q, k, v, block_size, sequences, scale, out):
     """The operator paged_attention by the simt kernel, arguments checked; k, v: the cache as (rows, HK, E)."""
-    (_, heads, head_dim), kv_heads = q.shape, k.shape[1]
-    rows, config = max_seqlen_q * (heads // kv_heads), decode_config(head_dim)
+    (_, heads, head_dim), kv_heads, cu_seqlens = q.shape, k.shape[1], sequences.cu_seqlens
+    rows, config = sequences.max_seqlen_q * (heads // kv_heads), decode_config(head_dim)
     if rows > config.rows:
         config = prefill_config(head_dim)
     launch(
         attention_kernel(config, True), blocks_of(kv_heads, cu_seqlens, -(-rows // config.rows)), config.threads,
-        q, k, v, block_tables, np.int32(block_size), cu_seqlens, context_lens, float(scale), out,
+        q, k, v, sequences.block_tables, np.int32(block_size), cu_seqlens, sequences.context_lens, float(scale), out,
         unused(2, np.float32), shared=config.shared_bytes(),
     )  # fmt: skip
 
@@ -525,8 +526,9 @@ def attention_gradient_kernel(config, of_keys):
     return attention_gradient_kernel
 
 
-def attention_backward_simt(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv):
+def attention_backward_simt(dout, inputs, out, lse, sequences, scale, gradients):
     """The operator attention_backward by the simt kernels; the operator has checked the arguments."""
+    (q, k, v), (dq, dk, dv), (cu_seqlens, max_seqlen) = inputs, gradients, sequences
     _, heads, head_dim = q.shape
     kv_heads, config = k.shape[1], prefill_config(head_dim, row_tiles=2)
     shared = config.shared_bytes(row_tiles=2)

@@ -343,17 +343,19 @@ def dq_config(head_dim, element, limit):
     return Sm80GradientConfig(head_dim, element, False, 1, 1)
 
 
-def attention_backward_sm80(
-    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv, for_dkv=None, for_dq=None
-):
-    """The operator attention_backward by the sm80 kernels, arguments checked. for_dkv, for_dq: other configs."""
+def attention_backward_sm80(dout, inputs, out, lse, sequences, scale, gradients, configs=(None, None)):
+    """The operator attention_backward by the sm80 kernels, arguments checked.
+
+    configs: of the kernel of dk and dv, and of that of dq; None: dkv_config's and dq_config's.
+    """
+    (q, k, v), (dq, dk, dv), (cu_seqlens, max_seqlen), (for_dkv, for_dq) = inputs, gradients, sequences, configs
     _, heads, head_dim = q.shape
     kv_heads, element, limit = k.shape[1], q.dtype.name, device.max_shared_bytes()
     arguments = (dout, q, k, v, lse, attention_delta(dout, out), cu_seqlens, float(scale))
-    for config, rows, gradients in (
+    for config, rows, outputs in (
         (for_dkv or dkv_config(head_dim, element, limit), max_seqlen, (dk, dv)),
         (for_dq or dq_config(head_dim, element, limit), max_seqlen * (heads // kv_heads), (dq, dq)),
     ):
         grid = blocks_of(kv_heads * config.column_blocks, cu_seqlens, -(-rows // config.rows))
         kernel = sm80_gradient_kernel(config)
-        launch(kernel, grid, config.threads, *arguments, *gradients, shared=config.shared_bytes)
+        launch(kernel, grid, config.threads, *arguments, *outputs, shared=config.shared_bytes)

@@ -336,9 +336,7 @@ def workspace_sizes(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
     return floats, counters, 0
 
 
-def paged_attention_sm80(
-    q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out, config=None
-):
+def paged_attention_sm80(q, k, v, block_size, sequences, scale, out, config=None):
     """The operator paged_attention by the sm80 kernels; the operator has checked the arguments.
 
     k, v: the cache as (blocks * block_size, HK, E). config: of decode or of prefill; by default decode's for up to
@@ -346,30 +344,29 @@ def paged_attention_sm80(
     """
     if softmax.SEGMENT_KEYS % block_size:
         raise ValueError(f"paged_attention: block_size must divide {softmax.SEGMENT_KEYS}, got {block_size}")
-    (tokens, heads, head_dim), kv_heads, sequences = q.shape, k.shape[1], context_lens.shape[0]
-    gqa_ratio = heads // kv_heads
+    (tokens, heads, head_dim), kv_heads, count = q.shape, k.shape[1], sequences.context_lens.shape[0]
+    gqa_ratio, max_seqlen_q = heads // kv_heads, sequences.max_seqlen_q
+    kind = head_dim, q.dtype.name, block_size, device.max_shared_bytes()
     if isinstance(config, Sm80AttentionConfig) or config is None and max_seqlen_q * gqa_ratio > DECODE_ROWS:
-        prefill_sm80(
-            q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
-            unused(2, np.float32), config,
-        )  # fmt: skip
+        no_lse = unused(2, np.float32)
+        prefill_sm80(q, k, v, sequences, scale, out, no_lse, config or attention_config(*kind))
         return
-    if sequences > MAX_SEQUENCES:
-        raise ValueError(f"paged_attention: at most {MAX_SEQUENCES} sequences can be decoded at once, got {sequences}")
-    config = config or decode_config(head_dim, q.dtype.name, block_size, device.max_shared_bytes())
-    segments = max(-(-max_context_len // config.segment), 1)
+    if count > MAX_SEQUENCES:
+        raise ValueError(f"paged_attention: at most {MAX_SEQUENCES} sequences can be decoded at once, got {count}")
+    config = config or decode_config(*kind)
+    segments = max(-(-sequences.max_context_len // config.segment), 1)
     rows = segments * tokens * heads if segments > 1 else 1
     columns = sm80_tiles.padded(head_dim)
     flat = current().own(Workspace).float_array(rows * (columns + 2))
     partial, weights = flat[: rows * columns].reshape(rows, columns), flat[rows * columns :].reshape(rows, 2)
     launch(
         sm80_decode_kernel(config),
-        (kv_heads, sequences, -(-max_seqlen_q * gqa_ratio // DECODE_ROWS) * segments),
+        (kv_heads, count, -(-max_seqlen_q * gqa_ratio // DECODE_ROWS) * segments),
         32 * DECODE_WARPS,
-        q, k, v, sm80_tiles.Batch(cu_seqlens, block_tables.reshape(-1), context_lens, block_tables.shape[1]), segments,
+        q, k, v, sm80_tiles.batch_of(sequences), segments,
         float(scale * softmax.LOG2_E), partial, weights, out,
         shared=config.shared_bytes,
     )  # fmt: skip
     if segments > 1:
-        arguments = (cu_seqlens, context_lens, gqa_ratio, partial, weights, out)
-        launch(merge_segments_kernel(config.segment), (heads, sequences, max_seqlen_q), MERGE_THREADS, *arguments)
+        arguments = (sequences.cu_seqlens, sequences.context_lens, gqa_ratio, partial, weights, out)
+        launch(merge_segments_kernel(config.segment), (heads, count, max_seqlen_q), MERGE_THREADS, *arguments)

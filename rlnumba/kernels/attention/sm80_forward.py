@@ -18,9 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention import softmax
+from rlnumba.kernels.attention.sequences import PagedSequences
 from rlnumba.kernels.attention.sm80_tiles import (
     BLOCK_BYTES,
-    Batch,
+    batch_of,
     copy_functions,
     gemm_functions,
     kv_tile_function,
@@ -391,29 +392,30 @@ def totals_shape(config, max_context_len):
     return device.sm_count() * config.blocks_per_sm, config.slot_floats
 
 
-def attention_sm80(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None):
+def attention_sm80(q, k, v, sequences, scale, out, lse, config=None):
     """The operator attention by the sm80 kernel, arguments checked. config: by default attention_config's."""
-    no_tables, no_lens = unused(2), unused(1)
-    prefill_sm80(q, k, v, 0, no_tables, cu_seqlens, no_lens, max_seqlen, max_seqlen, scale, out, lse, config)
+    cu_seqlens, max_seqlen = sequences
+    config = config or attention_config(q.shape[2], q.dtype.name, 0, device.max_shared_bytes())
+    prefill_sm80(
+        q, k, v, PagedSequences(cu_seqlens, unused(1), unused(2), max_seqlen, max_seqlen), scale, out, lse, config
+    )  # fmt: skip
 
 
-def prefill_sm80(
-    q, k, v, block_size, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out, lse, config
-):
+def prefill_sm80(q, k, v, sequences, scale, out, lse, config):
     """paged_attention_sm80 (kernels/attention/sm80_decode.py) for more rows than decode's kernel takes.
 
-    block_size 0: packed sequences, whose lse is written; block_tables and context_lens are empty.
+    sequences: PagedSequences. With a config whose block_size is 0 they are packed: their lse is written, and their
+    block_tables and context_lens are empty.
     """
-    (_, heads, head_dim), kv_heads, sequences = q.shape, k.shape[1], cu_seqlens.shape[0] - 1
+    heads, kv_heads, count = q.shape[1], k.shape[1], sequences.cu_seqlens.shape[0] - 1
     # The longest y of a grid. To lay all blocks along x would take registers that this kernel lacks.
-    if sequences > 65_535:
-        raise ValueError(f"attention: at most 65535 sequences can be computed at once, got {sequences}")
-    config = config or attention_config(head_dim, q.dtype.name, block_size, device.max_shared_bytes())
-    totals = current().own(Workspace).segment_totals(*totals_shape(config, max_context_len))
+    if count > 65_535:
+        raise ValueError(f"attention: at most 65535 sequences can be computed at once, got {count}")
+    totals = current().own(Workspace).segment_totals(*totals_shape(config, sequences.max_context_len))
     launch(
         sm80_attention_kernel(config),
-        (kv_heads, sequences, -(-max_seqlen_q * (heads // kv_heads) // config.rows)),
+        (kv_heads, count, -(-sequences.max_seqlen_q * (heads // kv_heads) // config.rows)),
         config.threads,
-        q, k, v, Batch(cu_seqlens, block_tables.reshape(-1), context_lens, block_tables.shape[1]),
+        q, k, v, batch_of(sequences),
         float(scale * softmax.LOG2_E), *totals, out, lse, shared=config.shared_bytes,
     )  # fmt: skip

@@ -44,6 +44,14 @@ def line_pitch(columns):
 
 # Sequences of a launch: bounds of their queries; for the cache flat block tables, keys, and blocks of a table.
 Batch = namedtuple("Batch", "cu_seqlens block_tables context_lens max_blocks")
+
+
+def batch_of(sequences):
+    """The Batch of PagedSequences."""
+    tables = sequences.block_tables
+    return Batch(sequences.cu_seqlens, tables.reshape(-1), sequences.context_lens, tables.shape[1])
+
+
 # A sequence, seen from one KV head: query heads of the KV head, first packed row, query tokens; bytes from one token to
 # the next in q and in k; bytes before the first token's first query head, and before its KV head.
 Sequence = namedtuple("Sequence", "gqa_ratio start length token_bytes key_bytes q_offset k_offset")

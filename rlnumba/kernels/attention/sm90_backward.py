@@ -475,32 +475,33 @@ def backward_nbytes(tokens, sequences, heads, head_dim):
     return dq_sums_nbytes(tokens, sequences, heads, head_dim) + 4 * (tiles * heads * words_of_tile + 1)
 
 
-def attention_backward_sm90(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, dq, dk, dv, config=None):
+def attention_backward_sm90(dout, inputs, out, lse, sequences, scale, gradients, config=None):
     """The operator attention_backward by the sm90 kernels, arguments checked, for heads that is_supported accepts."""
+    (q, k, v), (dq, dk, dv), (cu_seqlens, max_seqlen) = inputs, gradients, sequences
     tokens, heads, head_dim = q.shape
-    kv_heads, sequences = k.shape[1], cu_seqlens.shape[0] - 1
+    kv_heads, count = k.shape[1], cu_seqlens.shape[0] - 1
     if not tokens or not max_seqlen:
         return
     config = config or AttentionBackwardConfig(head_dim, q.dtype.name)
     xp = device.xp()
-    tiles = query_tiles_of(tokens, sequences)
+    tiles = query_tiles_of(tokens, count)
     rows = xp.empty(tiles * heads * 2 * QUERIES, np.float32)
     semaphores = xp.empty(tiles * heads * config.dq_parts, np.int32)
     work_counter = xp.empty(1, np.int32)
-    dq_sums = xp.empty(dq_sums_nbytes(tokens, sequences, heads, head_dim) // 4, np.float32)
+    dq_sums = xp.empty(dq_sums_nbytes(tokens, count, heads, head_dim) // 4, np.float32)
     query_tiles, key_tiles = -(-max_seqlen // QUERIES), -(-max_seqlen // config.keys)
     launch(
-        attention_rows_kernel(config), (query_tiles * sequences, heads), 128,
+        attention_rows_kernel(config), (query_tiles * count, heads), 128,
         dout.view(np.int32), out.view(np.int32), lse, cu_seqlens, np.int32(query_tiles), rows, semaphores, work_counter,
     )  # fmt: skip
     q_map, dout_map = (tensor_map(x, QUERIES, 1, 64) for x in (q, dout))
     k_map, v_map = (tensor_map(x, config.keys, 1, 64) for x in (k, v))
     launch(
-        attention_backward_kernel(config), kv_heads * sequences * key_tiles, 3 * WARPGROUP,
+        attention_backward_kernel(config), kv_heads * count * key_tiles, 3 * WARPGROUP,
         q_map, k_map, v_map, dout_map, rows, BackwardBatch(cu_seqlens, heads, max_seqlen), float(scale),
         DqSums(work_counter, semaphores, dq_sums), dk.view(np.int32), dv.view(np.int32), shared=config.layout.nbytes,
     )  # fmt: skip
     launch(
-        attention_round_dq_kernel(config), (query_tiles * sequences, heads), 128,
+        attention_round_dq_kernel(config), (query_tiles * count, heads), 128,
         dq_sums, cu_seqlens, np.int32(query_tiles), float(scale), dq.view(np.int32),
     )  # fmt: skip

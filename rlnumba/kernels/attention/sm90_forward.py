@@ -525,29 +525,29 @@ def attention_sm90_kernel(config):
     return attention_sm90_kernel
 
 
-def attention_sm90(q, k, v, cu_seqlens, max_seqlen, scale, out, lse, config=None):
+def attention_sm90(q, k, v, sequences, scale, out, lse, config=None):
     """The operator attention by the sm90 kernel, for supported heads and scale > 0; config: not attention_config's."""
-    head_dim, gqa_ratio = q.shape[2], q.shape[1] // k.shape[1]
+    head_dim, gqa_ratio, (cu_seqlens, max_seqlen) = q.shape[2], q.shape[1] // k.shape[1], sequences
     if not len(q) or max_seqlen < 1:
         return
     config = config or attention_config(head_dim, q.dtype.name, gqa_ratio)
-    maps = [tensor_map(x, TILE_ROWS, 1, 64) for x in (k, v)]
+    maps = [tensor_map(x, TILE_ROWS, 1, 64) for x in (q, k, v)]
     batch = prefill_batch(cu_seqlens, unused(1), gqa_ratio, 0)
     pages = Pages(unused(2), np.int32(1))
-    launch_attention(config, q, maps, batch, pages, max_seqlen, float(scale * softmax.LOG2_E), out, lse)
+    launch_attention(config, maps, batch, pages, max_seqlen, float(scale * softmax.LOG2_E), out, lse)
 
 
-def launch_attention(config, q, maps, batch, pages, max_seqlen, c, out, lse):
+def launch_attention(config, maps, batch, pages, max_seqlen, c, out, lse):
     """Launch the kernel of `config` on the grid that sequences of up to max_seqlen query tokens fill.
 
-    maps: tensor maps of K and V; batch: a PrefillBatch.
+    maps: tensor maps of Q, K and V; batch: a PrefillBatch.
     """
-    tokens, heads, _ = q.shape
+    tokens, heads, _ = out.shape
     query_tiles = -(-max_seqlen // config.item_tokens)
     items = query_tiles * (batch.cu_seqlens.shape[0] - 1) * (heads // config.consumers if config.paired else heads)
     launch(
         attention_sm90_kernel(config), min(items, device.sm_count()), (config.consumers + 1) * WARPGROUP,
-        tensor_map(q, TILE_ROWS, 1, 64), *maps, tensor_map(out, TILE_ROWS, 1, 64),
+        *maps, tensor_map(out, TILE_ROWS, 1, 64),
         out.reshape(tokens, -1).view(np.int32), lse, batch, pages, np.int32(query_tiles), c,
         shared=config.layout.nbytes,
     )  # fmt: skip

@@ -15,13 +15,14 @@ from rlnumba.kernels.attention.scheduler import (
     list_work_items_kernel,
     prefill_batch,
 )
-from rlnumba.kernels.attention.sm90_config import MAX_DECODE_ROWS, attention_config
+from rlnumba.kernels.attention.sm90_config import MAX_DECODE_ROWS, TILE_ROWS, attention_config
 from rlnumba.kernels.attention.sm90_decode.config import THREADS, Batch, DecodeConfig, Projection, decode_config
 from rlnumba.kernels.attention.sm90_decode.kernel import paged_attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_forward import launch_attention
 from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
 from rlnumba.kernels.attention.split_kv import Partials, Workspace
 from rlnumba.kernels.checks import unused
+from rlnumba.kernels.nn.qkv import norm_of
 from rlnumba.kernels.nn.rope import head_shape, in_halves
 from rlnumba.kernels.tile.tensor_map import tensor_map
 from rlnumba.runtime import device
@@ -94,12 +95,15 @@ class DecodePlan(NamedTuple):
     items: object
 
 
-def plan_decode(
-    element, heads, kv_heads, head_dim, block_size, cu_seqlens, context_lens, max_seqlen_q, max_context_len,
-    shared_prefix_lens=None, group_sizes=None, max_group_size=1, config=None, blocks=None, max_leading=None,
-):  # fmt: skip
-    """A DecodePlan, whose list is made on the device from what the arrays hold then, and stays until the next one."""
-    sequences, gqa_ratio = len(context_lens), heads // kv_heads
+def plan_decode(cache_heads, sequences, config=None, blocks=None, max_leading=None):
+    """A DecodePlan, whose list is made on the device from what the arrays hold then, and stays until the next one.
+
+    cache_heads: (element, heads, kv_heads, head_dim, block_size); sequences: PagedSequences. config, blocks and
+    max_leading are those of decode_config, a grid that fills the GPU and this function's own choice by default.
+    """
+    element, heads, kv_heads, head_dim, block_size = cache_heads
+    count, gqa_ratio = len(sequences.context_lens), heads // kv_heads
+    max_seqlen_q, max_group_size = sequences.max_seqlen_q, sequences.max_group_size
     if block_size % TILE_KEYS and block_size not in (16, 32):
         raise ValueError(f"paged_attention: block_size must be 16, 32 or a multiple of 64, got {block_size}")
     if max_group_size > 1 and (max_group_size * gqa_ratio > MAX_DECODE_ROWS or max_seqlen_q > 1):
@@ -107,37 +111,39 @@ def plan_decode(
             f"paged_attention: a group has at most {MAX_DECODE_ROWS // gqa_ratio} sequences of one query token each, "
             f"got {max_group_size} sequences of up to {max_seqlen_q}"
         )
-    shape = (element, heads, kv_heads, head_dim, block_size, sequences)
-    made_for = (*shape, max_seqlen_q, max_context_len, max_group_size)
-    item_tokens = item_tokens_of(gqa_ratio, sequences, max_seqlen_q)
+    item_tokens = item_tokens_of(gqa_ratio, count, max_seqlen_q)
     config = config or decode_config(
         head_dim, element, gqa_ratio, min(block_size, TILE_KEYS), max_group_size, item_tokens
     )
     grid = blocks or device.sm_count() * config.blocks
     # A leading span of several segments merges in registers; but it must not be too large a part of a block's work.
-    max_leading = min(max_leading or max(sequences * kv_heads // grid, 1), config.max_leading)
+    max_leading = min(max_leading or max(count * kv_heads // grid, 1), config.max_leading)
     # A shared prefix may be one segment, and then the leading span is no longer.
     splits, slots, rows = partial_slots(
-        config, sequences, kv_heads, gqa_ratio, max_seqlen_q, max_context_len, 1 if config.grouped else max_leading
-    )
-    items = current().own(Workspace).item_list(sequences * splits, ITEM_COLUMNS)
-    groups = (shared_prefix_lens, group_sizes) if config.grouped else (unused(1), unused(1))
+        config, count, kv_heads, gqa_ratio, max_seqlen_q, sequences.max_context_len,
+        1 if config.grouped else max_leading,
+    )  # fmt: skip
+    items = current().own(Workspace).item_list(count * splits, ITEM_COLUMNS)
+    groups = sequences.groups[:2] if config.grouped else (unused(1), unused(1))
     launch(
         list_work_items_kernel(config.rows, config.segment, config.grouped), 1,
-        min(-(-max(sequences, 1) // 32) * 32, LISTING_THREADS),
-        cu_seqlens, context_lens, *groups, np.int32(gqa_ratio), np.int32(max_leading), items, serialize_next=True,
+        min(-(-max(count, 1) // 32) * 32, LISTING_THREADS),
+        sequences.cu_seqlens, sequences.context_lens, *groups, np.int32(gqa_ratio), np.int32(max_leading), items,
+        serialize_next=True,
     )  # fmt: skip
-    return DecodePlan(
-        made_for, config, min(grid, sequences * kv_heads * splits), max_leading, splits, slots, rows, items
-    )
+    made_for = _made_for(cache_heads, sequences)
+    return DecodePlan(made_for, config, min(grid, count * kv_heads * splits), max_leading, splits, slots, rows, items)
 
 
-def _plan_for(heads, plan, cu_seqlens, context_lens, *options):
-    """The plan of a call, made if it is None; ValueError if it is another call's. options: of plan_decode, in order."""
-    if plan is None:
-        plan = plan_decode(*heads, cu_seqlens, context_lens, *options)
-    max_seqlen_q, max_context_len, _, _, max_group_size = options[:5]
-    made_for = (*heads, len(context_lens), max_seqlen_q, max_context_len, max_group_size)
+def _made_for(cache_heads, sequences):
+    """DecodePlan.made_for of a call."""
+    bounds = sequences.max_seqlen_q, sequences.max_context_len, sequences.max_group_size
+    return *cache_heads, len(sequences.context_lens), *bounds
+
+
+def _plan_of(cache_heads, sequences):
+    """The plan of a call, made if the sequences have none; ValueError if it is another call's."""
+    plan, made_for = sequences.plan or plan_decode(cache_heads, sequences), _made_for(cache_heads, sequences)
     if plan.made_for != made_for:
         raise ValueError(f"paged_attention: the plan is for {plan.made_for}, not for {made_for}")
     return plan
@@ -150,90 +156,78 @@ def _cache_maps(*caches):
     return [tensor_map(x, min(block_size, TILE_KEYS), 1, 64) for x in rows]
 
 
-def _launch_decode(
-    kernel, config, queries, maps, plan, context_lens, shared_prefix_lens, block_tables, sizes, out, lse, scale
-):
-    """Launch a kernel of a DecodeConfig. sizes: block_size, heads, kv_heads, query tokens of a TMA box of q."""
+def _arguments_behind_maps(plan, sequences, sizes, scale, out, lse):
+    """The arguments of paged_attention_sm90_kernel behind its tensor maps.
+
+    sizes: block_size, heads, kv_heads, query tokens of a TMA box of q.
+    """
     block_size, heads, kv_heads, tokens = sizes
-    head_dim, sequences = out.shape[-1], len(context_lens)
+    head_dim, count = out.shape[-1], len(sequences.context_lens)
     acc, row_max, row_sum, counters = (
-        current().own(Workspace).partials(plan.slots, plan.rows, head_dim, 2 + sequences * kv_heads)
+        current().own(Workspace).partials(plan.slots, plan.rows, head_dim, 2 + count * kv_heads)
     )
     batch = Batch(
-        context_lens, shared_prefix_lens if config.grouped else unused(1), plan.items, counters,
-        *map(np.int32, (heads, kv_heads, heads // kv_heads, tokens, plan.max_leading)),
+        sequences.context_lens, sequences.groups.shared_prefix_lens if plan.config.grouped else unused(1), plan.items,
+        counters, *map(np.int32, (heads, kv_heads, heads // kv_heads, tokens, plan.max_leading)),
     )  # fmt: skip
-    launch(
-        kernel, plan.blocks, THREADS, queries, *maps, batch, Pages(block_tables, np.int32(block_size)),
+    return (
+        batch, Pages(sequences.block_tables, np.int32(block_size)),
         Partials(acc, row_max, row_sum, np.int32(plan.splits), np.int32(plan.rows)),
-        out.reshape(-1, head_dim).view(np.int32), unused(2, np.float32) if lse is None else lse,
-        float(scale * LOG2_E), shared=config.layout.nbytes,
+        out.reshape(-1, head_dim).view(np.int32), unused(2, np.float32) if lse is None else lse, float(scale * LOG2_E),
     )  # fmt: skip
 
 
-def paged_attention_sm90(
-    q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, max_seqlen_q, max_context_len, scale, out,
-    shared_prefix_lens=None, group_sizes=None, max_group_size=1, plan=None, lse=None, config=None, prefill_config=None,
-    blocks=None, max_leading=None,
-):  # fmt: skip
+def paged_attention_sm90(q, caches, sequences, scale, out, lse=None, prefill_config=None):
     """The operator paged_attention by the sm90 kernels, for heads that sm90_config.is_supported accepts and scale > 0.
 
-    lse (H, N) float32 is written if given, but not where context_lens is 0. config, prefill_config, blocks,
-    max_leading: instead of decode_config, chunk_config, the grid that fills the GPU and plan_decode's own choice; of no
-    effect with a plan but for prefill_config. Raises ValueError for a block size that is neither a multiple of 64 nor
-    16 or 32, for groups that are too large, and for a plan of another call.
+    lse (H, N) float32 is written if given, but not where context_lens is 0. prefill_config: instead of chunk_config's.
+    Raises ValueError for a block size that is neither a multiple of 64 nor 16 or 32, for groups that are too large, and
+    for a plan of another call.
     """
     tokens, heads, head_dim = q.shape
-    _, block_size, kv_heads, _ = k_cache.shape
-    gqa_ratio, element = heads // kv_heads, q.dtype.name
+    _, block_size, kv_heads, _ = caches[0].shape
+    gqa_ratio, element, max_seqlen_q = heads // kv_heads, q.dtype.name, sequences.max_seqlen_q
     if not tokens:
         return
-    plan = _plan_for(
-        (element, heads, kv_heads, head_dim, block_size), plan, cu_seqlens, context_lens, max_seqlen_q,
-        max_context_len, shared_prefix_lens, group_sizes, max_group_size, config, blocks, max_leading,
-    )  # fmt: skip
-    box, maps, config = min(block_size, TILE_KEYS), _cache_maps(k_cache, v_cache), plan.config
+    plan = _plan_of((element, heads, kv_heads, head_dim, block_size), sequences)
+    box, maps, config = min(block_size, TILE_KEYS), _cache_maps(*caches), plan.config
     # Query tokens of a work item; a sequence with more is the prefill kernel's.
-    item_tokens = min(config.rows // gqa_ratio, max(max_seqlen_q, max_group_size))
-    _launch_decode(
-        paged_attention_sm90_kernel(config), config, tensor_map(q, item_tokens, gqa_ratio, 64), maps, plan,
-        context_lens, shared_prefix_lens, block_tables, (block_size, heads, kv_heads, item_tokens), out, lse, scale,
+    item_tokens = min(config.rows // gqa_ratio, max(max_seqlen_q, sequences.max_group_size))
+    sizes = block_size, heads, kv_heads, item_tokens
+    launch(
+        paged_attention_sm90_kernel(config), plan.blocks, THREADS, tensor_map(q, item_tokens, gqa_ratio, 64), *maps,
+        *_arguments_behind_maps(plan, sequences, sizes, scale, out, lse), shared=config.layout.nbytes,
     )  # fmt: skip
     if max_seqlen_q * gqa_ratio <= config.rows:
         return
     launch_attention(
-        prefill_config or chunk_config(head_dim, element, gqa_ratio, box, max_seqlen_q), q, maps,
-        prefill_batch(cu_seqlens, context_lens, gqa_ratio, config.rows), Pages(block_tables, np.int32(block_size)),
-        max_seqlen_q, float(scale * LOG2_E), out, unused(2, np.float32) if lse is None else lse,
+        prefill_config or chunk_config(head_dim, element, gqa_ratio, box, max_seqlen_q),
+        [tensor_map(q, TILE_ROWS, 1, 64), *maps],
+        prefill_batch(sequences.cu_seqlens, sequences.context_lens, gqa_ratio, config.rows),
+        Pages(sequences.block_tables, np.int32(block_size)), max_seqlen_q, float(scale * LOG2_E), out,
+        unused(2, np.float32) if lse is None else lse,
     )  # fmt: skip
 
 
-def paged_attention_qkv_sm90(
-    qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, k_cache, v_cache, block_tables, cu_seqlens,
-    context_lens, max_context_len, scale, out, shared_prefix_lens=None, group_sizes=None, max_group_size=1, plan=None,
-    lse=None, config=None, blocks=None, max_leading=None,
-):  # fmt: skip
+def paged_attention_qkv_sm90(qkv, norm, rotation, caches, sequences, scale, out, lse=None):
     """The operator paged_attention_qkv in one kernel, for heads that sm90_config.is_supported accepts and scale > 0.
 
-    lse (H, B), config, blocks, max_leading: as in paged_attention_sm90. Raises ValueError as it does.
+    lse (H, B): as in paged_attention_sm90. Raises ValueError as it does.
     """
-    sequences, heads, head_dim = out.shape
-    _, block_size, kv_heads, _ = k_cache.shape
-    if not sequences:
+    count, heads, head_dim = out.shape
+    _, block_size, kv_heads, _ = caches[0].shape
+    if not count:
         return
-    plan = _plan_for(
-        (out.dtype.name, heads, kv_heads, head_dim, block_size), plan, cu_seqlens, context_lens, 1, max_context_len,
-        shared_prefix_lens, group_sizes, max_group_size, config, blocks, max_leading,
-    )  # fmt: skip
-    config = plan.config._replace(fused_qkv=True)
-    norm = () if q_weight is None else (q_weight, k_weight)
-    shape = head_shape(cos, sin, qkv, k_cache, v_cache, *norm)
+    plan = _plan_of((out.dtype.name, heads, kv_heads, head_dim, block_size), sequences)
+    config, (cos, sin, _) = plan.config._replace(fused_qkv=True), rotation
+    weights, eps = norm_of(norm)
+    shape = head_shape(cos, sin, qkv, *caches, *weights)
     # For the weights of a form without norm, any array of the right type.
-    norm = [in_halves(weight, shape.half) for weight in norm] or [cos, cos]
-    rows, k_rows, v_rows = (in_halves(array, shape.half) for array in (qkv, k_cache, v_cache))
-    projection = Projection(rows, *norm, float(eps), cos, sin, position_ids, slot_mapping, k_rows, v_rows)
-    _launch_decode(
-        paged_attention_sm90_kernel(config, shape, q_weight is not None), config, projection,
-        _cache_maps(k_cache, v_cache), plan, context_lens, shared_prefix_lens, block_tables,
-        (block_size, heads, kv_heads, 1), out, lse, scale,
+    norm = [in_halves(weight, shape.half) for weight in weights] or [cos, cos]
+    rows, k_rows, v_rows = (in_halves(array, shape.half) for array in (qkv, *caches))
+    launch(
+        paged_attention_sm90_kernel(config, shape, bool(weights)), plan.blocks, THREADS,
+        Projection(rows, *norm, eps, *rotation, sequences.slot_mapping, k_rows, v_rows), *_cache_maps(*caches),
+        *_arguments_behind_maps(plan, sequences, (block_size, heads, kv_heads, 1), scale, out, lse),
+        shared=config.layout.nbytes,
     )  # fmt: skip

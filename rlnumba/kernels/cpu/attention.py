@@ -163,18 +163,18 @@ def _attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_
                     lse[head, token] = row_max + np.log(total)
 
 
-def paged_attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, scale, out, lse=None):
-    """The operator paged_attention on the CPU, on k and v (rows, HK, E); lse (H, N) is written if given."""
-    if lse is None:
-        lse = np.empty((0, 0), np.float32)
-    scale = np.float32(scale)
-    _attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, scale, out, lse)
+def paged_attention(q, k, v, block_size, sequences, scale, out):
+    """The operator paged_attention on the CPU, on k and v (rows, HK, E)."""
+    cu_seqlens, context_lens, tables, max_seqlen_q = sequences[:4]
+    scale, no_lse = np.float32(scale), np.empty((0, 0), np.float32)
+    _attention(q, k, v, tables, block_size, cu_seqlens, context_lens, max_seqlen_q, scale, out, no_lse)
 
 
-def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):
+def attention(q, k, v, sequences, scale, out, lse):
     """The operator attention on the CPU: packed keys are blocks of one row."""
+    cu_seqlens, max_seqlen = sequences
     rows = cu_seqlens[:-1, None] + np.arange(max_seqlen, dtype=np.int32)
-    paged_attention(q, k, v, rows, 1, cu_seqlens, np.diff(cu_seqlens), max_seqlen, scale, out, lse)
+    _attention(q, k, v, rows, 1, cu_seqlens, np.diff(cu_seqlens), max_seqlen, np.float32(scale), out, lse)
 
 
 @numba.njit(cache=True, parallel=True, fastmath={"contract"})
@@ -223,6 +223,6 @@ def _attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv):
                     dv[start + j, kv_head, e] += p[j] * dout[token, head, e]
 
 
-def attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv):
+def attention_backward(dout, inputs, out, lse, sequences, scale, gradients):
     """The operator attention_backward on the CPU; a task owns a KV head of a sequence, rows in their order."""
-    _attention_backward(dout, q, k, v, out, lse, cu_seqlens, np.float32(scale), dq, dk, dv)
+    _attention_backward(dout, *inputs, out, lse, sequences.cu_seqlens, np.float32(scale), *gradients)

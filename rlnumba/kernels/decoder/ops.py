@@ -51,7 +51,7 @@ class DecoderWeights(NamedTuple):
 
     embed_tokens (V, D); qkv, o, gate_up, down: (layers, n, k) views; norms: int32 words of the norm weights; offsets:
     words from its start to those of a layer's input_norm, post_norm, q_norm and k_norm (0 without), of the last norm,
-    and from one layer to the next.
+    and from one layer to the next. normed: whether there are a q_norm and a k_norm; eps: of all norms.
     """
 
     embed_tokens: object
@@ -62,12 +62,13 @@ class DecoderWeights(NamedTuple):
     norms: object
     offsets: tuple
     normed: bool
+    eps: float
 
 
-def decoder_weights(flat, embed_tokens, layers, norm):
+def decoder_weights(flat, embed_tokens, layers, norm, eps):
     """The DecoderWeights of a model, or None where its layers are not alike or have biases.
 
-    flat (n,): the buffer that all are views of; layers: DecoderLayers; norm (D,): the last one.
+    flat (n,): the buffer that all are views of; layers: DecoderLayers; norm (D,): the last one; eps: of all norms.
     """
     first = layers[0]
     biases = first.qkv_bias, first.o_bias, first.gate_up_bias, first.down_bias
@@ -84,7 +85,7 @@ def decoder_weights(flat, embed_tokens, layers, norm):
     offsets = [(_offset(flat, each[0]) - start) // 2 for each in vectors] + [0] * (4 - len(vectors))
     offsets += [(_offset(flat, norm) - start) // 2, steps[1][0] // 2]
     stacked = [_stacked(each, steps[0][0]) for each in matrices]
-    return DecoderWeights(embed_tokens, *stacked, norms, tuple(offsets), first.q_norm is not None)
+    return DecoderWeights(embed_tokens, *stacked, norms, tuple(offsets), first.q_norm is not None, float(eps))
 
 
 def _address(array):
@@ -136,19 +137,18 @@ class Workspace:
         self.state = device.xp().zeros(2, np.int32)
 
 
-def decoder_forward(
-    config, weights, input_ids, position_ids, context_lens, slot_mapping, block_tables, k_cache, v_cache, cos, sin, eps,
-    scale, out,
-):  # fmt: skip
+def decoder_forward(config, weights, input_ids, rotation, caches, sequences, scale, out):
     """out (B, D) = the hidden states, after the last norm, of one new token of each of B = config.rows sequences.
 
-    config: of decoder_config for these weights (DecoderWeights) and B. input_ids, position_ids, context_lens (with the
-    new token, 0 for an unused row, at most MOST_KEYS), slot_mapping (row of the cache, -1: not written) (B,) int32;
-    block_tables (B, max_blocks) int32; k_cache, v_cache (layers, blocks, block_size, HK, E), to which the new tokens'
-    keys and values are written; cos, sin (P, E / 2) float32. All 16-bit arrays are of one dtype. Raises ValueError for
-    other shapes, dtypes or layouts.
+    config: of decoder_config for these weights (DecoderWeights) and B. input_ids (B,) int32; rotation: the tokens'
+    Rotation (kernels/nn/qkv.py); caches (k_cache, v_cache), each (layers, blocks, block_size, HK, E), to which the new
+    tokens' keys and values are written; sequences: PagedSequences of one query token each and at most MOST_KEYS keys,
+    with slot_mapping and without groups. All 16-bit arrays are of one dtype. Raises ValueError for other shapes, dtypes
+    or layouts.
     """
     op, (layers, hidden, kv_heads, head_dim) = "decoder_forward", config[:2] + config[3:5]
+    (k_cache, v_cache), (cos, sin, position_ids) = caches, rotation
+    context_lens, slot_mapping, block_tables = sequences.context_lens, sequences.slot_mapping, sequences.block_tables
     rows = (config.rows,)
     dtype = (weights.qkv.dtype,)
     _, blocks, block_size, _, _ = check(op, "k_cache", k_cache, (layers, None, None, kv_heads, head_dim), dtype)
@@ -161,17 +161,17 @@ def decoder_forward(
     workspace, embeddings = current().own(Workspace, config), weights.embed_tokens.reshape(-1).view(np.int32)
     phases = (config.qkv, weights.qkv), (config.o, weights.o), (config.gate_up, weights.gate_up)
     maps = [tensor_map(w, 1, phase.tile_columns, 64) for phase, w in (*phases, (config.down, weights.down))]
-    caches = [cache.reshape(layers * blocks * block_size, kv_heads, head_dim) for cache in (k_cache, v_cache)]
-    maps += [tensor_map(cache, config.box, 1, 64) for cache in caches]
+    rows_of_caches = [cache.reshape(layers * blocks * block_size, kv_heads, head_dim) for cache in caches]
+    maps += [tensor_map(cache, config.box, 1, 64) for cache in rows_of_caches]
     batch = Rows(
         position_ids, context_lens, slot_mapping, block_tables, np.int32(block_size), np.int32(blocks * block_size)
     )
     arrays = Arrays(
         embeddings, weights.norms, *map(np.int32, weights.offsets), input_ids, cos, sin,
-        *(cache.reshape(-1).view(np.int32) for cache in (k_cache, v_cache)), workspace.exchange,
+        *(cache.reshape(-1).view(np.int32) for cache in caches), workspace.exchange,
     )  # fmt: skip
     launch(
         decoder_kernel(config), config.blocks, THREADS, TensorMaps(*maps), batch, arrays, workspace.state,
-        out.reshape(-1).view(np.int32), float(eps), float(scale * LOG2_E), shared=config.layout.nbytes,
+        out.reshape(-1).view(np.int32), weights.eps, float(scale * LOG2_E), shared=config.layout.nbytes,
         cooperative=True,
     )  # fmt: skip

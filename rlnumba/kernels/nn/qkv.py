@@ -15,6 +15,7 @@ part of either half in its order, then a butterfly of the group. In inference k 
 
 import functools
 from collections import namedtuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,6 +37,23 @@ from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import ALWAYS, launch, specialize, supports_pdl
 
 i32 = np.int32
+
+
+class HeadNorm(NamedTuple):
+    """The RMSNorms of query and key heads: q_weight, k_weight (E,) of the heads' dtype, and eps."""
+
+    q_weight: object
+    k_weight: object
+    eps: float
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding of N tokens: cos, sin (P, E / 2) float32; position_ids (N,) int32 in [0, P)."""
+
+    cos: object
+    sin: object
+    position_ids: object
+
 
 # For absent weights, and rstd, on the cpu device.
 _EMPTY, _EMPTY_ROWS = np.empty(0, np.float32), np.empty((0, 0), np.float32)
@@ -85,8 +103,6 @@ def head_norm(shape):
     return head_scale, scale_head
 
 
-# Weights of the norms of query and key heads, and eps; not used without norms.
-HeadNorm = namedtuple("HeadNorm", "q_weight k_weight eps")
 # Gradients of q, k and v, as arrays of halves of heads.
 HeadGradients = namedtuple("HeadGradients", "dq dk dv")
 
@@ -346,41 +362,48 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
     return qkv_split_norm_backward_kernel
 
 
-def check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids):
+def norm_of(norm):
+    """((q_weight, k_weight), eps) of a HeadNorm, ((), 0) of None."""
+    return ((), 0.0) if norm is None else (norm[:2], float(norm.eps))
+
+
+def check_projection(op, qkv, q, kv_heads, norm, rotation):
     """Check what all operators that read or write qkv share, for heads q (N, H, E) that are known to be right."""
     rows, heads, width = q.shape
     all_heads = heads + 2 * kv_heads
     check(op, "qkv", qkv, (rows, all_heads * width), (q.dtype,))
     if rows * all_heads >= MOST_HEADS:
         raise ValueError(f"{op}: qkv must have fewer than {MOST_HEADS} heads, got {rows * all_heads}")
-    check_tables(op, width, cos, sin)
-    check(op, "position_ids", position_ids, (rows,), I32)
-    if (q_weight is None) != (k_weight is None):
-        raise ValueError(f"{op}: q_weight and k_weight must both be arrays or both None")
-    if q_weight is not None:
-        check_all(op, (width,), (q.dtype,), q_weight=q_weight, k_weight=k_weight)
+    check_tables(op, width, rotation.cos, rotation.sin)
+    check(op, "position_ids", rotation.position_ids, (rows,), I32)
+    if norm is not None:
+        check_all(op, (width,), (q.dtype,), q_weight=norm.q_weight, k_weight=norm.k_weight)
 
 
-def _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
-    """Both forms, arguments checked; k, v (slots, HK, E); slot_mapping None: token n has slot n. rstd may be None."""
+def _split(qkv, norm, rotation, slot_mapping, heads, rstd):
+    """Both forms, arguments checked. heads: q, k and v, the last two of as many rows as there are slots.
+
+    slot_mapping None: token n has slot n. rstd may be None.
+    """
+    (q, k, v), (cos, sin, position_ids), (weights, eps) = heads, rotation, norm_of(norm)
     rows, heads, width = q.shape
     kv_heads = k.shape[1]
-    normed, cached = q_weight is not None, slot_mapping is not None
+    normed, cached = norm is not None, slot_mapping is not None
     if device.name() == "cpu":
-        norm = (q_weight, k_weight) if normed else (_EMPTY, _EMPTY)
+        weights = weights or (_EMPTY, _EMPTY)
         slots = slot_mapping if cached else np.arange(rows, dtype=np.int32)
         rstd = rstd if normed and not cached else _EMPTY_ROWS
-        qkv_cpu.split(qkv, *norm, np.float32(eps), cos, sin, position_ids, slots, q, k, v, rstd)
+        qkv_cpu.split(qkv, *weights, np.float32(eps), cos, sin, position_ids, slots, q, k, v, rstd)
         return
     if not rows:
         return
-    norm, all_heads = (q_weight, k_weight) if normed else (), heads + 2 * kv_heads
-    shape = head_shape(cos, sin, qkv, q, k, v, *norm)
+    all_heads = heads + 2 * kv_heads
+    shape = head_shape(cos, sin, qkv, q, k, v, *weights)
     # Few tokens are spread over more warps.
     most_heads = 1 if rows * shape.share(all_heads, 1)[1] <= FEW_SPLIT_WARPS else SPLIT_HEADS
     blocks = -(-rows * shape.share(all_heads, most_heads)[1] // SPLIT_WARPS)
     # For what a version does not use, any array of the right type.
-    norm = HeadNorm(*([in_halves(weight, shape.half) for weight in norm] or [cos, cos]), float(eps))
+    norm = HeadNorm(*([in_halves(weight, shape.half) for weight in weights] or [cos, cos]), eps)
     slots, rstd = slot_mapping if cached else position_ids, rstd if normed and not cached else cos
     qkv, q, k, v = (in_halves(array, shape.half) for array in (qkv, q, k, v))
     arguments = qkv, norm, cos, sin, position_ids, slots, q, k, v, rstd
@@ -388,73 +411,71 @@ def _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q
     launch(kernel, blocks, (32, SPLIT_WARPS), *arguments, pdl=ALWAYS)
 
 
-def qkv_split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, q, k, v, rstd):
-    """Split qkv into heads, normalise query and key heads if weights are given, and rotate them.
+def qkv_split(qkv, norm, rotation, q, k, v, rstd):
+    """Split qkv into heads, normalise query and key heads if there is a norm, and rotate them.
 
-    qkv (N, (H + 2 HK) E) as [q heads | k heads | v heads]; q_weight, k_weight (E,) of the same dtype, or both None
-    (then eps and rstd are not used, and rstd may be None); cos, sin (P, E/2) float32; position_ids (N,) int32 in [0,
-    P). q (N, H, E), k, v (N, HK, E) of qkv's dtype and rstd (N, H + HK) float32 are written. E is even and at most 256.
-    Raises ValueError for other arrays. Source: q_norm and k_norm of transformers' Qwen3Attention, rope as rope.py.
+    qkv (N, (H + 2 HK) E) as [q heads | k heads | v heads]; norm: a HeadNorm with weights of the same dtype, or None
+    (then rstd is not used, and may be None); rotation: a Rotation. q (N, H, E), k, v (N, HK, E) of qkv's dtype and rstd
+    (N, H + HK) float32 are written. E is even and at most 256. Raises ValueError for other arrays. Source: q_norm and
+    k_norm of transformers' Qwen3Attention, rope as rope.py.
     """
     op = "qkv_split"
     rows, heads, width = check(op, "q", q, (None, None, None), FLOATS)
     _, kv_heads, _ = check(op, "k", k, (rows, None, width), (q.dtype,))
     check(op, "v", v, (rows, kv_heads, width), (q.dtype,))
-    check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids)
-    if q_weight is not None:
+    check_projection(op, qkv, q, kv_heads, norm, rotation)
+    if norm is not None:
         check(op, "rstd", rstd, (rows, heads + kv_heads), F32)
-    _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, None, q, k, v, rstd)
+    _split(qkv, norm, rotation, None, (q, k, v), rstd)
 
 
-def qkv_split_to_cache(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k_cache, v_cache):
+def qkv_split_to_cache(qkv, norm, rotation, slot_mapping, q, caches):
     """qkv_split whose k and v are written to their slots of a block cache, with the same bits.
 
-    qkv, weights, eps, cos, sin, position_ids and q as in qkv_split; slot_mapping (N,) int32, block *
-    block_size + offset, no slot twice; k_cache, v_cache (blocks, block_size, HK, E) of qkv's dtype. A token whose slot
-    is -1 leaves the caches as they are, and its q is written. Raises ValueError for other shapes, dtypes or layouts.
+    qkv, norm, rotation and q as in qkv_split; slot_mapping (N,) int32, block * block_size + offset, no slot twice;
+    caches (k_cache, v_cache), each (blocks, block_size, HK, E) of qkv's dtype. A token whose slot is -1 leaves the
+    caches as they are, and its q is written. Raises ValueError for other shapes, dtypes or layouts.
     """
-    op = "qkv_split_to_cache"
+    op, (k_cache, v_cache) = "qkv_split_to_cache", caches
     rows, _, width = check(op, "q", q, (None, None, None), FLOATS)
     shape = check(op, "k_cache", k_cache, (None, None, None, width), (q.dtype,))
     check(op, "v_cache", v_cache, shape, (q.dtype,))
     blocks, block_size, kv_heads, _ = shape
-    check_projection(op, qkv, q, kv_heads, q_weight, k_weight, cos, sin, position_ids)
+    check_projection(op, qkv, q, kv_heads, norm, rotation)
     check(op, "slot_mapping", slot_mapping, (rows,), I32)
-    k, v = (cache.reshape(blocks * block_size, kv_heads, width) for cache in (k_cache, v_cache))
-    _split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slot_mapping, q, k, v, None)
+    k, v = (cache.reshape(blocks * block_size, kv_heads, width) for cache in caches)
+    _split(qkv, norm, rotation, slot_mapping, (q, k, v), None)
 
 
-def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, dq_weight, dk_weight):
-    """The gradient of qkv_split: dqkv =, and if there are weights dq_weight, dk_weight +=.
+def qkv_split_backward(gradients, qkv, norm, rotation, rstd, dqkv, dq_weight, dk_weight):
+    """The gradient of qkv_split: dqkv =, and if there is a norm dq_weight, dk_weight +=.
 
-    dq (N, H, E), dk, dv (N, HK, E), qkv and dqkv (N, (H + 2 HK) E), weights (E,) of one dtype; rstd as the
-    forward wrote it; dq_weight, dk_weight (E,) float32, None where the weights are None or not trained. Raises
-    ValueError for other arrays.
+    gradients: (dq, dk, dv). dq (N, H, E), dk, dv (N, HK, E), qkv and dqkv (N, (H + 2 HK) E) and the norm's weights (E,)
+    of one dtype; rstd as the forward wrote it; dq_weight, dk_weight (E,) float32, None without a norm, or where it is
+    not trained. Raises ValueError for other arrays.
     """
-    op = "qkv_split_backward"
+    op, (dq, dk, dv), (cos, sin, position_ids) = "qkv_split_backward", gradients, rotation
     rows, heads, width = check(op, "dq", dq, (None, None, None), FLOATS)
     _, kv_heads, _ = check(op, "dk", dk, (rows, None, width), (dq.dtype,))
     check(op, "dv", dv, (rows, kv_heads, width), (dq.dtype,))
-    check_projection(op, qkv, dq, kv_heads, q_weight, k_weight, cos, sin, position_ids)
+    check_projection(op, qkv, dq, kv_heads, norm, rotation)
     check(op, "dqkv", dqkv, qkv.shape, (qkv.dtype,))
-    normed, trained = q_weight is not None, dq_weight is not None
+    normed, trained, (weights, _) = norm is not None, dq_weight is not None, norm_of(norm)
     if normed:
         check(op, "rstd", rstd, (rows, heads + kv_heads), F32)
     if normed and trained:
         check_all(op, (width,), F32, dq_weight=dq_weight, dk_weight=dk_weight)
     if device.name() == "cpu":
         if not normed:
-            q_weight = k_weight = dq_weight = dk_weight = _EMPTY
+            weights = dq_weight, dk_weight = _EMPTY, _EMPTY
             rstd = _EMPTY_ROWS
         elif not trained:
             dq_weight, dk_weight = np.zeros((2, width), np.float32)
-        arguments = dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, dq_weight, dk_weight
-        qkv_cpu.split_backward(*arguments)
+        qkv_cpu.split_backward(*gradients, qkv, *weights, *rotation, rstd, dqkv, dq_weight, dk_weight)
         return
     if not rows:
         return
-    norm = (q_weight, k_weight) if normed else ()
-    shape = head_shape(cos, sin, dq, dk, dv, qkv, dqkv, *norm)
+    shape = head_shape(cos, sin, *gradients, qkv, dqkv, *weights)
     dq, dk, dv, qkv, dqkv = (in_halves(array, shape.half) for array in (dq, dk, dv, qkv, dqkv))
     if not normed:
         warps = rows * shape.share(heads + 2 * kv_heads)[1]
@@ -466,45 +487,38 @@ def qkv_split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_i
     tiles = q_tiles + 2 * k_tiles
     blocks = min(-(-rows // WARPS), max(BACKWARD_BLOCKS // tiles, 1))
     partials = device.xp().empty(((q_tiles + k_tiles) * blocks, width), np.float32)
-    norm = [in_halves(weight, shape.half) for weight in norm]
-    arguments = (
-        HeadGradients(dq, dk, dv),
-        qkv,
-        *norm,
-        cos,
-        sin,
-        position_ids,
-        rstd,
-        dqkv,
-        in_halves(partials, shape.half),
-    )
+    weights = [in_halves(weight, shape.half) for weight in weights]
+    partial_halves = in_halves(partials, shape.half)
+    arguments = HeadGradients(dq, dk, dv), qkv, *weights, cos, sin, position_ids, rstd, dqkv, partial_halves
     launch(qkv_split_norm_backward_kernel(shape, heads, kv_heads), (blocks, tiles), (32, WARPS), *arguments)
     if trained:
         add_partials(partials, dq_weight, q_tiles * blocks, dk_weight)
 
 
-def qkv_split_ref(qkv, q_weight, k_weight, eps, cos, sin, position_ids, heads, kv_heads):
-    """(q, k, v, rstd) of qkv_split, in qkv's precision; rstd is None without weights."""
+def qkv_split_ref(qkv, norm, rotation, heads, kv_heads):
+    """(q, k, v, rstd) of qkv_split, in qkv's precision; rstd is None without norm."""
     rows, width = qkv.shape[0], qkv.shape[1] // (heads + 2 * kv_heads)
     x, v = np.split(qkv.reshape(rows, heads + 2 * kv_heads, width), [heads + kv_heads], axis=1)
     rstd = None
-    if q_weight is not None:
-        weights = np.tile(np.repeat([q_weight, k_weight], [heads, kv_heads], axis=0), (rows, 1))
-        normed, rstd = rmsnorm_ref(x.reshape(-1, width), weights, eps)
+    if norm is not None:
+        weights = np.tile(np.repeat([norm.q_weight, norm.k_weight], [heads, kv_heads], axis=0), (rows, 1))
+        normed, rstd = rmsnorm_ref(x.reshape(-1, width), weights, norm.eps)
         x, rstd = normed.reshape(x.shape), rstd.reshape(rows, heads + kv_heads)
-    q, k = np.split(rope_ref(x, cos, sin, position_ids), [heads], axis=1)
+    q, k = np.split(rope_ref(x, *rotation), [heads], axis=1)
     return q, k, v, rstd
 
 
-def qkv_split_backward_ref(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd):
-    """(dqkv, dq_weight, dk_weight) of qkv_split_backward, in qkv's precision; None without weights."""
+def qkv_split_backward_ref(gradients, qkv, norm, rotation, rstd):
+    """(dqkv, dq_weight, dk_weight) of qkv_split_backward, in qkv's precision; None without norm."""
+    dq, dk, dv = gradients
     rows, heads, width = dq.shape
+    q_weight, k_weight = (None, None) if norm is None else norm[:2]
     split = qkv.reshape(rows, heads + 2 * dk.shape[1], width)
-    gradients, dweights = [], [None, None]
+    dheads, dweights = [], [None, None]
     for i, (dout, weight, first) in enumerate(((dq, q_weight, 0), (dk, k_weight, heads))):
-        dx, part = rope_ref(dout, cos, sin, position_ids, inverse=True), slice(first, first + dout.shape[1])
+        dx, part = rope_ref(dout, *rotation, inverse=True), slice(first, first + dout.shape[1])
         if weight is not None:
             x, scale = split[:, part].reshape(-1, width), rstd[:, part].reshape(-1)
             dx, dweights[i] = rmsnorm_backward_ref(dx.reshape(-1, width), x, weight, scale)
-        gradients.append(dx.reshape(dout.shape))
-    return np.concatenate([*gradients, dv], axis=1).reshape(qkv.shape), *dweights
+        dheads.append(dx.reshape(dout.shape))
+    return np.concatenate([*dheads, dv], axis=1).reshape(qkv.shape), *dweights

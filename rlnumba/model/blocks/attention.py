@@ -9,7 +9,8 @@ Source: the modelling code of transformers for Qwen3, Qwen2 and Llama.
 from typing import NamedTuple
 
 from rlnumba.kernels.attention.ops import attention, attention_backward, attention_backward_nbytes
-from rlnumba.kernels.nn.qkv import qkv_split, qkv_split_backward
+from rlnumba.kernels.attention.sequences import PackedSequences
+from rlnumba.kernels.nn.qkv import HeadNorm, qkv_split, qkv_split_backward
 from rlnumba.kernels.nn.rmsnorm import rmsnorm_backward
 from rlnumba.model.blocks.block import F32, Block, CacheArray, normed_rows, scope_of
 from rlnumba.model.blocks.projection import project, project_backward, project_to_residual, reduce
@@ -27,6 +28,10 @@ class AttentionWeights(NamedTuple):
     k_norm: object = None
     o: object = None
     o_bias: object = None
+
+    def head_norm(self, config):
+        """The HeadNorm of queries and keys, or None."""
+        return None if self.q_norm is None else HeadNorm(self.q_norm, self.k_norm, config.rms_norm_eps)
 
 
 class SavedAttention(NamedTuple):
@@ -56,7 +61,7 @@ class PackedAttention:
     """
 
     def __init__(self, cu_seqlens, max_seqlen, scale, memory=None):
-        self.cu_seqlens, self.max_seqlen, self.scale = cu_seqlens, max_seqlen, scale
+        self.sequences, self.scale = PackedSequences(cu_seqlens, max_seqlen), scale
         self.memory = memory or HeapAllocator()
         self.lse, self.reserved = {}, {}
 
@@ -72,7 +77,7 @@ class PackedAttention:
         N, H, E = q.shape
         HK, empty = ctx.config.num_key_value_heads, ctx.memory.empty
         k, v, rstd = empty((N, HK, E), q.dtype), empty((N, HK, E), q.dtype), empty((N, H + HK), F32)
-        qkv_split(qkv, w.q_norm, w.k_norm, ctx.config.rms_norm_eps, *ctx.rope, ctx.position_ids, q, k, v, rstd)
+        qkv_split(qkv, w.head_norm(ctx.config), ctx.rotation, q, k, v, rstd)
         return k, v, rstd
 
     def forward(self, layer, qkv, w, ctx, out):
@@ -81,13 +86,12 @@ class PackedAttention:
         k, v, rstd = self.qkv_norm_rope(layer, qkv, w, ctx, q)
         lse = self.reserved.pop(layer, None)
         self.lse[layer] = lse = self.memory.empty((q.shape[1], q.shape[0]), F32) if lse is None else lse
-        attention(q, k, v, self.cu_seqlens, self.max_seqlen, self.scale, out, lse)
+        attention(q, k, v, self.sequences, self.scale, out, lse)
         return q, k, v, rstd
 
     def backward(self, layer, dout, inputs, out, gradients):
         """The gradients of inputs (q, k, v), written in place, after this layer's latest forward, which wrote out."""
-        lse, lengths = self.lse.pop(layer), (self.cu_seqlens, self.max_seqlen)
-        attention_backward(dout, *inputs, out, lse, *lengths, self.scale, *gradients)
+        attention_backward(dout, inputs, out, self.lse.pop(layer), self.sequences, self.scale, gradients)
 
 
 class Attention(Block):
@@ -147,11 +151,10 @@ class Attention(Block):
             k, v, head_rstd = ctx.attention.qkv_norm_rope(layer, qkv, w, ctx, q)
         o_xa = reduce(layer, "o", flat, ctx) if saved.xas is None else saved.xas[1]
         dflat = project_backward(layer, "o", dx, flat, o_xa, w, grads, ctx)
-        dq, dk, dv = (empty(array.shape, x.dtype) for array in (q, k, v))
-        ctx.attention.backward(layer, dflat.reshape(attended.shape), (q, k, v), attended, (dq, dk, dv))
-        dqkv = empty(qkv.shape, x.dtype)
-        rope = *ctx.rope, ctx.position_ids
-        qkv_split_backward(dq, dk, dv, qkv, w.q_norm, w.k_norm, *rope, head_rstd, dqkv, grads.q_norm, grads.k_norm)
+        gradients = tuple(empty(array.shape, x.dtype) for array in (q, k, v))
+        ctx.attention.backward(layer, dflat.reshape(attended.shape), (q, k, v), attended, gradients)
+        dqkv, norm = empty(qkv.shape, x.dtype), w.head_norm(ctx.config)
+        qkv_split_backward(gradients, qkv, norm, ctx.rotation, head_rstd, dqkv, grads.q_norm, grads.k_norm)
         normed = normed_rows(x, w.input_norm, saved.rstd, ctx) if saved.normed is None else saved.normed
         qkv_xa = reduce(layer, "qkv", normed, ctx) if saved.xas is None else saved.xas[0]
         dnormed = project_backward(layer, "qkv", dqkv, normed, qkv_xa, w, grads, ctx)

@@ -26,14 +26,13 @@ MODULES = frozenset(RECOMPUTE_MODULES)
 class ForwardContext:
     """Arguments that all layers of one forward share: `ctx` below.
 
-    rope: (cos, sin) tables; attention: the attention backend; memory: an Arena or HeapAllocator; lora: the LoraContext
-    of the model's adapter, or None. adds_gradients: whether the gradients of layers' matrices are added to what is
-    there, or written. ranks: see Transformer; config is then that of this rank's shard.
+    rotation: the Rotation of all rows; attention: the attention backend; memory: an Arena or HeapAllocator; lora: the
+    LoraContext of the model's adapter, or None. adds_gradients: whether the gradients of layers' matrices are added to
+    what is there, or written. ranks: see Transformer; config is then that of this rank's shard.
     """
 
     config: object
-    position_ids: object
-    rope: tuple
+    rotation: object
     attention: object
     memory: object
     lora: LoraContext | None = None

@@ -1,0 +1,52 @@
+"""The sequences of a call of attention, packed or in the paged cache: made once, and shared by all layers.
+
+Arrays are int32, of B sequences with N query tokens together; sequence b owns the rows cu_seqlens[b] ..
+cu_seqlens[b + 1]. Bounds are numbers of the host and are not checked, which would synchronize with the device.
+"""
+
+from typing import NamedTuple
+
+
+class PackedSequences(NamedTuple):
+    """Packed sequences: cu_seqlens (B + 1,), and max_seqlen, at least the length of the longest."""
+
+    cu_seqlens: object
+    max_seqlen: int
+
+
+class PrefixGroups(NamedTuple):
+    """Groups of neighbouring sequences whose block tables begin with the same blocks, one query token each.
+
+    shared_prefix_lens (B,): how many tokens, fewer than its context has, a sequence shares with all of its group, the
+    same number for each. group_sizes (B,): at a group's first sequence how many there are, at the others 0; 1 for a
+    sequence on its own. max_group_size: at least the largest of group_sizes, at most the last of `sharing`'s sizes
+    (paged.py) where there are any; with 1, groups are ignored.
+    """
+
+    shared_prefix_lens: object
+    group_sizes: object
+    max_group_size: int
+
+
+class PagedSequences(NamedTuple):
+    """Sequences whose keys and values are in the paged cache.
+
+    cu_seqlens (B + 1,) of the queries; context_lens (B,): keys, the new tokens' included, 0 for a row without a
+    sequence; block_tables (B, max_blocks). max_seqlen_q, max_context_len: upper bounds. groups: PrefixGroups or None.
+    slot_mapping (N,): the row of the cache for each new token, block * block_size + offset, or -1; for operators that
+    write the cache. plan: of plan_paged_attention for these sequences; None: each call makes its own.
+    """
+
+    cu_seqlens: object
+    context_lens: object
+    block_tables: object
+    max_seqlen_q: int
+    max_context_len: int
+    groups: PrefixGroups | None = None
+    slot_mapping: object = None
+    plan: object = None
+
+    @property
+    def max_group_size(self):
+        """The bound of the groups' sizes, 1 without groups."""
+        return 1 if self.groups is None else self.groups.max_group_size

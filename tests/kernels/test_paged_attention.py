@@ -234,7 +234,7 @@ def test_groups_change_nothing_in_the_simulator(rng, family, monkeypatch):
     monkeypatch.setattr(
         sm90_paged,
         "paged_attention_sm90",
-        lambda *a: declared.append(a[-2]) or sm90_form(*a),
+        lambda *a: declared.append(a[2].max_group_size) or sm90_form(*a),
     )
     with dispatch.forced(f"attention={family}"):
         groups_change_nothing(rng, 64, 10, 2, 1, 16, dtype="bfloat16")

@@ -26,7 +26,7 @@ from harness import copy_gbs, graph_time_us, random_array, rows_of, time_us, tor
 from report import add_parts, row
 
 from rlnumba.kernels.attention.paged import paged_attention, paged_attention_qkv
-from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences, PrefixGroups
+from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences, SharedPrefixes
 from rlnumba.kernels.attention.sm90_config import attention_config
 from rlnumba.kernels.attention.sm90_decode.config import decode_config
 from rlnumba.kernels.attention.sm90_forward import attention_sm90
@@ -325,7 +325,7 @@ def groups():
     print(f"listing work items        {planning:8.1f} us, once for all layers of a step")
     shared_prefix_lens = cupy.full(sequences, common, np.int32)
     leaders = cupy.asarray(np.tile([group_sizes] + [0] * (group_sizes - 1), prompts).astype(np.int32))
-    declared = PrefixGroups(shared_prefix_lens, leaders, group_sizes)
+    declared = SharedPrefixes(shared_prefix_lens, leaders, group_sizes)
     work.calls()[0]()
     expected = work.out.copy()
     print(f"blocks of their own       {own:8.1f} us\nunshared                  {alone:8.1f} us")

@@ -5,7 +5,7 @@ import pytest
 
 from rlnumba.kernels.attention.reference import attention_ref
 from rlnumba.kernels.attention.scheduler import Pages, PrefillBatch, list_work_items_kernel
-from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences, PrefixGroups
+from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences, SharedPrefixes
 from rlnumba.kernels.attention.sm90_config import AttentionConfig, attention_config
 from rlnumba.kernels.attention.sm90_decode import producer
 from rlnumba.kernels.attention.sm90_decode.config import Batch, DecodeConfig, decode_config
@@ -138,7 +138,7 @@ class Cache:
         )
         groups = None
         if group_sizes:
-            groups = PrefixGroups(*(device.asarray(np.array(x, np.int32)) for x in (common, group_sizes)), most)
+            groups = SharedPrefixes(*(device.asarray(np.array(x, np.int32)) for x in (common, group_sizes)), most)
         out = device.xp().full(q.shape, np.nan, q.dtype)
         lse = device.xp().zeros((q.shape[1], len(rows)), np.float32)
         sequences = PagedSequences(*arrays, max(lengths), max_context or max(ends), groups)
@@ -301,7 +301,7 @@ def test_work_items_are_listed(rng, grouped):
                 own.append(item)
     starts, contexts, *groups = (device.asarray(x.astype(np.int32)) for x in (starts, contexts, common, group_sizes))
     most = (int(lengths.max()), int(contexts.max()))
-    sequences = PagedSequences(starts, contexts, None, *most, PrefixGroups(*groups, 4) if grouped else None)
+    sequences = PagedSequences(starts, contexts, None, *most, SharedPrefixes(*groups, 4) if grouped else None)
     plan = plan_decode((BF16, 4, 2, 64, 16), sequences, config, 1, max_leading)
     items = device.to_host(plan.items)
     assert items[0, 0] == len(shared + own)
@@ -454,5 +454,5 @@ def test_wrong_arguments_are_named():
         paged_attention_sm90(q, (cache, cache), PagedSequences(numbers, numbers, numbers, 1, 24), 1.0, q)
     cache = xp.zeros((4, 16, 4, 16), np.float16)
     with pytest.raises(ValueError, match="a group has at most 32 sequences of one query token each, got 33"):
-        sequences = PagedSequences(numbers, numbers, numbers, 1, 16, PrefixGroups(numbers, numbers, 33))
+        sequences = PagedSequences(numbers, numbers, numbers, 1, 16, SharedPrefixes(numbers, numbers, 33))
         paged_attention_sm90(q, (cache, cache), sequences, 1.0, q)

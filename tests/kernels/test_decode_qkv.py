@@ -9,7 +9,7 @@ from rlnumba.kernels.attention.paged import (
     paged_attention_qkv,
     plan_paged_attention,
 )
-from rlnumba.kernels.attention.sequences import PagedSequences, PrefixGroups
+from rlnumba.kernels.attention.sequences import PagedSequences, SharedPrefixes
 from rlnumba.kernels.attention.sm90_decode import producer
 from rlnumba.kernels.attention.sm90_decode.config import Projection, decode_config
 from rlnumba.kernels.attention.sm90_decode.kernel import ARCHITECTURES, paged_attention_sm90_kernel
@@ -90,7 +90,7 @@ class Case:
         groups = None
         if self.group_sizes is not None:
             declared = (np.array(numbers, np.int32) for numbers in (self.common, self.group_sizes))
-            groups = PrefixGroups(*on_device(*declared), max(4, *self.group_sizes))
+            groups = SharedPrefixes(*on_device(*declared), max(4, *self.group_sizes))
         longest = max(max(self.contexts), 1)
         return caches, PagedSequences(bounds, contexts, tables, 1, longest, groups, slots), self.scale, out
 

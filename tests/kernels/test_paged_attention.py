@@ -12,7 +12,7 @@ from rlnumba.kernels.attention.paged import (
     reserve_workspace,
     sharing,
 )
-from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences, PrefixGroups
+from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences, SharedPrefixes
 from rlnumba.kernels.attention.simt import attention_kernel, decode_config, prefill_config
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.context import Context
@@ -86,7 +86,7 @@ class Case:
         arguments = [device.asarray(x) for x in arguments]
         groups = None
         if group_sizes:
-            groups = PrefixGroups(
+            groups = SharedPrefixes(
                 *(device.asarray(np.array(x, np.int32)) for x in (common, group_sizes)), max_group_size
             )
         call(arguments, (int(longest), int(max(ends))), self.scale, out, groups)
@@ -292,7 +292,7 @@ def test_nothing_is_allocated_after_it_was_reserved(rng, monkeypatch, family, sh
         tokens = min(sequences * longest, 64)
         q, cache = np.zeros((tokens, heads, head_dim), kind), np.zeros((4, 16, kv_heads, head_dim), kind)
         tables, lens = np.zeros((sequences, 5000 // 16), np.int32), np.zeros(sequences, np.int32)
-        groups = PrefixGroups(lens, lens, group_sizes) if group_sizes > 1 else None
+        groups = SharedPrefixes(lens, lens, group_sizes) if group_sizes > 1 else None
         arguments = q, cache, cache, tables, np.zeros(sequences + 1, np.int32), lens
         call(arguments, (longest, context), 1.0, np.zeros_like(q), groups)
 
@@ -390,7 +390,7 @@ def test_wrong_groups_are_named(rng):
     lens = device.asarray(np.zeros(2, np.int32))
 
     def refuse(*groups, longest=1):
-        call(arguments, (longest, 5), case.scale, out, PrefixGroups(*groups))
+        call(arguments, (longest, 5), case.scale, out, SharedPrefixes(*groups))
 
     with pytest.raises(ValueError, match=r"paged_attention: shared_prefix_lens must be \(2\) int32, got \(1,\) int32"):
         refuse(lens[:1], lens, 2)

@@ -1,7 +1,7 @@
 """Attention of a step: the transformer's attention backend over the paged KV cache."""
 
 from rlnumba.kernels.attention.paged import fuses_qkv, paged_attention, paged_attention_qkv, plan_paged_attention
-from rlnumba.kernels.attention.sequences import PagedSequences, PrefixGroups
+from rlnumba.kernels.attention.sequences import PagedSequences, SharedPrefixes
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 
 
@@ -9,7 +9,7 @@ def sequences_of(arrays, max_seqlen_q, max_context_len, max_group_size=1):
     """The PagedSequences of a step with these arrays (arrays.py) and bounds, without a plan."""
     groups = None
     if "group_sizes" in arrays:
-        groups = PrefixGroups(arrays["shared_prefix_lens"], arrays["group_sizes"], max_group_size)
+        groups = SharedPrefixes(arrays["shared_prefix_lens"], arrays["group_sizes"], max_group_size)
     return PagedSequences(
         arrays["cu_seqlens"], arrays["context_lens"], arrays["block_tables"], max_seqlen_q, max_context_len, groups,
         arrays["slot_mapping"],

@@ -86,7 +86,7 @@ def plan_paged_attention(element, heads, kv_heads, head_dim, block_size, sequenc
 
 
 def check_groups(op, groups, sequences, max_seqlen_q):
-    """ValueError unless the PrefixGroups, if there are any, are of sequences with one query token each."""
+    """ValueError unless the SharedPrefixes, if there are any, are of sequences with one query token each."""
     if groups is None:
         return
     check(op, "shared_prefix_lens", groups.shared_prefix_lens, (sequences,), I32)

@@ -14,7 +14,7 @@ class PackedSequences(NamedTuple):
     max_seqlen: int
 
 
-class PrefixGroups(NamedTuple):
+class SharedPrefixes(NamedTuple):
     """Groups of neighbouring sequences whose block tables begin with the same blocks, one query token each.
 
     shared_prefix_lens (B,): how many tokens, fewer than its context has, a sequence shares with all of its group, the
@@ -32,7 +32,7 @@ class PagedSequences(NamedTuple):
     """Sequences whose keys and values are in the paged cache.
 
     cu_seqlens (B + 1,) of the queries; context_lens (B,): keys, the new tokens' included, 0 for a row without a
-    sequence; block_tables (B, max_blocks). max_seqlen_q, max_context_len: upper bounds. groups: PrefixGroups or None.
+    sequence; block_tables (B, max_blocks). max_seqlen_q, max_context_len: upper bounds. groups: SharedPrefixes or None.
     slot_mapping (N,): the row of the cache for each new token, block * block_size + offset, or -1; for operators that
     write the cache. plan: of plan_paged_attention for these sequences; None: each call makes its own.
     """
@@ -42,7 +42,7 @@ class PagedSequences(NamedTuple):
     block_tables: object
     max_seqlen_q: int
     max_context_len: int
-    groups: PrefixGroups | None = None
+    groups: SharedPrefixes | None = None
     slot_mapping: object = None
     plan: object = None
 

@@ -64,7 +64,7 @@ class ApiAnswer:
     draws_nothing = False
 
     def begin(self, job):
-        """The Job is about to be submitted."""
+        """The ApiJob is about to be submitted."""
         self.job, self.usage = job, Usage(job)
 
     def head(self, kind):

@@ -21,7 +21,7 @@ from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.requests.logprobs import cut
 from rlnumba.errors import ConfigError
 from rlnumba.serve.errors import ApiError, internal_error
-from rlnumba.serve.jobs import Delta, Job
+from rlnumba.serve.jobs import Delta, ApiJob
 
 # An idle engine looks this often whether the process is to end: a signal interrupts no wait.
 IDLE_S = 0.1
@@ -31,7 +31,7 @@ IDLE_S = 0.1
 class PromptGroup:
     """A prompt of a job in the engine. left: its completions that have not ended."""
 
-    job: Job
+    job: ApiJob
     prompt: int
     left: int
 

@@ -1,6 +1,6 @@
 """One HTTP request between the server's thread and the engine's.
 
-The server's thread makes a Job, gives it to EngineLoop.submit, and awaits its deltas; the engine's thread sends them
+The server's thread makes a ApiJob, gives it to EngineLoop.submit, and awaits its deltas; the engine's thread sends them
 once a step, for all jobs together.
 """
 
@@ -36,7 +36,7 @@ class Times:
     last: float | None = None
 
 
-class Job:
+class ApiJob:
     """Prompts with their SamplingParams, a GroupRequest each. streams: whether each step's tokens are wanted.
 
     Choices are prompt-major: completion i of prompt p is choice p n + i.

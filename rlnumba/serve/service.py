@@ -8,7 +8,7 @@ from rlnumba.environments.formats import FORMATS, detect_format
 from rlnumba.errors import UserError
 from rlnumba.serve.admission import Admission
 from rlnumba.serve.errors import ApiError
-from rlnumba.serve.jobs import Job
+from rlnumba.serve.jobs import ApiJob
 from rlnumba.serve.streams import EventStream, until_gone
 
 # Threads that render templates and encode texts, beside the one that answers.
@@ -110,7 +110,7 @@ class Service:
             prompts, params = await self.off_loop(answer.prepare)
             places.book_tokens(sum(map(len, prompts)))
             streams = answer.stream.streams
-            job = Job(answer.request_id, prompts, params, streams, answer.cache_salt)
+            job = ApiJob(answer.request_id, prompts, params, streams, answer.cache_salt)
             job.places = places
             answer.begin(job)
             self.engine_loop.submit(job)

@@ -21,7 +21,7 @@ from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.requests.logprobs import cut
 from rlnumba.errors import ConfigError
 from rlnumba.serve.errors import ApiError, internal_error
-from rlnumba.serve.jobs import Delta, ApiJob
+from rlnumba.serve.jobs import ApiJob, Delta
 
 # An idle engine looks this often whether the process is to end: a signal interrupts no wait.
 IDLE_S = 0.1

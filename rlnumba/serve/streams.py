@@ -46,7 +46,7 @@ def event(value):
 
 
 class EventStream:
-    """The response that streams a ApiJob. answer: an ApiAnswer, whose chunks these are. service: is given the job back."""
+    """The response that streams an ApiJob. answer: an ApiAnswer, whose chunks these are. service: gets the job back."""
 
     def __init__(self, service, job, answer):
         self.service, self.job, self.answer = service, job, answer

@@ -2,6 +2,7 @@
 
 core.py           Engine: add_request, step, abort, synchronize, update_weights, sleep, wake
 llm.py            LLM.generate: prompts in, completions out
+async_llm.py      AsyncLLM: the same for asyncio
 scheduler.py      which tokens of which sequences the next step computes
 prefix_groups.py  which sequences of a step begin with the same blocks
 block_manager.py  allocation of the KV cache's blocks, and lookup of cached prefixes
@@ -18,6 +19,7 @@ sampler.py        hidden states -> logits -> sampled tokens and their log-probs
 check.py          do rollout and training agree, bit by bit
 """
 
+from rlnumba.engine.async_llm import AsyncLLM
 from rlnumba.engine.core import Engine, PromptError, StepOutput
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import Completion, RequestOutput, SamplingParams

@@ -1,5 +1,6 @@
 """LLM.generate: lists of token ids in, completions with their log-probs out. The engine is core.py's."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from rlnumba.data import check_messages, encode_prompt
 from rlnumba.engine.core import Engine, PromptError
 from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.kernel_list import extras_of
+from rlnumba.engine.requests.streams import Streams
 from rlnumba.engine.sequence import RequestOutput, SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
@@ -76,6 +78,10 @@ class LLM:
     def wake(self):
         self.engine.wake()
 
+    def wake_up(self):
+        """The same as `wake`, under vLLM's name."""
+        self.engine.wake()
+
     def generate(self, prompts, params=None, progress=None, finished=None, adapters=None, failed=None, **others):
         """The completions of each prompt, in the order of the prompts: list of RequestOutput.
 
@@ -94,23 +100,9 @@ class LLM:
         After any exception the engine has no requests.
         """
         engine = self.engine
-        if engine.has_unfinished:
-            raise ValueError("generate: the engine has unfinished requests")
-        prompts, params = _listed(prompts), _params(params, others)
-        taken = [_text_and_prompt(*each) for each in enumerate(prompts)]
-        texts, prompts = [text for text, _ in taken], [prompt for _, prompt in taken]
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError(f"generate: {len(prompts)} prompts with {len(params)} SamplingParams")
-        if adapters is None or isinstance(adapters, str):
-            adapters = [adapters] * len(prompts)
-        if len(adapters) != len(prompts):
-            raise ValueError(f"generate: {len(prompts)} prompts with {len(adapters)} adapters")
-        adapter_ids = [-1 if name is None else self._adapter_id(name) for name in adapters]
-        lengths = [len(p) if self.tokenizer is None or not isinstance(p, str) else TEXT_TOKENS for p in prompts]
-        self.compile_ahead(lengths, params)
+        texts, prompts, params, adapter_ids = self._requests(prompts, _params(params, others), adapters)
         total, episodes, outputs = sum(p.n for p in params), Episodes(engine), []
+        bar = progress_bar(others.get("use_tqdm"), total)
         try:
             for index, each in enumerate(zip(texts, prompts, params, adapter_ids, strict=True)):
                 text, prompt, p, adapter_id = each
@@ -136,23 +128,66 @@ class LLM:
                         finished(request.number, outputs[request.number])
                 if progress is not None:
                     progress(episodes.num_finished, total, episodes.num_tokens)
+                if bar is not None:
+                    bar.update(episodes.num_finished - bar.n)
         except BaseException:  # a signal, too: the next call finds an engine without requests
             engine.reset()
             raise
+        finally:
+            if bar is not None:
+                bar.close()
         return outputs
+
+    def stream(self, prompts, params=None, adapters=None, **others):
+        """Yields (index of the prompt, its RequestOutput so far) after every step, for each prompt that has grown.
+
+        Arguments are those of generate. The last output of a prompt is `finished`, and the one that generate returns.
+        The text of the others lacks what is not decided: a part of a character, or of a stop string. Where the
+        iterator is closed, all requests are dropped. Raises as generate does, PromptError for the first damaged prompt.
+        """
+        texts, prompts, params, adapter_ids = self._requests(prompts, _params(params, others), adapters)
+        streams = Streams(self.engine)
+        try:
+            for index, (prompt, p, adapter_id) in enumerate(zip(prompts, params, adapter_ids, strict=True)):
+                streams.submit(index, prompt, p, adapter_id)
+            while streams.open:
+                for index, output in streams.step():
+                    if isinstance(output, PromptError):
+                        raise output
+                    output.prompt = texts[index]
+                    yield index, output
+        finally:
+            if streams.open:
+                self.engine.reset()
+
+    def _requests(self, prompts, params, adapters):
+        """(texts, prompts, params, adapter ids) of a call of generate, an entry a prompt; compiles what they need."""
+        if self.engine.has_unfinished:
+            raise ValueError("generate: the engine has unfinished requests")
+        prompts = _listed(prompts)
+        taken = [text_and_prompt(*each) for each in enumerate(prompts)]
+        texts, prompts = [text for text, _ in taken], [prompt for _, prompt in taken]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"generate: {len(prompts)} prompts with {len(params)} SamplingParams")
+        if adapters is None or isinstance(adapters, str):
+            adapters = [adapters] * len(prompts)
+        if len(adapters) != len(prompts):
+            raise ValueError(f"generate: {len(prompts)} prompts with {len(adapters)} adapters")
+        adapter_ids = [-1 if name is None else self.adapter_id(name) for name in adapters]
+        lengths = [len(p) if self.tokenizer is None or not isinstance(p, str) else TEXT_TOKENS for p in prompts]
+        self.compile_ahead(lengths, params)
+        return texts, prompts, params, adapter_ids
 
     def chat(self, messages, params=None, progress=None, finished=None, adapters=None, **others):
         """Complete a list of messages, or several, as generate does, each as the model's chat template writes it.
 
-        chat_template_kwargs: variables of the template; its own tools are among them.
+        tools: JSON schemas of functions that the template shows. chat_template_kwargs: variables of the template.
         """
-        template = others.pop("chat_template_kwargs", None) or {}
+        tools, template = others.pop("tools", None), others.pop("chat_template_kwargs", None)
         chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        if self.tokenizer is None:
-            raise ConfigError("chat: messages need a tokenizer, and the model folder has none")
-        for index, chat in enumerate(chats):
-            check_messages(chat, f"chat: messages {index}")
-        prompts = [encode_prompt(self.tokenizer, chat, **template) for chat in chats]
+        prompts = chat_prompts(self.tokenizer, chats, tools, template)
         return self.generate(prompts, params, progress, finished, adapters, **others)
 
     def compile_ahead(self, lengths, params, scored=()):
@@ -161,7 +196,8 @@ class LLM:
         lora = adapter.loras if isinstance(adapter, AdapterStack) else adapter and adapter.lora
         compile_ahead(model.config, model.dtype.name, lora, self.engine.config, lengths, params, scored)
 
-    def _adapter_id(self, name):
+    def adapter_id(self, name):
+        """The index of an adapter by its name."""
         if name not in self.adapter_ids:
             known = ", ".join(self.adapter_ids) or "none"
             raise ConfigError(f"generate: no adapter {name!r}; the LLM was made with {known}")
@@ -204,7 +240,41 @@ def _listed(prompts):
     return [prompts] if is_ids else prompts
 
 
-def _text_and_prompt(index, prompt):
+def chat_prompts(tokenizer, chats, tools=None, template=None):
+    """The token ids of each chat, a list of messages. tools: JSON schemas or None; template: its variables."""
+    if tokenizer is None:
+        raise ConfigError("chat: messages need a tokenizer, and the model folder has none")
+    variables = dict(template or {})
+    if tools:
+        variables["tools"] = tools
+    for index, chat in enumerate(chats):
+        check_messages(chat, f"chat: messages {index}")
+    return [encode_prompt(tokenizer, chat, **variables) for chat in chats]
+
+
+class ProgressLine:
+    """A line on stderr that counts finished completions, used as tqdm's bars are. n: those so far."""
+
+    def __init__(self, total, desc):
+        self.total, self.desc, self.n = total, desc, 0
+
+    def update(self, count):
+        self.n += count
+        if count:
+            print(f"\r{self.desc}: {self.n}/{self.total}", end="", file=sys.stderr, flush=True)
+
+    def close(self):
+        print(file=sys.stderr)
+
+
+def progress_bar(use_tqdm, total):
+    """The bar of generate's use_tqdm: None, True for a line on stderr, or a class such as tqdm."""
+    if not use_tqdm:
+        return None
+    return (ProgressLine if use_tqdm is True else use_tqdm)(total=total, desc="Processed prompts")
+
+
+def text_and_prompt(index, prompt):
     """(the text or None, what the engine takes) of a prompt. Raises TypeError with the forms that there are."""
     if isinstance(prompt, str):
         return prompt, prompt

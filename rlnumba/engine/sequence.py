@@ -407,7 +407,7 @@ class RequestOutput:
 
     @property
     def finished(self):
-        return all(completion is not None for completion in self.completions)
+        return all(completion is not None and completion.finish_reason for completion in self.completions)
 
     @property
     def prompt_logprobs(self):

@@ -13,7 +13,6 @@ chat.py         /v1/chat/completions
 messages.py     messages as chat templates take them
 token_level.py  /inference/v1/generate, /tokenize, /detokenize
 logprobs.py     log-probs as the API writes them
-detokenize.py   the text of a completion while it grows
 streams.py      server-sent events; the end of a client
 errors.py       errors as JSON
 metrics.py      /metrics

@@ -3,11 +3,11 @@
 import json
 import secrets
 
+from rlnumba.engine.requests.text_stream import TextStream
 from rlnumba.environments.formats import Content, Reasoning, ToolCall, TurnStream, opens_think
 from rlnumba.environments.formats.base import parameters_of
 from rlnumba.errors import UserError
 from rlnumba.serve.answers import ApiAnswer
-from rlnumba.serve.detokenize import TextStream
 from rlnumba.serve.errors import ApiError
 from rlnumba.serve.logprobs import TokenTexts, chat_logprobs, prompt_object, rows_of_completion, rows_of_delta
 from rlnumba.serve.messages import cut_after_last_content, read_messages, read_tools

@@ -1,9 +1,9 @@
 """/v1/completions: prompts as texts or token ids."""
 
+from rlnumba.engine.requests.text_stream import TextStream
 from rlnumba.errors import shown
 from rlnumba.serve.answers import ApiAnswer
 from rlnumba.serve.bodies import MOST_ITEMS, token_ids
-from rlnumba.serve.detokenize import TextStream
 from rlnumba.serve.errors import ApiError
 from rlnumba.serve.logprobs import (
     CompletionLogprobs,

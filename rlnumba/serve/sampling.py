@@ -4,10 +4,10 @@ import secrets
 from dataclasses import replace
 
 from rlnumba.engine.requests.stops import check_stops
+from rlnumba.engine.requests.text_stream import TextOptions
 from rlnumba.engine.requests.token_rules import token_rules
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
-from rlnumba.serve.detokenize import TextOptions
 from rlnumba.serve.errors import ApiError, too_long
 
 # Keys that are SamplingParams' under the same name, which checks them.

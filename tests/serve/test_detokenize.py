@@ -19,7 +19,7 @@ def tokenizer():
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_pieces_are_the_text(tokenizer, rng, stop, step):
     pytest.importorskip("starlette")
-    from rlnumba.serve.detokenize import TextOptions, TextStream
+    from rlnumba.engine.requests.text_stream import TextOptions, TextStream
 
     texts = ["hello world, hel", "日本語 é\N{GRINNING FACE} 語", "\N{REPLACEMENT CHARACTER}a\N{REPLACEMENT CHARACTER}"]
     lists = [tokenizer.encode(text, add_special_tokens=False) for text in texts]

@@ -1,0 +1,116 @@
+"""Outputs of requests while they grow: what LLM.stream yields, and AsyncLLM.generate."""
+
+import numpy as np
+
+from rlnumba.engine.core import PromptError
+from rlnumba.engine.episodes import Episodes, GroupRequest
+from rlnumba.engine.requests.logprobs import cut, entries
+from rlnumba.engine.requests.text_stream import TextOptions, TextStream
+from rlnumba.engine.sequence import Completion, RequestOutput
+
+
+class OpenRequest:
+    """A request of Streams. prompt: its text, or None."""
+
+    def __init__(self, engine, request, prompt):
+        self.engine, self.request, self.prompt = engine, request, prompt
+        # Tokens that the last output had; one with fewer is of a request that is drawn again.
+        self.num_sent = 0
+        self.begin_again()
+
+    def begin_again(self):
+        params, n = self.request.params, self.request.params.n
+        options = TextOptions(params.stop, params.skip_special_tokens)
+        self.streams = [TextStream(self.engine.tokenizer, options) for _ in range(n)]
+        self.token_ids, self.logprobs, self.listed = ([[] for _ in range(n)] for _ in range(3))
+        self.done = {}
+
+    def add(self, index, token_id, logprob, listing):
+        """Take in a token of completion `index`."""
+        self.token_ids[index].append(token_id)
+        self.logprobs[index].append(logprob)
+        self.streams[index].feed([token_id])
+        if self.request.params.num_logprobs >= 0:
+            self.listed[index].append(entries(listing, token_id, self.engine.token_text))
+
+    def output(self):
+        """The RequestOutput of what there is."""
+        completions = [self.done.get(index) or self._growing(index) for index in range(self.request.params.n)]
+        self.num_sent = sum(map(len, self.token_ids))
+        number, ids = str(self.request.number), self.request.prompt_token_ids
+        return RequestOutput(list(ids), completions, self.prompt, number)
+
+    def _growing(self, index):
+        stream, params = self.streams[index], self.request.params
+        logprobs = np.array(self.logprobs[index] if params.logprobs else [], np.float32)
+        completion = Completion(
+            np.array(self.token_ids[index], np.int32), logprobs, None, stream.text[: stream.num_sent]
+        )
+        completion.index = index
+        if params.num_logprobs >= 0:
+            completion.top_logprobs = list(self.listed[index])
+        elif params.logprobs is None:
+            completion.logprobs = None
+        return completion
+
+    @property
+    def has_grown(self):
+        return sum(map(len, self.token_ids)) > self.num_sent
+
+
+class Streams:
+    """The requests of an Engine whose outputs are wanted after every step."""
+
+    def __init__(self, engine):
+        self.engine, self.episodes, self.open = engine, Episodes(engine), {}
+
+    def submit(self, number, prompt, params, adapter_id=-1):
+        """Begin a request; prompt: a text or token ids. Raises PromptError and ConfigError."""
+        params = params.seeded()
+        ids, _ = self.engine.check_request(number, prompt, params)
+        request = GroupRequest(number, ids.tolist(), params, adapter_id=adapter_id)
+        self.episodes.submit(request)
+        self.open[number] = OpenRequest(self.engine, request, prompt if isinstance(prompt, str) else None)
+
+    def step(self):
+        """One step: (number, RequestOutput or the PromptError that ends it) of requests that have grown: list."""
+        try:
+            complete = self.episodes.step()
+        except PromptError as error:
+            self.episodes.begin_again(error.request_ids)
+            for number in error.request_ids:
+                del self.open[number]
+            for request in self.open.values():
+                request.begin_again()
+            return [(number, PromptError(number, error.reason)) for number in error.request_ids]
+        output = self.episodes.output
+        if output is None:
+            return []
+        grown = self._take(output)
+        for request in complete:
+            del self.open[request.number]
+        return grown
+
+    def _take(self, output):
+        """Take in a StepOutput: what `step` returns."""
+        listings = [None] * output.num_tokens if output.listings is None else output.listings
+        columns = output.sequences, output.token_ids.tolist(), output.logprobs.tolist(), listings
+        numbers = {}
+        for sequence, token_id, logprob, listing in zip(*columns, strict=True):
+            number = numbers[sequence.request_id] = sequence.request_id
+            if listing is not None:
+                listing = cut(listing, sequence.params.num_logprobs)
+            self.open[number].add(sequence.index, token_id, logprob, listing)
+        for number, index, completion in output.finished:
+            self.open[number].done[index] = completion
+        return [(number, self.open[number].output()) for number in numbers if self.open[number].has_grown]
+
+    def abort(self, number):
+        """Drop a request; nothing happens if it has ended."""
+        if self.open.pop(number, None) is not None:
+            self.episodes.abort(number)
+
+    def reset(self):
+        """Drop all requests: after any exception."""
+        self.episodes.reset()
+        self.open.clear()

@@ -1,0 +1,138 @@
+"""Outputs that grow, LLM.stream and AsyncLLM: each begins the next, the last is that of LLM.generate."""
+
+import asyncio
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from rlnumba import AsyncLLM
+from rlnumba.engine import LLM, PromptError, SamplingParams
+from rlnumba.errors import ConfigError
+from tests.engine.test_llm import FOLDER, make_model
+
+PROMPTS = ["what is 3+4? ", {"prompt": "a"}, [5, 6, 7]]
+PARAMS = [
+    SamplingParams(max_tokens=12, n=2, seed=3, logprobs=2, prompt_logprobs=1),
+    SamplingParams(max_tokens=9, temperature=0, logprobs=None, stop="z"),
+    SamplingParams(max_tokens=1, skip_special_tokens=False),
+]
+
+
+def check_growth(outputs, wanted):
+    """Whether an output's texts, tokens and log-probs begin those of the next, and the last is the one of generate."""
+    assert outputs[-1].completions == wanted.completions and outputs[-1].finished
+    assert outputs[-1].prompt_logprobs == wanted.prompt_logprobs and outputs[-1].prompt == wanted.prompt
+    assert not any(output.finished for output in outputs[:-1])
+    for before, after in zip(outputs, outputs[1:], strict=False):
+        for one, other in zip(before.outputs, after.outputs, strict=True):
+            assert other.token_ids[: len(one.token_ids)] == one.token_ids and other.text.startswith(one.text)
+            assert one.logprobs == (one.logprobs and other.logprobs[: len(one.logprobs)])
+        assert sum(len(each.token_ids) for each in before.outputs) < sum(len(each.token_ids) for each in after.outputs)
+
+
+def test_a_stream_grows_to_what_generate_returns():
+    llm = LLM(FOLDER)
+    wanted, found = llm.generate(PROMPTS, PARAMS), [[], [], []]
+    for index, output in llm.stream(PROMPTS, PARAMS):
+        found[index].append(output)
+    for outputs, each in zip(found, wanted, strict=True):
+        check_growth(outputs, each)
+    assert len(found[1]) == len(wanted[1].outputs[0].token_ids) > 1
+    next(llm.stream(PROMPTS, PARAMS))
+    assert not llm.engine.has_unfinished and llm.generate(PROMPTS, PARAMS) == wanted
+
+
+def test_coroutines_share_an_engine():
+    """Their requests are one batch; one that is left early is dropped."""
+    llm, wanted = AsyncLLM(FOLDER), LLM(FOLDER).generate(PROMPTS, PARAMS)
+
+    async def outputs_of(prompt, params):
+        return [output async for output in llm.generate(prompt, params)]
+
+    async def left_early():
+        iterator = llm.generate("what is ", SamplingParams(max_tokens=300, ignore_eos=True))
+        async for _ in iterator:
+            break
+        await iterator.aclose()
+
+    async def together():
+        *found, _ = await asyncio.gather(*map(outputs_of, PROMPTS, PARAMS), left_early())
+        with pytest.raises(ConfigError, match="stop_token_ids"):
+            await outputs_of("a", SamplingParams(stop_token_ids=[10**6]))
+        return found
+
+    for _ in range(2):
+        for outputs, each in zip(asyncio.run(together()), wanted, strict=True):
+            check_growth(outputs, each)
+    llm.shutdown()
+    assert not llm.llm.engine.has_unfinished
+
+
+def test_a_damaged_prompt_ends_alone():
+    model = make_model(tie_word_embeddings=False)
+    model.weights.embed_tokens[7] = np.nan
+    llm = AsyncLLM(model)
+    params = SamplingParams(max_tokens=1)
+    wanted = LLM(make_model(tie_word_embeddings=False)).generate([[5, 6]], params)
+
+    async def last(prompt):
+        return [output async for output in llm.generate(prompt, params)][-1]
+
+    async def together():
+        return await asyncio.gather(last([5, 6]), last([5, 7]), return_exceptions=True)
+
+    found, error = asyncio.run(together())
+    assert found.completions == wanted[0].completions and isinstance(error, PromptError)
+    with pytest.raises(PromptError, match="not finite"):
+        list(LLM(model).stream([[5, 7]], params))
+    llm.shutdown()
+
+
+def test_chat_shows_tools(tmp_path):
+    for path in FOLDER.iterdir():
+        if path.name != "tokenizer_config.json":
+            (tmp_path / path.name).symlink_to(path)
+    tokenizer = json.loads((FOLDER / "tokenizer_config.json").read_text())
+    template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"chat_template": template}))
+    llm, params = AsyncLLM(tmp_path), SamplingParams(max_tokens=2, temperature=0)
+    messages = [{"role": "user", "content": "what is 3"}]
+    tools = [{"type": "function", "function": {"name": "a", "parameters": {}}}]
+    (output,) = llm.llm.chat(messages, params, tools=tools)
+    assert output.prompt_token_ids == llm.llm.tokenizer.encode("a what is 3")
+
+    async def last():
+        return [each async for each in llm.chat(messages, params, tools=tools)][-1]
+
+    assert asyncio.run(last()).completions == output.completions
+    (plain,) = llm.llm.chat(messages, params, tools=[])
+    assert plain.prompt_token_ids == llm.llm.tokenizer.encode("what is 3")
+    llm.shutdown()
+
+
+def test_progress(capsys):
+    """A line on stderr, or what is called as tqdm is."""
+    llm, params = LLM(FOLDER), SamplingParams(max_tokens=3, n=2)
+    llm.generate(["a", "b"], params, use_tqdm=True)
+    assert capsys.readouterr().err.endswith("Processed prompts: 4/4\n")
+    seen = []
+
+    class Bar:
+        def __init__(self, total, desc):
+            self.n = 0
+            seen.append((total, desc))
+
+        def update(self, count):
+            self.n += count
+
+        def close(self):
+            seen.append(self.n)
+
+    llm.generate(["a", "b"], params, use_tqdm=Bar)
+    assert seen == [(4, "Processed prompts"), 4]
+    llm.generate(["a"], dataclasses.replace(params, n=1))
+    llm.sleep()
+    llm.wake_up()
+    assert capsys.readouterr().err == ""

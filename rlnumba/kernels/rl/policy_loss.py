@@ -470,6 +470,21 @@ def policy_metrics(stats, config, rollout=False):
     return {name: float(value) for name, value in found.items() if abs(value) < NOTHING}
 
 
+def _correction_ref(terms, difference, owner, by_sequence):
+    """Importance weights of rollouts: of tokens, their logarithms' sums of sequences, and, at that level, of sequences.
+
+    difference (T,): old log-probs less the rollout's; owner (T,): its sequences; by_sequence: sums over sequences.
+    """
+    level, sums = terms.correction_level, by_sequence(difference)
+    if not level:
+        return np.ones(len(difference)), np.zeros(len(sums)), None
+    weights = np.exp(sums if level == "sequence" else difference)
+    bounded = np.clip(weights, *terms.correction_range)
+    weights = bounded if terms.correction_truncates else np.where(bounded == weights, weights, 0.0)
+    logs = np.clip(np.log(np.maximum(weights, 1e-8)), None, 20.0)
+    return (weights[owner], logs, weights) if level == "sequence" else (weights, by_sequence(logs), None)
+
+
 def policy_loss_ref(
     logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, config, scale,
     entropy_mask=None,
@@ -495,17 +510,8 @@ def policy_loss_ref(
     log_ratios_divisor = 1.0 if terms.sums_log_ratios else divisor
     ratio = np.exp((by_sequence(log_ratio) / log_ratios_divisor)[owner] if terms.sequence_level else log_ratio)
 
-    correction, log_correction = np.ones(len(mask)), np.zeros(sequences)
     level, difference = terms.correction_level, minus(old_logprobs, behaviour)
-    if level:
-        correction = np.exp(by_sequence(difference) if level == "sequence" else difference)
-        bounded = np.clip(correction, *terms.correction_range)
-        correction = bounded if terms.correction_truncates else np.where(bounded == correction, correction, 0.0)
-        log_correction = np.clip(np.log(np.maximum(correction, 1e-8)), None, 20.0)
-        if level == "sequence":
-            sequence_correction, correction = correction, correction[owner]
-        else:
-            log_correction = by_sequence(log_correction)
+    correction, log_correction, sequence_correction = _correction_ref(terms, difference, owner, by_sequence)
 
     slope = gradient = kl = np.zeros(len(mask))
     if form == CLIP:

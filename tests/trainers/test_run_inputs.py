@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlnumba.config import DataConfig, LoraConfig, load_run
+from rlnumba.config import DataConfig, EnvironmentConfig, LoraConfig, ToolsConfig, load_run
 from rlnumba.errors import UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.runs.run_inputs import PATH_KEYS, SetAside, earlier_folders, paths_of, with_paths
@@ -87,7 +87,8 @@ def test_every_path_of_a_run_is_changed(tmp_path):
     run = ppo_run(tmp_path / "run", critic={"model": "c"})
     assert {key for key in PATH_KEYS if key[0] != "lora"} == {
         *[("", "model"), ("critic", "model"), ("data", "train"), ("data", "eval")],
-        *[("rewards", "funcs"), ("train", "callbacks")],
+        *[("rewards", "funcs"), ("train", "callbacks"), ("tools", "funcs")],
+        *[("environment", "factory"), ("environment", "factories")],
     }
     funcs = ["a/b.py:f", "out/final", "accuracy", "a.py:make(path='x.py:y')"]
     run = replace(
@@ -96,12 +97,17 @@ def test_every_path_of_a_run_is_changed(tmp_path):
         rewards=replace(run.rewards, funcs=funcs),
         lora=LoraConfig(init="l"),
         train=replace(run.train, callbacks=["d.py:C", "package.module:C"]),
+        tools=ToolsConfig(funcs=["e.py:f"]),
+        environment=EnvironmentConfig(factories={"game": "g.py:G"}),
     )
     found = with_paths(run, lambda path: f"new/{path}")
     assert (found.critic.model, found.lora.init) == ("new/c", "new/l")
     assert (found.data.train, found.data.eval) == ("new/a.jsonl,new/b.jsonl", "new/c.jsonl")
     assert found.rewards.funcs == ["new/a/b.py:f", "new/out/final", "new/accuracy", "new/a.py:make(path='x.py:y')"]
     assert found.train.callbacks == ["new/d.py:C", "new/package.module:C"]
+    assert found.tools.funcs == ["new/e.py:f"] and found.environment.factories == {"game": "new/g.py:G"}
+    single = replace(run, environment=EnvironmentConfig(factory="h.py:H"))
+    assert with_paths(single, lambda path: f"new/{path}").environment.factory == "new/h.py:H"
     assert with_paths(run, str) == run
     # A comma in the name of a file that is there divides nothing.
     (tmp_path / "one, two.jsonl").touch()

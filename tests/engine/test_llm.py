@@ -757,7 +757,12 @@ def test_prefix_groups_change_nothing_in_the_simulator(monkeypatch):
     largest = []
     for name in ("paged_attention", "paged_attention_qkv"):
         call = getattr(attention, name)
-        monkeypatch.setattr(attention, name, lambda *a, call=call: largest.append((call.__name__, a[-2])) or call(*a))
+
+        def noted(*arguments, call=call):
+            largest.append((call.__name__, arguments[-3].max_group_size))
+            call(*arguments)
+
+        monkeypatch.setattr(attention, name, noted)
     prompt, params = [i % 20 for i in range(65)], SamplingParams(temperature=0.8, max_tokens=3, n=2, ignore_eos=True)
     with dispatch.forced("attention=sm90"):
         llm = LLM(model, None, EngineConfig(num_gpu_blocks_override=20))

@@ -45,7 +45,8 @@ def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser
     end, then the exit code is 0; a second one ends the process at once.
     """
     try:
-        from rlnumba.serve.process import ServerProcess, announce, bind
+        from rlnumba.serve.process import ServerProcess, announce
+        from rlnumba.serve.watch.listen import bind
     except ModuleNotFoundError as error:
         if error.name.split(".")[0] == "rlnumba":
             raise

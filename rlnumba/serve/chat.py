@@ -119,8 +119,7 @@ class ChatAnswer(ApiAnswer):
         format = parser.format_of_calls() if self.parses_calls else None
         parameters = parameters_of(self.prompt.tools) if self.parses_calls else {}
         splits = parser.splits_reasoning
-        starts = splits and self.starts_in_think
-        return TurnStream(format, parameters, starts, keep_malformed=True, split_reasoning=splits)
+        return TurnStream(format, parameters, self.starts_in_think, keep_malformed=True, split_reasoning=splits)
 
     def whole(self, completions):
         found = super().whole(completions)

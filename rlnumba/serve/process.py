@@ -6,7 +6,6 @@ The first SIGINT or SIGTERM lets what has begun end, for drain_timeout seconds; 
 import asyncio
 import os
 import signal
-import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -21,29 +20,12 @@ from rlnumba.serve.engine_loop import EngineLoop
 from rlnumba.serve.metrics import ServerMetrics
 from rlnumba.serve.security import stopping
 from rlnumba.serve.service import Service
+from rlnumba.serve.watch.listen import url_of
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
 # Seconds for answers that are written when the engine has ended.
 LAST_WRITES_S = 5
-
-
-def bind(host, port):
-    """A socket with the address, which does not listen yet. Raises UserError where it is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind((host, port))
-    except (OSError, OverflowError) as error:
-        found.close()
-        raise UserError(f"{host}:{port}: {error.strerror if isinstance(error, OSError) else error}") from None
-    return found
-
-
-def url_of(host, bound):
-    """The base URL of a bound socket, with the host as it was given."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
 
 
 class ServerThread:
@@ -125,7 +107,7 @@ class ServerProcess:
         metrics.state = lambda: self.engine_loop.state
         self.service = Service(settings, self.engine_loop, parsers, metrics)
         self.thread = ServerThread(make_app(self.service), bound)
-        self.url = url_of(settings.host, bound)
+        self.url = url_of(bound, settings.host)
 
     def run(self, started):
         """Serve; started() is called when requests are accepted."""

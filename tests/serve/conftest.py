@@ -34,9 +34,10 @@ def running(engine, tokenizer, **settings):
     """A server over an engine, in threads of this process: its ServerProcess."""
     for package in ("starlette", "uvicorn", "prometheus_client"):
         pytest.importorskip(package)
-    from rlnumba.serve.process import ServerProcess, bind
+    from rlnumba.serve.process import ServerProcess
     from rlnumba.serve.service import Parsers
     from rlnumba.serve.settings import ServerSettings
+    from rlnumba.serve.watch.listen import bind
 
     settings = ServerSettings(**{"names": (NAME, "second"), "root": str(MODEL), "drain_timeout": 1.0} | settings)
     process = ServerProcess(settings, engine, Parsers(tokenizer), bind(settings.host, 0))
@@ -49,12 +50,15 @@ def running(engine, tokenizer, **settings):
             failed.append(error)
             raise
 
-    thread = threading.Thread(target=run)
+    # A daemon: a server that does not end must not keep the tests' process.
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert started.wait(60)
-    yield process
-    process.ending.received, process.ending.since = 15, time.monotonic()
-    thread.join(30)
+    try:
+        assert started.wait(60)
+        yield process
+    finally:
+        process.ending.received, process.ending.since = 15, time.monotonic()
+        thread.join(30)
     assert not thread.is_alive() and not failed
 
 

@@ -54,9 +54,10 @@ def scripted(template):
         pytest.importorskip(package)
     from rlnumba.serve.app import make_app
     from rlnumba.serve.metrics import ServerMetrics
-    from rlnumba.serve.process import ServerThread, bind, url_of
+    from rlnumba.serve.process import ServerThread
     from rlnumba.serve.service import Parsers, Service
     from rlnumba.serve.settings import ServerSettings
+    from rlnumba.serve.watch.listen import bind, url_of
 
     tokenizer = Tokenizer(FOLDER)
     tokenizer.templates = {"default": template}
@@ -66,7 +67,7 @@ def scripted(template):
     bound = bind(settings.host, 0)
     thread = ServerThread(make_app(service), bound)
     thread.start()
-    loop.url = url_of(settings.host, bound)
+    loop.url = url_of(bound, settings.host)
     yield loop
     thread.stop()
 

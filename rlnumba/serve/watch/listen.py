@@ -1,4 +1,4 @@
-"""The socket of the page and its server, until a signal ends it."""
+"""The sockets of servers, and the page's server until a signal ends it."""
 
 import socket
 import threading
@@ -8,21 +8,31 @@ import uvicorn
 from rlnumba.errors import UserError
 
 
-def listening(host, port):
-    """A socket that listens on a host and a port, 0 for a free one. Raises UserError naming them."""
+def bind(host, port):
+    """A socket with the address, port 0 for a free one, which does not listen yet. Raises UserError naming them."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(address)
-            listener.listen()
+            bound.bind(address)
         except OSError:
-            listener.close()
+            bound.close()
             raise
     except (OSError, UnicodeError, OverflowError) as error:
         raise UserError(f"{host}:{port}: cannot listen there: {getattr(error, 'strerror', None) or error}") from error
-    return listener
+    return bound
+
+
+def listening(host, port):
+    """The socket of `bind`, which listens. Raises UserError."""
+    bound = bind(host, port)
+    try:
+        bound.listen()
+    except OSError as error:
+        bound.close()
+        raise UserError(f"{host}:{port}: cannot listen there: {error.strerror}") from error
+    return bound
 
 
 def url_of(listener, host):

@@ -26,4 +26,5 @@ def test_what_others_have_frozen_stays_so():
     before = gc.get_freeze_count()
     with garbage.unfrozen_at_end():
         pass
-    assert gc.get_freeze_count() == before > 0
+    # Threads of other tests may free some of them meanwhile; unfrozen, none would be left.
+    assert gc.get_freeze_count() > before // 2 > 0

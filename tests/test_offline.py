@@ -72,6 +72,7 @@ def test_the_list_has_what_the_session_found_right(compiled, tmp_path, monkeypat
     for architecture in ((8, 0), (9, 0), (12, 0)):
         offline.troubles_once(offline.answers_folder(tmp_path), KERNEL, TYPES, architecture)
     before = offline.LISTED.read_text()
+    monkeypatch.setattr(offline, "MODE", "read")
     offline.write_list(tmp_path)
     assert offline.LISTED.read_text() == before
     monkeypatch.setattr(offline, "MODE", "write")

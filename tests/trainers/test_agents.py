@@ -28,6 +28,7 @@ from rlnumba.data.prompts import Prompt
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.rewards.calling import RewardError
+from rlnumba.runs import run_folder
 from rlnumba.runs.eval import run_eval
 from rlnumba.sampling.samples import draw_episodes
 from rlnumba.trainers.every import TRAINERS
@@ -222,7 +223,9 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
     assert hash_of(run) == hash_of(parts)
 
 
-def test_two_ranks_end_with_the_weights_of_one(tmp_path):
+def test_two_ranks_end_with_the_weights_of_one(tmp_path, monkeypatch):
+    # Ranks in threads: the second one silences the whole process.
+    monkeypatch.setattr(run_folder, "_is_silent", False)
     keys = {"global_batch_size": 8, "per_device_train_batch_size": 4, "max_steps": 1}
     run = agent_run(tmp_path / "one", **keys)
     train(run)

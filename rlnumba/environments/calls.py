@@ -379,7 +379,7 @@ async def _ends(future, seconds):
 
 
 def text_of(error):
-    """The text of an exception in one line; its class's name where it has none."""
+    """The text of an exception; its class's name where it has none."""
     try:
         text = str(error)
     except Exception:  # a user's __str__

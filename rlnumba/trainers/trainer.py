@@ -201,9 +201,10 @@ class Trainer:
             if run.num_ranks > 1:
                 state = train_on_ranks(run, resume, self.given_funcs, self.callbacks, self.given_tools)
             else:
-                run = fit_to_device(located(run))
-                with advise(run), given(self.callbacks), given_tools(self.given_tools):
-                    state = self.trainer.train(run, resume, self._reward_functions())
+                with given_tools(self.given_tools):
+                    run = fit_to_device(located(run))
+                    with advise(run), given(self.callbacks):
+                        state = self.trainer.train(run, resume, self._reward_functions())
         self._state, seconds = state, time.monotonic() - started
         losses = [row["loss"] for row in state.log_history if "loss" in row]
         loss = sum(losses) / len(losses) if losses else math.nan

@@ -15,6 +15,7 @@ parts (deploy.zero_stage 3) have no engine.
 
 import dataclasses
 import os
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,6 +26,7 @@ from rlnumba.engine.parallel_size import weights_bytes
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed, tokens_of_group
 from rlnumba.engine.speculation import longest_verified
+from rlnumba.environments.agents import load_agents
 from rlnumba.kernels.logprob import chunked
 from rlnumba.model.hub import find_model, read_config
 from rlnumba.model.lora import Places, lora_of_run
@@ -266,7 +268,10 @@ class Planner:
         """(the lengths of all prompts of a run with `[rewards]`, a list; tokens that all of them begin with)."""
         of_data = dataclasses.replace(self.run.data, max_prompt_length=max_prompt_length)
         limit = longest_sequence(self.config, self.run.engine)
-        found = data.load_prompts(of_data.train, of_data, self.tokenizer, limit, self.config.vocab_size)
+        arguments = of_data.train, of_data, self.tokenizer, limit, self.config.vocab_size
+        # The schemas of tools are part of each prompt.
+        with closing(load_agents(self.run, self.tokenizer)) if self.run.has_episodes else nullcontext() as agents:
+            found = data.load_prompts(*arguments, tools=agents and agents.prompt_tools)
         if self.keeps_data and of_data == self.run.data:
             kept_data.keep(kept_data.prompts_key(self.run, limit), found)
         ids = [list(prompt.prompt_token_ids) for prompt in found.prompts]

@@ -62,10 +62,10 @@ def last_checkpoint_named(output_dir):
 def _train(communicator, run, resume, reward_funcs, callbacks, tools):
     """Train on one rank; the first returns the TrainerState."""
     check_equal(communicator, facts_of(run))
-    run = fit_to_device(located(run), communicator)
     functions = [resolve_if_named(each) for each in reward_funcs]
     # Callbacks are called once.
     with given(callbacks if communicator.rank == 0 else ()), given_tools(tools):
+        run = fit_to_device(located(run), communicator)
         state = TRAINERS[run.trainer].train(run, resume, functions, communicator)
     return state if communicator.rank == 0 else None
 

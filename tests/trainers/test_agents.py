@@ -30,6 +30,9 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.rewards.calling import RewardError
 from rlnumba.runs import run_folder
 from rlnumba.runs.eval import run_eval
+from rlnumba.runs.planning.plan import Planner
+from rlnumba.runs.prompt_loop import agents_of
+from rlnumba.runs.prompt_run import load_prompts
 from rlnumba.sampling.samples import draw_episodes
 from rlnumba.trainers.every import TRAINERS
 from tests.environments.scripted import agents_with
@@ -221,6 +224,19 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
     train(replace(parts, train=replace(run.train, max_steps=2)))
     train(parts, resume=True)
     assert hash_of(run) == hash_of(parts)
+
+
+def test_a_plan_has_the_prompts_of_the_run(tmp_path):
+    """With the schemas of the tools in them, which make them longer."""
+    run = agent_run(tmp_path / "run")
+    lengths, _ = Planner(run, False, None).prompts(run.data.max_prompt_length)
+    with agents_of(run, run.model) as agents:
+        llm = LLM(run.model, config=run.engine)
+        assert lengths == [
+            len(each.prompt_token_ids) for each in load_prompts(run.data.train, run, llm, agents=agents).prompts
+        ]
+        alone = load_prompts(run.data.train, run, llm).prompts
+    assert min(lengths) > max(len(each.prompt_token_ids) for each in alone)
 
 
 def test_two_ranks_end_with_the_weights_of_one(tmp_path, monkeypatch):

@@ -226,7 +226,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
     assert hash_of(run) == hash_of(parts)
 
 
-def test_a_plan_has_the_prompts_of_the_run(tmp_path):
+def test_a_plan_has_the_prompts_that_a_run_loads(tmp_path):
     """With the schemas of the tools in them, which make them longer."""
     run = agent_run(tmp_path / "run")
     lengths, _ = Planner(run, False, None).prompts(run.data.max_prompt_length)

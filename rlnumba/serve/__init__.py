@@ -4,19 +4,13 @@ process.py      the process: a socket, the engine in the main thread, uvicorn in
 engine_loop.py  the main thread: requests become episodes, steps become deltas
 jobs.py         one HTTP request between the two threads
 admission.py    how many sequences may wait
-app.py          routes, and who may call them
+app.py          which path is which route, and the errors of all
 security.py     API key, Host, content type, size of a body, request ids
-bodies.py       JSON bodies and the types of their keys
-sampling.py     the keys of a body that become SamplingParams
-completions.py  /v1/completions
-chat.py         /v1/chat/completions
-messages.py     messages as chat templates take them
-token_level.py  /inference/v1/generate, /tokenize, /detokenize
-logprobs.py     log-probs as the API writes them
-streams.py      server-sent events; the end of a client
-errors.py       errors as JSON
+service.py      the state that the routes share
 metrics.py      /metrics
 settings.py     the options of `rlnumba serve`
+routes/         /v1/completions, /v1/chat/completions, token ids in and out
+protocol/       bodies and the types of their keys, answers, server-sent events, log-probs, errors
 watch/          the page of `rlnumba watch`
 
 Nothing outside of this package imports starlette, uvicorn and prometheus_client, which are the extra `serve`.

@@ -4,7 +4,7 @@ The next step takes as many sequences as the engine has rows; those beyond wait.
 places is refused at once, so that the time that one waits has a bound.
 """
 
-from rlnumba.serve.errors import ApiError
+from rlnumba.serve.protocol.errors import ApiError
 
 # Seconds after which a client that was refused may ask again.
 RETRY_AFTER = {"retry-after": "1"}

@@ -13,13 +13,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlnumba.serve import token_level
-from rlnumba.serve.bodies import Body, parse_json
-from rlnumba.serve.chat import ChatAnswer
-from rlnumba.serve.completions import CompletionAnswer
-from rlnumba.serve.errors import ApiError, error_body, internal_error
+from rlnumba.serve.protocol.bodies import Body, parse_json
+from rlnumba.serve.protocol.errors import ApiError, error_body, internal_error
+from rlnumba.serve.protocol.streams import ClientGone
+from rlnumba.serve.routes import token_level
+from rlnumba.serve.routes.chat import ChatAnswer
+from rlnumba.serve.routes.completions import CompletionAnswer
 from rlnumba.serve.security import Gate, read_body
-from rlnumba.serve.streams import ClientGone
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -20,8 +20,8 @@ from rlnumba.engine.core import PromptError
 from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.requests.logprobs import cut
 from rlnumba.errors import ConfigError
-from rlnumba.serve.errors import ApiError, internal_error
 from rlnumba.serve.jobs import ApiJob, Delta
+from rlnumba.serve.protocol.errors import ApiError, internal_error
 
 # An idle engine looks this often whether the process is to end: a signal interrupts no wait.
 IDLE_S = 0.1

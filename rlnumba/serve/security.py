@@ -6,7 +6,7 @@ import secrets
 
 from starlette.datastructures import Headers, MutableHeaders
 
-from rlnumba.serve.errors import ApiError
+from rlnumba.serve.protocol.errors import ApiError
 from rlnumba.serve.settings import is_loopback
 
 # Routes that need no key: probes of an orchestrator have none.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from rlnumba.environments.formats import FORMATS, detect_format
 from rlnumba.errors import UserError
 from rlnumba.serve.admission import Admission
-from rlnumba.serve.errors import ApiError
 from rlnumba.serve.jobs import ApiJob
-from rlnumba.serve.streams import EventStream, until_gone
+from rlnumba.serve.protocol.errors import ApiError
+from rlnumba.serve.protocol.streams import EventStream, until_gone
 
 # Threads that render templates and encode texts, beside the one that answers.
 RENDERING_THREADS = 4

@@ -87,7 +87,7 @@ def test_many_clients_each_get_an_answer(server):
 
 
 def test_a_client_that_reads_nothing_is_dropped():
-    streams = pytest.importorskip("rlnumba.serve.streams")
+    streams = pytest.importorskip("rlnumba.serve.protocol.streams")
     service = SimpleNamespace(settings=ServerSettings(("a",), "", unread_s=0.01))
 
     async def send():

@@ -145,7 +145,7 @@ def test_calls_of_earlier_turns_are_rendered(model):
 
 
 def test_a_template_that_loops_over_parts_gets_parts():
-    from rlnumba.serve.messages import loops_over_content
+    from rlnumba.serve.protocol.messages import loops_over_content
 
     assert loops_over_content(
         "{% for m in messages %}{% for part in m['content'] %}{{ part.text }}{% endfor %}{% endfor %}"

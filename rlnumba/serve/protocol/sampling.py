@@ -8,7 +8,7 @@ from rlnumba.engine.requests.text_stream import TextOptions
 from rlnumba.engine.requests.token_rules import token_rules
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
-from rlnumba.serve.errors import ApiError, too_long
+from rlnumba.serve.protocol.errors import ApiError, too_long
 
 # Keys that are SamplingParams' under the same name, which checks them.
 SAME_NAME = (

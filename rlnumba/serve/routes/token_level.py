@@ -1,11 +1,11 @@
 """Routes on token ids: /inference/v1/generate, /tokenize, /detokenize."""
 
-from rlnumba.serve.answers import ApiAnswer
-from rlnumba.serve.bodies import Body
-from rlnumba.serve.chat import ChatPrompt
-from rlnumba.serve.errors import ApiError
-from rlnumba.serve.logprobs import TokenTexts, finite, prompt_object, rows_of_completion, rows_of_delta
-from rlnumba.serve.sampling import Sampling
+from rlnumba.serve.protocol.answers import ApiAnswer
+from rlnumba.serve.protocol.bodies import Body
+from rlnumba.serve.protocol.errors import ApiError
+from rlnumba.serve.protocol.logprobs import TokenTexts, finite, prompt_object, rows_of_completion, rows_of_delta
+from rlnumba.serve.protocol.sampling import Sampling
+from rlnumba.serve.routes.chat import ChatPrompt
 
 
 class GenerateAnswer(ApiAnswer):

@@ -7,11 +7,11 @@ from rlnumba.engine.requests.text_stream import TextStream
 from rlnumba.environments.formats import Content, Reasoning, ToolCall, TurnStream, opens_think
 from rlnumba.environments.formats.base import parameters_of
 from rlnumba.errors import UserError
-from rlnumba.serve.answers import ApiAnswer
-from rlnumba.serve.errors import ApiError
-from rlnumba.serve.logprobs import TokenTexts, chat_logprobs, prompt_object, rows_of_completion, rows_of_delta
-from rlnumba.serve.messages import cut_after_last_content, read_messages, read_tools
-from rlnumba.serve.sampling import Sampling
+from rlnumba.serve.protocol.answers import ApiAnswer
+from rlnumba.serve.protocol.errors import ApiError
+from rlnumba.serve.protocol.logprobs import TokenTexts, chat_logprobs, prompt_object, rows_of_completion, rows_of_delta
+from rlnumba.serve.protocol.messages import cut_after_last_content, read_messages, read_tools
+from rlnumba.serve.protocol.sampling import Sampling
 
 # Keys of chat_template_kwargs that are arguments of the rendering itself.
 NO_TEMPLATE_KWARGS = ("chat_template", "messages", "tools", "tokenize", "add_generation_prompt", "track")

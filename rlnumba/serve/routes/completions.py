@@ -2,10 +2,10 @@
 
 from rlnumba.engine.requests.text_stream import TextStream
 from rlnumba.errors import shown
-from rlnumba.serve.answers import ApiAnswer
-from rlnumba.serve.bodies import MOST_ITEMS, token_ids
-from rlnumba.serve.errors import ApiError
-from rlnumba.serve.logprobs import (
+from rlnumba.serve.protocol.answers import ApiAnswer
+from rlnumba.serve.protocol.bodies import MOST_ITEMS, token_ids
+from rlnumba.serve.protocol.errors import ApiError
+from rlnumba.serve.protocol.logprobs import (
     CompletionLogprobs,
     TokenTexts,
     prompt_object,
@@ -13,7 +13,7 @@ from rlnumba.serve.logprobs import (
     rows_of_delta,
     rows_of_prompt,
 )
-from rlnumba.serve.sampling import Sampling
+from rlnumba.serve.protocol.sampling import Sampling
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from rlnumba.serve.errors import ApiError
+from rlnumba.serve.protocol.errors import ApiError
 
 
 @dataclass

@@ -6,7 +6,7 @@ import math
 import click
 
 from rlnumba.errors import shown
-from rlnumba.serve.errors import ApiError
+from rlnumba.serve.protocol.errors import ApiError
 
 MOST_ITEMS = 1024
 

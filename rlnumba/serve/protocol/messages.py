@@ -8,8 +8,8 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlnumba.errors import shown
-from rlnumba.serve.bodies import MOST_ITEMS, Body
-from rlnumba.serve.errors import ApiError
+from rlnumba.serve.protocol.bodies import MOST_ITEMS, Body
+from rlnumba.serve.protocol.errors import ApiError
 
 # Parts of a content that are text, each with the key that has it.
 TEXT_PARTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}

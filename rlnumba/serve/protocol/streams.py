@@ -3,7 +3,7 @@
 import asyncio
 import json
 
-from rlnumba.serve.errors import ApiError
+from rlnumba.serve.protocol.errors import ApiError
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -50,8 +50,8 @@ Keys of TRL, verl, prime-rl and RL.cu that are accepted as the key on the right.
 ## What may change on --resume
 
 A checkpoint keeps what decides the result of its run: every key, a hash of the model, of the tokenizer and of the
-rewards' source files, and a hash of each row. A run that [goes on](running.md#stopping-and-resuming) prints each change
-that is allowed, and refuses the others.
+source files of rewards, tools and environments, and a hash of each row. A run that
+[goes on](running.md#stopping-and-resuming) prints each change that is allowed, and refuses the others.
 
 | what a change does | keys |
 | --- | --- |

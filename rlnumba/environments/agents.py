@@ -19,7 +19,7 @@ from rlnumba.environments.calls import ToolCaller
 from rlnumba.environments.episode import Episode, EpisodeRow, encode
 from rlnumba.environments.formats import detect_format
 from rlnumba.environments.pool import GET_REWARD, GIVEN, RESET, EnvironmentPool, method_of, required_parameters
-from rlnumba.environments.schema import schemas_of, tools_of
+from rlnumba.environments.schema import name_of, schemas_of, tools_of
 from rlnumba.environments.turns import check_turns
 from rlnumba.errors import ConfigError, UserError, shown
 from rlnumba.rewards.loading import load_object
@@ -94,7 +94,8 @@ def _factory_key(name):
 class Agents:
     """functions, factories: the tools, and {name of an environment: its factory}. See the module's docstring.
 
-    toolsets: {name of an environment: Toolset}, of None without one. format: the ToolFormat of calls, None without
+    toolsets: {name of an environment: Toolset}, of None without one. sources: {key and name of each tool and
+    environment: the objects that it is made of}. format: the ToolFormat of calls, None without
     tools. reward_classes: names of the classes with get_reward, in their order. rewards_read_environments: whether a
     reward function takes them, so that an environment is not used again before; the run sets it.
     """
@@ -106,10 +107,11 @@ class Agents:
         tools = run.tools
         self.caller = ToolCaller(tools.tool_workers, tools.tool_timeout_s, tools.tool_result_max_chars)
         self.pool = EnvironmentPool(factories, self.caller, run.rewards.timeout)
-        self._resets = {}
+        self._resets, self.sources = {}, {}
         try:
             self._probe(functions, factories)
             self.format = self._format()
+            self.sources |= {f"tools.funcs: {name_of(each)}": [each] for each in functions}
         except BaseException:
             self.close()
             raise
@@ -125,6 +127,8 @@ class Agents:
             instance = future.result()
             self.pool.give_back(instance)
             owner, environment = type(instance.environment), instance.environment
+            # A factory may be written elsewhere than the class, and that elsewhere than its bases.
+            self.sources[f"{_factory_key(name)}: {owner.__name__}"] = [factories[name], *owner.__mro__]
             reset = method_of(environment, RESET)
             if reset is None:
                 raise UserError(f"{_factory_key(name)}: {owner.__name__} has no method reset")

@@ -213,7 +213,7 @@ class PromptLoop:
         if self.rewards is not None:
             # While the model is loaded.
             self.rewards.start()
-            folder.compare_rewards(self.rewards)
+            folder.compare_sources(self.rewards, agents)
         self.policy, self.tokenizer = algorithm.load(run, folder)
         if is_in_parts(self.policy.model.weights):
             self.llm = LLMOnProcesses(self.policy.model, self.tokenizer, run.engine, run.asynchronous)

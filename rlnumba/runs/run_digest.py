@@ -3,6 +3,7 @@
     keys      every key of the configuration; the sizes of a step and a generation are those of all ranks together
     inputs    model, critic, adapter, tokenizer: a hash of each
     rewards   a hash of the source file of each reward function
+    tools     a hash of the source files of each tool and each environment
     rows      a hash of each training row, and one of all held-out rows
     versions  of the packages that bits depend on, and the device
 
@@ -102,21 +103,27 @@ def files_hash(paths):
     return found.hexdigest()
 
 
-def source_hash(function):
-    """A hash of the source file of a reward function, of a model's folder, or None where there is no such file.
+def source_hash(*objects):
+    """A hash of the source files of functions, classes and callable objects, or None where there are none.
 
-    The version of this package stands for functions of its own.
+    The version of this package stands for functions of its own. Of a ModelReward, which comes alone, it is the model's.
     """
-    if isinstance(function, ModelReward):
-        return model_hash(function.folder)
-    if isinstance(function, functools.partial):
-        function = function.func
-    named = function if inspect.isroutine(function) else type(function)
+    if isinstance(objects[0], ModelReward):
+        return model_hash(objects[0].folder)
+    paths = dict.fromkeys(path for each in objects if (path := source_path(each)) is not None)
+    return files_hash(paths) if paths else None
+
+
+def source_path(found):
+    """The Path of the file that a function, a class, or the class of an object is written in, or None without one."""
+    while isinstance(found, functools.partial):
+        found = found.func
+    named = found if inspect.isroutine(found) or inspect.isclass(found) else type(found)
     module = inspect.getmodule(named)
     path = None if module is None else vars(module).get("__file__")
     if path is None or module.__name__.partition(".")[0] == "rlnumba" or not Path(path).is_file():
         return None
-    return files_hash([Path(path)])
+    return Path(path)
 
 
 def row_hashes(rows):
@@ -196,10 +203,11 @@ def _other_input(name, saved, own):
     return f"{what}{key} = {before!r}, and this run has {now!r}, which is another one"
 
 
-def check_rewards(saved, own, step):
-    """Lines that say which reward functions have another source than at the checkpoint. saved, own: {name: hash}."""
+def check_sources(saved, own, key, step):
+    """Lines that say which functions have another source than at the checkpoint. saved, own: {name: hash}; key: begins
+    a line."""
     return [
-        f"rewards.funcs: {name} has changed, from step {step + 1}"
+        f"{key}{name} has changed, from step {step + 1}"
         for name, value in own.items()
         if name in saved and saved[name] != value
     ]

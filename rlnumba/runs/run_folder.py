@@ -28,7 +28,7 @@ from rlnumba.reporting.metrics import MetricsWriter
 from rlnumba.reporting.trackers import check_installed
 from rlnumba.rewards.loading import ModelFolder
 from rlnumba.runs.callbacks import Callbacks
-from rlnumba.runs.run_digest import check_keys, check_rewards, digest_of, new_indices, source_hash
+from rlnumba.runs.run_digest import check_keys, check_sources, digest_of, new_indices, source_hash
 from rlnumba.runs.run_inputs import SetAside, paths_of, with_paths
 from rlnumba.runtime import device, dispatch, memory, signals
 from rlnumba.runtime.compile import ahead_of_time
@@ -189,11 +189,19 @@ class RunFolder:
         )
         return found
 
-    def compare_rewards(self, rewards):
-        """Note the source of a run's reward functions, and log which have changed since the checkpoint. On rank 0."""
+    def compare_sources(self, rewards, agents):
+        """Note the sources of a run's reward functions, tools and environments, and log which have changed since the
+        checkpoint. On rank 0. agents: Agents, or None."""
         functions = zip(rewards.names, rewards.functions, strict=True)
-        self.digest["rewards"] = {name: found for name, each in functions if (found := source_hash(each)) is not None}
-        for line in check_rewards((self.saved or {}).get("rewards", {}), self.digest["rewards"], self.step):
+        self._compare_sources("rewards", "rewards.funcs: ", {name: [each] for name, each in functions})
+        if agents is not None:
+            self._compare_sources("tools", "", agents.sources)
+
+    def _compare_sources(self, section, key, sources):
+        """sources: {name: the objects whose files are compared}. See check_sources for key."""
+        hashes = {name: source_hash(*objects) for name, objects in sources.items()}
+        self.digest[section] = {name: found for name, found in hashes.items() if found is not None}
+        for line in check_sources((self.saved or {}).get(section, {}), self.digest[section], key, self.step):
             log(line)
 
     def moved_models(self, reward_funcs):

@@ -365,7 +365,7 @@ def test_what_is_compared_with_a_checkpoint():
     assert said(with_async, digest(**{"async.max_staleness": 2})) == ["async.max_staleness 1 -> 2 from step 4"]
     assert said(digest(), digest(**{"train.global_batch_size": 4})) == ["train.global_batch_size 2 -> 4 from step 4"]
     # A function that is new has not changed.
-    assert run_digest.check_rewards({"a": "1", "b": "1"}, {"a": "2", "b": "1", "c": "1"}, 3) == [
+    assert run_digest.check_sources({"a": "1", "b": "1"}, {"a": "2", "b": "1", "c": "1"}, "rewards.funcs: ", 3) == [
         "rewards.funcs: a has changed, from step 4"
     ]
 

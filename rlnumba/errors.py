@@ -20,6 +20,14 @@ class ConfigError(UserError):
     exit_code = 2
 
 
+class MissingKey(ConfigError):
+    """A key of a run that must be set and is not. key: its name, "section.name"; why: the end of a sentence, or ""."""
+
+    def __init__(self, key, why=""):
+        super().__init__(f"missing key {key}{why}")
+        self.key = key
+
+
 class DeviceError(UserError):
     """A device that is not available, or that fails: exit code 1. The message names the remedy."""
 

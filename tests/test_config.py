@@ -397,7 +397,7 @@ def test_values_are_checked_without_a_file_too():
         (lambda: rlnumba.GRPOConfig(reward_weights=["a"]), "train.reward_weights must be a list of numbers or"),
         (lambda: rlnumba.GRPOConfig(deploy=3), "train.deploy must be a DeployConfig or dict, got 3"),
         (lambda: LoraConfig(r="8"), "lora.r must be an integer, got '8'"),
-        (lambda: DataConfig(train=["a", "b"]), "data.train must be a string, got ['a', 'b']"),
+        (lambda: DataConfig(train=["a", "b"]), "data.train must be a string or \"None\", got ['a', 'b']"),
         (lambda: SFTRun(model=None, data=DataConfig(train="a")), "model must be a string, got None"),
         (lambda: SFTRun(model="m", data=DataConfig(train="a"), seed="x"), "seed must be an integer, got 'x'"),
     ],

@@ -5,7 +5,7 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlnumba.config.keys import REQUIRED, KeyCondition, Section, key
+from rlnumba.config.keys import KeyCondition, Section, key
 from rlnumba.errors import ConfigError
 
 # Begins the name of a dataset of reasoning-gym in data.train and data.eval.
@@ -47,14 +47,17 @@ class DataConfig(Section):
     """The files of rows, and how a row becomes a prompt."""
 
     section = "data"
-    train: str = key(
-        REQUIRED,
+    train: str | None = key(
+        None,
         "Training rows: a .jsonl, .json, .parquet or .csv file, the id of a dataset of the hub, or `gym:NAME` of "
-        "reasoning-gym; several with commas between them. The columns are in docs/data.md.",
+        "reasoning-gym; several with commas between them. The columns are in docs/data.md. It must be set unless "
+        "`environment.factory` and `train.max_steps` are: the environment then makes the prompts.",
     )
     eval: str | None = key(None, "Held-out rows of the same columns, evaluated every `train.eval_steps`.")
     train_weights: list[float] | None = key(
-        None, "For each file of `train`, how often an epoch has its rows: 2.0 twice, 0.5 every other one; None: once."
+        None,
+        "For each file of `train`, how often an epoch has its rows: 2.0 twice, 0.5 every other one; None: once.",
+        needs="data.train",
     )
     name: str | None = key(
         None, "Configuration of a dataset of the hub, its folder there; None: the default one.",

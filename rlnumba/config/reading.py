@@ -26,7 +26,7 @@ from rlnumba.config.keys import (
 )
 from rlnumba.config.other_keys import always, translated
 from rlnumba.config.runs import RUNS
-from rlnumba.errors import ConfigError
+from rlnumba.errors import ConfigError, MissingKey
 
 # (section, key) of other tools -> the key here. Sources: TRL [train], prime-rl, verl, RL.cu.
 ALIASES = {
@@ -237,11 +237,13 @@ def load_run(kind, path, overrides=(), has_16_bits=always):
                 continue
             if f.default is f.default_factory is REQUIRED and name not in values.given[section]:
                 full = _dotted(section, name)
-                raise ConfigError(f"{source}: missing key {full}{remedy.format(full)}")
+                raise ConfigError(f"{source}: {MissingKey(full)}{remedy.format(full)}")
     try:
         attributes = section_fields(RUNS[kind])
         named = {attributes[s]: c(**values.given[s]) for s, c in values.sections.items() if s and s not in absent}
         run = RUNS[kind](**values.given[""], **named)
+    except MissingKey as error:
+        raise ConfigError(f"{source}: {error}{remedy.format(error.key)}") from error
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     warn_without_effect(run)

@@ -11,7 +11,7 @@ from rlnumba.config.data import GYM
 from rlnumba.config.generation import GenerationPlan
 from rlnumba.config.keys import key
 from rlnumba.config.schema import EngineConfig, EvalConfig, ReferenceConfig, RewardsConfig, Run, TrainConfig
-from rlnumba.errors import ConfigError
+from rlnumba.errors import ConfigError, MissingKey
 
 # Parameters of sampling that have a key of their own in [train], and those that generation_kwargs alone has.
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -206,6 +206,16 @@ class PromptRun(Run):
     tools: ToolsConfig = ToolsConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
 
+    def _check_without_rows(self):
+        """See Run: an environment makes prompts of its own, for as many steps as train.max_steps says."""
+        if self.environment.factories:
+            why = ": environment.factories takes the environment of each row from the column 'environment'"
+            raise MissingKey("data.train", why)
+        if self.environment.factory is None:
+            super()._check_without_rows()
+        if self.train.max_steps < 1:
+            raise MissingKey("train.max_steps", ": without data.train there are no epochs that end the run")
+
     @property
     def has_episodes(self):
         """Whether a completion may have several turns, with tools or in an environment: bool."""
@@ -222,8 +232,11 @@ class PromptRun(Run):
                 f"{self.train.size_keys(self.num_ranks)} ({plan.num_completions}) must be divisible by "
                 f"train.num_generations ({plan.num_completions_each})"
             )
+        if self.data.train is None and (plan.difficulty_weights is not None or plan.solved_at is not None):
+            name = "no_resampling_pass_rate" if plan.difficulty_weights is None else "difficulty_weights"
+            raise ConfigError(f"train.{name} chooses among the rows of data.train, which is not set")
         if not self.rewards.funcs and not self.environment.specs:
-            if not self.data.train.startswith(GYM):
+            if not (self.data.train or "").startswith(GYM):
                 raise ConfigError("rewards.funcs must name at least one reward function")
             object.__setattr__(self, "rewards", replace(self.rewards, funcs=["gym"]))
         if self.has_episodes and self.deploy.num_infer_gpus:

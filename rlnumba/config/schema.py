@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rlnumba.config.data import DataConfig
 from rlnumba.config.keys import REQUIRED, Section, and_list, check_keys, check_owners, key
 from rlnumba.config.lora import LoraConfig
-from rlnumba.errors import ConfigError
+from rlnumba.errors import ConfigError, MissingKey
 
 
 @dataclass(frozen=True)
@@ -548,6 +548,8 @@ class Run:
 
     def __post_init__(self):
         check_keys(self, "")
+        if self.data.train is None:
+            self._check_without_rows()
         if self.train.eval_strategy in ("steps", "epoch") and self.data.eval is None:
             raise ConfigError(
                 f'train.eval_strategy "{self.train.eval_strategy}" needs data.eval, the rows to evaluate on'
@@ -569,6 +571,10 @@ class Run:
                 f"section [async], which rlnumba {and_list(self.trainers_that('generates_ahead'))} have"
             )
         check_owners(self)
+
+    def _check_without_rows(self):
+        """Raise MissingKey where a run needs data.train, which is not set."""
+        raise MissingKey("data.train")
 
     def _check_zero_3(self):
         """Raise ConfigError for what needs all weights on each GPU."""

@@ -9,7 +9,7 @@ import functools
 import json
 from dataclasses import fields
 
-from rlnumba.config.data import GYM
+from rlnumba.config.data import GYM, paths_of_rows
 from rlnumba.errors import ConfigError, UserError
 
 # reasoning-gym's own default, and where the problems of training begin.
@@ -32,7 +32,7 @@ def arguments_of(path, data, for_eval):
     train = _checked("data.gym", defaults | data.gym)
     if not for_eval:
         return train
-    if path not in [part.strip() for part in data.train.split(",")]:
+    if path not in paths_of_rows(data.train or ""):
         return _checked("data.eval_gym", defaults | data.eval_gym)
     behind = train["seed"] + train["size"]
     chosen = _checked("data.eval_gym", train | {"seed": behind} | data.eval_gym)

@@ -170,10 +170,16 @@ class PromptData:
 
 class PromptTools(NamedTuple):
     """The tools of the rows of a run whose policy calls some. schemas_of(row, where): the JSON schemas of a row's, or
-    None; raises UserError. default_prompt: the messages of a row without a prompt, None where each must have one."""
+    None; raises UserError. default_prompt: the messages of a row without a prompt, None where each must have one.
+    num_rows: rows without columns, which a run without data.train has."""
 
     schemas_of: Callable
     default_prompt: list | None = None
+    num_rows: int = 0
+
+
+# The place of a row that no file has, in messages.
+NO_FILE = "a run without data.train"
 
 
 def check_messages(prompt, where, column):
@@ -191,7 +197,8 @@ def _columns_of(row):
 
 
 def load_prompts(path, data, tokenizer, model_limit, vocab_size, for_eval=None, tools=None):
-    """The prompts of a file: PromptData. The first row's columns decide for all.
+    """The prompts of a file: PromptData. The first row's columns decide for all. path: None for tools.num_rows rows
+    without columns.
 
     data: DataConfig; for_eval: read_dataset's. model_limit: the model's longest sequence in tokens, prompt and
     completion. Prompts longer than data.max_prompt_length are dropped and counted; one that leaves no room for a
@@ -207,7 +214,10 @@ def load_prompts(path, data, tokenizer, model_limit, vocab_size, for_eval=None, 
     cells |= {name: text_cell for name in (data.answer_column,) if name}
     cells |= dict.fromkeys((data.prompt_column,) if data.prompt_column else ("prompt", "question"), chat_cell)
     cells |= {name: number_cell for name in (data.curriculum_column,) if name}
-    rows = read_dataset(path, data, for_eval, cells)
+    if path is None:
+        path, rows = NO_FILE, [({}, NO_FILE)] * tools.num_rows
+    else:
+        rows = read_dataset(path, data, for_eval, cells)
     seen, where = rows[0]
     column = data.prompt_column or ("prompt" if "prompt" in seen else "question")
     default_prompt = tools.default_prompt if tools is not None and data.prompt_column is None else None

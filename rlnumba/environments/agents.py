@@ -143,7 +143,7 @@ class Agents:
                 if owner.__name__ not in self.reward_classes:
                     self.reward_classes.append(owner.__name__)
             self.toolsets[name] = _toolset(functions, owner)
-        if not (self.run.rewards.funcs or self.reward_classes or self.run.data.train.startswith(GYM)):
+        if not (self.run.rewards.funcs or self.reward_classes or (self.run.data.train or "").startswith(GYM)):
             raise ConfigError(
                 "rewards.funcs must name at least one reward function, or the environment's class must have get_reward"
             )
@@ -165,7 +165,11 @@ class Agents:
     @property
     def prompt_tools(self):
         """The PromptTools with which data.load_prompts makes prompts."""
-        return PromptTools(self._schemas_of, PROMPT if self.has_environments else None)
+        if not self.has_environments:
+            return PromptTools(self._schemas_of)
+        # As in TRL, without a file there are as many rows as one generation takes.
+        train = self.run.train.on_ranks(self.run.num_ranks)
+        return PromptTools(self._schemas_of, PROMPT, train.generation.num_prompts)
 
     def _schemas_of(self, row, where):
         """The schemas of a row's tools. Raises UserError for a row that names no environment, or lacks a column."""

@@ -221,9 +221,11 @@ class PromptLoop:
             self.llm = LLM(self.policy.model, self.tokenizer, run.engine)
         self.prompts = load_prompts(run.data.train, run, self.llm, agents=agents)
         self.eval_data = load_prompts(run.data.eval, run, self.llm, True, agents) if run.data.eval else None
+        # Rows of no file are all alike, as many as a generation takes: one stands for them.
+        own = self.prompts.prompts if run.data.train else self.prompts.prompts[:1]
         hashes = [
             None if data is None else row_hashes([(each.prompt, each.prompt_token_ids, each.columns) for each in data])
-            for data in (self.prompts.prompts, self.eval_data and self.eval_data.prompts)
+            for data in (own, self.eval_data and self.eval_data.prompts)
         ]
         # {index of a prompt there: its index here} if the prompts are not the checkpoint's, else None.
         self.moved = folder.compare_rows(*hashes)

@@ -378,7 +378,8 @@ REWARDS = """reward_funcs: a function with TRL's signature, any callable, or the
     the folder of a reward model, or a list of these.
     rewards: further keys of that section, a dict; eval: those of how held-out prompts are completed.
     tools: functions that the policy may call, or their names, or a dict of the keys of [tools], with them as funcs.
-    environment_factory: a class or function without arguments, or {name: factory} (docs/agents.md).
+    environment_factory: a class or function without arguments, or {name: factory} (docs/agents.md). With a single one
+    and args.max_steps, train_dataset may be left out.
     """
 
 ARGUMENTS = (
@@ -412,6 +413,9 @@ class PromptTrainer(Trainer):
         rewards=None, peft_config=None, callbacks=(), eval=None, tools=None, environment_factory=None, **others,
     ):  # fmt: skip
         tools, given_tools = _given_tools(type(self).__name__, tools, environment_factory)
+        if environment_factory is not None and isinstance(train_dataset, tuple) and not train_dataset:
+            # The environment makes the prompts.
+            train_dataset = None
         datasets, sections = {"train": train_dataset, "eval": eval_dataset}, {"data": data, "engine": engine or {}}
         sections |= {"rewards": rewards or {}, "eval": eval or {}, "tools": tools}
         sections |= {name: others.pop(name, None) or {} for name in own_sections(self.trainer.run_class)}

@@ -1,0 +1,92 @@
+"""Runs without data.train: an environment makes the prompts."""
+
+from dataclasses import replace
+
+import pytest
+
+from rlnumba import GRPOConfig, GRPOTrainer
+from rlnumba.config import DataConfig, EnvironmentConfig, RewardsConfig, load_run
+from rlnumba.errors import ConfigError, MissingKey, UserError
+from rlnumba.runs.planning.plan import Planner
+from tests.trainers.runs import metrics_of
+from tests.trainers.test_agents import CONFIG, SETTINGS, TOOLS, agent_run, completions_of, train
+from tests.trainers.test_resume import hash_of
+
+
+class Guess:
+    """A number from 1 to 9, which its seed decides: the prompt is what reset returns."""
+
+    def reset(self, seed):
+        self.seed = seed
+        return f"{seed % 10}*{seed % 7}"
+
+    def get_reward(self):
+        return float(self.seed % 2)
+
+
+def guess_run(folder, **train):
+    run = agent_run(folder, tools=False, **{"per_device_train_batch_size": 8} | train)
+    factory = EnvironmentConfig(factory=f"{__name__}:Guess")
+    return replace(run, data=DataConfig(), environment=factory, rewards=RewardsConfig())
+
+
+def test_an_environment_makes_the_prompts(tmp_path):
+    run = guess_run(tmp_path / "run")
+    lengths, _ = Planner(run, False, None).prompts(None)
+    train(run)
+    lines, rows = completions_of(run), metrics_of(run)
+    # A generation has two groups, each of one seed, and another one of others.
+    groups = [lines[i : i + 4] for i in range(0, 16, 4)]
+    assert len(lengths) == 2 and [line["step"] for line in lines] == [1] * 8 + [2] * 8
+    assert all(len({line["prompt"][0]["content"] for line in group}) == 1 for group in groups)
+    assert len({line["prompt"][0]["content"] for line in lines}) > 2
+    assert all(line["prompt"][0]["role"] == "user" and len(line["prompt"]) == 1 for line in lines)
+    assert [row["epoch"] for row in rows] == [1, 2]
+    # With another size of a generation it goes on, and its rows are no others.
+    wider = replace(run, train=replace(run.train, max_steps=3, per_device_train_batch_size=16))
+    train(wider, resume=True)
+    assert [line["step"] for line in completions_of(wider)] == [1] * 8 + [2] * 8 + [3] * 16
+
+
+def test_resuming_without_data_ends_with_the_same_weights(tmp_path):
+    run = guess_run(tmp_path / "whole", max_steps=2, num_iterations=2)
+    train(run)
+    parts = replace(run, output_dir=str(tmp_path / "parts"))
+    train(replace(parts, train=replace(run.train, max_steps=1)))
+    train(parts, resume=True)
+    assert hash_of(run) == hash_of(parts)
+
+
+def test_data_may_be_absent_with_an_environment_and_max_steps_alone(tmp_path, monkeypatch):
+    run, missing = guess_run(tmp_path), MissingKey
+    for changes, error, message in [
+        ({"environment": EnvironmentConfig()}, missing, "^missing key data.train$"),
+        ({"train": replace(run.train, max_steps=-1)}, missing, "^missing key train.max_steps: without data.train"),
+        (
+            {"environment": EnvironmentConfig(factories={"a": "b:C"})},
+            missing,
+            "data.train: environment.factories takes",
+        ),
+        ({"train": replace(run.train, difficulty_weights=[1.0, 1.0, 1.0])}, ConfigError, "train.difficulty_weights ch"),
+    ]:
+        with pytest.raises(error, match=message):
+            replace(run, **changes)
+    text = CONFIG.replace(f'train = "{TOOLS}/train.jsonl"', "")
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"run.toml: missing key data.train$"):
+        load_run("grpo", tmp_path / "run.toml")
+    with pytest.raises(ConfigError, match="command line: missing key train.max_steps.*; give --train.max_steps VALUE"):
+        load_run("grpo", [], [("model", "m"), ("environment.factory", "a.py:A")])
+    monkeypatch.setattr(Guess, "reset", lambda self, answer: "")
+    with pytest.raises(UserError, match=r"^a run without data.train: Guess.reset\(\) needs answer, and the row has"):
+        train(run)
+
+
+def test_an_environment_makes_the_prompts_in_python(tmp_path):
+    keys = {"num_generations": 4, "per_device_train_batch_size": 4}
+    args = GRPOConfig(output_dir=str(tmp_path), **SETTINGS | keys | {"max_steps": 1})
+    trainer = GRPOTrainer(TOOLS / "model", args=args, environment_factory=Guess)
+    trainer.train()
+    assert len(completions_of(trainer.run)) == 4 and not (tmp_path / "train.jsonl").exists()
+    with pytest.raises(ConfigError, match="missing key train.max_steps"):
+        GRPOTrainer(TOOLS / "model", args=replace(args, max_steps=-1), environment_factory=Guess)

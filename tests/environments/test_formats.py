@@ -274,7 +274,56 @@ def test_a_stream_has_the_events_of_the_whole_text(name):
             step = draw.choice([1, 1, 2, 5, 30])
             events += pieces.feed(text[at : at + step])
             at += step
+            if draw.random() < 0.2:  # nothing that is certain is held back
+                assert merged(events) == merged(stream().feed(text[:at])), (text[:at], options)
         assert merged(events + pieces.finish()) == merged(whole.feed(text) + whole.finish()), (text, options)
+
+
+CODE = "if a < b: x = {'a': 1}; "
+LONG_TURNS = [
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"code": "%s"}}\n</tool_call>', 1),
+    ("qwen3_xml", "<tool_call>\n<function=f>\n<parameter=code>\n%s\n</parameter>\n</function>\n</tool_call>", 1),
+    ("glm", "<tool_call>f\n<arg_key>code</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>", 1),
+    ("llama3_json", '{"name": "f", "parameters": {"code": "%s"}}', 1),
+    ("llama3_json", '{"name": "f", "parameters": {"code": [%s]}}', None),
+    ("llama3_json", '{%s"name": "f", "parameters": {}}', None),
+    ("hermes", "a%sb", 0),
+]
+
+
+@pytest.mark.parametrize("filling", [CODE, "</tool_call>", r"\"{}\\", '{"a": 1}, ', "\n"], ids=ascii)
+@pytest.mark.parametrize(("name", "form", "num_calls"), LONG_TURNS)
+def test_a_stream_reads_each_character_a_few_times(monkeypatch, name, form, num_calls, filling):
+    """However long a block is, and however small its pieces."""
+    format, read = type(FORMATS[name])(), 0
+
+    def counted(function, size):
+        def call(*arguments):
+            nonlocal read
+            read += size(*arguments)
+            return function(*arguments)
+
+        return call
+
+    def counted_finder(text, start):
+        finder = end_finder(text, start)
+        if finder is not None:
+            finder.feed = counted(finder.feed, len)
+        return finder
+
+    end_finder = format.end_finder
+    monkeypatch.setattr(format, "find", counted(format.find, lambda text, start, before: len(text) - start))
+    monkeypatch.setattr(format, "block", counted(format.block, lambda text, start, *_: len(text) - start))
+    monkeypatch.setattr(format, "end_finder", counted_finder)
+    text = form.replace("%s", filling * (6_000 // len(filling)))
+    stream, events = format.stream(None), []
+    for at in range(0, len(text), 3):
+        events += stream.feed(text[at : at + 3])
+    events += stream.finish()
+    calls = [event for event in events if isinstance(event, ToolCall)]
+    if filling == CODE and num_calls is not None:
+        assert len(calls) == num_calls
+    assert read < 16 * len(text)
 
 
 def test_a_stream_gives_text_as_soon_as_it_is_certain():

@@ -30,6 +30,10 @@ class ToolFormat:
         """
         raise NotImplementedError
 
+    def end_finder(self, text, start):
+        """The EndFinder of a block that begins at `start` and has no end yet; None while it may be no block at all."""
+        raise NotImplementedError
+
     def stream(self, schemas, starts_in_think=False, keep_malformed=True, split_reasoning=True):
         """A TurnStream, which parses one turn piece by piece."""
         return TurnStream(self, parameters_of(schemas), starts_in_think, keep_malformed, split_reasoning)
@@ -37,6 +41,52 @@ class ToolFormat:
     def parse(self, text, schemas, starts_in_think=False, keep_malformed=True):
         """The ParsedTurn of a turn's text. keep_malformed: whether a block that cannot be read stays in the content."""
         return parse_turn(self.stream(schemas, starts_in_think, keep_malformed), text)
+
+
+class EndFinder:
+    """The search for the end of a block in the pieces of its text: each character is looked at once.
+
+    A tag is the end wherever it stands; subclasses know strings in which it is none.
+    """
+
+    def __init__(self, tag):
+        self.tag, self.tail = tag, ""
+
+    def feed(self, text):
+        """Whether the block may have ended with this piece; until then `ToolFormat.block` returns None for it."""
+        text = self.tail + text
+        self.tail = text[-len(self.tag) + 1 :]
+        return self.tag in text
+
+
+class JsonStrings:
+    """The strings of a JSON text that comes in pieces. is_broken: whether one has a character that no string has."""
+
+    INSIDE = re.compile(r'["\\\x00-\x1f]')
+
+    def __init__(self):
+        self.is_inside = self.is_escaped = self.is_broken = False
+
+    def outside(self, text):
+        """The next piece without what is inside of strings; their quotes stay."""
+        kept, at = [], 0
+        while at < len(text) and not self.is_broken:
+            if not self.is_inside:
+                quote = text.find('"', at)
+                end = quote + 1 if quote >= 0 else len(text)
+                kept.append(text[at:end])
+                at, self.is_inside = end, quote >= 0
+            elif self.is_escaped:
+                self.is_escaped, self.is_broken = False, text[at] == "\n"
+                at += 1
+            elif found := self.INSIDE.search(text, at):
+                self.is_inside, self.is_escaped = found[0] != '"', found[0] == "\\"
+                self.is_broken = self.is_inside and not self.is_escaped
+                kept.append('"' if not self.is_inside else "")
+                at = found.end()
+            else:
+                at = len(text)
+        return "".join(kept)
 
 
 class TaggedFormat(ToolFormat):
@@ -59,6 +109,9 @@ class TaggedFormat(ToolFormat):
             return after, self.call(text[inner:end], parameters)
         except ValueError as error:
             return after, MalformedCall(text[start:after], str(error))
+
+    def end_finder(self, text, start):
+        return EndFinder(self.CLOSE) if text.startswith(self.OPEN, start) else None
 
     def end_of(self, text, inner, is_final):
         """The index of the </tool_call> of a block whose inside begins at `inner`, or None."""

@@ -7,11 +7,24 @@
 
 import re
 
-from rlnumba.environments.formats.base import TaggedFormat, call_of, read_json
+from rlnumba.environments.formats.base import EndFinder, JsonStrings, TaggedFormat, call_of, read_json
 
 # A whole string of JSON, and what cannot be in one.
 STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
 CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+class OutsideStrings(EndFinder):
+    """A tag outside of the strings of the JSON; anywhere once one of these is broken."""
+
+    def __init__(self, tag):
+        super().__init__(tag)
+        self.strings, self.anywhere, self.was_anywhere = JsonStrings(), EndFinder(tag), False
+
+    def feed(self, text):
+        self.was_anywhere |= self.anywhere.feed(text)
+        is_outside = super().feed(self.strings.outside(text))
+        return is_outside or (self.strings.is_broken and self.was_anywhere)
 
 
 class Hermes(TaggedFormat):
@@ -40,6 +53,9 @@ class Hermes(TaggedFormat):
             at = string.end()
         # The first one may be in a string, whose end is not there yet.
         return first if is_final else None
+
+    def end_finder(self, text, start):
+        return OutsideStrings(self.CLOSE) if text.startswith(self.OPEN, start) else None
 
     def call(self, text, parameters):
         return call_of(read_json(text))

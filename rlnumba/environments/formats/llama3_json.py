@@ -5,7 +5,7 @@
 
 import re
 
-from rlnumba.environments.formats.base import ToolFormat, call_of, read_json_at
+from rlnumba.environments.formats.base import JsonStrings, ToolFormat, call_of, read_json_at
 from rlnumba.environments.formats.turn import MalformedCall, tag_start
 
 PYTHON_TAG = "<|python_tag|>"
@@ -16,7 +16,22 @@ NAMED = re.compile(r'\{\s*+"name"')
 LINE_ENDS = ("", "\n", ";", "}", ">")
 # What may stand before the brace of a block: what stands between calls, or the tag.
 PREFIX = re.compile(r"(?:;\s*|<\|python_tag\|>\s*)?")
+BRACES = re.compile(r"[{}]")
 KEYS = re.compile(r'\{\s*"name"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*"(?:parameters|arguments)"')
+
+
+class ObjectEnd:
+    """The EndFinder of a JSON object: the brace that closes its first one."""
+
+    def __init__(self):
+        self.strings, self.depth = JsonStrings(), 0
+
+    def feed(self, text):
+        ends = False
+        for brace in BRACES.findall(self.strings.outside(text)):
+            self.depth += 1 if brace == "{" else -1
+            ends |= self.depth == 0
+        return ends
 
 
 class Llama3Json(ToolFormat):
@@ -42,6 +57,9 @@ class Llama3Json(ToolFormat):
             brace = text.find("{", brace + 1, tag)
         return tag
 
+    def end_finder(self, text, start):
+        return ObjectEnd() if NAMED.match(text, PREFIX.match(text, start).end()) else None
+
     def block(self, text, start, parameters, is_final):
         if text.startswith("<", start) and not text.startswith(PYTHON_TAG, start):
             return (start + 1, None) if is_final else None
@@ -49,8 +67,6 @@ class Llama3Json(ToolFormat):
         if not NAMED.match(text, at):
             may_go_on = at == len(text) or BEGINNING.match(text, at)
             return None if may_go_on and not is_final else (max(at, start + 1), None)
-        if not is_final and "}" not in text[at:]:
-            return None
         try:
             value, end = read_json_at(text, at)
         except ValueError as error:

@@ -11,7 +11,8 @@ whatever ids they were drawn as.
   two stretches of content.
 
 A stream has the events of the whole text, however it is cut into pieces: text is held back while it may be the
-beginning of a tag, or white space that a tag would drop, and a block until its end.
+beginning of a tag, or white space that a tag would drop, and a block until its end. What is held back is not read again
+with each piece, so that a turn costs time in proportion to its length.
 """
 
 from dataclasses import dataclass, field
@@ -105,6 +106,8 @@ class TurnStream:
         self.format, self.parameters = format, parameters
         self.keep_malformed, self.split_reasoning = keep_malformed, split_reasoning
         self._text = ""  # not yet an event
+        self._held = []  # pieces after it that decide nothing: of a block without its end, or white space
+        self._end_finder = None  # of the block that the text is in
         self._certain = 0  # characters at its beginning in which no tag begins
         self._before = ""  # the character before it; none at the start of the turn, and after a block or a tag
         self._thinks = starts_in_think
@@ -117,11 +120,24 @@ class TurnStream:
 
     def feed(self, text):
         """The events that are certain after more of the turn's text."""
-        self._text += text
+        if self._end_finder is None:
+            decides_nothing = text.isspace() and self._text[-1:].isspace()
+        else:
+            decides_nothing = not self._end_finder.feed(text)
+        if decides_nothing:
+            self._held.append(text)
+            return []
+        self._join(text)
         return self._read(is_final=False)
+
+    def _join(self, *texts):
+        """Put what was held back, and further texts, to the text that is read."""
+        self._text = "".join((self._text, *self._held, *texts))
+        self._held, self._end_finder = [], None
 
     def finish(self):
         """The remaining events, at the end of the turn."""
+        self._join()
         events = self._read(is_final=True)
         if self._text:  # white space that no tag has followed
             events.append(Content(self._text))
@@ -164,6 +180,9 @@ class TurnStream:
             return True
         found = self.format.block(text, start, self.parameters, is_final) if block_start == start else None
         if found is None and not is_final:
+            self._end_finder = self.format.end_finder(text, start) if block_start == start else None
+            if self._end_finder is not None:
+                self._end_finder.feed(text[start:])
             self._take(start)
             return False
         end, block = found or (start + 1, None)

@@ -12,7 +12,7 @@ from rlnumba.runtime.folders import set_numba_cache
 # Before any module of the package imports Numba, in whatever way this process was started.
 set_numba_cache()
 
-_MODULES = dict.fromkeys(("LLM", "AsyncLLM", "SamplingParams"), "rlnumba.engine")
+_MODULES = dict.fromkeys(("LLM", "AsyncLLM", "SamplingParams", "LoRARequest"), "rlnumba.engine")
 _MODULES |= dict.fromkeys(("LoraConfig", "DeployConfig", "AsyncConfig"), "rlnumba.config")
 _MODULES["TrainerCallback"] = "rlnumba.runs.callbacks"
 

@@ -2,6 +2,7 @@
 
 core.py           Engine: add_request, step, abort, synchronize, update_weights, sleep, wake
 llm.py            LLM.generate: prompts in, completions out
+adapters.py       low-rank adapters that come and go while the engine runs
 async_llm.py      AsyncLLM: the same for asyncio
 scheduler.py      which tokens of which sequences the next step computes
 prefix_groups.py  which sequences of a step begin with the same blocks
@@ -19,6 +20,7 @@ sampler.py        hidden states -> logits -> sampled tokens and their log-probs
 check.py          do rollout and training agree, bit by bit
 """
 
+from rlnumba.engine.adapters import LoRARequest
 from rlnumba.engine.async_llm import AsyncLLM
 from rlnumba.engine.core import Engine, PromptError, StepOutput
 from rlnumba.engine.llm import LLM

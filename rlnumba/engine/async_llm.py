@@ -25,16 +25,17 @@ class AsyncLLM:
         self._streams = Streams(self.llm.engine)
         self._numbers, self._queues, self._task = itertools.count(), {}, None
 
-    async def generate(self, prompt, sampling_params=None, adapter=None):
-        """Yields RequestOutputs of one prompt: a text, token ids, or vLLM's dicts. adapter: the name of one.
+    async def generate(self, prompt, sampling_params=None, adapter=None, lora_request=None):
+        """Yields RequestOutputs of one prompt: a text, token ids, or vLLM's dicts. adapter: the name of one;
+        lora_request: a LoRARequest, instead.
 
         Raises as LLM.generate does, at the first step of the iteration.
         """
         number, queue = next(self._numbers), asyncio.Queue()
         params = sampling_params or SamplingParams()
         text, prompt = text_and_prompt(number, prompt)
-        adapter_id = -1 if adapter is None else self.llm.adapter_id(adapter)
-        await self._call(self._submit, number, text, prompt, params, adapter_id)
+        adapter = lora_request if adapter is None else adapter
+        await self._call(self._submit, number, text, prompt, params, adapter)
         self._queues[number] = queue
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -60,7 +61,8 @@ class AsyncLLM:
         """End the thread, once it has done what it was given."""
         self._thread.shutdown()
 
-    def _submit(self, number, text, prompt, params, adapter_id):
+    def _submit(self, number, text, prompt, params, adapter):
+        adapter_id = -1 if adapter is None else self.llm.adapter_id(adapter)
         length = len(prompt if text is None else self.llm.tokenizer.encode(text)) if self.llm.tokenizer else len(prompt)
         self.llm.compile_ahead([length], [params])
         self._streams.submit(number, prompt, params, adapter_id)

@@ -28,6 +28,7 @@ from functools import partial
 import numpy as np
 
 from rlnumba.config import EngineConfig
+from rlnumba.engine.adapters import AdapterSlots
 from rlnumba.engine.block_manager import BlockManager
 from rlnumba.engine.requests.logprobs import entries, record_listed
 from rlnumba.engine.requests.stops import (
@@ -120,7 +121,7 @@ class Engine:
         self.runner.raw_logprobs = self.config.logprobs_mode == "raw"
         # Texts of single tokens that were listed, by id.
         self.token_texts = {}
-        self.speculator = Speculator(self.config)
+        self.speculator, self.adapters = Speculator(self.config), AdapterSlots(model)
         self.is_asleep = True
         self._start(BlockManager(0, BLOCK_SIZE), policy_version=0)
 
@@ -174,7 +175,7 @@ class Engine:
         """Queue the params.n completions of a prompt, and return its token ids: (P,) int32.
 
         request_id: hashable, of no unfinished request (ValueError). prompt: token ids or, with a tokenizer, a text.
-        adapter_id: an index of the model's AdapterStack, -1 for none. indices: completions to queue, by default all.
+        adapter_id: of one that engine/adapters.py has added, -1 for none. indices: of the completions, by default all.
         first_context: the prompt is the context of a turn, and this one (a list of ids) that of its episode's first
         turn, which the noise depends on; the blocks of a finished turn are retained until `release_retained`.
         cache_salt: requests with different ones share no blocks of the cache.
@@ -183,6 +184,7 @@ class Engine:
         params = (params or SamplingParams()).seeded()
         if request_id in self.requests:
             raise ValueError(f"add_request: {request_id!r} is unfinished")
+        self.adapters.slot(adapter_id)
         prompt, limit = self.check_request(request_id, prompt, params)
         eos = () if params.ignore_eos else self.eos_token_ids
         stop_ids = tuple(dict.fromkeys(eos + params.stop_token_ids + special_stop_ids(self.tokenizer, params)))
@@ -222,6 +224,7 @@ class Engine:
         That engine has the same weights and EngineConfig.
         """
         for sequence in sequences:
+            sequence.adapter_slot = self.adapters.slot(sequence.adapter_id)
             self.requests.setdefault(sequence.request_id, {})[sequence.index] = sequence
             self.scheduler.add(sequence)
             self.blocks_wanted += _blocks_wanted_by(sequence)

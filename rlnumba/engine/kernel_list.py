@@ -33,8 +33,9 @@ from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.decode_state import edit_decode_state
 from rlnumba.kernels.gemm.scheduler import tokens_of_choice
 from rlnumba.kernels.ptx.wgmma import ROWS
+from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.model.config import SCORE_HEAD, ModelConfig
-from rlnumba.model.lora import Adapter, AdapterStack, resolve_targets
+from rlnumba.model.lora import Adapter, resolve_targets
 from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.shard import WHOLE
 from rlnumba.model.transformer import Transformer, pack, score, whole_sequences
@@ -121,7 +122,7 @@ def model_of(request, config, shard=WHOLE):
     loras = lora if isinstance(lora, tuple) else () if lora is None else (lora,)
     adapters = [Adapter(config, of_all_layers(each, request.model), request.dtype, shard=shard) for each in loras]
     if adapters:
-        model.adapter = AdapterStack(adapters) if isinstance(lora, tuple) else adapters[0]
+        model.adapter = AdapterStack(model.config, request.dtype, adapters) if isinstance(lora, tuple) else adapters[0]
     return model
 
 

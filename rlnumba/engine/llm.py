@@ -10,6 +10,7 @@ import numpy as np
 from rlnumba.config import EngineConfig
 from rlnumba.config.keys import refuse_unknown
 from rlnumba.data import check_messages, encode_prompt
+from rlnumba.engine.adapters import LoRARequest, adapter_of, add_adapter, for_adapters, read_for
 from rlnumba.engine.core import Engine, PromptError
 from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.kernel_list import extras_of
@@ -17,8 +18,8 @@ from rlnumba.engine.requests.streams import Streams
 from rlnumba.engine.sequence import RequestOutput, SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.model.hub import find_base, find_model
-from rlnumba.model.lora import AdapterStack
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model, with_adapters
 from rlnumba.runtime import device
@@ -35,11 +36,10 @@ LLM_ELSEWHERE = {
     "seed": "it is of a SamplingParams",
     "quantization": "weights are float32, bfloat16 or float16: dtype",
     "kv_cache_dtype": "the KV cache has the model's dtype",
-    "enable_lora": "give adapters={name: folder}",
-    "trust_remote_code": "models are read by rlnumba itself, from safetensors",
 }
+# Others that need nothing here: models are read by rlnumba itself, from safetensors; adapters have no bound.
+LLM_WITHOUT_EFFECT = ("trust_remote_code", "max_loras", "max_cpu_loras", "max_lora_rank")
 GENERATE_ELSEWHERE = {
-    "lora_request": "give adapters, a name or one for each prompt, and LLM(adapters={name: folder})",
     "prompt_token_ids": "give lists of token ids as prompts",
 }
 
@@ -51,10 +51,12 @@ class LLM:
     default. tokenizer: a Tokenizer, or the folder or hub id that has one. config: an EngineConfig; its keys may also be
     given one by one, as in vLLM: LLM(folder, max_model_len=1024). dtype: the weights', by default the checkpoint's.
     update_weights, needed after every change of the weights, sleep and wake are Engine's. adapters: {name: PEFT adapter
-    folder} of adapters on the model, which itself has none, for generate's `adapters`.
+    folder} of adapters on the model, which itself has none, for generate's `adapters`. enable_lora: others may be given
+    to generate as vLLM's lora_request.
     """
 
     def __init__(self, model, tokenizer=None, config=None, adapters=None, dtype=None, **keys):
+        enable_lora = keys.pop("enable_lora", False)
         config = _engine_config(config, keys)
         if isinstance(tokenizer, str | Path):
             tokenizer = Tokenizer.from_folder(find_model(tokenizer))
@@ -65,6 +67,8 @@ class LLM:
         self.adapter_ids = {name: index for index, name in enumerate(adapters or ())}
         if adapters:
             model = with_adapters(model, adapters.values())
+        elif enable_lora:
+            model = for_adapters(model)
         self.model, self.tokenizer = model, tokenizer
         self.engine = Engine(model, tokenizer, config)
         self.max_model_len = self.engine.max_model_len
@@ -93,14 +97,17 @@ class LLM:
         progress: called after every step with (completions finished, completions asked for, tokens sampled so far).
         finished: called with (index of the prompt, its RequestOutput) as soon as a prompt has all of its completions.
         adapters: the name of an adapter for all, or for each its name or None, which is the model without one. They are
-        computed in one batch; a completion has the bits that it has with its adapter alone.
+        computed in one batch; a completion has the bits that it has with its adapter alone. lora_request: a LoRARequest
+        for all, or for each its own or None, instead; its folder is read at the first call that has it.
         failed: called with (index of the prompt, PromptError) where the model gives no number for a log-prob; the other
         prompts go on, and some completions of this one are None. Without it the PromptError is raised, and nothing is
         returned of the others. Raises PromptError with the prompt's index and ConfigError before any work is done.
         After any exception the engine has no requests.
         """
         engine = self.engine
-        texts, prompts, params, adapter_ids = self._requests(prompts, _params(params, others), adapters)
+        texts, prompts, params, adapter_ids = self._requests(
+            prompts, _params(params, others), _adapters(adapters, others)
+        )
         total, episodes, outputs = sum(p.n for p in params), Episodes(engine), []
         bar = progress_bar(others.get("use_tqdm"), total)
         try:
@@ -145,7 +152,9 @@ class LLM:
         The text of the others lacks what is not decided: a part of a character, or of a stop string. Where the
         iterator is closed, all requests are dropped. Raises as generate does, PromptError for the first damaged prompt.
         """
-        texts, prompts, params, adapter_ids = self._requests(prompts, _params(params, others), adapters)
+        texts, prompts, params, adapter_ids = self._requests(
+            prompts, _params(params, others), _adapters(adapters, others)
+        )
         streams = Streams(self.engine)
         try:
             for index, (prompt, p, adapter_id) in enumerate(zip(prompts, params, adapter_ids, strict=True)):
@@ -171,7 +180,7 @@ class LLM:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"generate: {len(prompts)} prompts with {len(params)} SamplingParams")
-        if adapters is None or isinstance(adapters, str):
+        if adapters is None or isinstance(adapters, str | LoRARequest):
             adapters = [adapters] * len(prompts)
         if len(adapters) != len(prompts):
             raise ValueError(f"generate: {len(prompts)} prompts with {len(adapters)} adapters")
@@ -193,23 +202,30 @@ class LLM:
     def compile_ahead(self, lengths, params, scored=()):
         """Have the kernels of a first call of generate compiled on all cores: see compile_ahead below."""
         model, adapter = self.model, self.model.adapter
-        lora = adapter.loras if isinstance(adapter, AdapterStack) else adapter and adapter.lora
+        lora = adapter and adapter.lora if not isinstance(adapter, AdapterStack) else tuple(filter(None, adapter.loras))
         compile_ahead(model.config, model.dtype.name, lora, self.engine.config, lengths, params, scored)
 
     def adapter_id(self, name):
-        """The index of an adapter by its name."""
-        if name not in self.adapter_ids:
-            known = ", ".join(self.adapter_ids) or "none"
+        """The id of an adapter by its name, or of a LoRARequest, which is read at first. Raises UserError."""
+        if name in self.adapter_ids:
+            return self.adapter_ids[name]
+        if not isinstance(name, LoRARequest):
+            known = ", ".join(each for each in self.adapter_ids if isinstance(each, str)) or "none"
             raise ConfigError(f"generate: no adapter {name!r}; the LLM was made with {known}")
+        if not isinstance(self.model.adapter, AdapterStack):
+            raise ConfigError("generate: lora_request needs LLM(..., enable_lora=True)")
+        adapter = adapter_of(self.model, read_for(self.model, find_model(name.lora_path)))
+        self.adapter_ids[name] = add_adapter(self.engine, adapter)
         return self.adapter_ids[name]
 
 
 def _engine_config(config, keys):
     """The EngineConfig of an LLM's arguments. Raises TypeError for others of vLLM's that ask for something."""
-    refuse_unknown("LLM", keys, {*ENGINE_KEYS, *LLM_ELSEWHERE, "model", "tokenizer", "config", "adapters", "dtype"})
+    own_names = "model", "tokenizer", "config", "adapters", "dtype", "enable_lora"
+    refuse_unknown("LLM", keys, {*ENGINE_KEYS, *LLM_ELSEWHERE, *LLM_WITHOUT_EFFECT, *own_names})
     own = {name: value for name, value in keys.items() if name in ENGINE_KEYS}
     for name, value in keys.items():
-        if name not in own and value not in (None, False, 1) and name != "trust_remote_code":
+        if name in LLM_ELSEWHERE and value not in (None, False, 1):
             raise TypeError(f"LLM takes no {name}: {LLM_ELSEWHERE[name]}")
     if own and config is not None:
         raise TypeError(f"LLM: config and {', '.join(own)} are both given")
@@ -218,7 +234,9 @@ def _engine_config(config, keys):
 
 def _params(params, others):
     """The SamplingParams of a call of generate: `params`, or vLLM's keyword for it."""
-    refuse_unknown("generate", others, {"prompts", "params", "sampling_params", "use_tqdm"}, GENERATE_ELSEWHERE)
+    refuse_unknown(
+        "generate", others, {"prompts", "params", "sampling_params", "use_tqdm", "lora_request"}, GENERATE_ELSEWHERE
+    )
     if others.get("sampling_params") is not None:
         if params is not None:
             raise TypeError("generate: params and sampling_params are the same, and both are given")
@@ -229,6 +247,19 @@ def _params(params, others):
                 f"generate: params must be SamplingParams, or a list of them, got {type(each).__qualname__}"
             )
     return params
+
+
+def _adapters(adapters, others):
+    """The adapters of a call of generate: `adapters`, or vLLM's keyword for it."""
+    if others.get("lora_request") is not None:
+        if adapters is not None:
+            raise TypeError("generate: adapters and lora_request are the same, and both are given")
+        adapters = others["lora_request"]
+    for each in adapters if isinstance(adapters, list | tuple) else [adapters]:
+        if not isinstance(each, str | LoRARequest | None):
+            kind = type(each).__qualname__
+            raise TypeError(f"generate: an adapter is a name or a LoRARequest, or a list of them, got {kind}")
+    return adapters
 
 
 def _listed(prompts):

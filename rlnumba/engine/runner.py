@@ -41,7 +41,7 @@ from rlnumba.kernels.attention.paged import reserve_workspace, workspace_sizes
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.decode_state import DecodeState, advance_decode_state, edit_decode_state
 from rlnumba.kernels.tile.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
-from rlnumba.model.lora import AdapterStack
+from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.arena import Arena
 from rlnumba.runtime.launch import pdl_scope
@@ -432,7 +432,9 @@ class Runner:
 
     def _addresses(self):
         """A value that changes with the buffers that graphs read and write; the cache's addresses never change."""
-        return self.upload.generation, self.arena.address, self.top and self.top[0].ctypes.data
+        adapter = self.model.adapter
+        adapters = adapter.generation if isinstance(adapter, AdapterStack) else 0
+        return self.upload.generation, self.arena.address, self.top and self.top[0].ctypes.data, adapters
 
     def compute(self, arrays, shape):
         """Compute a step of a StepShape from its arrays, on the device, and sample its last tokens if it samples any.

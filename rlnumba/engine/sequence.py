@@ -428,7 +428,7 @@ class RequestOutput:
 class Sequence:
     """One unfinished completion of a request, which the scheduler moves between waiting and running.
 
-    adapter: (adapter_id in the model's AdapterStack, -1 for none; cache_salt of its blocks). prompt: (P,) int32;
+    adapter: (adapter_id, -1 for none; cache_salt of its blocks); adapter_slot: the engine's. prompt: (P,) int32;
     philox_key: (2,) uint32, of the request's noise; length_limit: tokens, prompt included, at which it ends; stop_ids:
     ids that end it. While it runs its tokens are in row `row` of the table (None: it waits); token_ids, logprobs (of
     every position, 0 in the prompt) and policy_versions (of sampled tokens; arrays) are up to date when it leaves the
@@ -441,6 +441,7 @@ class Sequence:
         # The TokenRules of the request, if it has any; listings of its tokens, and of its prompt's, in their order.
         self.rules, self.listings, self.prompt_listings = None, [], []
         self.request_id, self.index, (self.adapter_id, self.cache_salt) = request_id, index, adapter
+        self.adapter_slot = -1
         # Sequences of one key share the blocks of the prompt.
         self.prompt_key = *adapter, prompt.tobytes()
         self.prompt, self.params, self.philox_key = prompt, params, philox_key
@@ -500,7 +501,7 @@ class SequenceTable:
         counters = "prompt_length length length_limit num_computed num_blocks num_registered num_to_score"
         columns = {
             np.int64: counters,
-            np.int32: "sample_index top_k min_tokens adapter_id num_logprobs",
+            np.int32: "sample_index top_k min_tokens adapter_slot num_logprobs",
             bool: "has_stop_strings logit_thresholds has_bias has_allowed has_bad_words",
         }
         columns[np.float32] = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty"
@@ -537,7 +538,7 @@ class SequenceTable:
             self.thresholds[row, :length] = sequence.thresholds
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
-        self.philox_key[row], self.adapter_id[row] = sequence.philox_key, sequence.adapter_id
+        self.philox_key[row], self.adapter_slot[row] = sequence.philox_key, sequence.adapter_slot
         self.prompt_length[row] = len(sequence.prompt)
         self.length[row] = length
         self.length_limit[row] = sequence.length_limit

@@ -22,7 +22,6 @@ import re
 import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -309,43 +308,6 @@ class Adapter:
         return adapter
 
 
-class AdapterStack:
-    """Several adapters of one base side by side, for batches whose rows have different ones; copies, not for training.
-
-    adapters: they have one config and dtype, and no score heads. Rows of A and columns of B of a projection are those
-    of adapter 0, then of adapter 1, and so on, as many of each as the largest has. layers, scales: like an Adapter's.
-    loras: the LoraConfig of each.
-    """
-
-    embed_tokens = norm = lm_head = score = None
-
-    def __init__(self, adapters):
-        xp = device.xp()
-        self.dtype, self.nbytes = adapters[0].dtype, 0
-        self.loras = tuple(adapter.lora for adapter in adapters)
-        self.scales = device.asarray(np.float32([adapter.lora.scaling for adapter in adapters]))
-        self.layers = [
-            {name: self._stacked(xp, [layer.get(name) for layer in layers]) for name in dict.fromkeys(chain(*layers))}
-            for layers in zip(*(adapter.layers for adapter in adapters), strict=True)
-        ]
-        memory.track("adapter", self.nbytes)
-        weakref.finalize(self, memory.track, "adapter", -self.nbytes)
-
-    def _stacked(self, xp, pairs):
-        """The Pair of all adapters' Pairs of a projection, None of one without it, which has zeros."""
-        columns = max(pair.a.shape[0] for pair in pairs if pair is not None)
-        inputs, rows = next((pair.a.shape[1], pair.b.shape[0]) for pair in pairs if pair is not None)
-        stacked = Pair(
-            *(xp.zeros(s, self.dtype) for s in ((len(pairs) * columns, inputs), (rows, len(pairs) * columns)))
-        )
-        for i, pair in enumerate(pairs):
-            if pair is not None:
-                own = slice(i * columns, i * columns + pair.a.shape[0])
-                stacked.a[own], stacked.b[:, own] = pair.a, pair.b
-        self.nbytes += stacked.a.nbytes + stacked.b.nbytes
-        return stacked
-
-
 def _views(layout, flat):
     """A (L, C, D) and B (L, M, C) of a Layout of L layers in a flat array."""
     layers = len(layout.layers)
@@ -418,6 +380,17 @@ def adapter_heads(folder, config):
 def load_adapter(folder, weights, dtype, base):
     """The Adapter in a folder that PEFT or save_adapter wrote, for a base with these Weights, or a shard of them.
 
+    Raises as read_adapter.
+    """
+    lora, host = read_adapter(folder, weights, base)
+    adapter = Adapter(weights.config, lora, dtype, base, shard=weights.shard)
+    adapter.set_flat(host)
+    return adapter
+
+
+def read_adapter(folder, weights, base):
+    """(LoraConfig, values (n,) float32) of the adapter in a folder, the whole model's, as Adapter.set_flat takes them.
+
     A score head that the folder does not have is the base's. Raises UserError, one line, for a missing or damaged file,
     an option that is not supported, and an adapter of another base, with tensor and shapes.
     """
@@ -425,7 +398,7 @@ def load_adapter(folder, weights, dtype, base):
     raw, _ = read_adapter_config(folder)
     path = folder / CONFIG
     lora = LoraConfig(**_lora_keys(raw, config, path))
-    adapter, whole = Adapter(config, lora, dtype, base, shard=weights.shard), Places.of(config, lora)
+    whole = Places.of(config, lora)
     if not (folder / TENSORS).exists():
         raise UserError(f"{folder / TENSORS}: no such file (an adapter folder has one)")
     files, host = open_tensors(folder / TENSORS), np.zeros(whole.size, np.float32)
@@ -444,8 +417,15 @@ def load_adapter(folder, weights, dtype, base):
     for name, view in views.items():
         check_dtype(name, files[name])
         view[...] = files[name].read()
-    adapter.set_flat(host)
-    return adapter
+    return lora, host
+
+
+def check_finite(folder, values, dtype):
+    """Raise UserError for values of an adapter that are no numbers in `dtype`: one NaN reaches the rows of others."""
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(values.astype(device.dtype(dtype)).astype(np.float32)).all()
+    if not is_finite:
+        raise UserError(f"{Path(folder) / TENSORS}: a value is NaN or beyond {dtype}")
 
 
 def _lora_keys(raw, config, path):

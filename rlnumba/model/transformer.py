@@ -21,15 +21,12 @@ from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tok
 from rlnumba.kernels.nn.qkv import Rotation
 from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
 from rlnumba.kernels.nn.rope import rope_table
+from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.model.blocks.attention import PackedAttention
 from rlnumba.model.blocks.block import ForwardContext, norm_rows
 from rlnumba.model.config import LM_HEAD, read_json
 from rlnumba.model.hub import find_base, find_model, read_config
-from rlnumba.model.lora import (
-    AdapterStack,
-    load_adapter,
-    save_adapter,
-)
+from rlnumba.model.lora import load_adapter, save_adapter
 from rlnumba.model.low_rank import Dropout, LoraContext, projection_numbers
 from rlnumba.model.shard import WHOLE
 from rlnumba.model.weights import Weights, load_weights, save_weights, write_json
@@ -366,7 +363,7 @@ def with_adapters(model, folders):
         raise ConfigError("several adapters need a model without one of its own")
     loaded = [load_adapter(folder, model.weights, model.dtype.name, "the model") for folder in map(find_model, folders)]
     result = model.without_adapter()
-    result.adapter = AdapterStack(loaded)
+    result.adapter = AdapterStack(model.config, model.dtype.name, loaded)
     return result
 
 

@@ -43,7 +43,7 @@ def step_arrays(step, table, block_size, with_adapters=False):
         "context_lens": context_lens.astype(np.int32),
     }
     if with_adapters:
-        arrays["adapter_ids"] = table.adapter_id[token_rows]
+        arrays["adapter_ids"] = table.adapter_slot[token_rows]
     groups = step.prefix_groups
     if groups is not None:
         arrays["shared_prefix_lens"], arrays["group_sizes"] = groups.shared_prefix_lens, groups.group_sizes

@@ -90,9 +90,11 @@ class EngineConfig(Section):
     enable_prefix_caching: bool = key(True, "Reuse the KV blocks of equal prompt prefixes.")
     max_logprobs: int = key(20, "Most tokens that `logprobs` of a request may list; -1: all.", minimum=-1)
     logprobs_mode: str = key(
-        "processed",
-        "Log-probs listed so: `processed`, of the distribution sampled from; `raw`, of the model's own logits.",
-        choices=("processed", "raw"),
+        "processed_logprobs",
+        "Log-probs listed: `processed_logprobs`, of the distribution sampled from; `raw_logprobs`, of the model's own "
+        "logits.",
+        choices=("processed_logprobs", "raw_logprobs"),
+        words={"processed": "processed_logprobs", "raw": "raw_logprobs"},
     )
     num_gpu_blocks_override: int | None = key(None, "KV blocks of 16 tokens; None: as many as fit.", minimum=1)
     enable_sleep_mode: bool | None = key(

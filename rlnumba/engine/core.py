@@ -38,7 +38,7 @@ from rlnumba.engine.requests.stops import (
     special_stop_ids,
     stop_reason,
 )
-from rlnumba.engine.requests.token_rules import token_rules
+from rlnumba.engine.requests.token_rules import NO_TOKEN, check_drawable, token_rules
 from rlnumba.engine.run_ahead import RunAhead
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import Scheduler, blocks_needed
@@ -118,7 +118,7 @@ class Engine:
             self.runner = Runner(
                 model, self.context, BLOCK_SIZE, *sizes, self.config.enforce_eager, longest_verified(self.config)
             )
-        self.runner.raw_logprobs = self.config.logprobs_mode == "raw"
+        self.runner.raw_logprobs = self.config.logprobs_mode == "raw_logprobs"
         # Texts of single tokens that were listed, by id.
         self.token_texts = {}
         self.speculator, self.adapters = Speculator(self.config), AdapterSlots(model)
@@ -186,8 +186,7 @@ class Engine:
             raise ValueError(f"add_request: {request_id!r} is unfinished")
         self.adapters.slot(adapter_id)
         prompt, limit = self.check_request(request_id, prompt, params)
-        eos = () if params.ignore_eos else self.eos_token_ids
-        stop_ids = tuple(dict.fromkeys(eos + params.stop_token_ids + special_stop_ids(self.tokenizer, params)))
+        stop_ids = self._stop_ids(params)
         philox_key = noise_key(params.seed, prompt if first_context is None else first_context)
         sequences = [
             Sequence(request_id, index, prompt, params, philox_key, limit, stop_ids, (adapter_id, cache_salt))
@@ -204,7 +203,8 @@ class Engine:
     def check_request(self, request_id, prompt, params):
         """(token ids (P,) int32, the most tokens that a completion ends at) of what add_request takes; raises as it."""
         check_stops(params, self.tokenizer, self.model.config.vocab_size)
-        token_rules(params, self.tokenizer, self.model.config.vocab_size)
+        rules = token_rules(params, self.tokenizer, self.model.config.vocab_size)
+        check_drawable(params, rules, self._stop_ids(params), self.model.config.vocab_size)
         self._check_logprobs(params)
         prompt = self._prompt_ids(request_id, prompt, params)
         # A prompt as long as the limit still gets the token that its last position predicts.
@@ -217,6 +217,11 @@ class Engine:
                 "lower max_tokens or raise gpu_memory_utilization",
             )
         return prompt, limit
+
+    def _stop_ids(self, params):
+        """The ids that end a completion: tuple of int."""
+        eos = () if params.ignore_eos else self.eos_token_ids
+        return tuple(dict.fromkeys(eos + params.stop_token_ids + special_stop_ids(self.tokenizer, params)))
 
     def move_in(self, sequences):
         """Queue Sequences, new ones or such as another engine's move_out returned; they go on with their tokens.
@@ -372,8 +377,12 @@ class Engine:
             thresholds, listed = None if thresholds is None else thresholds[kept], listed.part(kept)
         sequences, is_finite = scheduler.table.sequences[step.sampled_rows], np.isfinite(logprobs)
         if not is_finite.all():
-            damaged = tuple(dict.fromkeys(sequence.request_id for sequence in sequences[~is_finite]))
-            raise PromptError(damaged[0], NOT_FINITE, damaged)
+            # Those of one reason; the others have theirs when they are drawn again.
+            reasons = [
+                (each.request_id, NOT_FINITE if each.rules is None else NO_TOKEN) for each in sequences[~is_finite]
+            ]
+            damaged = tuple(dict.fromkeys(request_id for request_id, reason in reasons if reason == reasons[0][1]))
+            raise PromptError(damaged[0], reasons[0][1], damaged)
         if listed.sampled is not None and not self.runner.raw_logprobs:
             listed.sampled[:, 1] = logprobs.view(np.int32)
         record_listed(listed, step, scheduler.table, sequences)
@@ -398,8 +407,6 @@ class Engine:
         for name, count in (("logprobs", params.num_logprobs), ("prompt_logprobs", params.num_prompt_logprobs)):
             if count > most >= 0:
                 raise ConfigError(f"sampling: {name} {getattr(params, name)} is more than max_logprobs ({most})")
-            if count >= 0 and self.model.ranks is not None:
-                raise ConfigError(f"sampling: {name} {getattr(params, name)} needs a model that one process has whole")
 
     def _prompt_ids(self, request_id, prompt, params):
         """The prompt as int32 array; PromptError if it is empty, too long or not of known ids."""

@@ -131,6 +131,9 @@ class EpisodeRollout:
         if most < 1:
             raise ValueError(f"complete: a context of {len(context)} tokens leaves no room for a turn")
         params = replace(self.params, max_tokens=most, min_tokens=min(self.params.min_tokens, most))
+        if self.turns:
+            # Those of the first context are the prompt's.
+            params = replace(params, prompt_logprobs=None)
         completion = await _suspend(Turn(context, params))
         self.turns.append((len(context), completion))
         self.token_ids = context + completion.token_ids
@@ -151,6 +154,7 @@ class EpisodeRollout:
         mask, has_logprobs = np.zeros(total, bool), params.logprobs is True or params.num_logprobs >= 0
         logprobs = None if params.logprobs is None else np.zeros(total if has_logprobs else 0, np.float32)
         versions, thresholds = np.zeros(total, np.int32), None
+        top_logprobs = [None] * total if params.num_logprobs >= 0 else None
         if params.logit_thresholds:
             thresholds = np.full(total, -np.inf, np.float32)
         for length, turn in self.turns:
@@ -162,6 +166,8 @@ class EpisodeRollout:
                 logprobs[begin:end] = turn.array("logprobs")
             if thresholds is not None:
                 thresholds[begin:end] = turn.thresholds
+            if top_logprobs is not None:
+                top_logprobs[begin:end] = turn.top_logprobs
         contexts = sum(length for length, _ in self.turns)
         return Completion(
             token_ids=np.array(self.token_ids[first:], np.int32),
@@ -175,6 +181,8 @@ class EpisodeRollout:
             num_cached_tokens=sum(turn.num_cached_tokens for _, turn in self.turns),
             mask=None if mask.all() else mask,
             episode=EpisodeRecord(self.first_context, len(self.turns), contexts, value),
+            top_logprobs=top_logprobs,
+            prompt_logprobs=self.turns[0][1].prompt_logprobs,
         )
 
 

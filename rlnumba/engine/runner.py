@@ -240,6 +240,7 @@ class Runner:
     def launch_step(self, arrays, shape, bucket):
         """Launch a step of these arrays (step_arrays), of a StepShape, padded to that of a bucket or None."""
         self._lead("launch_step", arrays, shape, bucket)
+        self._reserve_listings(arrays)
         if bucket is None:
             with self.context.use():
                 sent = self.upload.send(arrays)
@@ -280,6 +281,7 @@ class Runner:
     def begin_decode(self, arrays, bucket, sequences):
         """Send the arrays of the first of several decode steps, padded to a StepShape."""
         self._lead("begin_decode", arrays, bucket, sequences)
+        self._reserve_listings(arrays)
         graph, sent = self._send_padded(arrays, bucket)
         self.decode, self.num_launched = Decode(sequences, sent, decode_state(sent), bucket, graph), 0
 
@@ -344,10 +346,12 @@ class Runner:
             device.synchronize()
 
     def _step_arrays(self, step, table):
-        arrays = step_arrays(step, table, self.block_size, isinstance(self.model.adapter, AdapterStack))
+        return step_arrays(step, table, self.block_size, isinstance(self.model.adapter, AdapterStack))
+
+    def _reserve_listings(self, arrays):
+        """Have room for what the arrays of a step list."""
         if names := {"num_logprobs", "scored_counts"} & {*arrays}:
             self.reserve_top(max(int(arrays[name].max()) for name in names))
-        return arrays
 
     def reserve_top(self, count):
         """Have room for listings of up to `count` tokens."""

@@ -76,7 +76,9 @@ def sample_tokens(hidden, model, inputs, arena, token_ids, logprobs, thresholds=
         for first in range(0, total, chunk):
             part = slice(first, min(first + chunk, total))
             of_part = [array[part] for array in outputs]
-            own = model.ranks.own_rows(part.stop - first) if model.ranks is not None else None
+            # What is listed of a row takes all of its logits, which each rank then has of all rows.
+            shares_rows = model.ranks is not None and inputs.num_logprobs is None
+            own = model.ranks.own_rows(part.stop - first) if shares_rows else None
             with arena.scope():
                 if own is None:
                     z = arena.empty((part.stop - first, vocab_size), np.float32)

@@ -145,6 +145,52 @@ def test_rules_that_no_token_has_are_named(model, values, line):
 @pytest.mark.parametrize(
     "values, line",
     [
+        ({"allowed_token_ids": [EOS], "min_tokens": 1}, "min_tokens 1 forbid all of allowed_token_ids"),
+        ({"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2}, "min_tokens 2 forbid all of allowed"),
+        ({"allowed_token_ids": [46, 7], "bad_words": ["e6", "a7"]}, "bad_words forbid all of allowed_token_ids"),
+        (
+            {"allowed_token_ids": [46, EOS], "bad_words": ["e6"], "min_tokens": 1},
+            "bad_words and min_tokens 1 forbid all of allowed_token_ids, so that no token can be drawn",
+        ),
+        ({"stop_token_ids": list(range(97)), "min_tokens": 1}, "min_tokens 1 forbid all tokens"),
+    ],
+)
+def test_rules_that_leave_no_token_are_named(model, values, line):
+    with pytest.raises(ConfigError, match=f"^sampling: {line}"):
+        generate(model, [[1]], SamplingParams(**values), Words())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"allowed_token_ids": [EOS]},
+        {"allowed_token_ids": [EOS], "min_tokens": 2, "ignore_eos": True},
+        {"allowed_token_ids": [46, EOS], "min_tokens": 2, "max_tokens": 2},
+        {"allowed_token_ids": [46], "bad_words": ["e6a1"]},
+        {"stop_token_ids": list(range(96)), "min_tokens": 1, "max_tokens": 1, "ignore_eos": True},
+    ],
+)
+def test_rules_that_leave_one_token_draw_it(model, values):
+    (completion,) = generate(model, [[1]], SamplingParams(**{"max_tokens": 3} | values), Words())[0].completions
+    assert {*completion.token_ids} <= {*values.get("allowed_token_ids", [96])}
+    assert np.isfinite(completion.logprobs).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rule_that_leaves_none_later_is_named(model, temperature):
+    """Others go on, and none is said to have a model without numbers."""
+    dead = SamplingParams(allowed_token_ids=[46], bad_words=["e6e6"], max_tokens=4, temperature=temperature)
+    alive, failed = dataclasses.replace(dead, bad_words=()), {}
+    llm = LLM(model, Words())
+    outputs = llm.generate([[1], [1], [2]], [alive, dead, dead], failed=failed.__setitem__)
+    assert outputs[0].completions[0].token_ids == [46] * 4 and {*failed} == {1, 2}
+    for error in failed.values():
+        assert error.reason.startswith("allowed_token_ids and bad_words leave no token to draw")
+
+
+@pytest.mark.parametrize(
+    "values, line",
+    [
         ({"logit_bias": {1: 101}}, r"logit_bias must be a table of token ids and numbers in \[-100, 100\], got .*101"),
         ({"logit_bias": {"a": 1}}, "logit_bias must be a table"),
         ({"logit_bias": {1: True}}, "logit_bias must be a table"),
@@ -255,7 +301,7 @@ def test_listed_logprobs_are_those_of_numpy(model, options):
     plain = dataclasses.replace(params, logprobs=True)
     words, temperature = bad_word_ids(params.bad_words, tokenizer), params.temperature or 1
     (alone,) = drawn(generate(model, [prompt], plain, tokenizer))
-    for mode in ("processed", "raw"):
+    for mode in ("processed_logprobs", "raw"):
         outputs = generate(model, [prompt] * 2, [params, plain], tokenizer, logprobs_mode=mode)
         (found,), (beside,) = (output.outputs for output in outputs)
         assert [(beside.token_ids, beside.logprobs, "length")] == alone and found.token_ids == beside.token_ids
@@ -263,10 +309,10 @@ def test_listed_logprobs_are_those_of_numpy(model, options):
         assert found.cumulative_logprob == beside.cumulative_logprob
         for i, (token, entry) in enumerate(zip(found.token_ids, found.logprobs, strict=True)):
             z = logits_after(model, prompt + found.token_ids[:i])
-            if mode == "processed":
+            if mode == "processed_logprobs":
                 z = ruled(z, params, prompt, found.token_ids[:i], words)
             order = np.argsort(-z, kind="stable")
-            if mode == "processed":
+            if mode == "processed_logprobs":
                 z = z / temperature
                 if params.top_p < 1:
                     z = np.where(kept_ref(z, 1, params.top_k, params.top_p, 0), z, -np.inf)

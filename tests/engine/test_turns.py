@@ -80,6 +80,25 @@ def draw(model, *requests, **config):
     return found
 
 
+def test_turns_list_alternatives_of_what_they_drew(model):
+    """Of each turn those that a request with its context as the prompt lists; none of the environment's tokens."""
+    params = replace(PARAMS, n=1, logprobs=2, prompt_logprobs=1, max_tokens=30)
+    (whole,) = draw(model, request_of(scripted([5, 4, 6]), params=params))[0]
+    tokens, logprobs, drawn = whole.token_ids, whole.array("logprobs"), whole.mask.tolist()
+    assert len(whole.logprobs) == len(tokens) and False in drawn
+    for token, logprob, listed, is_drawn in zip(tokens, logprobs, whole.logprobs, drawn, strict=True):
+        if is_drawn:
+            assert 2 <= len(listed) <= 3 and np.float32(listed[token].logprob) == logprob
+            assert {each.rank for each in listed.values()} >= {1, 2}
+        else:
+            assert listed is None
+    (plain,) = draw(model, request_of(None, params=replace(params, max_tokens=5)))[0]
+    assert whole.logprobs[:5] == plain.logprobs and whole.prompt_logprobs == plain.prompt_logprobs
+    assert len(whole.prompt_logprobs) == len(PROMPT)
+    sent = pickle.loads(pickle.dumps(whole))
+    assert (sent.logprobs, sent.prompt_logprobs) == (whole.logprobs, whole.prompt_logprobs)
+
+
 def results(completions):
     return [(*result(each), each.policy_versions) for each in completions]
 

@@ -211,6 +211,28 @@ def test_each_rank_samples_some_rows(folder_of, monkeypatch, count):
     assert {*sampled} == {7: {7}, 8: {2}, 9: {3}}[count] and len(sampled) == 2 * (3 if count == 9 else 4)
 
 
+def listed(model, config):
+    """(token ids, listed log-probs, those of the prompt) of completions, some without any, on rank 0."""
+    if model.ranks is not None and model.ranks.rank:
+        return follow(model, config)
+    llm, (prompts, params) = LLM(model, None, config), requests_of(model.config)
+    of_prompts = {"logprobs": 3}, {"logprobs": 0, "prompt_logprobs": 2}, {"prompt_logprobs": 0}, {}
+    params = [dataclasses.replace(each, **of_prompts[i % 4]) for i, each in enumerate(params)]
+    # Few rows, and then as many as ranks would share.
+    outputs = [*llm.generate(prompts[:1], params[:1]), *llm.generate(prompts, params)]
+    if model.ranks is not None:
+        model.ranks.end()
+    return [(c.token_ids, c.logprobs, c.prompt_logprobs) for output in outputs for c in output.completions]
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+def test_listed_log_probs_are_those_of_one_rank(folder_of, mode):
+    config = EngineConfig(max_num_seqs=16, speculative_method="none", logprobs_mode=mode)
+    expected = listed(load_model(folder_of("wide")), config)
+    assert on_ranks(listed, 3, folder_of("wide"), config)[0] == expected
+    assert len(expected[0][1][0]) >= 3 and isinstance(expected[-1][1][0], float)
+
+
 @pytest.mark.parametrize("what, step", [("block_tables", 20), ("input_ids", 31)])
 def test_ranks_that_decode_other_steps_are_found(folder_of, monkeypatch, what, step):
     """What the second of two ranks reads is changed in one step; of tokens the next step has others anyway."""

@@ -10,6 +10,9 @@ import numpy as np
 
 from rlnumba.errors import ConfigError
 
+# The reason of a PromptError for logits that rules leave no token of: all are -inf, and a log-prob is no number.
+NO_TOKEN = "allowed_token_ids and bad_words leave no token to draw after those so far, or the logits are no numbers"
+
 
 class TokenRules(NamedTuple):
     """Arrays of the logits that a request changes.
@@ -41,6 +44,27 @@ def token_rules(params, tokenizer, vocab_size):
     for row, ids in zip(bad_words, words, strict=True):
         row[len(row) - len(ids) :] = ids
     return TokenRules(bias_ids, bias, allowed, bad_words)
+
+
+def check_drawable(params, rules, stop_ids, vocab_size):
+    """Raise ConfigError where no token may be drawn at first: all are forbidden, or end a completion too early.
+
+    rules: token_rules of the SamplingParams; stop_ids: those that end the completion.
+    """
+    forbidden = {}
+    if rules is not None and rules.bad_words.size:
+        alone = (rules.bad_words[:, :-1] < 0).all(axis=1)
+        forbidden["bad_words"] = rules.bad_words[alone, -1].tolist()
+    if params.min_tokens:
+        forbidden[f"min_tokens {params.min_tokens}"] = stop_ids
+    ids = {token for of_rule in forbidden.values() for token in of_rule}
+    if params.allowed_token_ids is None:
+        is_drawable, what = len(ids) < vocab_size, "all tokens"
+    else:
+        is_drawable, what = bool({*params.allowed_token_ids} - ids), "all of allowed_token_ids"
+    if not is_drawable:
+        reason = " and ".join(name for name, of_rule in forbidden.items() if len(of_rule))
+        raise ConfigError(f"sampling: {reason} forbid {what}, so that no token can be drawn")
 
 
 def check_ids(name, ids, vocab_size):

@@ -8,7 +8,7 @@ run together. Calls of different rollouts do not wait for each other.
 
 A sync function that has not returned after timeout_s gets an exception in its thread, a coroutine is cancelled. If it
 is still running GRACE_S later, it is abandoned: another thread takes the place of its own. More than MOST_ABANDONED of
-them at a time end the run.
+them at a time end the run. A Future that is cancelled, because its rollout is dropped, ends its call in the same way.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlnumba.errors import UserError
 from rlnumba.rewards.calling import TimeUp
@@ -130,7 +130,8 @@ class ToolThread:
                 self._job = job
             job.begin(self)
             try:
-                outcome = job.call()
+                if not job.is_dropped:
+                    outcome = job.call()
             except TimeUp:
                 raise
             except BaseException as error:  # a user's code may raise anything
@@ -148,10 +149,13 @@ class ToolThread:
 
 
 class ThreadJob:
-    """A call() for a ToolThread. started: Future of the thread that runs it; done: of the result or exception."""
+    """A call() for a ToolThread. started: Future of the thread that runs it; done: of the result or exception.
+
+    is_dropped: set before it is looked whether it has started, and then looked at: a job that has not does nothing.
+    """
 
     def __init__(self, call):
-        self.call, self.started, self.done, self.began = call, Future(), Future(), None
+        self.call, self.started, self.done, self.began, self.is_dropped = call, Future(), Future(), None, False
 
     def begin(self, worker):
         self.began = time.monotonic()
@@ -210,12 +214,33 @@ class EventLoop:
         _raise_in(self._thread)
 
     def close(self):
-        """End the thread, once the loop is not blocked."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        """Cancel all that runs in the loop, and end the thread, as soon as nothing blocks it."""
+        if self.loop.is_closed():
+            return
+        self.loop.call_soon_threadsafe(lambda: self.loop.create_task(self._end()))
+        self._thread.join(2 * GRACE_S)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    async def _end(self):
+        tasks = asyncio.all_tasks(self.loop) - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=BLOCKED_S + 1.5 * GRACE_S)
+        self.loop.stop()
 
 
 def _raise_in(thread):
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimeUp))
+
+
+class BegunCoroutine(NamedTuple):
+    """A coroutine in a loop: Futures of its task, and of its end, which is a result or an exception."""
+
+    loop: EventLoop
+    task: Future
+    done: Future
 
 
 class ToolCaller:
@@ -240,8 +265,9 @@ class ToolCaller:
         return asyncio.run_coroutine_threadsafe(self._run(function, worker, timeout_s, kind), self._own.loop)
 
     def close(self):
-        """End the threads that wait for work."""
+        """End what is being executed, and the threads."""
         self._workers.close()
+        # The first one ends what runs in the second.
         for each in (self._own, self._users):
             if each is not None:
                 each.close()
@@ -322,9 +348,23 @@ class ToolCaller:
             return CallError("the environment is gone: an earlier call of it did not end"), time.monotonic()
         job = ThreadJob(function)
         (self._workers if worker is None else worker).put(job)
-        its_worker = await asyncio.wrap_future(job.started)
-        if await _ends(job.done, timeout_s):
-            return job.done.result(), job.began
+        try:
+            # The thread completes it, whether it is waited for or not.
+            await asyncio.shield(asyncio.wrap_future(job.started))
+            if await _ends(job.done, timeout_s):
+                return job.done.result(), job.began
+        except asyncio.CancelledError:
+            await self._end_in_thread(job, worker)
+            raise
+        await self._end_in_thread(job, worker)
+        return TimeUp(), job.began
+
+    async def _end_in_thread(self, job, worker):
+        """Interrupt a ThreadJob, and abandon its thread if that does not help. worker: as _in_thread has it."""
+        job.is_dropped = True
+        if not job.started.done():
+            return
+        its_worker = job.started.result()
         its_worker.interrupt(job)
         if not await _ends(job.done, GRACE_S):
             self._abandoned.add(job.done)
@@ -332,14 +372,23 @@ class ToolCaller:
                 self._workers.replace(its_worker)
             else:
                 worker.is_abandoned = True
-        return TimeUp(), job.began
 
     async def _in_loop(self, function, convert, timeout_s):
         """(convert(result) or exception of the coroutine function(), when it began); a TimeUp after timeout_s."""
         began = time.monotonic()
-        users, task, done = self._begin_async(function, convert)
-        if await _ends(done, timeout_s):
-            return done.result(), began
+        begun = self._begin_async(function, convert)
+        try:
+            if await _ends(begun.done, timeout_s):
+                return begun.done.result(), began
+        except asyncio.CancelledError:
+            await self._end_in_loop(begun)
+            raise
+        await self._end_in_loop(begun)
+        return TimeUp(), began
+
+    async def _end_in_loop(self, begun):
+        """Cancel a BegunCoroutine, or interrupt the loop that it blocks, and abandon it if that does not help."""
+        users, task, done = begun
         answers = threading.Event()
         users.loop.call_soon_threadsafe(answers.set)
         users.loop.call_soon_threadsafe(lambda: task.result().cancel())
@@ -350,13 +399,9 @@ class ToolCaller:
             self._abandoned.add(done)
             if not answers.is_set() and self._users is users:
                 self._users = None
-        return TimeUp(), began
 
     def _begin_async(self, function, convert):
-        """Begin function() in the loop of the users' coroutines: (EventLoop, Future of its task, Future of its end).
-
-        The end has convert(result), or the exception.
-        """
+        """Begin function() in the loop of the users' coroutines: BegunCoroutine, whose end is convert(result)."""
         if self._users is None:
             self._users = EventLoop("async tools")
         users, started, done = self._users, Future(), Future()
@@ -369,7 +414,7 @@ class ToolCaller:
             done.set_result(outcome)
 
         users.loop.call_soon_threadsafe(lambda: started.set_result(users.loop.create_task(run())))
-        return users, started, done
+        return BegunCoroutine(users, started, done)
 
 
 async def _ends(future, seconds):

@@ -71,10 +71,11 @@ class Episode:
     async def __call__(self, rollout):
         """Play one rollout: its Transcript."""
         agents, row = self.agents, self.row
-        transcript, instance = Transcript(row.prompt), None
+        transcript, instance, taken = Transcript(row.prompt), None, None
         try:
             if agents.has_environments:
-                instance = await rollout.wait(agents.pool.take(row.environment))
+                taken = agents.pool.take(row.environment)
+                instance = await rollout.wait(taken)
                 transcript.class_name = instance.class_name
                 transcript.environment = row.environment or instance.class_name
             context = await self._reset(rollout, instance, transcript)
@@ -83,10 +84,10 @@ class Episode:
                 await self._reward(rollout, instance, transcript)
             if agents.rewards_read_environments:
                 # It is given back when the rewards have read it.
-                transcript.instance, instance = instance, None
+                transcript.instance, taken = instance, None
         finally:
-            if instance is not None:
-                agents.pool.give_back(instance)
+            if taken is not None:
+                agents.pool.drop(taken)
         return transcript
 
     async def _reset(self, rollout, instance, transcript):

@@ -103,6 +103,10 @@ def _named(future, what):
     found = Future()
 
     def copy(done):
+        if done.cancelled():
+            found.cancel()
+        if not found.set_running_or_notify_cancel():
+            return
         error = done.exception()
         if error is None:
             found.set_result(done.result())
@@ -117,6 +121,8 @@ def _named(future, what):
             found.set_exception(failure)
 
     future.add_done_callback(copy)
+    # Who does not want the result any more wants the call to end, too.
+    found.add_done_callback(lambda done: future.cancel() if done.cancelled() else None)
     return found
 
 
@@ -127,6 +133,8 @@ class EnvironmentPool:
     def __init__(self, factories, caller, timeout_s):
         self.factories, self.caller, self.timeout_s = factories, caller, timeout_s
         self._free, self._lock = {name: [] for name in factories}, threading.Lock()
+        # All that are not closed, also those that a rollout has.
+        self._instances, self._is_closed = set(), False
 
     def take(self, name):
         """An Instance of this factory that no rollout has: Future. It has an EnvironmentFailure where none can be
@@ -141,26 +149,49 @@ class EnvironmentPool:
         factory, worker = self.factories[name], ToolThread()
 
         def made(done):
-            if done.exception() is None:
-                found.set_result(Instance(name, done.result(), worker, self.caller, self.timeout_s))
-            else:
-                worker.put(None)
+            if done.cancelled():
+                found.cancel()
+            elif done.exception() is None:
+                instance = Instance(name, done.result(), worker, self.caller, self.timeout_s)
+                with self._lock:
+                    self._instances.add(instance)
+                if found.set_running_or_notify_cancel():
+                    found.set_result(instance)
+                else:
+                    self.give_back(instance)
+                return
+            worker.put(None)
+            if found.set_running_or_notify_cancel():
                 found.set_exception(done.exception())
 
         what = f"{getattr(factory, '__name__', None) or shown(factory)}()"
         _named(self.caller.run(factory, worker, self.timeout_s), what).add_done_callback(made)
         return found
 
+    def drop(self, taken):
+        """A rollout that has ended wants the Instance of a Future of `take` no more."""
+        if not taken.cancel() and taken.exception() is None:
+            self.give_back(taken.result())
+
     def give_back(self, instance):
         """A rollout has ended. An instance whose thread was abandoned is not used again."""
-        if not instance.worker.is_abandoned:
-            with self._lock:
+        with self._lock:
+            if not self._is_closed and not instance.worker.is_abandoned:
                 self._free[instance.name].append(instance)
+                return
+        self._close([instance])
 
     def close(self):
-        """Close all instances that no rollout has. Raises EnvironmentFailure for the first one that fails."""
+        """Close all instances. Raises EnvironmentFailure for the first one that fails."""
         with self._lock:
-            instances = [instance for free in self._free.values() for instance in free]
+            self._is_closed, instances = True, list(self._instances)
             self._free = {name: [] for name in self._free}
-        for closed in [instance.close() for instance in instances]:
+        for closed in self._close(instances):
             closed.result()
+
+    def _close(self, instances):
+        """Begin to close those instances that are not: list of Futures."""
+        with self._lock:
+            instances = [instance for instance in instances if instance in self._instances]
+            self._instances.difference_update(instances)
+        return [instance.close() for instance in instances]

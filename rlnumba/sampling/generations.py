@@ -160,8 +160,8 @@ class Generations:
         return [] if self.pipeline is None else state_of(self.pipeline)
 
     def close(self):
-        """End what draws ahead of training."""
-        if self.pipeline is not None and self.is_ahead and self.pipeline.sampler is not None:
+        """End what is being drawn: ahead of training, or where the run ends early."""
+        if self.pipeline is not None and self.pipeline.sampler is not None:
             self.pipeline.sampler.close()
         if self.pusher is not None:
             self.pusher.close()

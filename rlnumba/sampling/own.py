@@ -76,4 +76,5 @@ class OwnSampler(Sampler):
 
     def close(self):
         self.owners.clear()
-        self.episodes.reset()
+        if not self.is_idle:
+            self.episodes.reset()

@@ -207,7 +207,9 @@ class Pipeline:
         if self.is_ahead:
             self.metrics = self._metrics(step, groups, waited_s)
         elif self.plan.dynamic:
-            found = self._needed(found)
+            drawn, found = found, self._needed(found)
+            for each in drawn[len(found) :]:
+                _leave(each)
             self.order.advance(len(found))
             tokens = sum(completion.num_drawn for each in found for completion in each.completions)
             num_unused = self.sampler.stats.num_tokens - before - tokens
@@ -252,6 +254,7 @@ class Pipeline:
         old = [each for each in groups if self.version - each.content.oldest_version > self.options.max_staleness]
         for group in old:
             self.num_rejected += 1
+            _leave(group.content)
             group.content = replace(group.content, version=self.version)
             self.buffer.begin_again(group)
             self._again(group, self._request(group))
@@ -441,6 +444,12 @@ class Pipeline:
             "infer_idle": min(idle_s / seconds / self.sampler.count, 1.0),
             "train_utilization": max(1.0 - waited_s / seconds, 0.0),
         }
+
+
+def _leave(drawn):
+    """Give back what the rewards of a Drawn had, which are not asked for."""
+    if drawn.pending is not None:
+        drawn.pending.answered()
 
 
 def _all_drawn(group):

@@ -1,5 +1,6 @@
 """Environments: an instance for each live rollout, its thread, what reset gets, and failures that name the class."""
 
+import asyncio
 import threading
 import time
 
@@ -76,6 +77,62 @@ def test_an_instance_that_hangs_is_not_used_again(caller, monkeypatch):
     assert result.timed_out
     pool.give_back(instance)
     assert pool.take("a").result(5) is not instance
+
+
+class Slow:
+    closed = 0
+
+    def __init__(self):
+        time.sleep(0.05)
+
+    def reset(self):
+        for _ in range(300):
+            time.sleep(0.01)
+
+    async def look(self):
+        try:
+            await asyncio.sleep(30)
+        finally:
+            self.looked = True
+
+    def close(self):
+        Slow.closed += 1
+
+
+def test_a_rollout_that_is_dropped_gives_its_instance_back(caller):
+    pool = EnvironmentPool({None: Slow}, caller, 5.0)
+    # While it is being made, and when the rollout has not had it yet.
+    being_made, made = pool.take(None), pool.take(None)
+    made.result(5)
+    for taken in (being_made, made):
+        pool.drop(taken)
+    instances = {pool.take(None).result(5) for _ in range(2)}
+    assert made.result() in instances
+    # Its calls end, the sync ones and the async ones, and the thread goes on.
+    instance = made.result()
+    for future in (instance.reset({}, 0, "e"), caller.submit([instance.call("look", {})])):
+        time.sleep(0.02)
+        assert future.cancel()
+    began = time.monotonic()
+    while not vars(instance.environment).get("looked"):
+        assert time.monotonic() < began + 5
+    assert not instance.worker.is_abandoned
+    assert caller.run(lambda: 3, instance.worker, 5.0).result(5) == 3 and time.monotonic() < began + 2
+    # One that waits for its turn does not begin.
+    ran, futures = [], [caller.run(lambda: time.sleep(0.05), instance.worker, 5.0)]
+    futures.append(caller.run(lambda: ran.append(1), instance.worker, 5.0))
+    time.sleep(0.01)
+    futures[1].cancel()
+    futures[0].result(5)
+    assert caller.run(lambda: list(ran), instance.worker, 5.0).result(5) == []
+    # Those that rollouts have are closed, too, and one that comes back later.
+    assert len(instances) == 2
+    late = pool.take(None)
+    pool.close()
+    pool.drop(late)
+    late_end = time.monotonic() + 5
+    while Slow.closed < 3:
+        assert time.monotonic() < late_end
 
 
 class Failing:

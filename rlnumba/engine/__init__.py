@@ -24,4 +24,5 @@ from rlnumba.engine.adapters import LoRARequest
 from rlnumba.engine.async_llm import AsyncLLM
 from rlnumba.engine.core import Engine, PromptError, StepOutput
 from rlnumba.engine.llm import LLM
+from rlnumba.engine.requests.structured_outputs import StructuredOutputsParams
 from rlnumba.engine.sequence import Completion, RequestOutput, SamplingParams

@@ -19,6 +19,7 @@ In the other direction, `update_weights` and `wake` make the engine's stream wai
 context: call them in the one that wrote the weights.
 """
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -30,6 +31,7 @@ import numpy as np
 from rlnumba.config import EngineConfig
 from rlnumba.engine.adapters import AdapterSlots
 from rlnumba.engine.block_manager import BlockManager
+from rlnumba.engine.requests.grammars import DamagedGrammars, Grammars
 from rlnumba.engine.requests.logprobs import entries, record_listed
 from rlnumba.engine.requests.stops import (
     check_stops,
@@ -78,6 +80,10 @@ class PromptError(UserError):
         self.request_id, self.reason, self.request_ids = request_id, reason, request_ids or (request_id,)
 
 
+class GrammarError(PromptError):
+    """A grammar that a completion cannot be drawn with any more, too complex a one say: no fault of the prompt."""
+
+
 def longest_sequence(model_config, engine_config):
     """The most tokens of a sequence: max_model_len, or without it the model's num_positions.
 
@@ -119,6 +125,7 @@ class Engine:
                 model, self.context, BLOCK_SIZE, *sizes, self.config.enforce_eager, longest_verified(self.config)
             )
         self.runner.raw_logprobs = self.config.logprobs_mode == "raw_logprobs"
+        self.grammars = Grammars(tokenizer, model.config.vocab_size, self.eos_token_ids)
         # Texts of single tokens that were listed, by id.
         self.token_texts = {}
         self.speculator, self.adapters = Speculator(self.config), AdapterSlots(model)
@@ -196,6 +203,7 @@ class Engine:
         is_turn = first_context is not None
         for sequence in sequences:
             sequence.rules, sequence.retains_blocks = rules, is_turn
+            sequence.grammar = self.grammars.state(params)
             sequence.continues = is_turn and len(prompt) > len(first_context)
         self.move_in(sequences)
         return prompt
@@ -205,6 +213,7 @@ class Engine:
         check_stops(params, self.tokenizer, self.model.config.vocab_size)
         rules = token_rules(params, self.tokenizer, self.model.config.vocab_size)
         check_drawable(params, rules, self._stop_ids(params), self.model.config.vocab_size)
+        self.grammars.check(params)
         self._check_logprobs(params)
         prompt = self._prompt_ids(request_id, prompt, params)
         # A prompt as long as the limit still gets the token that its last position predicts.
@@ -230,6 +239,7 @@ class Engine:
         """
         for sequence in sequences:
             sequence.adapter_slot = self.adapters.slot(sequence.adapter_id)
+            self.grammars.resume(sequence)
             self.requests.setdefault(sequence.request_id, {})[sequence.index] = sequence
             self.scheduler.add(sequence)
             self.blocks_wanted += _blocks_wanted_by(sequence)
@@ -277,7 +287,8 @@ class Engine:
     def step(self):
         """Return the StepOutput of the next step, empty without unfinished requests; wakes if need be.
 
-        Raises PromptError for a prompt where the model gives no number for a log-prob. After an exception, `reset`.
+        Raises PromptError for a prompt where the model gives no number for a log-prob, and GrammarError. After an
+        exception, `reset`.
         """
         if self.outputs:
             return self.outputs.popleft()
@@ -287,7 +298,7 @@ class Engine:
         if self.is_asleep or self.blocks.num_blocks < self._blocks_to_have():
             self._take_cache()
         run_ahead, speculator = self.run_ahead, self.speculator
-        if speculator.is_on:
+        if self._waits:
             run_ahead.end()
         # Steps that decode had ahead when speculation began are of neither kind.
         is_timed = not (speculator.is_on and run_ahead.in_flight)
@@ -298,9 +309,11 @@ class Engine:
             step = run_ahead.schedule()
             if step.is_decode and speculator.verifies(len(step.rows)):
                 step = scheduler.add_drafts(step, speculator.drafts(scheduler.table, step.rows))
+            with self._failing():
+                step.allowed = self.grammars.allowed(step, scheduler.table)
             if step.is_decode:
                 run_ahead.begin(step)
-                if not speculator.is_on:
+                if not self._waits:
                     run_ahead.launch()
                 computed = run_ahead.next()
             else:
@@ -312,6 +325,11 @@ class Engine:
         if not self.requests:
             run_ahead.discard()
         return output
+
+    @property
+    def _waits(self):
+        """Whether the next step is made from the tokens of the last one by the host: drafts, and masks of grammars."""
+        return self.speculator.is_on or self.scheduler.has_grammars
 
     def synchronize(self):
         """Return once the device has done all work that it was given; the next steps return the results.
@@ -386,9 +404,22 @@ class Engine:
         if listed.sampled is not None and not self.runner.raw_logprobs:
             listed.sampled[:, 1] = logprobs.view(np.int32)
         record_listed(listed, step, scheduler.table, sequences)
+        has_grammars = scheduler.has_grammars
         ended = scheduler.update(step, token_ids, logprobs, thresholds)
+        if has_grammars:
+            with self._failing():
+                self.grammars.advance(sequences, token_ids)
         finished = self._finish(ended) if ended else []
         return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version, listed.sampled)
+
+    @contextlib.contextmanager
+    def _failing(self):
+        """GrammarError for the DamagedGrammars of a block."""
+        try:
+            yield
+        except DamagedGrammars as error:
+            ids = tuple(dict.fromkeys(sequence.request_id for sequence in error.sequences))
+            raise GrammarError(ids[0], error.reason, ids) from error
 
     def _time(self, kind):
         """Let the speculator know of a recorded step, and of the seconds since the last one if that was of its kind.

@@ -292,7 +292,7 @@ class Episodes:
                 self._take(self.engine.step())
         except PromptError as error:
             numbers = tuple(dict.fromkeys(map(_number_of, error.request_ids)))
-            raise PromptError(numbers[0], error.reason, numbers) from error
+            raise type(error)(numbers[0], error.reason, numbers) from error
         complete, self._complete = self._complete, []
         return complete
 

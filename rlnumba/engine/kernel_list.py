@@ -81,7 +81,7 @@ def extras_of(all_params):
         "banned": any(params.min_tokens for params in all_params),
         "logprobs": any(max(params.num_logprobs, params.num_prompt_logprobs) >= 0 for params in all_params),
         "bias": any(params.logit_bias for params in all_params),
-        "allowed": any(params.allowed_token_ids for params in all_params),
+        "allowed": any(params.allowed_token_ids or params.structured_outputs for params in all_params),
         "bad_words": any(params.bad_words for params in all_params),
     }
     return tuple(name for name, is_asked in found.items() if is_asked)

@@ -55,7 +55,7 @@ class SchedulerOutput:
     those of the sequences, which are in its order; None where they share little, and where a sequence has more tokens
     than one. end_conditions: those of the sampled rows, where several steps of the same rows have them in common.
     has_drafts: all tokens of a sequence but the first are drafts, and a token is sampled after each of its tokens:
-    sampled_rows has its row once for each.
+    sampled_rows has its row once for each. allowed: words of the tokens that grammars allow, as Grammars.allowed.
     """
 
     rows: np.ndarray
@@ -65,6 +65,7 @@ class SchedulerOutput:
     prefix_groups: PrefixGroups | None = None
     end_conditions: EndConditions | None = None
     has_drafts: bool = False
+    allowed: np.ndarray | None = None
 
     @cached_property
     def num_tokens(self):
@@ -125,6 +126,11 @@ class Scheduler:
         self.matched = None, []
         self.free_rows = list(range(table.num_rows))[::-1]
         self.num_preemptions = 0
+
+    @property
+    def has_grammars(self):
+        """Whether a running sequence has a grammar."""
+        return bool(self.table.has_grammar[self.running].any())
 
     def add(self, sequence):
         """Queue a sequence. The cache must be able to hold it alone by the time it is admitted.

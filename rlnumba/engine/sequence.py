@@ -13,7 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.config.keys import fits_float32, refuse_unknown
+from rlnumba.engine.requests.lazy_list import LazyList, LogprobList
 from rlnumba.engine.requests.logprobs import ALL
+from rlnumba.engine.requests.structured_outputs import StructuredOutputsParams
 from rlnumba.engine.requests.token_rules import place_of, widened
 from rlnumba.errors import ConfigError, shown
 
@@ -56,9 +58,10 @@ class SamplingParams:
     the filters kept for each token, with which training has the distribution sampled from.
     logit_bias: {token id: number in [-100, 100]}, added to the logits before the penalties. allowed_token_ids: no
     others are drawn. bad_words: texts of which the last token is not drawn where it would complete one, with a space
-    before it or not. skip_special_tokens: whether special tokens have no text; include_stop_str_in_output: whether the
-    text ends with what stopped it. truncate_prompt_tokens: the last tokens of the prompt that are kept; -1: as many as
-    leave room for max_tokens. Raises ConfigError naming the parameter and its value.
+    before it or not. structured_outputs: StructuredOutputsParams or a dict of them, the grammar of the text, which
+    min_tokens does not prolong. skip_special_tokens: whether special tokens have no text; include_stop_str_in_output:
+    whether the text ends with what stopped it. truncate_prompt_tokens: the last tokens of the prompt that are kept; -1:
+    as many as leave room for max_tokens. Raises ConfigError naming the parameter and its value.
     """
 
     temperature: float = 1.0
@@ -85,6 +88,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __new__(cls, *values, **keys):
         refuse_unknown(cls.__name__, keys, cls.__dataclass_fields__)
@@ -134,6 +138,10 @@ class SamplingParams:
         length = self.truncate_prompt_tokens
         valid = length is None or (_is_int(length) and (length >= 1 or length == -1))
         self._require("truncate_prompt_tokens", valid, "an integer >= 1, or -1")
+        if isinstance(self.structured_outputs, Mapping):
+            set_field(self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs))
+        valid = isinstance(self.structured_outputs, StructuredOutputsParams | None)
+        self._require("structured_outputs", valid, "StructuredOutputsParams, or a table of them")
         self._check_token_rules()
 
     def _check_token_rules(self):
@@ -155,7 +163,7 @@ class SamplingParams:
             set_field(self, "allowed_token_ids", tuple(allowed))
         valid = all(isinstance(text, str) and text.strip() for text in self.bad_words)
         self._require("bad_words", valid, "texts that are not empty")
-        for name in ("logit_bias", "allowed_token_ids", "bad_words"):
+        for name in ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"):
             if self.logit_thresholds and getattr(self, name):
                 raise ConfigError(f"sampling: logit_thresholds are of logits without {name}: set one of the two")
 
@@ -181,67 +189,6 @@ class SamplingParams:
     def _require(self, name, valid, expectation):
         if not valid:
             raise ConfigError(f"sampling: {name} must be {expectation}, got {shown(getattr(self, name))}")
-
-
-class LazyList:
-    """A field of a dataclass that is a list, set as one or as an array, which `array_of` returns without a copy.
-
-    The list of an array is made when it is first asked for: it takes far longer than a copy of the array.
-    """
-
-    def __init__(self, dtype, default=None):
-        self.dtype, self.default = dtype, default
-
-    def __set_name__(self, owner, name):
-        self.name = name
-
-    def __get__(self, instance, owner=None):
-        if instance is None:
-            # The dataclass asks for the field's default.
-            if self.default is None:
-                raise AttributeError(self.name)
-            return self.default
-        values = vars(instance)
-        if values[self.name] is None:
-            values[self.name] = values[f"_{self.name}"].tolist()
-        return values[self.name]
-
-    def __set__(self, instance, value):
-        is_array = isinstance(value, np.ndarray)
-        vars(instance)[self.name] = None if is_array else list(value)
-        vars(instance)[f"_{self.name}"] = value.astype(self.dtype, copy=False) if is_array else None
-
-    def array_of(self, instance):
-        """The array of an instance, which is not to be written."""
-        values = vars(instance)
-        if values[f"_{self.name}"] is None:
-            values[f"_{self.name}"] = np.array(values[self.name], self.dtype)
-        return values[f"_{self.name}"]
-
-
-class LogprobList(LazyList):
-    """The field of log-probs: None, the dicts of listed tokens if there are any, or the log-probs themselves."""
-
-    def __get__(self, instance, owner=None):
-        if instance is None:
-            return super().__get__(instance, owner)
-        values = vars(instance)
-        if values.get("top_logprobs") is not None:
-            return values["top_logprobs"]
-        return None if self.is_none(instance) else super().__get__(instance, owner)
-
-    def __set__(self, instance, value):
-        if value is None:
-            vars(instance)["logprobs"] = vars(instance)["_logprobs"] = None
-        else:
-            super().__set__(instance, value)
-
-    def array_of(self, instance):
-        return np.zeros(0, self.dtype) if self.is_none(instance) else super().array_of(instance)
-
-    def is_none(self, instance):
-        """Whether it is None in an instance."""
-        return vars(instance)[f"_{self.name}"] is vars(instance)[self.name] is None
 
 
 @dataclass(frozen=True)
@@ -440,6 +387,8 @@ class Sequence:
     def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), adapter=(-1, "")):
         # The TokenRules of the request, if it has any; listings of its tokens, and of its prompt's, in their order.
         self.rules, self.listings, self.prompt_listings = None, [], []
+        # Its GrammarState, if the request has a grammar.
+        self.grammar = None
         self.request_id, self.index, (self.adapter_id, self.cache_salt) = request_id, index, adapter
         self.adapter_slot = -1
         # Sequences of one key share the blocks of the prompt.
@@ -502,7 +451,7 @@ class SequenceTable:
         columns = {
             np.int64: counters,
             np.int32: "sample_index top_k min_tokens adapter_slot num_logprobs",
-            bool: "has_stop_strings logit_thresholds has_bias has_allowed has_bad_words",
+            bool: "has_stop_strings logit_thresholds has_bias has_allowed has_bad_words has_grammar",
         }
         columns[np.float32] = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty"
         for dtype, names in columns.items():
@@ -548,6 +497,10 @@ class SequenceTable:
         for name, column in self.of_params:
             column[row] = getattr(params, name)
         self.has_stop_strings[row] = bool(params.stop)
+        self.has_grammar[row] = sequence.grammar is not None
+        if self.has_grammar[row]:
+            # The tokens that its grammar allows are without those that end it too early.
+            self.min_tokens[row] = 0
         self._put_rules(row, sequence.rules)
 
     def _put_rules(self, row, rules):

@@ -82,7 +82,7 @@ class Streams:
                 del self.open[number]
             for request in self.open.values():
                 request.begin_again()
-            return [(number, PromptError(number, error.reason)) for number in error.request_ids]
+            return [(number, type(error)(number, error.reason)) for number in error.request_ids]
         output = self.episodes.output
         if output is None:
             return []

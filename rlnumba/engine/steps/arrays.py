@@ -66,7 +66,7 @@ def step_arrays(step, table, block_size, with_adapters=False):
     # What is listed is of the logits that the filters kept, too.
     if replay.any() or "num_logprobs" in arrays:
         arrays["replay"] = replay.astype(np.int32)
-    return arrays | penalty_arrays(table, sampled, lengths) | rule_arrays(table, sampled)
+    return arrays | penalty_arrays(table, sampled, lengths) | rule_arrays(table, sampled, step.allowed)
 
 
 def scored_arrays(step, table, spans, ends):
@@ -109,11 +109,15 @@ def penalty_arrays(table, sampled, lengths):
     return arrays
 
 
-def rule_arrays(table, sampled):
-    """The fields of SamplingInputs for the TokenRules of the sampled rows, without those of none: dict."""
+def rule_arrays(table, sampled, allowed=None):
+    """The fields of SamplingInputs for the TokenRules of the sampled rows, without those of none: dict.
+
+    allowed: what grammars and TokenRules allow together, None without grammars.
+    """
     names = {"has_bias": ("bias_ids", "bias"), "has_allowed": ("allowed",), "has_bad_words": ("bad_words",)}
     asked = [name for has, of_rule in names.items() if getattr(table, has)[sampled].any() for name in of_rule]
-    return {name: getattr(table, name)[sampled] for name in asked}
+    arrays = {name: getattr(table, name)[sampled] for name in asked}
+    return arrays if allowed is None else arrays | {"allowed": allowed}
 
 
 def decode_arrays(step, table, max_blocks):

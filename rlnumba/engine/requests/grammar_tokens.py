@@ -1,0 +1,98 @@
+"""The tokens of a tokenizer as llguidance takes them: the bytes of each, and which have a meaning of their own.
+
+A grammar's literals are bytes, never added tokens: `"<tool_call>"` is drawn as the characters, `<tool_call>` without
+quotes is the token. llguidance would encode a literal with the added tokens, and then refuse what its own mask allows.
+"""
+
+import json
+
+import tokenizers
+
+from rlnumba.engine.requests.structured_outputs import package
+from rlnumba.errors import ConfigError
+
+
+def byte_of_character():
+    """{character: byte} of byte-level vocabularies: printable bytes are themselves, the others follow from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def decoder_types(decoder):
+    """The types of a decoder of tokenizer.json, those of a sequence one by one: set."""
+    if decoder is None:
+        return set()
+    if decoder["type"] == "Sequence":
+        return set().union(*map(decoder_types, decoder["decoders"]))
+    return {decoder["type"]}
+
+
+class GrammarTokens:
+    """The object that llguidance's TokenizerWrapper wraps, of a Tokenizer and a vocabulary of vocab_size ids.
+
+    Raises ConfigError for a tokenizer whose tokens are not pieces of text: their decoder changes what is beside them.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer, vocab_size, eos_token_id):
+        backend, self.eos_token_id = tokenizer.backend, eos_token_id
+        description = json.loads(backend.to_str())
+        types = decoder_types(description.get("decoder"))
+        if not types <= {"ByteLevel", "ByteFallback", "Fuse", "Replace", "Strip", "Metaspace"}:
+            raise ConfigError(
+                f"sampling: structured_outputs cannot be drawn with {tokenizer.folder}, whose decoder is "
+                f"{', '.join(sorted(types))}"
+            )
+        added = {token["id"]: token["content"] for token in description["added_tokens"]}
+        texts = [backend.id_to_token(i) for i in range(vocab_size)]
+        to_byte = byte_of_character()
+
+        def bytes_of(text):
+            if "ByteLevel" in types:
+                # A character that is none of them stands for itself, as the decoder has it.
+                return b"".join(bytes([to_byte[c]]) if c in to_byte else c.encode() for c in text)
+            if "ByteFallback" in types and len(text) == 6 and text.startswith("<0x"):
+                return bytes([int(text[3:5], 16)])
+            return (text.replace("▁", " ") if types & {"Replace", "Metaspace"} else text).encode()
+
+        # An id without a text is in no grammar.
+        self.special_token_ids = [i for i, text in enumerate(texts) if i in added or text is None]
+        self.tokens = [
+            added[i].encode() if i in added else f"<[{i}]>".encode() if text is None else bytes_of(text)
+            for i, text in enumerate(texts)
+        ]
+        # The same encoder without added tokens.
+        self.encoder = tokenizers.Tokenizer(backend.model)
+        for part in ("normalizer", "pre_tokenizer"):
+            if (value := getattr(backend, part)) is not None:
+                setattr(self.encoder, part, value)
+        special = {*self.special_token_ids}
+        self.ids = {token: i for i, token in enumerate(self.tokens) if i not in special and token}
+        self.longest = max(map(len, self.ids), default=1)
+
+    def __call__(self, text):
+        """Token ids of a text (bytes): those that the encoder gives, if they are that text, else the longest tokens."""
+        try:
+            ids = self.encoder.encode(text.decode(), add_special_tokens=False).ids
+        except UnicodeDecodeError:
+            ids = []
+        if all(i < len(self.tokens) for i in ids) and b"".join(self.tokens[i] for i in ids) == text:
+            return ids
+        ids, begin = [], 0
+        while begin < len(text):
+            ends = range(min(begin + self.longest, len(text)), begin, -1)
+            end = next((end for end in ends if text[begin:end] in self.ids), None)
+            if end is None:  # no token has this byte: llguidance takes what there is
+                break
+            ids.append(self.ids[text[begin:end]])
+            begin = end
+        return ids
+
+
+def grammar_tokenizer(tokenizer, vocab_size, eos_token_ids):
+    """llguidance's LLTokenizer of a Tokenizer, which takes seconds for 150,000 tokens. Raises ConfigError."""
+    llguidance = package()
+    wrapped = llguidance.TokenizerWrapper(GrammarTokens(tokenizer, vocab_size, eos_token_ids[0]))
+    return llguidance.LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(eos_token_ids))

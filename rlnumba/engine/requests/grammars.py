@@ -1,0 +1,184 @@
+"""Grammars of completions: the tokens that each of them allows next, and where its tokens have led.
+
+    grammars.check(params)               ConfigError for a grammar that is none, before anything is queued
+    state = grammars.state(params)       of a new sequence, None without a grammar
+    grammars.allowed(step, table)        words of allowed tokens for a step that is about to be launched
+    grammars.advance(sequences, ids)     the tokens that it drew
+
+A mask depends on the tokens before it, so the host computes it between two steps; rows without a grammar have no part
+in that. A grammar ends with EOS, which is allowed where its text may end.
+"""
+
+import threading
+from collections import OrderedDict
+
+import numpy as np
+
+from rlnumba.engine.requests.grammar_tokens import grammar_tokenizer
+from rlnumba.engine.requests.structured_outputs import grammar_source, package
+from rlnumba.errors import ConfigError
+
+# Compiled grammars that are kept, some KiB to some MiB each; those of the longest disuse go first.
+MAX_COMPILED = 64
+# Characters of llguidance's messages that are shown: the rest is its internal state.
+MESSAGE_LENGTH = 300
+
+
+class GrammarState:
+    """A sequence's grammar. matcher: llguidance's LLMatcher after the completion's tokens, None until `Grammars.resume`
+    where the sequence has come from another process."""
+
+    def __init__(self, params, matcher):
+        self.params, self.matcher = params, matcher
+
+    def __getstate__(self):
+        return {"params": self.params, "matcher": None}
+
+
+class DamagedGrammars(Exception):
+    """Sequences that a step cannot go on with, and why."""
+
+    def __init__(self, sequences, reason):
+        super().__init__(reason)
+        self.sequences, self.reason = sequences, reason
+
+
+class Grammars:
+    """The compiled grammars of an engine. tokenizer: Tokenizer or None; its ids are those below vocab_size.
+
+    `check` and `state` may be called in any thread, the rest in the engine's.
+    """
+
+    def __init__(self, tokenizer, vocab_size, eos_token_ids):
+        self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, eos_token_ids
+        self.lock = threading.Lock()
+        # Matchers without any token, by StructuredOutputsParams; llguidance's tokenizer, and its threads.
+        self.compiled, self._tokenizer, self._executor = OrderedDict(), None, None
+
+    def check(self, params):
+        """Raise ConfigError if the grammar of SamplingParams cannot be followed."""
+        if params.structured_outputs is not None:
+            self._compiled(params.structured_outputs)
+
+    def state(self, params):
+        """A GrammarState at its beginning for SamplingParams, None without a grammar. Raises ConfigError."""
+        if (structured := params.structured_outputs) is None:
+            return None
+        return GrammarState(structured, self._compiled(structured).deep_copy())
+
+    def resume(self, sequence):
+        """Have a sequence's grammar where its tokens have led, where it comes from another process."""
+        state = sequence.grammar
+        if state is not None and state.matcher is None:
+            state.matcher = self._compiled(state.params).deep_copy()
+            state.matcher.consume_tokens(sequence.completion_ids.tolist())
+
+    def _compiled(self, structured):
+        with self.lock:
+            if structured not in self.compiled:
+                self.compiled[structured] = self._compile(structured)
+                if len(self.compiled) > MAX_COMPILED:
+                    self.compiled.popitem(last=False)
+            self.compiled.move_to_end(structured)
+            return self.compiled[structured]
+
+    def _compile(self, structured):
+        llguidance = package()
+        if self.tokenizer is None:
+            raise ConfigError("sampling: structured_outputs needs a tokenizer, and the model folder has none")
+        if not self.eos_token_ids:
+            raise ConfigError("sampling: structured_outputs end with EOS, and the model has no EOS")
+        if self._tokenizer is None:
+            self._tokenizer = grammar_tokenizer(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        added = {t.content: i for i, t in self.tokenizer.backend.get_added_tokens_decoder().items()}
+        try:
+            source = grammar_source(structured, added, self.eos_token_ids)
+        except ValueError as error:
+            raise ConfigError(f"sampling: structured_outputs.{structured.kind}: {one_line(error)}") from None
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ConfigError(f"sampling: structured_outputs.{structured.kind}: {one_line(matcher.get_error())}")
+        return matcher
+
+    @property
+    def executor(self):
+        """llguidance's threads."""
+        if self._executor is None:
+            self._executor = package().LLExecutor()
+        return self._executor
+
+    def allowed(self, step, table):
+        """Words of allowed tokens (D, W) int32 for the D tokens that a step samples; None where none has a grammar.
+
+        Those of rows without one are allowed_token_ids'. Raises DamagedGrammars where nothing is left.
+        """
+        sampled = step.sampled_rows
+        if not table.has_grammar[sampled].any():
+            return None
+        words = -(-self.vocab_size // 32)
+        masks = np.full((len(sampled), words), -1, np.int32)
+        # A sequence with drafts has several samples: the mask after each draft follows that before it.
+        rows, counts = (step.rows, step.counts) if step.has_drafts else (sampled, np.ones_like(sampled))
+        firsts, alone, with_drafts = np.cumsum(counts) - counts, [], []
+        of_grammar = np.flatnonzero(table.has_grammar[rows])
+        for i in of_grammar.tolist():
+            row, length = rows[i], table.length[rows[i]]
+            drafts = table.token_ids[row, length : length + counts[i] - 1].tolist()
+            place = table.sequences[row].grammar.matcher, int(firsts[i])
+            if drafts:
+                with_drafts.append((*place, drafts))
+            else:
+                alone.append(place)
+        memory = masks.ctypes.data, 4 * words, len(masks)
+        if alone:
+            self.executor.unsafe_compute_mask_ptr(alone, *memory)
+        if with_drafts:
+            self.executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *memory)
+        self._check(table.sequences[rows[of_grammar]])
+        for i in of_grammar.tolist():
+            row = rows[i]
+            missing = table.sequences[row].params.min_tokens - int(table.length[row] - table.prompt_length[row])
+            for mask in masks[firsts[i] : firsts[i] + min(counts[i], max(missing, 0))]:
+                mask[...] = without(mask, table.stop_ids[row])
+        limited = np.flatnonzero(table.has_allowed[sampled])
+        if len(limited):
+            masks[limited] &= table.allowed[sampled[limited]]
+            empty = limited[~masks[limited].any(axis=1)]
+            if len(empty):
+                sequences = table.sequences[sampled[empty]]
+                raise DamagedGrammars(sequences, "structured_outputs and allowed_token_ids leave no token")
+        return masks
+
+    def advance(self, sequences, token_ids):
+        """Take in tokens (D,) that sequences (D,) drew; those that have ended with them need no more.
+
+        Raises DamagedGrammars for tokens that the grammar does not have, and grammars that are too complex.
+        """
+        pairs = [
+            (sequence.grammar.matcher, token)
+            for sequence, token in zip(sequences, token_ids.tolist(), strict=True)
+            if sequence.grammar is not None and sequence.finish_reason is None
+        ]
+        for matcher, token in pairs:
+            matcher.consume_token(token)
+        self._check([each for each in sequences if each.grammar is not None and each.finish_reason is None])
+
+    def _check(self, sequences):
+        damaged = [each for each in sequences if each.grammar.matcher.is_error()]
+        if damaged:
+            raise DamagedGrammars(damaged, f"structured_outputs: {one_line(damaged[0].grammar.matcher.get_error())}")
+
+
+def without(mask, ids):
+    """A mask (W,) int32 without the bits of ids; the mask itself if nothing else is left of it."""
+    kept = mask.copy()
+    for token in ids[ids >= 0].tolist():
+        kept.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
+    return kept if kept.any() else mask
+
+
+def one_line(error):
+    """The beginning of a message of llguidance, without line breaks: str."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= MESSAGE_LENGTH else f"{text[: MESSAGE_LENGTH - 3]}..."

@@ -1,0 +1,347 @@
+"""Completions with a grammar: every text is the grammar's, whatever else runs; other requests are as they were."""
+
+import dataclasses
+import json
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlnumba.config import EngineConfig
+from rlnumba.engine import LLM, SamplingParams, StructuredOutputsParams
+from rlnumba.engine.core import Engine, GrammarError
+from rlnumba.engine.requests.grammar_tokens import GrammarTokens
+from rlnumba.engine.requests.streams import Streams
+from rlnumba.errors import ConfigError
+from rlnumba.model.tokenizer import Tokenizer
+from tests.engine.test_llm import drawn, log_softmax, logits_after, make_model
+
+llguidance = pytest.importorskip("llguidance")
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+VOCABULARY, EOS = 500, [2, 6]
+SCHEDULES = [
+    {"async_scheduling": False},
+    {"max_num_seqs": 2, "max_num_batched_tokens": 5},
+    {"num_gpu_blocks_override": 7},
+    {"speculative_method": "ngram"},
+    {"enable_prefix_caching": False},
+]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "kind": {"enum": ["a", "ü", "<|im_end|>"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "regex": {"regex": r"[a-c]{2,5}-[0-9]{1,3}é?"},
+    "choice": {"choice": ["yes", "no", 'say "maybé"', "<|begin|>"]},
+    "json": {"json": PERSON},
+    "lark": {"grammar": 'start: <|begin|> "<|begin|>" /[0-9]{3}/ <|eot_id|>'},
+    "gbnf": {"grammar": 'root ::= "ab" [0-9] "c"'},
+    "after": {"regex": "[xy]{2}", "after": "<|begin|>"},
+    "after a text": {"regex": "[xy]{2}", "after": "e"},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(GOLDEN / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(vocab_size=VOCABULARY, eos_token_id=EOS)
+
+
+@pytest.fixture(scope="module")
+def llm(model, tokenizer):
+    return LLM(model, tokenizer)
+
+
+def params_of(structured, **options):
+    return SamplingParams(**{"structured_outputs": structured, "max_tokens": 60, "seed": 3} | options)
+
+
+def allowed_ids(matcher):
+    """The ids that a matcher of llguidance allows next: (V,) bool."""
+    mask = np.zeros((1, -(-VOCABULARY // 32)), np.int32)
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    return np.unpackbits(mask.view(np.uint8)[0], bitorder="little")[:VOCABULARY] != 0
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_tokens_are_of_the_grammar_and_logprobs_of_its_set(llm, model, tokenizer, name):
+    """Under all schedules; beside them a request without a grammar has the bits that it has alone."""
+    prompts, params = [[5, 6, 7], [9] * 17, [5, 6, 7]], params_of(GRAMMARS[name], temperature=0.8, n=2)
+    free = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+    every = [params, params, free]
+    outputs = llm.generate(prompts, every)
+    assert drawn(outputs[2:]) == drawn(llm.generate(prompts[2:], free))
+    state = llm.engine.grammars.state(params)
+    for completion in [c for output in outputs[:2] for c in output.completions]:
+        ids, prompt = completion.token_ids, outputs[0].prompt_token_ids
+        matcher = state.matcher.deep_copy()
+        for i, (token, logprob) in enumerate(zip(ids, completion.logprobs, strict=True)):
+            allowed = allowed_ids(matcher)
+            assert allowed[token]
+            if completion is outputs[0].completions[0]:
+                z = np.where(allowed, logits_after(model, prompt + ids[:i]), -np.inf)
+                assert abs(logprob - log_softmax(z / 0.8)[token]) < 1e-4
+            assert matcher.consume_token(token)
+        if completion.finish_reason == "stop":
+            assert ids[-1] in EOS and matcher.is_accepting()
+    for config in SCHEDULES:
+        assert drawn(LLM(model, tokenizer, EngineConfig(**config)).generate(prompts, every)) == drawn(outputs)
+
+
+def texts(llm, structured, **options):
+    """Texts of 8 completions that have ended at EOS."""
+    options = {"n": 8} | options
+    (output,) = llm.generate([[5, 6, 7]], params_of(structured, **options))
+    assert {each.finish_reason for each in output.completions} == {"stop"}
+    return [each.text for each in output.completions]
+
+
+def test_texts_are_whole(llm, tokenizer):
+    assert all(re.fullmatch(GRAMMARS["regex"]["regex"], text) for text in texts(llm, GRAMMARS["regex"]))
+    assert {*texts(llm, GRAMMARS["choice"], n=24)} == {*GRAMMARS["choice"]["choice"]}
+    assert all(re.fullmatch("ab[0-9]c", text) for text in texts(llm, GRAMMARS["gbnf"]))
+    # The literal is characters, the name without quotes the token, which has no text.
+    assert all(re.fullmatch(r"<\|begin\|>[0-9]{3}", text) for text in texts(llm, GRAMMARS["lark"]))
+    params = params_of({"json_object": True, "disable_any_whitespace": True}, n=8, max_tokens=20)
+    (output,) = llm.generate([[5, 6, 7]], params)
+    found = [each for each in output.completions if each.finish_reason == "stop"]
+    assert found and all(isinstance(json.loads(each.text), dict) for each in found)
+
+
+CLOSED = {"type": "object", "additionalProperties": False}
+HARD_SCHEMAS = {
+    "recursive": {
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "v": {"$ref": "#/$defs/value"},
+                    "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+                },
+                "required": ["v", "next"],
+                "additionalProperties": False,
+            },
+            "value": {"type": "integer", "minimum": -5, "maximum": 12},
+        },
+        "$ref": "#/$defs/node",
+    },
+    "choices": {
+        "type": "object",
+        "properties": {
+            "shape": {
+                "anyOf": [
+                    CLOSED | {"properties": {"r": {"const": 1.5}}, "required": ["r"]},
+                    {"type": "array", "items": {"enum": [1, "two", None, {"é": []}]}, "minItems": 2, "maxItems": 3},
+                ]
+            },
+            "tag": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{1,3}$"},
+        },
+        "required": ["shape", "tag"],
+        "additionalProperties": False,
+    },
+    "unicode": {
+        "type": "object",
+        "properties": {"naïve 你": {"enum": ["你好", "ß\"\\", "\u2028", "😀"]}, "<|im_end|>": {"const": "</think>"}},
+        "required": ["naïve 你", "<|im_end|>"],
+        "additionalProperties": False,
+    },
+    "bounds": {
+        "type": "array",
+        "prefixItems": [{"type": "boolean"}, {"type": "number", "exclusiveMinimum": 0, "maximum": 1}],
+        "items": {"type": "string", "minLength": 1, "maxLength": 3},
+        "minItems": 3,
+        "maxItems": 4,
+    },
+    "all of": {
+        "allOf": [
+            {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}}, "required": ["a"]},
+            {"properties": {"a": {"maximum": 5}, "b": {"type": "string", "format": "date"}}, "required": ["b"]},
+        ],
+        "properties": {"a": True, "b": True},
+        "patternProperties": {"^x$": {"type": "boolean"}},
+    },
+    "map": {
+        "type": "object",
+        "properties": {"uuid": {"type": "string", "format": "uuid"}},
+        "patternProperties": {"^[a-z]{1,2}$": CLOSED | {"properties": {"x": {"type": "null"}}}},
+        "additionalProperties": False,
+        "required": ["uuid"],
+        "maxProperties": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARD_SCHEMAS)
+def test_json_follows_its_schema(llm, name):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = HARD_SCHEMAS[name]
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    params = params_of({"json": schema, "disable_any_whitespace": True}, n=8, max_tokens=190, top_p=0.9)
+    (output,) = llm.generate([[5, 6, 7]], params)
+    ended = [json.loads(each.text) for each in output.completions if each.finish_reason == "stop"]
+    assert len(ended) >= 4
+    for value in ended:
+        validator.validate(value)
+
+
+def test_the_grammar_ends_a_text_before_min_tokens_and_goes_on_after_a_stop_string(llm):
+    (output,) = llm.generate([[5]], params_of({"regex": "a{2,9}"}, min_tokens=9, n=4))
+    assert [len(each.text) for each in output.completions] == [9] * 4
+    (output,) = llm.generate([[5]], params_of({"regex": "aa"}, min_tokens=9))
+    assert output.completions[0].text == "aa" and output.completions[0].finish_reason == "stop"
+    (output,) = llm.generate([[5]], params_of({"regex": "a{2,9}"}, stop="aaa", min_tokens=9, max_tokens=30))
+    assert output.completions[0].text == "aaaaaaaaa"
+    (output,) = llm.generate([[5]], params_of({"regex": "ab"}, ignore_eos=True, max_tokens=6))
+    assert output.completions[0].text == "ab" and len(output.completions[0].token_ids) == 6
+
+
+def test_a_sequence_is_moved_with_its_grammar(model, tokenizer):
+    """A matcher is not sent: the engine that takes the sequence has it follow the tokens."""
+    params = params_of(GRAMMARS["json"])
+    wanted = drawn(LLM(model, tokenizer).generate([[5, 6, 7]], params))[0][0]
+    first, second = (Engine(model, tokenizer) for _ in range(2))
+    first.add_request(0, [5, 6, 7], params)
+    for _ in range(6):
+        first.step()
+    moved = pickle.loads(pickle.dumps(first.move_out(1)))
+    assert len(moved[0].completion_ids) == 6 and moved[0].grammar.matcher is None
+    second.move_in(moved)
+    finished = []
+    while second.has_unfinished:
+        finished += second.step().finished
+    completion = finished[0].completion
+    assert (completion.token_ids, completion.logprobs, completion.finish_reason) == wanted
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_request_alone(model, tokenizer):
+    engine = Engine(model, tokenizer)
+    streams = Streams(engine)
+    free, impossible = params_of(GRAMMARS["json"]), params_of({"regex": "ab+"}, allowed_token_ids=[71, 90, *EOS])
+    streams.submit(0, [5, 6, 7], free)
+    streams.submit(1, [5, 6, 7], impossible)
+    events = []
+    while 0 in streams.open or 1 in streams.open:
+        events += streams.step()
+    error = [event for number, event in events if number == 1][-1]
+    assert isinstance(error, GrammarError)
+    assert str(error) == "prompt 1: structured_outputs and allowed_token_ids leave no token"
+    assert drawn([events[-1][1]]) == drawn(LLM(model, tokenizer).generate([[5, 6, 7]], free))
+    # A matcher in error calls itself stopped: that is no end of a text.
+    engine.add_request(2, [5, 6, 7], free)
+    engine.step()
+    (sequence,) = engine.requests[2].values()
+    sequence.grammar.matcher.consume_token(tokenizer.encode("zz", add_special_tokens=False)[0])
+    assert sequence.grammar.matcher.is_stopped()
+    with pytest.raises(GrammarError, match="^prompt 2: structured_outputs: Parser Error: token .z. doesn't satisfy"):
+        engine.step()
+    engine.reset()
+
+
+@pytest.mark.parametrize(
+    "structured, line",
+    [
+        ({}, "must have one of json, regex, choice, grammar, json_object, got none"),
+        ({"regex": "a", "choice": ["b"]}, "must have one of json, .*, got regex and choice"),
+        ({"json": "{"}, "json must be a JSON schema: an object, or its text, got '{'"),
+        ({"json": '{"maximum": NaN}'}, "json must be a JSON schema"),
+        ({"json": [1]}, "json must be a JSON schema"),
+        ({"choice": []}, r"choice must be a list of texts that are not empty, got \(\)"),
+        ({"choice": "ab"}, "choice must be a list of texts"),
+        ({"choice": [""]}, "choice must be a list of texts"),
+        ({"regex": 3}, "regex must be a text that is not empty, got 3"),
+        ({"regex": "a", "after": ""}, "after must be a text that is not empty"),
+        ({"json_object": 1.5}, "json_object must be true or false, got 1.5"),
+    ],
+)
+def test_values_that_are_none_are_named(structured, line):
+    with pytest.raises(ConfigError, match=rf"^sampling: structured_outputs(\.| ){line}"):
+        SamplingParams(structured_outputs=structured)
+    with pytest.raises(ConfigError, match="^sampling: structured_outputs must be StructuredOutputsParams"):
+        SamplingParams(structured_outputs="a")
+
+
+@pytest.mark.parametrize(
+    "structured, line",
+    [
+        ({"regex": "(a"}, "regex: .*"),
+        ({"regex": "(?=a)b"}, "regex: .*look-around.*"),
+        ({"json": {"type": "objekt"}}, "json: .*objekt.*"),
+        ({"json": {"$ref": "#/$defs/none"}}, "json: .*none.*"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "json: .*uniqueItems.*"),
+        ({"grammar": 'start: "a" | "'}, "grammar: .*"),
+        ({"grammar": "start: <|none|>"}, "grammar: .*none.*"),
+        ({"grammar": "root ::= (("}, "grammar: .*"),
+    ],
+)
+def test_a_grammar_that_is_none_is_refused_in_one_line(llm, structured, line):
+    with pytest.raises(ConfigError, match=rf"^sampling: structured_outputs\.{line}$") as caught:
+        llm.generate([[1]], params_of(structured))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert not llm.engine.has_unfinished
+
+
+def test_what_a_grammar_needs_is_named(model, tokenizer, monkeypatch):
+    params = params_of({"regex": "a"})
+    for line, engine in (
+        ("needs a tokenizer, and the model folder has none", LLM(model)),
+        ("end with EOS, and the model has no EOS", LLM(make_model(eos_token_id=None), NoEos(GOLDEN / "tokenizer"))),
+    ):
+        with pytest.raises(ConfigError, match=f"^sampling: structured_outputs {line}$"):
+            engine.generate([[1]], params)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"structured_outputs needs llguidance; pip install 'rlnumba\[grammar\]'$"):
+        LLM(model, tokenizer).generate([[1]], params)
+
+
+class NoEos(Tokenizer):
+    eos_token_id = None
+
+
+def test_params_can_be_hashed_copied_and_sent():
+    params = params_of({"json": PERSON})
+    assert params.structured_outputs == StructuredOutputsParams(json=json.dumps(PERSON, ensure_ascii=False))
+    assert dataclasses.replace(params) == pickle.loads(pickle.dumps(params)) == params
+    assert hash(params) == hash(dataclasses.replace(params))
+
+
+@pytest.mark.parametrize("folder", ["tokenizer", "tiny-qwen3"])
+def test_bytes_of_tokens_are_those_that_are_decoded(folder):
+    tokenizer = Tokenizer(GOLDEN / folder)
+    tokens = GrammarTokens(tokenizer, VOCABULARY, 1)
+    size = tokenizer.backend.get_vocab_size()
+    for i in range(size):
+        text = tokenizer.decode([i], skip_special_tokens=False)
+        assert text == tokens.tokens[i].decode(errors="replace")
+    added = {*tokenizer.backend.get_added_tokens_decoder()}
+    assert tokens.special_token_ids == sorted(added | {*range(size, VOCABULARY)})
+    for text in ("what is", 'say "', next(iter(tokenizer.special_ids))):
+        ids = tokens(text.encode())
+        assert not added & {*ids} and b"".join(tokens.tokens[i] for i in ids) in text.encode()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_grammars_on_the_gpu(tokenizer, dtype):
+    """In graphs, of steps of one token and of drafts, beside requests without a grammar."""
+    model = make_model(dtype, vocab_size=VOCABULARY, eos_token_id=EOS, head_dim=64)
+    prompts = [[5, 6, 7], [9] * 17] * 4
+    every = [params_of(GRAMMARS[name], n=2) for name in GRAMMARS] + [SamplingParams(max_tokens=40, ignore_eos=True)]
+    llm = LLM(model, tokenizer)
+    expected = drawn(
+        LLM(model, tokenizer, EngineConfig(enforce_eager=True, async_scheduling=False)).generate(prompts, every)
+    )
+    for _ in range(3):
+        assert drawn(llm.generate(prompts, every)) == expected
+    assert any("allowed" in {name for name, *_ in key.arrays} for key in llm.engine.runner.graphs)
+    for config in SCHEDULES:
+        assert drawn(LLM(model, tokenizer, EngineConfig(**config)).generate(prompts, every)) == expected

@@ -2,18 +2,24 @@
 
 import dataclasses
 import json
+import pathlib
+import shutil
 import sys
 
+import numpy as np
 import pytest
 
-from rlnumba.config import DataConfig, GRPORun, RewardsConfig
+from rlnumba.config import DataConfig, GRPOConfig, GRPORun, RewardsConfig, SFTConfig, SFTRun, ToolsConfig
 from rlnumba.data.files import read_dataset
 from rlnumba.data.gym import arguments_of
+from rlnumba.environments.schema import tool_schema
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards.calling import Rewards
 from rlnumba.rewards.gym import gym
+from rlnumba.rewards.loading import load_object
 from rlnumba.runs.eval import run_eval
 from rlnumba.runtime import device
+from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.ppo import run_ppo
 from tests.trainers.runs import grpo_run, metrics_of, ppo_run
@@ -43,6 +49,19 @@ def test_eval_problems_begin_where_training_ends():
         assert arguments_of("gym:chain_sum", sums(eval_gym={"seed": seed}), True)["seed"] == seed
 
 
+def test_several_datasets_have_arguments_of_their_own():
+    gym = {"seed": 5, "chain_sum": {"max_terms": 2, "size": 3}, "gcd": {"max_numbers": 2, "seed": 6}}
+    eval_gym = {"size": 2, "gcd": {"size": 4}, "lcm": {"seed": 9}}
+    data = DataConfig(train="gym:chain_sum, gym:gcd", eval="gym:gcd,gym:lcm", gym=gym, eval_gym=eval_gym)
+    assert arguments_of("gym:chain_sum", data, False) == {"size": 3, "seed": 5, "max_terms": 2}
+    assert arguments_of("gym:gcd", data, False) == {"size": 500, "seed": 6, "max_numbers": 2}
+    assert arguments_of("gym:gcd", data, True) == {"size": 4, "seed": 506, "max_numbers": 2}
+    assert arguments_of("gym:lcm", data, True) == {"size": 2, "seed": 9}
+    for value, error in (({"seed": -1}, "data.gym.gcd.seed must be"), (3, "data.gym.gcd must be a table .* got 3")):
+        with pytest.raises(ConfigError, match=error):
+            arguments_of("gym:gcd", dataclasses.replace(data, gym=gym | {"gcd": value}), False)
+
+
 @pytest.mark.parametrize("key, value", [("size", 0), ("size", 2.5), ("seed", -1), ("seed", True), ("seed", "a")])
 def test_size_and_seed_are_checked(key, value):
     with pytest.raises(ConfigError, match=f"data.gym.{key} must be an integer of at least {int(key == 'size')}, got"):
@@ -53,6 +72,10 @@ def test_the_reward_is_the_scorer_unless_another_is_named():
     run = {"model": "m", "output_dir": "o", "data": DataConfig(train="gym:chain_sum")}
     assert GRPORun(**run, rewards=RewardsConfig()).rewards.funcs == ["gym"]
     assert GRPORun(**run, rewards=RewardsConfig(funcs=["a.py:b"])).rewards.funcs == ["a.py:b"]
+    assert GRPORun(**run | {"data": DataConfig(train="gym:a,gym:b")}, rewards=RewardsConfig()).rewards.funcs == ["gym"]
+    # Rows of a file have no scorer.
+    with pytest.raises(ConfigError, match="rewards.funcs must name"):
+        GRPORun(**run | {"data": DataConfig(train="gym:a,rows.jsonl")}, rewards=RewardsConfig())
 
 
 def test_problems_and_their_scores(reasoning_gym):
@@ -69,14 +92,52 @@ def test_problems_and_their_scores(reasoning_gym):
     columns = {name: [value] * 5 for name, value in rows[0][0].items()}
     scores = Rewards([gym]).score(["p"] * 5, texts, [[1]] * 5, columns)
     assert scores.values[:, 0].tolist() == [1.0, 1.0, 0.0, len(answer) / len(f"it is {answer}"), 0.0]
-    assert scores.metrics == {"gym/scorer_errors": 0.0}
+    assert scores.metrics == {"gym/scorer_errors": 0.0, "gym/chain_sum": np.mean(scores.values)}
+
+
+def test_a_mixture_has_its_shares_and_a_metric_each(reasoning_gym):
+    data = DataConfig(
+        train="gym:chain_sum,gym:gcd",
+        train_weights=[1.5, 0.5],
+        gym={"size": 4, "seed": 7, "chain_sum": {"max_terms": 2, "max_digits": 1}},
+    )
+    rows = [row for row, _ in read_dataset(data.train, data)]
+    assert [row["gym_dataset"]["name"] for row in rows] == ["chain_sum"] * 6 + ["gcd"] * 2
+    assert [row["question"] for row in rows[:6:3]] == [
+        row["question"] for row, _ in read_dataset("gym:chain_sum", sums())
+    ][::2]
+    chosen = [rows[0], rows[0], rows[6], rows[7]]
+    texts = [
+        f"<answer>{answer}</answer>" for answer in (rows[0]["answer"], "-99", rows[6]["answer"], rows[7]["answer"])
+    ]
+    scores = Rewards([gym]).score(
+        ["p"] * 4, texts, [[1]] * 4, {name: [row[name] for row in chosen] for name in rows[0]}
+    )
+    assert scores.values[:, 0].tolist() == [1.0, scores.values[1, 0], 1.0, 1.0] and scores.values[1, 0] < 0.1
+    own = {"gym/chain_sum": np.mean(scores.values[:2]), "gym/gcd": 1.0}
+    assert scores.metrics == {"gym/scorer_errors": 0.0} | own
+    harder = dataclasses.replace(data, gym=data.gym | {"max_terms": 2})
+    with pytest.raises(ConfigError, match=r"data.gym: gym:gcd has no argument 'max_terms'.* are in \[data.gym.NAME\]$"):
+        read_dataset(data.train, harder)
+
+
+def test_the_answer_of_an_episode_is_in_its_last_turn(reasoning_gym):
+    """The message before has the call of a tool, and the tool's has the result."""
+    ((row, _),) = read_dataset("gym:chain_sum", DataConfig(train="", gym=SUMS | {"size": 1}), for_eval=False)
+    right = f"<answer>{row['answer']}</answer>"
+    call = {"role": "assistant", "content": "<answer>?</answer>", "tool_calls": []}
+    result = {"role": "tool", "name": "calc", "content": right}
+    completions = [[call, result, {"role": "assistant", "content": right}], [call, result]]
+    columns = {name: [value] * 2 for name, value in row.items()}
+    assert gym(completions, **columns, log_metric=lambda name, value: None) == [1.0, 0.0]
 
 
 def test_a_scorer_that_raises_gives_0_and_is_counted(reasoning_gym):
     ((row, _),) = read_dataset("gym:prime_factorization", DataConfig(train="", gym={"size": 1}), for_eval=False)
     texts = [f"<answer>{text}</answer>" for text in (row["answer"], "two times five")]
     scores = Rewards([gym]).score(["p"] * 2, texts, [[1]] * 2, {name: [value] * 2 for name, value in row.items()})
-    assert scores.values[:, 0].tolist() == [1.0, 0.0] and scores.metrics == {"gym/scorer_errors": 0.5}
+    assert scores.values[:, 0].tolist() == [1.0, 0.0]
+    assert scores.metrics == {"gym/scorer_errors": 0.5, "gym/prime_factorization": 0.5}
 
 
 def test_scorers_have_the_arguments_of_their_problems(reasoning_gym):
@@ -133,3 +194,112 @@ def test_a_run_trains_on_its_problems_and_evaluates_on_others(reasoning_gym, tmp
     ]
     assert prompts == [row["question"] + " " for row, _ in read_dataset(data.eval, data, for_eval=True)]
     assert len(prompts) == 3 and not set(prompts) & set(questions)
+
+
+TOOLS = pathlib.Path(__file__).parent.parent / "examples" / "tools"
+ADD = '''
+def add(a: int, b: int) -> int:
+    """Add two integers.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
+'''
+PAIRS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
+# The model reads "34*57" where the question says "... problem: 34 + 57 =", and "34*-57" of a difference.
+SHORT = "(message.content or '').split(': ') | last | replace(' + ', '*') | replace(' - ', '*-') | replace(' =', '')"
+
+
+def adding_model(folder):
+    """The model of examples/tools, which calls its tool one time in two, with a tokenizer in which the tool is `add`
+    and two characters are the tags of an answer. It has not seen these yet."""
+    shutil.copytree(TOOLS / "model", folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    new = {"~": "<answer>", "`": "</answer>"}
+    for token in tokenizer["added_tokens"]:
+        token["content"] = token["content"].replace("multiply", "add")
+    vocabulary = tokenizer["model"]["vocab"]
+    for old, text in new.items():
+        number = vocabulary[old]
+        added = {
+            "id": number,
+            "content": text,
+            "special": False,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+        }
+        tokenizer["added_tokens"].append(added | {"normalized": False})
+    tokenizer["added_tokens"].sort(key=lambda token: token["id"])
+    vocabulary |= {new.get(text, text): number for text, number in vocabulary.items()}
+    tokenizer["model"]["vocab"] = {text: number for text, number in vocabulary.items() if text not in new}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = settings["chat_template"].replace("message.content", SHORT)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_turns(path, problems, schema):
+    """Rows for sft: half of the answers are guessed at once, and half are the tool's."""
+    rng = np.random.default_rng(0)
+    with open(path, "w") as file:
+        for i, problem in enumerate(problems):
+            turns, right = [], f"<answer>{problem['answer']}</answer>"
+            if i % 2:
+                a, b = map(int, problem["metadata"]["expression"].replace("- ", "-").replace("+ ", "").split())
+                call = {"type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
+                turns = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+                turns.append({"role": "tool", "name": "add", "content": problem["answer"]})
+            last = {"role": "assistant", "content": right if turns else f"<answer>{rng.integers(-89, 199)}</answer>"}
+            ask = {"role": "user", "content": problem["question"]}
+            file.write(json.dumps({"messages": [ask, *turns, last], "tools": [schema]}) + "\n")
+
+
+@pytest.mark.skipif(device.name() != "cpu", reason="small runs of the cpu device")
+def test_a_policy_with_a_tool_learns_its_problems(reasoning_gym, tmp_path):
+    """The reward of chain_sum rises where calls of a calculator become more."""
+    (tmp_path / "add.py").write_text(ADD)
+    problems = reasoning_gym.create_dataset("chain_sum", size=1600, seed=10_000, **PAIRS)
+    schema = tool_schema(load_object(f"{tmp_path}/add.py:add", "tools.funcs"))
+    write_turns(tmp_path / "turns.jsonl", problems, schema)
+    settings = {"dtype": "float32", "lr_scheduler_type": "constant", "gradient_checkpointing": False}
+    sft = SFTConfig(
+        per_device_train_batch_size=32,
+        max_steps=100,
+        max_length=64,
+        learning_rate=1e-3,
+        assistant_only_loss=True,
+        **settings,
+    )
+    shown = SFTRun(
+        model=str(adding_model(tmp_path / "model")),
+        output_dir=str(tmp_path / "shown"),
+        data=DataConfig(train=str(tmp_path / "turns.jsonl")),
+        train=sft,
+    )
+    TRAINERS["sft"].train(shown)
+    run = GRPORun(
+        model=str(tmp_path / "shown" / "final"),
+        output_dir=str(tmp_path / "run"),
+        data=DataConfig(train="gym:chain_sum", gym=PAIRS | {"size": 100}, prompt_template="{question}"),
+        tools=ToolsConfig(funcs=[f"{tmp_path}/add.py:add"]),
+        rewards=RewardsConfig(),
+        train=GRPOConfig(
+            num_generations=8,
+            per_device_train_batch_size=64,
+            max_completion_length=40,
+            max_steps=12,
+            learning_rate=1e-4,
+            **settings,
+        ),
+    )
+    run_grpo(run)
+    rows = metrics_of(run)
+    values = [row["gym/chain_sum"] for row in rows]
+    np.testing.assert_allclose(values, [row["reward"] for row in rows])
+    assert np.mean(values[-4:]) > values[0] + 0.1
+    assert rows[-1]["tools/call_frequency"] > rows[0]["tools/call_frequency"]
+    assert all(row["sampling/sampling_logp_difference/max"] == 0 for row in rows)

@@ -66,9 +66,12 @@ class DataConfig(Section):
     split: str = key("train", "Its split for `train`.", needs=KeyCondition(("data.train",), OF_HUB, IS_OF_HUB))
     eval_split: str = key("test", "Its split for `eval`.", needs=KeyCondition(EVAL, OF_HUB, IS_OF_HUB))
     gym: dict[str, typing.Any] = key(
-        {}, "Arguments of `gym:NAME`: size (500), seed (0), and its own; a table `[data.gym]`. docs/gym.md.",
-        of="generates", needs=KeyCondition(BOTH, OF_GYM, IS_OF_GYM),
-    )  # fmt: skip
+        {},
+        "Arguments of `gym:NAME`: size (500), seed (0), and its own; a table `[data.gym]`, `[data.gym.NAME]` for one "
+        "of several datasets. docs/gym.md.",
+        of="generates",
+        needs=KeyCondition(BOTH, OF_GYM, IS_OF_GYM),
+    )
     eval_gym: dict[str, typing.Any] = key(
         {}, "Those of `eval` that differ, `[data.eval_gym]`; its seed: the first that training has not (seed + size).",
         of="generates", needs=KeyCondition(EVAL, OF_GYM, IS_OF_GYM),
@@ -108,3 +111,9 @@ class DataConfig(Section):
         for name in self.chat_template_kwargs:
             if name in RESERVED_VARIABLES:
                 raise ConfigError(f"data.chat_template_kwargs cannot set {name!r}, which is no template's variable")
+
+    @property
+    def has_scorers(self):
+        """Whether all training rows are problems of reasoning-gym, which have scorers of their own."""
+        paths = paths_of_rows(self.train) if self.train else []
+        return bool(paths) and all(path.startswith(GYM) for path in paths)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from rlnumba.config.agents import ACTS, EnvironmentConfig, ToolsConfig
 from rlnumba.config.asynchronous import AsyncConfig
-from rlnumba.config.data import GYM
 from rlnumba.config.generation import GenerationPlan
 from rlnumba.config.keys import key
 from rlnumba.config.schema import EngineConfig, EvalConfig, ReferenceConfig, RewardsConfig, Run, TrainConfig
@@ -236,7 +235,7 @@ class PromptRun(Run):
             name = "no_resampling_pass_rate" if plan.difficulty_weights is None else "difficulty_weights"
             raise ConfigError(f"train.{name} chooses among the rows of data.train, which is not set")
         if not self.rewards.funcs and not self.environment.specs:
-            if not (self.data.train or "").startswith(GYM):
+            if not self.data.has_scorers:
                 raise ConfigError("rewards.funcs must name at least one reward function")
             object.__setattr__(self, "rewards", replace(self.rewards, funcs=["gym"]))
         if self.has_episodes and self.deploy.num_infer_gpus:

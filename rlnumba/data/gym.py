@@ -1,7 +1,8 @@
 """Rows from reasoning-gym (https://github.com/open-thought/reasoning-gym): problems made from a seed, with a scorer.
 
-`data.train = "gym:chain_sum"` names a dataset, `[data.gym]` its arguments. Nearly all datasets make problem i from
-seed + i alone, so neighbouring seeds give the same problems but for one; held-out ones begin where training's end.
+`data.train = "gym:chain_sum"` names a dataset, `[data.gym]` its arguments; of several datasets, `[data.gym.NAME]` those
+of one. Nearly all datasets make problem i from seed + i alone, so neighbouring seeds give the same problems but for
+one; held-out ones begin where training's end.
 """
 
 import difflib
@@ -24,18 +25,19 @@ def is_gym(path):
 def arguments_of(path, data, for_eval):
     """The arguments of the dataset that a path "gym:NAME" names, size and seed included: dict.
 
-    Those of held-out problems are [data.eval_gym]'s; where the same dataset is trained on, [data.gym]'s as far as that
-    has no others, and the first seed after training's. Raises ConfigError for a wrong size or seed, and for problems
-    that are both trained on and held out.
+    Those in [data.gym] are all datasets', those in [data.gym.NAME] one's. Those of held-out problems are
+    [data.eval_gym]'s; where the same dataset is trained on, [data.gym]'s as far as that has no others, and the first
+    seed after training's. Raises ConfigError for a wrong size or seed, and for problems that are both trained on and
+    held out.
     """
     defaults = {"size": DEFAULT_SIZE, "seed": DEFAULT_SEED}
-    train = _checked("data.gym", defaults | data.gym)
+    train = _checked("gym", path, data, defaults)
     if not for_eval:
         return train
     if path not in paths_of_rows(data.train or ""):
-        return _checked("data.eval_gym", defaults | data.eval_gym)
+        return _checked("eval_gym", path, data, defaults)
     behind = train["seed"] + train["size"]
-    chosen = _checked("data.eval_gym", train | {"seed": behind} | data.eval_gym)
+    chosen = _checked("eval_gym", path, data, train | {"seed": behind})
     begin, end = chosen["seed"], chosen["seed"] + chosen["size"]
     if {**chosen, **defaults} == {**train, **defaults} and begin < behind and train["seed"] < end:
         raise ConfigError(
@@ -45,23 +47,39 @@ def arguments_of(path, data, for_eval):
     return chosen
 
 
-def _checked(name, arguments):
+def _datasets(data):
+    """The names of all datasets of reasoning-gym in data.train and data.eval: set."""
+    paths = [path for value in (data.train, data.eval) if value for path in paths_of_rows(value)]
+    return {path.removeprefix(GYM) for path in paths if is_gym(path)}
+
+
+def _checked(section, path, data, defaults):
+    """The arguments of a path in [data.gym] or [data.eval_gym]: dict. Raises ConfigError for a wrong size or seed."""
+    table, name = getattr(data, section), path.removeprefix(GYM)
+    names = _datasets(data)
+    own = table.get(name, {}) if name in names else {}
+    if not isinstance(own, dict):
+        raise ConfigError(f"data.{section}.{name} must be a table of the arguments of {path}, got {own!r}")
+    arguments = defaults | {key: value for key, value in table.items() if key not in names} | own
     for key, least in (("size", 1), ("seed", 0)):
         value = arguments[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name}.{key} must be an integer of at least {least}, got {value!r}")
+            where = f"data.{section}.{name}" if key in own else f"data.{section}"
+            raise ConfigError(f"{where}.{key} must be an integer of at least {least}, got {value!r}")
     return arguments
 
 
-def gym_rows(path, arguments, key="data.gym"):
+def gym_rows(path, data, for_eval=False):
     """The problems of a dataset of reasoning-gym: list of (row, where), as read_rows.
 
     A row has `question`, `answer` (the reference's, None where many are right), `metadata`, and `gym_dataset`, from
-    which `scorer` finds its dataset. key: that of the arguments, for messages. Raises ConfigError, naming it, for an
-    unknown dataset or argument, UserError without the package.
+    which `scorer` finds its dataset. data: DataConfig. Raises ConfigError, naming the key, for an unknown dataset or
+    argument, UserError without the package.
     """
-    name = str(path).removeprefix(GYM)
-    dataset = create(name, arguments, key)
+    name, arguments = path.removeprefix(GYM), arguments_of(path, data, for_eval)
+    section = "data.eval_gym" if for_eval else "data.gym"
+    own = f"; arguments of one dataset are in [{section}.NAME]" if len(_datasets(data)) > 1 else ""
+    dataset = create(name, arguments, section, own)
     source = {"name": name, "arguments": arguments}
     try:
         return [({**dataset[i], "gym_dataset": source}, f"{path}: problem {i}") for i in range(len(dataset))]
@@ -69,8 +87,11 @@ def gym_rows(path, arguments, key="data.gym"):
         raise UserError(f"{path}: {type(error).__name__}: {_line(error)}") from error
 
 
-def create(name, arguments, key="data.gym"):
-    """reasoning-gym's dataset of a name, with these arguments; the errors are gym_rows'."""
+def create(name, arguments, key="data.gym", hint=""):
+    """reasoning-gym's dataset of a name, with these arguments; the errors are gym_rows'.
+
+    key: that of the arguments; hint: added to the error of an unknown one.
+    """
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -83,7 +104,7 @@ def create(name, arguments, key="data.gym"):
     for argument in arguments:
         if argument not in valid:
             near = difflib.get_close_matches(argument, valid, n=1, cutoff=0)[0]
-            raise ConfigError(f"{key}: {GYM}{name} has no argument {argument!r}; did you mean {near}?")
+            raise ConfigError(f"{key}: {GYM}{name} has no argument {argument!r}; did you mean {near}?{hint}")
     try:
         return reasoning_gym.create_dataset(name, **arguments)
     except Exception as error:  # reasoning-gym's code, which asserts that its arguments are valid

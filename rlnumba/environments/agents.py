@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.config.data import GYM
 from rlnumba.data.files import template_variables
 from rlnumba.data.prompts import PromptTools
 from rlnumba.environments.calls import ToolCaller
@@ -143,7 +142,7 @@ class Agents:
                 if owner.__name__ not in self.reward_classes:
                     self.reward_classes.append(owner.__name__)
             self.toolsets[name] = _toolset(functions, owner)
-        if not (self.run.rewards.funcs or self.reward_classes or (self.run.data.train or "").startswith(GYM)):
+        if not (self.run.rewards.funcs or self.reward_classes):
             raise ConfigError(
                 "rewards.funcs must name at least one reward function, or the environment's class must have get_reward"
             )

@@ -10,8 +10,17 @@ from rlnumba.rewards.calling import TimeUp, in_main_thread, time_limit
 
 
 def texts_of(completions):
-    """The completions' texts, whether they are strings or message lists: list of str."""
-    return [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    """The completions' texts, whether they are strings or message lists: list of str.
+
+    The text of several turns is that of the policy's last one, in which it answers.
+    """
+    return [completion if isinstance(completion, str) else _last_text(completion) for completion in completions]
+
+
+def _last_text(messages):
+    """The content of the last message of the assistant, "" without one."""
+    contents = [message["content"] for message in messages if message["role"] == "assistant"]
+    return (contents[-1] or "") if contents else ""
 
 
 ANSWER_COLUMNS = ("solution", "answer", "ground_truth", "final_answer")

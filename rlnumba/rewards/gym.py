@@ -9,7 +9,8 @@ def gym(completions, gym_dataset=None, question=(), answer=(), metadata=(), log_
     """The value that its dataset's scorer gives each answer, mostly of 0 to 1; None for rows of other data.
 
     The answer is what stands between <answer> and </answer>. One on which a scorer raises, as prime_factorization's
-    does on words, has 0 and is counted in the metric `gym/scorer_errors`, a share of all.
+    does on words, has 0 and is counted in the metric `gym/scorer_errors`, a share of all. `gym/NAME` is the mean value
+    of a dataset.
     """
     if gym_dataset is None:
         raise UserError('needs problems of reasoning-gym, data.train = "gym:NAME"')
@@ -25,4 +26,8 @@ def gym(completions, gym_dataset=None, question=(), answer=(), metadata=(), log_
             values.append(0.0)
             failed += 1
     log_metric("gym/scorer_errors", failed / len(values))
+    names = [None if source is None else source["name"] for source in gym_dataset]
+    for name in sorted({*names} - {None}):
+        own = [value for value, of in zip(values, names, strict=True) if of == name]
+        log_metric(f"gym/{name}", sum(own) / len(own))
     return values

@@ -9,17 +9,14 @@ import sys
 import numpy as np
 import pytest
 
-from rlnumba.config import DataConfig, GRPOConfig, GRPORun, RewardsConfig, SFTConfig, SFTRun, ToolsConfig
+from rlnumba.config import DataConfig, GRPOConfig, GRPORun, RewardsConfig, ToolsConfig
 from rlnumba.data.files import read_dataset
 from rlnumba.data.gym import arguments_of
-from rlnumba.environments.schema import tool_schema
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards.calling import Rewards
 from rlnumba.rewards.gym import gym
-from rlnumba.rewards.loading import load_object
 from rlnumba.runs.eval import run_eval
 from rlnumba.runtime import device
-from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.ppo import run_ppo
 from tests.trainers.runs import grpo_run, metrics_of, ppo_run
@@ -206,100 +203,51 @@ def add(a: int, b: int) -> int:
         b: The other.
     """
     return a + b
+
+
+def result(completions, answer, **columns):
+    """1 where the last turn is the answer."""
+    return [float(messages[-1]["content"] == right) for messages, right in zip(completions, answer)]
 '''
-PAIRS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
-# The model reads "34*57" where the question says "... problem: 34 + 57 =", and "34*-57" of a difference.
-SHORT = "(message.content or '').split(': ') | last | replace(' + ', '*') | replace(' - ', '*-') | replace(' =', '')"
-
-
-def adding_model(folder):
-    """The model of examples/tools, which calls its tool one time in two, with a tokenizer in which the tool is `add`
-    and two characters are the tags of an answer. It has not seen these yet."""
-    shutil.copytree(TOOLS / "model", folder)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    new = {"~": "<answer>", "`": "</answer>"}
-    for token in tokenizer["added_tokens"]:
-        token["content"] = token["content"].replace("multiply", "add")
-    vocabulary = tokenizer["model"]["vocab"]
-    for old, text in new.items():
-        number = vocabulary[old]
-        added = {
-            "id": number,
-            "content": text,
-            "special": False,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-        }
-        tokenizer["added_tokens"].append(added | {"normalized": False})
-    tokenizer["added_tokens"].sort(key=lambda token: token["id"])
-    vocabulary |= {new.get(text, text): number for text, number in vocabulary.items()}
-    tokenizer["model"]["vocab"] = {text: number for text, number in vocabulary.items() if text not in new}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = settings["chat_template"].replace("message.content", SHORT)
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
-
-
-def write_turns(path, problems, schema):
-    """Rows for sft: half of the answers are guessed at once, and half are the tool's."""
-    rng = np.random.default_rng(0)
-    with open(path, "w") as file:
-        for i, problem in enumerate(problems):
-            turns, right = [], f"<answer>{problem['answer']}</answer>"
-            if i % 2:
-                a, b = map(int, problem["metadata"]["expression"].replace("- ", "-").replace("+ ", "").split())
-                call = {"type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
-                turns = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-                turns.append({"role": "tool", "name": "add", "content": problem["answer"]})
-            last = {"role": "assistant", "content": right if turns else f"<answer>{rng.integers(-89, 199)}</answer>"}
-            ask = {"role": "user", "content": problem["question"]}
-            file.write(json.dumps({"messages": [ask, *turns, last], "tools": [schema]}) + "\n")
 
 
 @pytest.mark.skipif(device.name() != "cpu", reason="small runs of the cpu device")
-def test_a_policy_with_a_tool_learns_its_problems(reasoning_gym, tmp_path):
-    """The reward of chain_sum rises where calls of a calculator become more."""
+def test_a_tool_beside_the_problems(reasoning_gym, tmp_path):
+    """The scorer has the last turn of each episode, whose calls were executed."""
     (tmp_path / "add.py").write_text(ADD)
-    problems = reasoning_gym.create_dataset("chain_sum", size=1600, seed=10_000, **PAIRS)
-    schema = tool_schema(load_object(f"{tmp_path}/add.py:add", "tools.funcs"))
-    write_turns(tmp_path / "turns.jsonl", problems, schema)
-    settings = {"dtype": "float32", "lr_scheduler_type": "constant", "gradient_checkpointing": False}
-    sft = SFTConfig(
-        per_device_train_batch_size=32,
-        max_steps=100,
-        max_length=64,
-        learning_rate=1e-3,
-        assistant_only_loss=True,
-        **settings,
-    )
-    shown = SFTRun(
-        model=str(adding_model(tmp_path / "model")),
-        output_dir=str(tmp_path / "shown"),
-        data=DataConfig(train=str(tmp_path / "turns.jsonl")),
-        train=sft,
-    )
-    TRAINERS["sft"].train(shown)
+    # The model of the tools example, whose tool is `add` now, reads "34*57" of a question "... problem: 34 + 57 =".
+    shutil.copytree(TOOLS / "model", tmp_path / "model")
+    short = "(message.content or '').split(': ') | last | replace(' + ', '*') | replace(' =', '')"
+    for name, old, new in (
+        ("tokenizer.json", "multiply", "add"),
+        ("tokenizer_config.json", "message.content", short),
+    ):
+        file = tmp_path / "model" / name
+        file.write_text(file.read_text().replace(old, new))
     run = GRPORun(
-        model=str(tmp_path / "shown" / "final"),
+        model=str(tmp_path / "model"),
         output_dir=str(tmp_path / "run"),
-        data=DataConfig(train="gym:chain_sum", gym=PAIRS | {"size": 100}, prompt_template="{question}"),
+        data=DataConfig(
+            train="gym:chain_sum",
+            prompt_template="{question}",
+            gym={"size": 8, "min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
+        ),
         tools=ToolsConfig(funcs=[f"{tmp_path}/add.py:add"]),
-        rewards=RewardsConfig(),
+        rewards=RewardsConfig(funcs=["gym", f"{tmp_path}/add.py:result"]),
         train=GRPOConfig(
             num_generations=8,
             per_device_train_batch_size=64,
-            max_completion_length=40,
-            max_steps=12,
-            learning_rate=1e-4,
-            **settings,
+            max_completion_length=48,
+            max_steps=1,
+            gradient_checkpointing=False,
         ),
     )
     run_grpo(run)
-    rows = metrics_of(run)
-    values = [row["gym/chain_sum"] for row in rows]
-    np.testing.assert_allclose(values, [row["reward"] for row in rows])
-    assert np.mean(values[-4:]) > values[0] + 0.1
-    assert rows[-1]["tools/call_frequency"] > rows[0]["tools/call_frequency"]
-    assert all(row["sampling/sampling_logp_difference/max"] == 0 for row in rows)
+    (row,) = metrics_of(run)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    called = [line for line in lines if line["tool_calls"]]
+    # It writes no tags, so the scorer has nothing; `result` reads what the scorer would.
+    assert {line["gym"] for line in lines} == {0.0} and row["gym/chain_sum"] == 0 and row["gym/scorer_errors"] == 0
+    assert len(called) > 10 and np.mean([line["result"] for line in called]) > 0.3
+    assert row["tools/add/call_total"] == len(called)
+    assert row["sampling/sampling_logp_difference/max"] == 0

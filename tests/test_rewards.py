@@ -697,3 +697,13 @@ def test_cosine_scaled_reward():
     np.testing.assert_allclose(values, [0.75, -0.75, 1.0, -1.0, 0.5], rtol=0, atol=1e-12)
     # A reference that cannot be parsed has no value.
     assert cosine([r"\boxed{1}"] * 2, [[1], [1] * 100], solution=["", "1"]) == [None, 0.5]
+
+
+def test_texts_of_episodes_are_those_of_the_last_turn():
+    """The first turn of an episode has the call of a tool, and no answer."""
+    ask = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+    result, answer = {"role": "tool", "name": "f", "content": "7"}, {"role": "assistant", "content": "#### 7"}
+    completions = ["#### 7", [answer], [ask, result, answer], [answer, result, ask | {"content": None}], []]
+    assert functions.texts_of(completions) == ["#### 7", "#### 7", "#### 7", "", ""]
+    values = functions.gsm8k_reward(completions, answer=["7"] * 5)
+    assert values[:3] == [1.0] * 3 and values[3:] == [0.0] * 2

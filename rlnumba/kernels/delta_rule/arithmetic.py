@@ -1,0 +1,107 @@
+"""The arithmetic of the gated delta rule, one for training, prefill and decode: its constants, and its arrays.
+
+A value head keeps a state S (K, V), here with the key's axis first. With a_t = exp(log_decay_t):
+
+    S_t = a_t S_(t-1) + k_t w_t^T      w_t = beta_t (v_t - a_t S_(t-1)^T k_t)      o_t = S_t^T q_t
+
+Blocks of BLOCK tokens begin at multiples of BLOCK, counted from the sequence's own first token. Inside a block S is the
+state at its begin, G_t the sum of log_decay from the block's first token to t, E_t = exp(G_t), D_tj = exp(G_t - G_j):
+
+    r_t = v_t - E_t S^T k_t - sum over j < t of M_tj w_j                M_tj = D_tj (k_t . k_j)      w_t = beta_t r_t
+    o_t = E_t S^T q_t + sum over j <= t of P_tj w_j                     P_tj = D_tj (q_t . k_j)
+    the next block's S = E_last S + sum over j of k_j (F_j w_j)^T       F_j = exp(G_last - G_j)
+
+Row t reads rows j <= t alone, so a token computed on its own, in a chunk or in a whole sequence has the same bits, if
+each sum has one order, and if the state and the rows w survive between calls as they were used. Hence:
+
+1. x = S^T k_t and y = S^T q_t are chains over the key's axis, from the high plane of S.
+2. r = fma(-E_t, x, v_t) + 0; then fma(-M_tj, w_j, r) for j ascending, M rounded to an operand for the sub-blocks of
+   SUB_BLOCK tokens before the token's own; w_t = beta_t r, rounded to an operand, and only that is used from then on.
+3. o = E_t y + 0; then fma(P_tj, w_j, o) for j ascending, P rounded to an operand.
+4. The fold: E_last S + 0, then the block's products of k_j and F_j w_j, rounded to an operand, for j ascending; then S
+   is rounded to the two planes of a page, in training, too.
+5. G is added up token by token from the block's begin. D is exp of a difference, never a quotient of exponentials.
+
+`+ 0` turns -0 into +0, as a product with an operand that is zero may have either sign.
+
+Operands (q, k, S, w, M, P, F w) are float32 in a float32 model. In one of 16 bits they are float16, whatever its dtype:
+every one of them is bounded (keys have length 1) or scaled, so bfloat16's range is of no use, and float16 has eight
+times its precision. v, w and S are kept times VALUE_SCALE, exactly, so that they overflow at 2^20; an operand
+saturates, so that no later token makes 0 * inf in an earlier row.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+BLOCK, SUB_BLOCK = 64, 16
+# Of v, w and S where operands are float16.
+VALUE_SCALE = np.float32(2.0**-4)
+# The low plane of a state is what float16 leaves of it, times this.
+LOW_SCALE = np.float32(2.0**11)
+# The largest float16.
+LARGEST_OPERAND = np.float32(65504)
+# A token forgets at most this: e^-30 is 1e-13. A larger decay would cost the differences of G their precision.
+LEAST_LOG_DECAY = np.float32(-30)
+LOG2_E = np.float32(math.log2(math.e))
+
+
+def operand_dtype(dtype):
+    """The dtype of operands in a model of a dtype: float32 or float16."""
+    return np.dtype(np.float32 if dtype == np.float32 else np.float16)
+
+
+def planes_of(dtype):
+    """Planes of a state page whose operands have a dtype: a float32 state is one plane, else high and low."""
+    return 1 if dtype == np.float32 else 2
+
+
+def scale_of(dtype):
+    """The factor of v, w and S where operands have a dtype: float32."""
+    return np.float32(1.0) if dtype == np.float32 else VALUE_SCALE
+
+
+class Tokens(NamedTuple):
+    """The inputs of N packed tokens, of HK key heads and HV value heads, HV a multiple of HK.
+
+    q, k (N, HK, K): operands of length 1, q times K^-0.5; v (N, HV, V) of the model's dtype; beta (N, HV), from 0 to 1,
+    and log_decay (N, HV), from LEAST_LOG_DECAY to 0, float32. Value head h reads key head h // (HV / HK).
+    """
+
+    q: object
+    k: object
+    v: object
+    beta: object
+    log_decay: object
+
+
+class StateSequences(NamedTuple):
+    """The places of B sequences in the cache, int32 arrays.
+
+    cu_seqlens (B + 1,) of the new tokens; starts (B,): position of a sequence's first new token; state_lens (B,): how
+    many of its tokens the state has that is read, a multiple of BLOCK, at most BLOCK tokens before starts: the tokens
+    between have their rows in the slot. state_tables (B, T): [b, i] is the page of the state after (i + 1) BLOCK
+    tokens, -1 where it is not to be kept; a page that is read and one that is written may be the same. slots (B,): row
+    slot of each sequence. A block is folded by the call that computes the token after it, so that a page holds no token
+    that a rejected draft might take back.
+    """
+
+    cu_seqlens: object
+    starts: object
+    state_lens: object
+    state_tables: object
+    slots: object
+
+
+class StateCache(NamedTuple):
+    """Memory of linear attention in one layer.
+
+    states (pages, HV, planes, K, V) of operands; of the tokens of each sequence's open block key_rows (slots, BLOCK,
+    HK, K) and value_rows (slots, BLOCK, HV, V), the rows k and w, operands, and decay_sums (slots, BLOCK, HV), G.
+    """
+
+    states: object
+    key_rows: object
+    value_rows: object
+    decay_sums: object

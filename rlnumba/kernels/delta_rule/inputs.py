@@ -1,0 +1,514 @@
+"""From the projection of linear attention to the inputs of the gated delta rule: convolution, norms, gates; backward.
+
+A row of `projected` (N, columns) has [q | k | v | z | b | a] of a token (DeltaRuleHeads). With c over the channels of
+q, k and v, and x their columns, zero before the sequence begins:
+
+    u_t = sum over j = 0..3 of conv[:, j] x_(t - 3 + j), the oldest first      y_t = u_t sigmoid(u_t)
+    q = K^-0.5 y / sqrt(sum y^2 + 1e-6),  k = y / sqrt(sum y^2 + 1e-6), a head at a time,  v = y
+    beta = sigmoid(b)      log_decay = max(-exp(A_log) softplus(a + dt_bias), LEAST_LOG_DECAY)
+
+u, y and beta are rounded to the model's dtype, as in transformers; q and k are operands (arithmetic.py). Backward:
+
+    dy of v = dv; of q and k, with r = 1 / sqrt(sum y^2 + 1e-6): scale r (dout - y r^2 (y . dout))
+    du = dy s (1 + u (1 - s)), s = sigmoid(u)
+    dx_t = sum over i = 0..3 of conv[:, 3 - i] du_(t + i)      dconv[:, j] = sum over t of du_t x_(t - 3 + j)
+    db = dbeta beta (1 - beta)      da = -dlog_decay exp(A_log) sigmoid(a + dt_bias), 0 where log_decay is the least
+    dA_log = sum of dlog_decay log_decay, there too without those      ddt_bias = sum of da
+
+Sums over tokens add the tiles of TOKENS tokens in a fixed order. Source: transformers' Qwen3_5GatedDeltaNet.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all, check_bounds, unused
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK, LEAST_LOG_DECAY, StateSequences, Tokens, operand_dtype
+from rlnumba.kernels.nn.elementwise import accumulate
+from rlnumba.kernels.nn.rmsnorm import add_partials
+from rlnumba.kernels.nn.swiglu import sigmoid
+from rlnumba.kernels.ptx.warp import device_function, exp2, inverse_sqrt, narrow, warp_sum, widen
+from rlnumba.runtime import device
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import launch, specialize
+
+TAPS = 4
+EPS = np.float32(1e-6)
+LOG2_E = np.float32(1.4426950408889634)
+# Warps of a block, each with a head of a token; tokens of a tile of the backward, and its threads.
+LINES = 4
+TOKENS, THREADS = 64, 128
+
+
+class DeltaRuleHeads(NamedTuple):
+    """Sizes of the heads of linear attention, and where a row of the projection has what."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def channels(self):
+        """Columns of q, k and v, which the convolution reads: the first ones."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self):
+        """Columns of v, and of z, which come after the channels."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def gates(self):
+        """The column of the first b; the value heads' a come after their b."""
+        return self.channels + self.values
+
+    @property
+    def columns(self):
+        return self.gates + 2 * self.value_heads
+
+
+class InputWeights(NamedTuple):
+    """Parameters, or their float32 gradients: conv (channels, 4) of the model's dtype; a_log, dt_bias (HV,) float32."""
+
+    conv: object
+    a_log: object
+    dt_bias: object
+
+
+class ConvCache(NamedTuple):
+    """Columns of the channels before a sequence's new tokens, of the model's dtype.
+
+    rows (slots, R, channels): position p is in row p % R, R at least 3 and the tokens of a call that may be taken back.
+    page_rows (pages, 3, channels): the three tokens before the boundary of each page of states.
+    """
+
+    rows: object
+    page_rows: object
+
+
+@device_function
+def sequence_of(cu_seqlens, t):
+    """The sequence of packed token t: the last that begins at or before it."""
+    low, high = 0, cu_seqlens.shape[0] - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if cu_seqlens[middle] <= t:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@device_function
+def rounded(value, array):
+    """A float32 rounded to the dtype of an array, as float32."""
+    return widen(narrow(value, array))
+
+
+@device_function
+def softplus(value):
+    """log(1 + exp(value)), by an exponential that does not overflow."""
+    return max(value, np.float32(0.0)) + np.float32(math.log1p(exp2(-abs(value) * LOG2_E)))
+
+
+@device_function
+def log_decay_of(a, a_log, dt_bias):
+    """log_decay before its bound, of one value head."""
+    return -exp2(a_log * LOG2_E) * softplus(a + dt_bias)
+
+
+@specialize
+def delta_rule_inputs_kernel(heads, is_paged):
+    """The kernel for DeltaRuleHeads (a tuple); is_paged: tokens before the new ones are in a ConvCache."""
+    heads = DeltaRuleHeads(*heads)
+    key_heads, key_dim, value_dim = heads.key_heads, heads.key_dim, heads.value_dim
+    units, keys, gates = 2 * key_heads + heads.value_heads, key_heads * key_dim, heads.gates
+    value_heads, query_scale = heads.value_heads, np.float32(key_dim**-0.5)
+    count, zero = -(-max(key_dim, value_dim) // 32), np.float32(0.0)
+
+    @cuda.jit
+    def delta_rule_inputs_kernel(projected, weights, sequences, cache, tokens):
+        """A warp owns a head of q, k or v of a token; that of v its gates, too. A lane has every 32nd channel."""
+        values = cuda.local.array(count, np.float32)
+        index, lane = cuda.blockIdx.x * LINES + cuda.threadIdx.y, cuda.threadIdx.x
+        t, unit = index // units, index % units
+        if t >= projected.shape[0]:
+            return
+        b = sequence_of(sequences.cu_seqlens, t)
+        begin, start, state_len, slot, page = sequences.cu_seqlens[b], 0, 0, 0, -1
+        if is_paged:
+            start, state_len, slot = sequences.starts[b], sequences.state_lens[b], sequences.slots[b]
+        position, is_value = start + t - begin, unit >= 2 * key_heads
+        # The page of a boundary also keeps the rows before it.
+        stores = is_paged and position > state_len and position % BLOCK == 0
+        if stores:
+            page = sequences.state_tables[b, position // BLOCK - 1]
+        dim = value_dim if is_value else key_dim
+        first = 2 * keys + (unit - 2 * key_heads) * value_dim if is_value else unit * key_dim
+        squares = zero
+        for i in range(count):
+            e, total = i * 32 + lane, zero
+            if e < dim:
+                channel = first + e
+                for tap in range(TAPS):
+                    row, before, x = t - (TAPS - 1) + tap, position - (TAPS - 1) + tap, zero
+                    if row >= begin:
+                        x = widen(projected[row, channel])
+                    elif is_paged and before >= 0:
+                        if start == state_len:
+                            source = sequences.state_tables[b, start // BLOCK - 1]
+                            x = widen(cache.page_rows[source, before - start + TAPS - 1, channel])
+                        else:
+                            x = widen(cache.rows[slot, before % cache.rows.shape[1], channel])
+                    if page >= 0 and tap < TAPS - 1:
+                        cache.page_rows[page, tap, channel] = narrow(x, cache.page_rows)
+                    total = cuda.fma(widen(weights.conv[channel, tap]), x, total)
+                total = rounded(total, projected)
+                total = rounded(total * sigmoid(total), projected)
+            values[i] = total
+            squares = cuda.fma(total, total, squares)
+        if is_value:
+            head = unit - 2 * key_heads
+            for i in range(count):
+                if i * 32 + lane < dim:
+                    tokens.v[t, head, i * 32 + lane] = narrow(values[i], tokens.v)
+            if lane == 0:
+                tokens.beta[t, head] = rounded(sigmoid(widen(projected[t, gates + head])), projected)
+                a = widen(projected[t, gates + value_heads + head])
+                log_decay = log_decay_of(a, weights.a_log[head], weights.dt_bias[head])
+                tokens.log_decay[t, head] = max(log_decay, LEAST_LOG_DECAY)
+            return
+        factor = inverse_sqrt(warp_sum(squares) + EPS)
+        if unit < key_heads:
+            factor = factor * query_scale
+        for i in range(count):
+            if i * 32 + lane < dim:
+                if unit < key_heads:
+                    tokens.q[t, unit, i * 32 + lane] = narrow(values[i] * factor, tokens.q)
+                else:
+                    tokens.k[t, unit - key_heads, i * 32 + lane] = narrow(values[i] * factor, tokens.k)
+
+    return delta_rule_inputs_kernel
+
+
+@cuda.jit
+def store_conv_rows_kernel(projected, sequences, rows):
+    """The channels' columns of each sequence's last new tokens, into its slot; after all have read those before.
+
+    A block owns a sequence.
+    """
+    b = cuda.blockIdx.x
+    begin, end = sequences.cu_seqlens[b], sequences.cu_seqlens[b + 1]
+    for t in range(max(begin, end - rows.shape[1]), end):
+        row = (sequences.starts[b] + t - begin) % rows.shape[1]
+        for channel in range(cuda.threadIdx.x, rows.shape[2], cuda.blockDim.x):
+            rows[sequences.slots[b], row, channel] = projected[t, channel]
+
+
+@specialize
+def delta_rule_inputs_gradient_kernel(heads):
+    """The kernel of du, for DeltaRuleHeads (a tuple)."""
+    heads = DeltaRuleHeads(*heads)
+    key_heads, key_dim, value_dim = heads.key_heads, heads.key_dim, heads.value_dim
+    units, keys = 2 * key_heads + heads.value_heads, key_heads * key_dim
+    query_scale, count = np.float32(key_dim**-0.5), -(-max(key_dim, value_dim) // 32)
+    zero, one = np.float32(0.0), np.float32(1.0)
+
+    @cuda.jit
+    def delta_rule_inputs_gradient_kernel(projected, conv, cu_seqlens, gradients, du):
+        """Laid out as delta_rule_inputs_kernel; gradients: Tokens. du (N, channels) float32 is written."""
+        sums, values, douts = (
+            cuda.local.array(count, np.float32),
+            cuda.local.array(count, np.float32),
+            cuda.local.array(count, np.float32),
+        )
+        index, lane = cuda.blockIdx.x * LINES + cuda.threadIdx.y, cuda.threadIdx.x
+        t, unit = index // units, index % units
+        if t >= projected.shape[0]:
+            return
+        begin, is_value = cu_seqlens[sequence_of(cu_seqlens, t)], unit >= 2 * key_heads
+        dim = value_dim if is_value else key_dim
+        first = 2 * keys + (unit - 2 * key_heads) * value_dim if is_value else unit * key_dim
+        squares, product = zero, zero
+        for i in range(count):
+            e, total, dout = i * 32 + lane, zero, zero
+            if e < dim:
+                for tap in range(TAPS):
+                    row = t - (TAPS - 1) + tap
+                    if row >= begin:
+                        total = cuda.fma(widen(conv[first + e, tap]), widen(projected[row, first + e]), total)
+                if is_value:
+                    dout = widen(gradients.v[t, unit - 2 * key_heads, e])
+                elif unit < key_heads:
+                    dout = widen(gradients.q[t, unit, e])
+                else:
+                    dout = widen(gradients.k[t, unit - key_heads, e])
+            sums[i] = rounded(total, projected)
+            values[i] = rounded(sums[i] * sigmoid(sums[i]), projected)
+            douts[i] = dout
+            squares = cuda.fma(values[i], values[i], squares)
+            product = cuda.fma(values[i], dout, product)
+        if not is_value:
+            inverse, product = inverse_sqrt(warp_sum(squares) + EPS), warp_sum(product)
+            scale = inverse * query_scale if unit < key_heads else inverse
+            for i in range(count):
+                douts[i] = scale * (douts[i] - values[i] * (inverse * inverse * product))
+        for i in range(count):
+            if i * 32 + lane < dim:
+                s = sigmoid(sums[i])
+                du[t, first + i * 32 + lane] = douts[i] * s * (one + sums[i] * (one - s))
+
+    return delta_rule_inputs_gradient_kernel
+
+
+@cuda.jit
+def conv_gradient_kernel(projected, conv, cu_seqlens, du, dprojected, partials):
+    """dx of the channels, and partials (tiles, channels * 4) of dconv. A thread owns a channel of a tile of tokens."""
+    channel = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+    first, tokens, zero = cuda.blockIdx.x * TOKENS, projected.shape[0], np.float32(0.0)
+    if channel >= du.shape[1]:
+        return
+    b = sequence_of(cu_seqlens, first)
+    sum0, sum1, sum2, sum3 = zero, zero, zero, zero
+    for t in range(first, min(first + TOKENS, tokens)):
+        while t >= cu_seqlens[b + 1]:
+            b += 1
+        begin, end, total, here = cu_seqlens[b], cu_seqlens[b + 1], zero, du[t, channel]
+        for i in range(TAPS):
+            if t + i < end:
+                total = cuda.fma(widen(conv[channel, TAPS - 1 - i]), du[t + i, channel], total)
+        dprojected[t, channel] = narrow(total, dprojected)
+        if t - 3 >= begin:
+            sum0 = cuda.fma(here, widen(projected[t - 3, channel]), sum0)
+        if t - 2 >= begin:
+            sum1 = cuda.fma(here, widen(projected[t - 2, channel]), sum1)
+        if t - 1 >= begin:
+            sum2 = cuda.fma(here, widen(projected[t - 1, channel]), sum2)
+        sum3 = cuda.fma(here, widen(projected[t, channel]), sum3)
+    partials[cuda.blockIdx.x, TAPS * channel] = sum0
+    partials[cuda.blockIdx.x, TAPS * channel + 1] = sum1
+    partials[cuda.blockIdx.x, TAPS * channel + 2] = sum2
+    partials[cuda.blockIdx.x, TAPS * channel + 3] = sum3
+
+
+@cuda.jit
+def gates_gradient_kernel(projected, weights, gradients, column, dprojected, partials):
+    """db and da, and partials (tiles, 2 HV) of [dA_log | ddt_bias]. A thread owns a value head of a tile of tokens.
+
+    column: of the first b.
+    """
+    head, heads = cuda.blockIdx.y * THREADS + cuda.threadIdx.x, weights.a_log.shape[0]
+    first, zero, one = cuda.blockIdx.x * TOKENS, np.float32(0.0), np.float32(1.0)
+    if head >= heads:
+        return
+    of_a_log, of_dt_bias = zero, zero
+    for t in range(first, min(first + TOKENS, projected.shape[0])):
+        beta = rounded(sigmoid(widen(projected[t, column + head])), projected)
+        db = gradients.beta[t, head] * beta * (one - beta)
+        dprojected[t, column + head] = narrow(db, dprojected)
+        a = widen(projected[t, column + heads + head])
+        log_decay, da = log_decay_of(a, weights.a_log[head], weights.dt_bias[head]), zero
+        if log_decay >= LEAST_LOG_DECAY:
+            a_gradient = gradients.log_decay[t, head]
+            da = -a_gradient * exp2(weights.a_log[head] * LOG2_E) * sigmoid(a + weights.dt_bias[head])
+            of_a_log = cuda.fma(a_gradient, log_decay, of_a_log)
+        of_dt_bias += da
+        dprojected[t, column + heads + head] = narrow(da, dprojected)
+    partials[cuda.blockIdx.x, head] = of_a_log
+    partials[cuda.blockIdx.x, heads + head] = of_dt_bias
+
+
+def _check(op, projected, weights, heads, cu_seqlens):
+    """N, the number of tokens."""
+    tokens, _ = check(op, "projected", projected, (None, heads.columns), FLOATS)
+    check(op, "conv", weights.conv, (heads.channels, TAPS), (projected.dtype,))
+    check_all(op, (heads.value_heads,), F32, a_log=weights.a_log, dt_bias=weights.dt_bias)
+    check_bounds(op, "cu_seqlens", cu_seqlens)
+    return tokens
+
+
+def _check_tokens(op, tokens, count, heads, operand, dtype):
+    keys = count, heads.key_heads, heads.key_dim
+    check_all(op, keys, (operand,), q=tokens.q, k=tokens.k)
+    check(op, "v", tokens.v, (count, heads.value_heads, heads.value_dim), (dtype,))
+    check_all(op, (count, heads.value_heads), F32, beta=tokens.beta, log_decay=tokens.log_decay)
+
+
+def delta_rule_inputs(projected, weights, heads, sequences, tokens, cache=None):
+    """The Tokens of packed sequences from their projection; with a ConvCache, of new tokens of sequences in the cache.
+
+    projected (N, columns) of a floating dtype; weights: InputWeights; heads: DeltaRuleHeads; sequences: cu_seqlens
+    (B + 1,) int32, or with a cache StateSequences; tokens: Tokens, which are written. Raises ValueError for other
+    shapes, dtypes or layouts.
+    """
+    op = "delta_rule_inputs"
+    if cache is None:
+        sequences = StateSequences(sequences, unused(), unused(), unused(2), unused())
+    count = _check(op, projected, weights, heads, sequences.cu_seqlens)
+    _check_tokens(op, tokens, count, heads, operand_dtype(projected.dtype), projected.dtype)
+    if cache is not None:
+        check(op, "rows", cache.rows, (None, None, heads.channels), (projected.dtype,))
+        check(op, "page_rows", cache.page_rows, (None, TAPS - 1, heads.channels), (projected.dtype,))
+        sequence_count = len(sequences.cu_seqlens) - 1
+        places = {"starts": sequences.starts, "state_lens": sequences.state_lens, "slots": sequences.slots}
+        check_all(op, (sequence_count,), I32, **places)
+    if device.name() == "cpu":
+        x = projected[:, : heads.channels]
+        taps = _packed_taps(x, sequences.cu_seqlens) if cache is None else _paged_taps(x, sequences, cache)
+        for out, array in zip(tokens, _tokens_of(projected, taps, weights, heads), strict=True):
+            out[...] = array
+        return
+    is_paged = cache is not None
+    cache = cache or ConvCache(unused(3, projected.dtype), unused(3, projected.dtype))
+    units = 2 * heads.key_heads + heads.value_heads
+    kernel = delta_rule_inputs_kernel(tuple(heads), is_paged)
+    launch(kernel, -(-count * units // LINES), (32, LINES), projected, weights, sequences, cache, tokens)
+    if is_paged:
+        launch(store_conv_rows_kernel, len(sequences.slots), THREADS, projected, sequences, cache.rows)
+
+
+def delta_rule_inputs_backward(gradients, projected, weights, heads, cu_seqlens, dprojected, dweights):
+    """The gradient of delta_rule_inputs of packed sequences: columns of dprojected, and dweights +=.
+
+    gradients: Tokens, of which q, k and v have projected's dtype; dprojected (N, columns) of the same: all columns but
+    z's are written; dweights: InputWeights of float32, or None where they are not trained. Raises ValueError for other
+    shapes, dtypes or layouts.
+    """
+    op, dtype = "delta_rule_inputs_backward", projected.dtype
+    count = _check(op, projected, weights, heads, cu_seqlens)
+    _check_tokens(op, gradients, count, heads, dtype, dtype)
+    check(op, "dprojected", dprojected, projected.shape, (dtype,))
+    if dweights is not None:
+        check(op, "dconv", dweights.conv, weights.conv.shape, F32)
+        check_all(op, weights.a_log.shape, F32, da_log=dweights.a_log, ddt_bias=dweights.dt_bias)
+    if device.name() == "cpu":
+        found = delta_rule_inputs_backward_ref(gradients, projected, weights, heads, cu_seqlens, dprojected)
+        if dweights is not None:
+            for total, part in zip(dweights, found, strict=True):
+                total += part
+        return
+    empty, channels, value_heads = device.xp().empty, heads.channels, heads.value_heads
+    units, tiles = 2 * heads.key_heads + value_heads, -(-count // TOKENS)
+    du, partials = empty((count, channels), np.float32), empty((tiles, TAPS * channels), np.float32)
+    gate_partials = empty((tiles, 2 * value_heads), np.float32)
+    arguments = projected, weights.conv, cu_seqlens, gradients, du
+    kernel = delta_rule_inputs_gradient_kernel(tuple(heads))
+    launch(kernel, -(-count * units // LINES), (32, LINES), *arguments)
+    grid = tiles, -(-channels // THREADS)
+    launch(conv_gradient_kernel, grid, THREADS, projected, weights.conv, cu_seqlens, du, dprojected, partials)
+    grid = tiles, -(-value_heads // THREADS)
+    arguments = projected, weights, gradients, heads.gates, dprojected, gate_partials
+    launch(gates_gradient_kernel, grid, THREADS, *arguments)
+    if dweights is not None and count:
+        add_partials(partials, dweights.conv.reshape(-1))
+        totals = device.xp().zeros(2 * value_heads, np.float32)
+        add_partials(gate_partials, totals)
+        accumulate(totals[:value_heads], dweights.a_log)
+        accumulate(totals[value_heads:], dweights.dt_bias)
+
+
+def _packed_taps(x, cu_seqlens):
+    """(N, 4, channels): for each token the rows from three before it to its own, zero before its sequence."""
+    count = len(x)
+    positions = np.arange(count) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+    taps = np.zeros((count, TAPS, x.shape[1]), x.dtype)
+    for tap in range(TAPS):
+        back = TAPS - 1 - tap
+        inside = positions >= back
+        taps[inside, tap] = x[np.flatnonzero(inside) - back]
+    return taps
+
+
+def _paged_taps(x, sequences, cache):
+    """_packed_taps of new tokens; the cache is read, and then has the last of them and the rows before boundaries."""
+    taps, bounds = np.zeros((len(x), TAPS, x.shape[1]), x.dtype), sequences.cu_seqlens
+    for b, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        start, state_len, slot = sequences.starts[b], sequences.state_lens[b], sequences.slots[b]
+        rows, table = cache.rows[slot], sequences.state_tables[b]
+        before = np.zeros((TAPS - 1, x.shape[1]), x.dtype)
+        positions = start - (TAPS - 1) + np.arange(TAPS - 1)
+        if begin < end and start and start == state_len:
+            before[:] = cache.page_rows[table[start // BLOCK - 1]]
+        else:
+            before[positions >= 0] = rows[positions[positions >= 0] % len(rows)]
+        whole = np.concatenate([before, x[begin:end]])
+        for tap in range(TAPS):
+            taps[begin:end, tap] = whole[tap : tap + end - begin]
+        for position in range(-(-start // BLOCK) * BLOCK, start + end - begin, BLOCK):
+            if position > state_len and table[position // BLOCK - 1] >= 0:
+                cache.page_rows[table[position // BLOCK - 1]] = taps[begin + position - start, : TAPS - 1]
+        last = np.arange(max(begin, end - len(rows)), end)
+        rows[(start + last - begin) % len(rows)] = x[last]
+    return taps
+
+
+def _activations(taps, conv, dtype):
+    """(u, y) (N, channels): the convolution and its SiLU, each rounded to a dtype."""
+    u = np.zeros((len(taps), taps.shape[2]), taps.dtype)
+    for tap in range(TAPS):
+        u = u + conv[:, tap] * taps[:, tap]
+    u = u.astype(dtype)
+    with np.errstate(over="ignore"):
+        return u, (u / (1 + np.exp(-u))).astype(dtype)
+
+
+def _by_head(array, heads):
+    """(q, k, v) of the channels, a head an axis."""
+    keys = heads.key_heads * heads.key_dim
+    shapes = (heads.key_heads, heads.key_dim), (heads.key_heads, heads.key_dim), (heads.value_heads, heads.value_dim)
+    parts = array[:, :keys], array[:, keys : 2 * keys], array[:, 2 * keys : heads.channels]
+    return tuple(part.reshape(len(array), *shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def _gates(projected, weights, heads):
+    """(beta, the unbounded log_decay, a + dt_bias), each (N, HV)."""
+    b, a = np.split(projected[:, heads.gates :], 2, axis=1)
+    shifted = a + weights.dt_bias
+    with np.errstate(over="ignore"):
+        beta = 1 / (1 + np.exp(-b))
+    softplus_of = np.maximum(shifted, 0) + np.log1p(np.exp(-np.abs(shifted)))
+    return beta, -np.exp(weights.a_log) * softplus_of, shifted
+
+
+def _tokens_of(projected, taps, weights, heads):
+    """Tokens in the precision of projected, from the taps of each token."""
+    _, y = _activations(taps, weights.conv, projected.dtype)
+    q, k, v = _by_head(y, heads)
+    inverse_q, inverse_k = (1 / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + EPS) for x in (q, k))
+    beta, log_decay, _ = _gates(projected, weights, heads)
+    return Tokens(q * inverse_q * heads.key_dim**-0.5, k * inverse_k, v, beta, np.maximum(log_decay, LEAST_LOG_DECAY))
+
+
+def delta_rule_inputs_ref(projected, weights, heads, cu_seqlens):
+    """Tokens of packed sequences, in the precision of projected."""
+    return _tokens_of(projected, _packed_taps(projected[:, : heads.channels], cu_seqlens), weights, heads)
+
+
+def delta_rule_inputs_backward_ref(gradients, projected, weights, heads, cu_seqlens, dprojected):
+    """InputWeights of gradients, in the precision of projected; dprojected is written, but for z."""
+    taps = _packed_taps(projected[:, : heads.channels], cu_seqlens)
+    u, y = _activations(taps, weights.conv, projected.dtype)
+    dy = []
+    for x, dout, scale in zip(_by_head(y, heads), gradients[:3], (heads.key_dim**-0.5, 1.0, None), strict=True):
+        if scale is None:
+            dy.append(dout)
+            continue
+        inverse = 1 / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + EPS)
+        dy.append(scale * inverse * (dout - x * inverse**2 * np.sum(x * dout, axis=-1, keepdims=True)))
+    with np.errstate(over="ignore"):
+        s = 1 / (1 + np.exp(-u))
+    du = np.concatenate([part.reshape(len(u), -1) for part in dy], axis=1) * s * (1 + u * (1 - s))
+    dx = np.zeros_like(du)
+    for begin, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        for i in range(min(TAPS, end - begin)):
+            dx[begin : end - i] += weights.conv[:, TAPS - 1 - i] * du[begin + i : end]
+    dprojected[:, : heads.channels] = dx
+    beta, log_decay, shifted = _gates(projected, weights, heads)
+    inside = log_decay >= LEAST_LOG_DECAY
+    with np.errstate(over="ignore"):
+        da = np.where(inside, -gradients.log_decay * np.exp(weights.a_log) / (1 + np.exp(-shifted)), 0)
+    dprojected[:, heads.gates :] = np.concatenate([gradients.beta * beta * (1 - beta), da], axis=1)
+    of_a_log = np.sum(np.where(inside, gradients.log_decay * log_decay, 0), axis=0)
+    return InputWeights(np.einsum("nc,njc->cj", du, taps), of_a_log, np.sum(da, axis=0))

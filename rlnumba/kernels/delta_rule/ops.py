@@ -1,0 +1,86 @@
+"""The gated delta rule over packed sequences and over the cache, and its gradient: checks, and choice of kernels.
+
+Forward: arithmetic.py has the equations. Backward, of a block, with dS the gradient of the state after it:
+
+    z_t = sum over s >= t of P_st do_s + F_t dS^T k_t - sum over s > t of M_st dr_s           dr_t = beta_t z_t
+    dv = dr      dbeta_t = z_t . r_t      dP_tj = do_t . w_j (j <= t)      dM_tj = -dr_t . w_j (j < t)
+    dq_t = E_t S do_t + sum over j of D_tj dP_tj k_j
+    dk_t = -E_t S dr_t + sum over j of (D_tj dM_tj k_j + D_jt dM_jt k_j + D_jt dP_jt q_j) + F_t dS w_t
+    the block before's dS = E_last dS + sum over t of E_t (q_t do_t^T - k_t dr_t^T)
+    dlog_decay_s = E_last <S, dS> + sum over t >= s of E_t (q_t . S do_t - k_t . S dr_t)
+                   + sum over j < s of F_j k_j . dS w_j + sum over t >= s > j of (dP_tj P_tj + dM_tj M_tj)
+
+dlog_decay adds up what crosses token s, and not differences of large sums, which would leave their rounding errors.
+The sums run in a fixed order: blocks, and rows of the substitution, from the last to the first; value heads of a key
+head in ascending order. Source: Yang et al. 2024, Gated Delta Networks, sections 3.2 and 3.3.
+"""
+
+from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all, check_bounds
+from rlnumba.kernels.cpu import delta_rule as cpu
+from rlnumba.kernels.delta_rule import simt, simt_backward
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK, operand_dtype, planes_of
+from rlnumba.runtime import device
+
+MAX_HEAD_DIM = 256
+
+
+def _check_tokens(op, tokens):
+    """(N, HK, HV, K, V) of Tokens, or ValueError."""
+    rows, heads, value_dim = check(op, "v", tokens.v, (None, None, None), FLOATS)
+    operands = (operand_dtype(tokens.v.dtype),)
+    _, key_heads, key_dim = check(op, "k", tokens.k, (rows, None, None), operands)
+    check(op, "q", tokens.q, tokens.k.shape, operands)
+    check_all(op, (rows, heads), F32, beta=tokens.beta, log_decay=tokens.log_decay)
+    if not key_heads or heads % key_heads:
+        raise ValueError(f"{op}: the number of value heads must be a multiple of {key_heads} key heads, got {heads}")
+    for name, dim in (("key", key_dim), ("value", value_dim)):
+        if not 0 < dim <= MAX_HEAD_DIM:
+            raise ValueError(f"{op}: the {name} head_dim must be at most {MAX_HEAD_DIM}, got {dim}")
+    return rows, key_heads, heads, key_dim, value_dim
+
+
+def delta_rule(tokens, cu_seqlens, out):
+    """The outputs of packed sequences, each of which begins with a state of zeros.
+
+    tokens: Tokens of N tokens; cu_seqlens (B + 1,) int32, from 0 to N; out (N, HV, V) of q's dtype is written. Raises
+    ValueError for other shapes, dtypes or layouts. Source: Yang et al. 2024, eq. 10.
+    """
+    _check_tokens("delta_rule", tokens)
+    check_bounds("delta_rule", "cu_seqlens", cu_seqlens)
+    check("delta_rule", "out", out, tokens.v.shape, (tokens.q.dtype,))
+    (cpu if device.name() == "cpu" else simt).delta_rule(tokens, cu_seqlens, out)
+
+
+def paged_delta_rule(tokens, sequences, cache, out):
+    """The outputs of new tokens of sequences whose states are in the cache, the bits that delta_rule gives them.
+
+    tokens: Tokens of N new tokens; sequences: StateSequences; cache: StateCache, which is read and written; out
+    (N, HV, V) of q's dtype is written. Raises ValueError for other shapes, dtypes or layouts.
+    """
+    op = "paged_delta_rule"
+    _, key_heads, heads, key_dim, value_dim = _check_tokens(op, tokens)
+    count, operand = check_bounds(op, "cu_seqlens", sequences.cu_seqlens), (tokens.q.dtype,)
+    check_all(op, (count,), I32, starts=sequences.starts, state_lens=sequences.state_lens, slots=sequences.slots)
+    check(op, "state_tables", sequences.state_tables, (count, None), I32)
+    check(op, "states", cache.states, (None, heads, planes_of(tokens.q.dtype), key_dim, value_dim), operand)
+    slots, *_ = check(op, "key_rows", cache.key_rows, (None, BLOCK, key_heads, key_dim), operand)
+    check(op, "value_rows", cache.value_rows, (slots, BLOCK, heads, value_dim), operand)
+    check(op, "decay_sums", cache.decay_sums, (slots, BLOCK, heads), F32)
+    check(op, "out", out, tokens.v.shape, operand)
+    (cpu if device.name() == "cpu" else simt).paged_delta_rule(tokens, sequences, cache, out)
+
+
+def delta_rule_backward(dout, tokens, cu_seqlens, gradients):
+    """The gradient of delta_rule; the same bits for the same arguments.
+
+    dout (N, HV, V) of v's dtype; tokens and cu_seqlens as there; gradients: Tokens, of which q, k (N, HK, K) and v
+    have v's dtype, beta and log_decay float32; all are written. The forward of the layer runs again, for the states.
+    Raises ValueError for other shapes, dtypes or layouts.
+    """
+    op = "delta_rule_backward"
+    rows, _, heads, _, _ = _check_tokens(op, tokens)
+    check_bounds(op, "cu_seqlens", cu_seqlens)
+    check_all(op, tokens.v.shape, (tokens.v.dtype,), dout=dout, dv=gradients.v)
+    check_all(op, tokens.k.shape, (tokens.v.dtype,), dq=gradients.q, dk=gradients.k)
+    check_all(op, (rows, heads), F32, dbeta=gradients.beta, dlog_decay=gradients.log_decay)
+    (cpu if device.name() == "cpu" else simt_backward).delta_rule_backward(dout, tokens, cu_seqlens, gradients)

@@ -6,6 +6,7 @@ agents.episode(prompt, params)            the coroutine function of a prompt's r
 agents.close()
 """
 
+import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -214,12 +215,18 @@ class Agents:
         """Whether the last id of a turn's Completion is the EOS of the tokenizer."""
         return turn.num_tokens > 0 and turn.token_ids[-1] == self.tokenizer.eos_token_id
 
+    def keep(self, transcript, instance):
+        """Let a Transcript have its Instance until `release`, or until it is dropped itself, as unused ones are."""
+        transcript.instance = instance
+        transcript.give_back = weakref.finalize(transcript, self.pool.give_back, instance)
+        transcript.give_back.atexit = False
+
     def release(self, transcripts):
         """Give the environments of Transcripts back, which the rewards have read."""
         for transcript in transcripts:
-            instance, transcript.instance = transcript.instance, None
-            if instance is not None:
-                self.pool.give_back(instance)
+            if transcript.instance is not None:
+                transcript.instance = None
+                transcript.give_back()
 
     def close(self):
         """Close the environments, and end the threads."""

@@ -84,7 +84,8 @@ class Episode:
                 await self._reward(rollout, instance, transcript)
             if agents.rewards_read_environments:
                 # It is given back when the rewards have read it.
-                transcript.instance, taken = instance, None
+                agents.keep(transcript, instance)
+                taken = None
         finally:
             if taken is not None:
                 agents.pool.drop(taken)

@@ -132,7 +132,8 @@ class EnvironmentPool:
 
     def __init__(self, factories, caller, timeout_s):
         self.factories, self.caller, self.timeout_s = factories, caller, timeout_s
-        self._free, self._lock = {name: [] for name in factories}, threading.Lock()
+        # The garbage collector may give an instance back in the middle of what a thread does here.
+        self._free, self._lock = {name: [] for name in factories}, threading.RLock()
         # All that are not closed, also those that a rollout has.
         self._instances, self._is_closed = set(), False
 

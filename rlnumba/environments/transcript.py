@@ -26,7 +26,8 @@ class Transcript:
     ended: one of the reasons above. environment: the name of its factory or, of a single one, its class's, None without
     one. turns: those of the policy. calls: the CallRecords of all turns; calls_of_turns: how many calls each turn with
     calls had. malformed: whether a turn had a call that cannot be read. class_name: the environment's; reward:
-    get_reward's, None without one, or its failure as `reward_error`. instance: the environment, where rewards read it.
+    get_reward's, None without one, or its failure as `reward_error`. instance: the environment, where rewards read it;
+    give_back: what then gives it back.
     """
 
     prompt: list
@@ -43,6 +44,7 @@ class Transcript:
     reset_s: float | None = None
     reward_s: float | None = None
     instance: Any = None
+    give_back: Any = None
 
     def add_results(self, results: list[CallResult]):
         """Note the CallResults of one turn."""

@@ -207,9 +207,7 @@ class Pipeline:
         if self.is_ahead:
             self.metrics = self._metrics(step, groups, waited_s)
         elif self.plan.dynamic:
-            drawn, found = found, self._needed(found)
-            for each in drawn[len(found) :]:
-                _leave(each)
+            found = self._needed(found)
             self.order.advance(len(found))
             tokens = sum(completion.num_drawn for each in found for completion in each.completions)
             num_unused = self.sampler.stats.num_tokens - before - tokens
@@ -254,7 +252,6 @@ class Pipeline:
         old = [each for each in groups if self.version - each.content.oldest_version > self.options.max_staleness]
         for group in old:
             self.num_rejected += 1
-            _leave(group.content)
             group.content = replace(group.content, version=self.version)
             self.buffer.begin_again(group)
             self._again(group, self._request(group))
@@ -347,7 +344,8 @@ class Pipeline:
         except RewardError:  # raised again where the generation's rewards are collected, if it is needed
             group.content = replace(drawn, differs=True)
             return
-        found = as_generation([None], [drawn.completions], scores, self.rewards.weights, None)
+        prompts = [self.prompts.prompts[drawn.prompt]]
+        found = as_generation(prompts, [drawn.completions], scores, self.rewards.weights, None)
         differs = not is_uniform(found.groups[0], self.run.train.multi_objective_aggregation)
         group.content = drawn = replace(drawn, differs=differs)
         if not differs and self._may_draw(drawn):
@@ -444,12 +442,6 @@ class Pipeline:
             "infer_idle": min(idle_s / seconds / self.sampler.count, 1.0),
             "train_utilization": max(1.0 - waited_s / seconds, 0.0),
         }
-
-
-def _leave(drawn):
-    """Give back what the rewards of a Drawn had, which are not asked for."""
-    if drawn.pending is not None:
-        drawn.pending.answered()
 
 
 def _all_drawn(group):

@@ -98,3 +98,13 @@ def test_a_run_that_goes_on_says_which_tools_have_changed(tmp_path, capsys):
     ]
     train(longer, resume=True)
     assert "has changed" not in capsys.readouterr().err
+
+
+def test_groups_that_are_not_needed_give_their_environments_back(tmp_path, monkeypatch):
+    """With dynamic sampling, where the rewards of some that are drawn are never asked for."""
+    monkeypatch.setattr(Counted, "made", 0)
+    run = counted_run(
+        tmp_path / "run", dynamic_sampling=True, over_sampling_batch_size=4, max_steps=3, per_device_train_batch_size=4
+    )
+    train(run)
+    assert 4 <= Counted.made <= 16

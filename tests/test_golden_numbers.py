@@ -16,6 +16,7 @@ from rlnumba.kernels.rl.policy_loss import (
     policy_loss_ref,
     policy_loss_scale,
 )
+from rlnumba.kernels.rl.policy_loss_config import Logprobs, LossBatch, LossOutputs
 from rlnumba.kernels.sampling.ops import kept_ref
 from rlnumba.runtime import device
 from tests.kernels.loss_configs import loss_config
@@ -55,7 +56,9 @@ def close(actual, expected, digits=7):
 
 def reference(config, advantages=ADVANTAGES, rollout=ROLLOUT):
     scale = policy_loss_scale(config, num_sequences=2, num_tokens=5, micro_batch_tokens=5, num_micro_batches=1)
-    return policy_loss_ref(LOGPROBS, OLD, REF, rollout, advantages, MASK, CU_SEQLENS, config, scale)
+    return policy_loss_ref(
+        Logprobs(LOGPROBS, OLD, REF, rollout), LossBatch(advantages, MASK, CU_SEQLENS), config, scale
+    )
 
 
 def with_cap(options):
@@ -77,7 +80,9 @@ def test_policy_losses_of_the_operator(options, expected):
     stats, metrics = xp.zeros((2, METRICS), np.float32), xp.zeros(METRICS, np.float32)
     inputs = [device.asarray(a.astype(np.float32)) for a in (LOGPROBS, OLD, REF, ROLLOUT, ADVANTAGES, MASK)]
     scale = device.asarray(np.float32([policy_loss_scale(config, 2, 5, 5, 1)]))
-    policy_loss(*inputs, device.asarray(CU_SEQLENS), config, scale, loss, dlogprobs, stats, metrics)
+    *logprobs, advantages, mask = inputs
+    sequences = LossBatch(advantages, mask, device.asarray(CU_SEQLENS))
+    policy_loss(Logprobs(*logprobs), sequences, config, scale, LossOutputs(loss, dlogprobs, stats, metrics))
     close(device.to_host(loss), [expected], 6)
 
 
@@ -90,8 +95,11 @@ def test_sequence_ratio():
     """luspo weighs a sequence by its tokens, and A = 1 leaves the ratio itself where nothing is clipped."""
     config = loss_config("luspo", "sequence", epsilon=10.0)
     scale = policy_loss_scale(config, 1, 5, 5, 1)
-    arguments = (LOGPROBS, OLD, REF, None, np.full(6, -1.0), MASK, CU_SEQLENS, config, scale)
-    close(policy_loss_ref(*arguments)[2][:, 0] / np.array([3, 2]), [0.9355070, 1.1618342])
+    sequences = LossBatch(np.full(6, -1.0), MASK, CU_SEQLENS)
+    close(
+        policy_loss_ref(Logprobs(LOGPROBS, OLD, REF), sequences, config, scale)[2][:, 0] / np.array([3, 2]),
+        [0.9355070, 1.1618342],
+    )
 
 
 def test_sequence_correction():

@@ -22,7 +22,15 @@ from harness import copy_gbs, copy_us, graph_time_us
 from report import row
 
 from rlnumba.config import PPOConfig
-from rlnumba.kernels.rl.ppo_loss import SUMS, ppo_loss, ppo_loss_blocks, ppo_loss_ref
+from rlnumba.kernels.rl.ppo_loss import (
+    SUMS,
+    PPOOutputs,
+    RolloutArrays,
+    TokenPredictions,
+    ppo_loss,
+    ppo_loss_blocks,
+    ppo_loss_ref,
+)
 from rlnumba.runtime import device
 
 BAR, FEWEST_TOKENS = 1.2, 1 << 21
@@ -33,7 +41,7 @@ CONFIG, SCALE = PPOConfig(), 1e-3
 
 
 def inputs(tokens, seed):
-    """Arguments of ppo_loss up to returns, float32, on the host."""
+    """Arrays of TokenPredictions, then of RolloutArrays, float32, on the host."""
     generator = np.random.default_rng(seed)
     completions = generator.permutation(-(-tokens // LENGTH))
     rows = (completions[:, None] * LENGTH + np.arange(LENGTH)).reshape(-1)
@@ -49,7 +57,12 @@ def call(tokens, seed):
     given = [device.asarray(array) for array in inputs(tokens, seed)]
     outputs = cupy.empty(tokens, np.float32), cupy.empty(tokens, np.float32)
     partials = cupy.empty((ppo_loss_blocks(tokens), SUMS), np.float32)
-    return lambda: ppo_loss(*given, CONFIG, SCALE, *outputs, partials), [*given, *outputs, partials]
+    predictions, rollout, written = (
+        TokenPredictions(*given[:4]),
+        RolloutArrays(*given[4:]),
+        PPOOutputs(*outputs, partials),
+    )
+    return lambda: ppo_loss(predictions, rollout, CONFIG, SCALE, written), [*given, *written]
 
 
 def largest_error(tokens):
@@ -61,7 +74,8 @@ def largest_error(tokens):
     run()
     found = [device.to_host(array).astype(np.float64) for array in arrays[-3:]]
     found[-1] = found[-1].sum(axis=0)
-    expected = ppo_loss_ref(*inputs(tokens, 0), CONFIG, SCALE)
+    given = inputs(tokens, 0)
+    expected = ppo_loss_ref(TokenPredictions(*given[:4]), RolloutArrays(*given[4:]), CONFIG, SCALE)
     near = near_bound(*inputs(tokens, 0))
     differences = [np.abs(a - b) for a, b in zip(found, expected, strict=True)]
     for of_tokens in differences[:2]:

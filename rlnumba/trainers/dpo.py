@@ -19,7 +19,7 @@ from rlnumba.data.packing import TokenSequence
 from rlnumba.data.pairs import load_pairs, truncated
 from rlnumba.kernels.logprob.ops import linear_logp
 from rlnumba.kernels.nn.elementwise import add, scale
-from rlnumba.kernels.rl.preference_loss import LOSS, PAIR_STATS, preference_loss, preference_metrics
+from rlnumba.kernels.rl.preference_loss import LOSS, PAIR_STATS, PackedPairs, preference_loss, preference_metrics
 from rlnumba.runs.micro_batch import costliest_first
 from rlnumba.runs.planning.planned import Models
 from rlnumba.runs.row_loop import TrainerOnRows, micro_batches_of
@@ -141,7 +141,8 @@ class DPOStepLoss:
         stats = device.xp().empty((len(pairs), PAIR_STATS), np.float32)
         self.stats.append(stats)
         scales = 1.0 / len(self.pairs), 1.0 / max(self.num_chosen, 1)
-        preference_loss(logprobs, ref_logps, batch.cu_seqlens, train, *scales, dlogprobs, stats, log_sum_sq_probs)
+        of_batch = PackedPairs(ref_logps, batch.cu_seqlens, log_sum_sq_probs)
+        preference_loss(logprobs, of_batch, train, *scales, dlogprobs, stats)
         return forward, dlogprobs
 
     def read(self):

@@ -20,7 +20,13 @@ import numpy as np
 from rlnumba.config.grpo import GRPORun
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.nn.elementwise import fill
-from rlnumba.kernels.rl.policy_loss import METRICS, policy_loss, policy_loss_scale, policy_metrics
+from rlnumba.kernels.rl.policy_loss import (
+    METRICS,
+    policy_loss,
+    policy_loss_scale,
+    policy_metrics,
+)
+from rlnumba.kernels.rl.policy_loss_config import Logprobs, LossBatch, LossOutputs
 from rlnumba.runs.loading import load_policy
 from rlnumba.runs.micro_batch import costliest_first
 from rlnumba.runs.planning.planned import Models
@@ -320,12 +326,16 @@ def loss_backward(policy, batch, logprobs, old_logprobs, dlogprobs, results, ent
     """policy_loss of a DeviceBatch of Rollouts: dlogprobs, and loss and stats (METRICS,) of `results`, are written."""
     arrays, empty, config = batch.arrays, policy.arena.empty, policy.train.policy_loss
     # A loss whose beta is 0 has no KL, though the rewards may have.
-    of_tokens = arrays.get("ref_logprobs") if config.beta else None, arrays["rollout_logprobs"]
-    of_batch = arrays["advantages"], arrays["loss_mask"], arrays["completion_bounds"]
-    of_sequences = empty((arrays["completion_bounds"].shape[0] - 1, METRICS), np.float32)
-    outputs = results["loss"], dlogprobs, of_sequences, results["stats"]
+    ref_logprobs = arrays.get("ref_logprobs") if config.beta else None
+    bounds = arrays["completion_bounds"]
+    sequence_stats = empty((bounds.shape[0] - 1, METRICS), np.float32)
     fill(0.0, results["loss"])
-    policy_loss(logprobs, old_logprobs, *of_tokens, *of_batch, config, arrays["scale"], *outputs, entropy_mask)
+    policy_loss(
+        Logprobs(logprobs, old_logprobs, ref_logprobs, arrays["rollout_logprobs"]),
+        LossBatch(arrays["advantages"], arrays["loss_mask"], bounds, entropy_mask),
+        config, arrays["scale"],
+        LossOutputs(results["loss"], dlogprobs, sequence_stats, results["stats"]),
+    )  # fmt: skip
 
 
 def completions_at_once(train, length):

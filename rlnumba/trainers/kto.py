@@ -20,7 +20,7 @@ from rlnumba.config.kto import KTORun
 from rlnumba.data.packing import TokenSequence
 from rlnumba.data.pairs import truncated
 from rlnumba.data.unpaired import load_unpaired
-from rlnumba.kernels.rl.kto_loss import LOSS, STATS, kto_loss, kto_metrics
+from rlnumba.kernels.rl.kto_loss import LOSS, STATS, KTOCompletions, kto_loss, kto_metrics
 from rlnumba.runs.micro_batch import costliest_first
 from rlnumba.runs.planning.planned import Models
 from rlnumba.runs.row_loop import TrainerOnRows, micro_batches_of
@@ -215,9 +215,11 @@ class KTOStepLoss:
         self.tokens.add_hidden(batch, forward.saved.hidden)
         stats = device.xp().empty((len(completions), STATS), np.float32)
         self.stats.append((stats, labels))
-        arrays = ref_logps, device.asarray(labels.astype(np.uint8)), self.kl_logps, self.ref_kl_logps
+        of_batch = KTOCompletions(
+            ref_logps, device.asarray(labels.astype(np.uint8)), self.kl_logps, self.ref_kl_logps, batch.cu_seqlens
+        )
         scale = 1.0 / len(self.completions)
-        kto_loss(logprobs, *arrays, batch.cu_seqlens, policy.train, scale, dlogprobs, stats)
+        kto_loss(logprobs, of_batch, policy.train, scale, dlogprobs, stats)
         return forward, dlogprobs
 
     def read(self):

@@ -29,7 +29,15 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.kernels.nn.reduce import masked_whiten
 from rlnumba.kernels.rl.gae import gae
-from rlnumba.kernels.rl.ppo_loss import SUMS, ppo_loss, ppo_loss_blocks, ppo_metrics
+from rlnumba.kernels.rl.ppo_loss import (
+    SUMS,
+    PPOOutputs,
+    RolloutArrays,
+    TokenPredictions,
+    ppo_loss,
+    ppo_loss_blocks,
+    ppo_metrics,
+)
 from rlnumba.kernels.rl.ppo_rewards import ppo_rewards
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.model.heads import BothHeads, ValueHead
@@ -425,10 +433,9 @@ def forward_backward(actor, chosen, scale, partials):
         # ids -> logprobs, values
         forward = actor.forward(batch, logprobs, entropy, values)
         # logprobs, values -> loss
-        before = buffer.old_logprobs, buffer.advantages, buffer.values, buffer.returns
-        ppo_loss(
-            logprobs, entropy, values, device.asarray(rows), *before, train, scale, dlogprobs, dvalues, partials
-        )  # fmt: skip
+        predictions = TokenPredictions(logprobs, entropy, values, device.asarray(rows))
+        before = RolloutArrays(buffer.old_logprobs, buffer.advantages, buffer.values, buffer.returns)
+        ppo_loss(predictions, before, train, scale, PPOOutputs(dlogprobs, dvalues, partials))
         dentropy = None
         if train.entropy_coef:
             dentropy = arena.empty((len(rows),), np.float32)

@@ -19,6 +19,7 @@ from rlnumba.kernels.optim.adamw_8bit import adamw_8bit
 from rlnumba.kernels.peer import checksum
 from rlnumba.kernels.rl import advantage, gae, policy_loss
 from rlnumba.kernels.rl.policy_loss import METRICS
+from rlnumba.kernels.rl.policy_loss_config import LossBatch, LossOutputs
 from rlnumba.kernels.sampling import ops as sampling
 from rlnumba.runtime import device, dispatch, launch
 
@@ -87,6 +88,10 @@ TUPLES = {
         "sequences": PackedSequences, "inputs": HEADS, "gradients": HEAD_GRADIENTS,
     },
     paged_attention.paged_attention: {"sequences": PagedSequences, "caches": CACHES},
+    policy_loss.policy_loss: {
+        "logprobs": ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs"),
+        "batch": LossBatch, "outputs": LossOutputs,
+    },
 }  # fmt: skip
 
 

@@ -3,7 +3,15 @@ import pytest
 
 from rlnumba.config import KTOLossConfig
 from rlnumba.kernels.rl import preference_loss as preference_loss_module
-from rlnumba.kernels.rl.kto_loss import LOSS, STATS, kto_loss, kto_loss_kernel, kto_loss_ref, kto_metrics
+from rlnumba.kernels.rl.kto_loss import (
+    LOSS,
+    STATS,
+    KTOCompletions,
+    kto_loss,
+    kto_loss_kernel,
+    kto_loss_ref,
+    kto_metrics,
+)
 from rlnumba.kernels.rl.preference_loss import sequence_logps_ref
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient
@@ -32,14 +40,19 @@ def run(arrays, config):
     given = [device.asarray(a.astype(np.float32) if a.dtype == np.float64 else a) for a in arrays]
     dlogprobs = device.xp().full(len(arrays[0]), np.nan, np.float32)
     stats = device.xp().full((len(arrays[2]), STATS), np.nan, np.float32)
-    kto_loss(*given, config, SCALE, dlogprobs, stats)
+    kto_loss(given[0], KTOCompletions(*given[1:]), config, SCALE, dlogprobs, stats)
     return device.to_host(dlogprobs), device.to_host(stats)
+
+
+def reference(arrays, config, scale):
+    """kto_loss_ref of the arrays of `batch`."""
+    return kto_loss_ref(arrays[0], KTOCompletions(*arrays[1:]), config, scale)
 
 
 def check_against_reference(arrays, config):
     dlogprobs, stats = run(arrays, config)
     rounded = [a.astype(np.float32).astype(np.float64) if a.dtype == np.float64 else a for a in arrays]
-    expected, expected_stats = kto_loss_ref(*rounded, config, SCALE)
+    expected, expected_stats = reference(rounded, config, SCALE)
     terms = 8 * int(np.max(np.diff(arrays[5]), initial=1))
     size = 1.0 + float(np.abs(expected_stats).max(initial=0.0))
     assert_close(stats, expected_stats, terms=terms, scale=size, what="stats")
@@ -58,7 +71,7 @@ def test_golden_values_of_trl():
         options.pop("sign", None)
         config = KTOLossConfig(**options)
         arrays = stored["kto_logprobs"], ref_logps, labels, *kl, cu_seqlens
-        dlogprobs, stats = kto_loss_ref(*arrays, config, 1.0 / len(labels))
+        dlogprobs, stats = reference(arrays, config, 1.0 / len(labels))
         np.testing.assert_allclose(stats[:, LOSS].sum(), loss, rtol=1e-12, err_msg=str(options))
         np.testing.assert_allclose(dlogprobs, gradient, rtol=1e-12, atol=1e-14, err_msg=str(options))
         metrics = kto_metrics(stats, labels)
@@ -72,10 +85,10 @@ def test_golden_values_of_trl():
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_gradient_of_reference(rng, config):
     arrays, config = batch(rng, [5, 1, 7, 3]), KTOLossConfig(**config)
-    gradient = kto_loss_ref(*arrays, config, SCALE)[0]
+    gradient = reference(arrays, config, SCALE)[0]
 
     def loss():
-        return float(kto_loss_ref(*arrays, config, SCALE)[1][:, LOSS].sum())
+        return float(reference(arrays, config, SCALE)[1][:, LOSS].sum())
 
     assert_gradient(loss, gradient, arrays[0], config.loss_type)
 

@@ -12,7 +12,6 @@ from rlnumba.kernels.rl.policy_loss import (
     LOSS,
     METRICS,
     NOTHING,
-    Logprobs,
     loss_terms,
     policy_loss,
     policy_loss_kernel,
@@ -21,6 +20,7 @@ from rlnumba.kernels.rl.policy_loss import (
     policy_metrics,
     reduce_stats,
 )
+from rlnumba.kernels.rl.policy_loss_config import Logprobs, LossBatch, LossOutputs
 from rlnumba.runtime import device
 from rlnumba.runtime.arguments import tuple_type
 from tests.close import assert_close, assert_gradient, assert_same_bits
@@ -83,18 +83,24 @@ def run(arrays, config, scale, mask_dtype=np.float32, entropy_mask=None):
     dlogprobs = xp.full(len(lp), np.nan, np.float32)
     stats = xp.full((len(cu_seqlens) - 1, METRICS), np.nan, np.float32)
     metrics = xp.full(METRICS, np.nan, np.float32)
-    outputs = loss, dlogprobs, stats, metrics
+    outputs = LossOutputs(loss, dlogprobs, stats, metrics)
     masks = device.asarray(mask.astype(mask_dtype)), device.asarray(cu_seqlens)
     selected = None if entropy_mask is None else device.asarray(entropy_mask)
-    policy_loss(*single, *masks, config, device.asarray(np.float32([scale])), *outputs, selected)
+    sequences = LossBatch(single[4], *masks, selected)
+    policy_loss(Logprobs(*single[:4]), sequences, config, device.asarray(np.float32([scale])), outputs)
     return [device.to_host(a) for a in outputs]
+
+
+def reference(arrays, config, scale, entropy_mask=None):
+    """policy_loss_ref of the arrays of `batch`."""
+    return policy_loss_ref(Logprobs(*arrays[:4]), LossBatch(*arrays[4:], entropy_mask), config, scale)
 
 
 def check_against_reference(arrays, config, mask_dtype=np.float32, entropy_mask=None):
     scale = policy_loss_scale(config, len(arrays[6]) - 1, 30, 20, 2)
     loss, dlogprobs, stats, metrics = run(arrays, config, scale, mask_dtype, entropy_mask)
     rounded = [a.astype(np.float32).astype(np.float64) for a in arrays[:6]]
-    expected, gradient, expected_stats = policy_loss_ref(*rounded, arrays[6], config, scale, entropy_mask)
+    expected, gradient, expected_stats = reference([*rounded, arrays[6]], config, scale, entropy_mask)
     terms = 16 * max(np.diff(arrays[6]), default=1)
     size = max(1.0, float(np.abs(expected_stats[:, LOSS]).sum()))
     assert_close(loss, [expected + 0.5], terms=terms * (len(arrays[6]) - 1), scale=size, what="loss")
@@ -130,7 +136,7 @@ def test_golden_values_of_trl():
             mask,
             cu_seqlens,
         )
-        actual, dlogprobs, stats = policy_loss_ref(*arguments, config, scale)
+        actual, dlogprobs, stats = reference(arguments, config, scale)
         assert abs(actual - loss) < 1e-12, case["config"]
         np.testing.assert_allclose(dlogprobs.reshape(shape), gradient, rtol=0, atol=1e-12, err_msg=str(case["config"]))
         metrics = policy_metrics(stats, config)
@@ -149,7 +155,7 @@ def test_golden_values_of_trls_rloo():
         config = SequenceLossConfig(epsilon=low, epsilon_high=high)
         scale = policy_loss_scale(config, shape[0], 99, 9, 1)
         arguments = (lp, old, None, None, np.repeat(stored["advantages"], shape[1]), mask, cu_seqlens)
-        loss, dlogprobs, stats = policy_loss_ref(*arguments, config, scale)
+        loss, dlogprobs, stats = reference(arguments, config, scale)
         assert abs(loss - stored["losses"][i]) < 1e-12
         np.testing.assert_allclose(dlogprobs.reshape(shape), stored["gradients"][i], rtol=0, atol=1e-12)
         found = policy_metrics(stats, config)
@@ -168,11 +174,11 @@ def test_gradient_of_reference(rng, loss_type, level):
             importance_sampling_correction="token_truncate", importance_sampling_clip_max=1.1,
             off_policy_mask_threshold=0.05, **extra,
         )  # fmt: skip
-        gradient = policy_loss_ref(*arrays, config, 0.2)[1]
+        gradient = reference(arrays, config, 0.2)[1]
         assert np.all(gradient[arrays[5] == 0] == 0) and np.count_nonzero(gradient) > 3
 
         def loss(arrays=arrays, config=config):
-            return policy_loss_ref(*arrays, config, 0.2)[0]
+            return reference(arrays, config, 0.2)[0]
 
         assert_gradient(loss, gradient, arrays[0], loss_type)
 
@@ -182,7 +188,7 @@ def test_dppo_by_hand():
     lp, roll = np.log([0.5, 0.9, 0.5, 0.1]), np.log([0.4, 0.5, 0.6, 0.5])
     arrays = [lp, lp + 9, lp, roll, np.repeat([2.0, -1.0], 2), np.ones(4), np.array([0, 2, 4], np.int32)]
     config = loss_config("dppo", importance_sampling_correction="token_mask", importance_sampling_clip_max=0.01)
-    loss, gradient, _ = policy_loss_ref(*arrays, config, 0.25)
+    loss, gradient, _ = reference(arrays, config, 0.25)
     log_ratio = lp - roll
     expected = [-2 * 0.5 / 0.4, 0, 1 * 0.5 / 0.6, 0] + 1e-3 * log_ratio**2
     assert abs(loss - expected.mean()) < 1e-12
@@ -193,8 +199,8 @@ def test_dppo_by_hand():
 def test_dppo_gradient_of_reference(rng):
     arrays = batch(rng, [5, 3, 2, 4])
     config = loss_config("dppo", beta=0.3, dppo_mask_high=0.03, dppo_mask_low=0.03, dppo_kl_coef=0.2)
-    gradient = policy_loss_ref(*arrays, config, 0.2)[1]
-    assert_gradient(lambda: policy_loss_ref(*arrays, config, 0.2)[0], gradient, arrays[0], "dppo")
+    gradient = reference(arrays, config, 0.2)[1]
+    assert_gradient(lambda: reference(arrays, config, 0.2)[0], gradient, arrays[0], "dppo")
 
 
 def test_icepop_by_hand():
@@ -203,18 +209,18 @@ def test_icepop_by_hand():
     roll = np.log([0.5, 0.25, 0.2, 0.9])
     arrays = [old, old, old, roll, np.array([1.0]), np.ones(4), np.array([0, 4], np.int32)]
     config = loss_config("dapo", rollout_is="token", rollout_is_threshold="0.6_2.0")
-    np.testing.assert_allclose(policy_loss_ref(*arrays, config, 1.0)[1], [-1.0, -2.0, 0.0, 0.0], atol=1e-12)
+    np.testing.assert_allclose(reference(arrays, config, 1.0)[1], [-1.0, -2.0, 0.0, 0.0], atol=1e-12)
     truncated = loss_config("dapo", rollout_is="token", rollout_is_threshold="2.0")
-    np.testing.assert_allclose(policy_loss_ref(*arrays, truncated, 1.0)[1], [-1.0, -2.0, -2.0, -5 / 9], atol=1e-12)
+    np.testing.assert_allclose(reference(arrays, truncated, 1.0)[1], [-1.0, -2.0, -2.0, -5 / 9], atol=1e-12)
     whole = loss_config("dapo", rollout_is="sequence", rollout_is_threshold="1.0_3.0")
-    np.testing.assert_allclose(policy_loss_ref(*arrays, whole, 1.0)[1], [-25 / 9] * 4, atol=1e-12)
+    np.testing.assert_allclose(reference(arrays, whole, 1.0)[1], [-25 / 9] * 4, atol=1e-12)
 
 
 def test_on_policy_gradient_is_advantage(rng):
     """At ratio 1 both branches of the minimum are equal, and the slope must not be lost or halved."""
     arrays = batch(rng, [4, 6])
     arrays[1] = arrays[0]
-    gradient = policy_loss_ref(*arrays, loss_config("luspo"), 1.0)[1]
+    gradient = reference(arrays, loss_config("luspo"), 1.0)[1]
     assert np.array_equal(gradient, -arrays[5] * arrays[4])
 
 
@@ -224,13 +230,13 @@ def test_gradient_is_independent_of_the_micro_batches(rng, loss_type):
     arrays = batch(rng, lengths)
     config = loss_config(loss_type, beta=0.1, max_completion_length=8, epsilon_high=1.1)
     tokens = arrays[5].sum()
-    whole = policy_loss_ref(*arrays, config, policy_loss_scale(config, 4, tokens, tokens, 1))
+    whole = reference(arrays, config, policy_loss_scale(config, 4, tokens, tokens, 1))
     loss, gradients, stats = 0.0, [], []
     for first, last in ((0, 1), (1, 4)):
         begin, end = arrays[6][first], arrays[6][last]
         part = [a[begin:end] for a in arrays[:6]]
         scale = policy_loss_scale(config, 4, tokens, part[5].sum(), 2)
-        result = policy_loss_ref(*part, arrays[6][first : last + 1] - begin, config, scale)
+        result = reference([*part, arrays[6][first : last + 1] - begin], config, scale)
         loss += result[0]
         gradients.append(result[1])
         stats.append(reduce_stats(result[2]))
@@ -245,8 +251,8 @@ def test_bnpo_is_a_mean_over_the_micro_batch(rng):
     arrays = batch(rng, [5, 3])
     config = loss_config("bnpo")
     tokens = arrays[5].sum()
-    mean = policy_loss_ref(*arrays, config, policy_loss_scale(config, 99, 1000, tokens, 1))[0]
-    assert policy_loss_ref(*arrays, config, policy_loss_scale(config, 99, 1000, tokens, 4))[0] == mean / 4
+    mean = reference(arrays, config, policy_loss_scale(config, 99, 1000, tokens, 1))[0]
+    assert reference(arrays, config, policy_loss_scale(config, 99, 1000, tokens, 4))[0] == mean / 4
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["loss_type"])
@@ -262,9 +268,9 @@ def test_ratio_of_whole_sequences(rng):
 
 def test_gradient_at_the_ratio_of_whole_sequences(rng):
     arrays, config = batch(rng, [5, 3, 2, 4]), SequenceLossConfig(epsilon=2.0, epsilon_high=50.0)
-    gradient = policy_loss_ref(*arrays, config, 0.2)[1]
+    gradient = reference(arrays, config, 0.2)[1]
     assert np.count_nonzero(gradient) > 3
-    assert_gradient(lambda: policy_loss_ref(*arrays, config, 0.2)[0], gradient, arrays[0], "sequence_sum")
+    assert_gradient(lambda: reference(arrays, config, 0.2)[0], gradient, arrays[0], "sequence_sum")
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -275,10 +281,10 @@ def test_entropy_mask(rng, level):
     config = loss_config("dapo", level, beta=0.1, importance_sampling_correction="sequence_truncate")
     entropy_mask = (rng.random(39) < 0.3).astype(np.float32)
     check_against_reference(arrays, config, entropy_mask=entropy_mask)
-    loss, gradient, stats = policy_loss_ref(*arrays, config, 0.1, entropy_mask)
-    only_kl, kl_gradient, _ = policy_loss_ref(*arrays, config, 0.1, 0 * entropy_mask)
+    loss, gradient, stats = reference(arrays, config, 0.1, entropy_mask)
+    only_kl, kl_gradient, _ = reference(arrays, config, 0.1, 0 * entropy_mask)
     without_kl = loss_config("dapo", level, importance_sampling_correction="sequence_truncate")
-    surrogate, surrogate_gradient, _ = policy_loss_ref(*arrays, without_kl, 0.1, entropy_mask)
+    surrogate, surrogate_gradient, _ = reference(arrays, without_kl, 0.1, entropy_mask)
     assert abs(only_kl + surrogate - loss) < 1e-12 and stats[:, 1].sum() == arrays[5].sum()
     np.testing.assert_allclose(kl_gradient + surrogate_gradient, gradient, atol=1e-12)
     assert level == "sequence" or not surrogate_gradient[entropy_mask == 0].any()
@@ -404,23 +410,23 @@ def test_missing_log_probs_and_wrong_values_are_named(rng):
     arrays = batch(rng, [3, 2])
     single = [a.astype(np.float32) for a in arrays[:6]]
     xp = device.xp()
-    outputs = xp.zeros(1, np.float32), xp.zeros(5, np.float32), xp.zeros((2, METRICS), np.float32)
-    outputs = (*outputs, xp.zeros(METRICS, np.float32))
+    shapes = 1, 5, (2, METRICS), METRICS
+    outputs = LossOutputs(*(xp.zeros(shape, np.float32) for shape in shapes))
     lp, old, _, _, advantages, mask = (device.asarray(a) for a in single)
-    cu_seqlens, one = device.asarray(arrays[6]), device.asarray(np.ones(1, np.float32))
+    sequences, one = LossBatch(advantages, mask, device.asarray(arrays[6])), device.asarray(np.ones(1, np.float32))
     with pytest.raises(ValueError, match=r"policy_loss: beta 0.1 needs ref_logprobs, got None"):
-        policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, loss_config(beta=0.1), one, *outputs)
+        policy_loss(Logprobs(lp, old), sequences, loss_config(beta=0.1), one, outputs)
     config = loss_config(importance_sampling_correction="token_mask")
     with pytest.raises(ValueError, match=r"policy_loss: token_mask needs rollout_logprobs, got None"):
-        policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, config, one, *outputs)
+        policy_loss(Logprobs(lp, old), sequences, config, one, outputs)
     with pytest.raises(ValueError, match=r"policy_loss: old_logprobs must be \(5\) float32, got \(4,\) float32"):
-        policy_loss(lp, old[:4], None, None, advantages, mask, cu_seqlens, loss_config(), one, *outputs)
+        policy_loss(Logprobs(lp, old[:4]), sequences, loss_config(), one, outputs)
     with pytest.raises(ConfigError, match=r"train.loss_type must be one of grpo, .*, got 'ppo'"):
         loss_config("ppo")
     with pytest.raises(ConfigError, match=r"train.max_completion_length must be at least 1, got 0"):
         loss_config("dr_grpo", max_completion_length=0)
     with pytest.raises(ValueError, match=r"policy_loss: dppo needs rollout_logprobs, got None"):
-        policy_loss(lp, old, None, None, advantages, mask, cu_seqlens, loss_config("dppo"), one, *outputs)
+        policy_loss(Logprobs(lp, old), sequences, loss_config("dppo"), one, outputs)
     with pytest.raises(ConfigError, match="train.loss_type dppo has a ratio a token"):
         loss_config("dppo", "sequence")
     for value in ("x", "0", "2_1", "1_2_3", "-1_2"):
@@ -435,4 +441,4 @@ def test_missing_log_probs_and_wrong_values_are_named(rng):
 def test_kl_of_equal_policies_is_zero(rng):
     arrays = batch(rng, [5])
     arrays[2] = arrays[0]
-    assert policy_loss_ref(*arrays, loss_config(beta=1.0), 1.0)[2][0, KL] == 0.0
+    assert reference(arrays, loss_config(beta=1.0), 1.0)[2][0, KL] == 0.0

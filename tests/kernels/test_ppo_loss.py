@@ -17,7 +17,9 @@ from rlnumba.kernels.rl.ppo_loss import (
     THREADS,
     VALUE,
     VALUE_CLIPPED,
+    PPOOutputs,
     RolloutArrays,
+    TokenPredictions,
     ppo_loss,
     ppo_loss_blocks,
     ppo_loss_kernel,
@@ -34,7 +36,7 @@ CONFIG = PPOConfig(cliprange=0.2, cliprange_value=0.15, vf_coef=0.3)
 
 
 def batch(rng, tokens, size=None):
-    """Arguments of ppo_loss up to returns, float64; rows are a shuffled part of a rollout of `size` tokens.
+    """Arrays of TokenPredictions and RolloutArrays, float64; rows are a shuffled part of a rollout of `size` tokens.
 
     No ratio and no value is so close to a bound of its clipping that rounding could decide whether it is clipped.
     """
@@ -63,9 +65,14 @@ def run(arrays, config=CONFIG, scale=0.1):
     given = [device.asarray(a if a.dtype == np.int32 else a.astype(np.float32)) for a in arrays]
     outputs = [xp.full(len(arrays[0]), np.nan, np.float32) for _ in range(2)]
     outputs.append(xp.full((ppo_loss_blocks(len(arrays[0])), SUMS), np.nan, np.float32))
-    ppo_loss(*given, config, scale, *outputs)
+    ppo_loss(TokenPredictions(*given[:4]), RolloutArrays(*given[4:]), config, scale, PPOOutputs(*outputs))
     dlogprobs, dvalues, partials = (device.to_host(a) for a in outputs)
     return dlogprobs, dvalues, partials.sum(axis=0, dtype=np.float64), partials
+
+
+def reference(arrays, config, scale):
+    """ppo_loss_ref of the arrays of `batch`."""
+    return ppo_loss_ref(TokenPredictions(*arrays[:4]), RolloutArrays(*arrays[4:]), config, scale)
 
 
 def rounded(arrays):
@@ -74,7 +81,7 @@ def rounded(arrays):
 
 def check_against_reference(arrays):
     dlogprobs, dvalues, sums, _ = run(arrays)
-    expected = ppo_loss_ref(*rounded(arrays), CONFIG, 0.1)
+    expected = reference(rounded(arrays), CONFIG, 0.1)
     # An exponential, two products; a difference of values that nearly cancel.
     assert_close(dlogprobs, expected[0], terms=8, what="dlogprobs")
     assert_close(dvalues, expected[1], terms=8, what="dvalues")
@@ -90,7 +97,7 @@ def test_golden_values_of_trl():
     tokens = len(lp)
     config = PPOConfig(cliprange=0.2, cliprange_value=0.15, vf_coef=0.3)
     arrays = lp, np.zeros(tokens), values, np.arange(tokens), old, advantages, old_values, returns
-    dlogprobs, dvalues, sums = ppo_loss_ref(*arrays, config, 1 / tokens)
+    dlogprobs, dvalues, sums = reference(arrays, config, 1 / tokens)
     np.testing.assert_allclose(dlogprobs, stored["dnew_logprobs"][valid], rtol=0, atol=1e-12)
     np.testing.assert_allclose(dvalues, stored["dvpred"][valid], rtol=0, atol=1e-12)
     metrics = ppo_metrics([sums], [tokens])
@@ -103,10 +110,10 @@ def test_golden_values_of_trl():
 
 def test_gradient_of_reference(rng):
     arrays = batch(rng, 40)
-    dlogprobs, dvalues, _ = ppo_loss_ref(*arrays, CONFIG, 0.1)
+    dlogprobs, dvalues, _ = reference(arrays, CONFIG, 0.1)
 
     def loss():
-        sums = ppo_loss_ref(*arrays, CONFIG, 0.1)[2]
+        sums = reference(arrays, CONFIG, 0.1)[2]
         return 0.1 * (sums[POLICY] + CONFIG.vf_coef * sums[VALUE])
 
     assert 0 < np.count_nonzero(dlogprobs) < 40 and 0 < np.count_nonzero(dvalues) < 40
@@ -120,7 +127,7 @@ def test_values_computed_by_hand():
     returns = np.array([1.0, 1.1, 3.0])
     lp, values = np.log([0.5, 0.6, 0.6]), np.array([0.0, 1.1, 2.0])
     arrays = lp, np.array([0.5, 1.0, 1.5]), values, np.arange(3), old, advantages, old_values, returns
-    dlogprobs, dvalues, sums = ppo_loss_ref(*arrays, PPOConfig(vf_coef=0.5), 2.0)
+    dlogprobs, dvalues, sums = reference(arrays, PPOConfig(vf_coef=0.5), 2.0)
     np.testing.assert_allclose(dlogprobs, 2.0 * np.array([-2.0, 0.0, 1.5]))
     # The value that moved towards its return by more than 0.2 has no slope: clipped, it is further from the return.
     np.testing.assert_allclose(dvalues, 2.0 * 0.5 * np.array([-1.0, 0.0, 0.0]), atol=1e-12)

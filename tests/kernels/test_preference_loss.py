@@ -12,6 +12,7 @@ from rlnumba.kernels.rl.preference_loss import (
     LOSS,
     PAIR_STATS,
     SORTING,
+    PackedPairs,
     preference_loss,
     preference_loss_kernel,
     preference_loss_ref,
@@ -61,13 +62,14 @@ def run(arrays, config, scale=SCALE, token_scale=TOKEN_SCALE):
     dlogprobs = device.xp().full(len(lp), np.nan, np.float32)
     stats = device.xp().full((len(ref_logps) // 2, PAIR_STATS), np.nan, np.float32)
     weighting = (log_sum_sq,) if config.use_weighting else ()
-    preference_loss(lp, ref_logps, device.asarray(cu_seqlens), config, scale, token_scale, dlogprobs, stats, *weighting)
+    pairs = PackedPairs(ref_logps, device.asarray(cu_seqlens), *weighting)
+    preference_loss(lp, pairs, config, scale, token_scale, dlogprobs, stats)
     return device.to_host(dlogprobs), device.to_host(stats)
 
 
 def reference(arrays, config, scale=SCALE, token_scale=TOKEN_SCALE):
     lp, ref_logps, log_sum_sq, cu_seqlens = arrays
-    return preference_loss_ref(lp, ref_logps, cu_seqlens, config, scale, token_scale, log_sum_sq)
+    return preference_loss_ref(lp, PackedPairs(ref_logps, cu_seqlens, log_sum_sq), config, scale, token_scale)
 
 
 def check_against_reference(arrays, config):
@@ -99,7 +101,8 @@ def test_golden_values_of_trl():
         config = PreferenceLossConfig(**case["config"])
         ref_logps = sequence_logps_ref(stored["pair_ref_logprobs"], cu_seqlens, config.ld_alpha)
         token_scale = 1.0 / stored["chosen"].sum()
-        dlogprobs, stats = preference_loss_ref(lp, ref_logps, cu_seqlens, config, 0.25, token_scale, log_sum_sq)
+        arrays = [lp, ref_logps, log_sum_sq, cu_seqlens]
+        dlogprobs, stats = reference(arrays, config, 0.25, token_scale)
         # TRL's alpha-divergence is computed in float32.
         single = config.f_divergence_type == "alpha_divergence"
         tolerance = {"rtol": 2e-5, "atol": 1e-6} if single else {"rtol": 1e-12, "atol": 1e-13}
@@ -146,7 +149,8 @@ def test_gradient_is_independent_of_the_micro_batches(rng, name):
         part = [np.concatenate([array[side] for side in sides]) for array in (arrays[0], arrays[2])]
         ref_logps = np.concatenate([arrays[1][first:last], arrays[1][4 + first : 4 + last]])
         cu_seqlens = np.cumsum([0, *chosen[first:last], *rejected[first:last]])
-        gradient, some = preference_loss_ref(part[0], ref_logps, cu_seqlens, config, 0.25, 1.0 / sum(chosen), part[1])
+        of_part = [part[0], ref_logps, part[1], cu_seqlens]
+        gradient, some = reference(of_part, config, 0.25, 1.0 / sum(chosen))
         np.testing.assert_allclose(gradient, np.concatenate([whole[side] for side in sides]), rtol=0, atol=1e-12)
         np.testing.assert_allclose(some, stats[first:last], rtol=0, atol=1e-12)
 
@@ -290,11 +294,14 @@ def test_wrong_arguments_are_named(rng):
         single = device.asarray(arrays[0].astype(np.float32))
         stats = device.xp().empty((1, PAIR_STATS), np.float32)
         ref_logps, cu_seqlens = device.asarray(arrays[1].astype(np.float32)), device.asarray(arrays[3])
-        preference_loss(single, ref_logps, cu_seqlens, config_of(use_weighting=True), 1, 1, single, stats)
+        pairs = PackedPairs(ref_logps, cu_seqlens)
+        preference_loss(single, pairs, config_of(use_weighting=True), 1, 1, single, stats)
     with pytest.raises(ValueError, match=r"preference_loss: ref_logps must be \(2\) float32, got \(4,\) float32"):
-        preference_loss(single, device.xp().empty(4, np.float32), cu_seqlens, config_of(), 1, 1, single, stats)
+        wrong = pairs._replace(ref_logps=device.xp().empty(4, np.float32))
+        preference_loss(single, wrong, config_of(), 1, 1, single, stats)
     with pytest.raises(ValueError, match=r"preference_loss: cu_seqlens must have 3 elements, got 2"):
-        preference_loss(single, ref_logps, cu_seqlens[:2].copy(), config_of(), 1, 1, single, stats)
+        wrong = pairs._replace(cu_seqlens=cu_seqlens[:2].copy())
+        preference_loss(single, wrong, config_of(), 1, 1, single, stats)
     with pytest.raises(ValueError, match=r"sequence_logps: logps must be \(2\) float32, got \(1,\) float32"):
         sequence_logps(single, cu_seqlens, single[:1].copy())
 

@@ -14,6 +14,8 @@ All arrays are packed: T tokens, S completions, completion i at cu_seqlens[i]:cu
 sums run in a fixed order. Source of the semantics: TRL 1.16, KTOTrainer._compute_loss.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from rlnumba.kernels.checks import F32, I32, check
@@ -32,6 +34,20 @@ from rlnumba.runtime.launch import launch, specialize
 # Columns of `stats`: the completion's share of the loss, log-probs, reward b x, and k, which is that of the batch.
 LOSS, LOGPS, REWARD, KL = range(4)
 STATS = 4
+
+
+class KTOCompletions(NamedTuple):
+    """The packed completions of a micro-batch, and the KL divergence of the whole optimizer batch.
+
+    ref_logps (S,) float32 from sequence_logps; labels (S,) uint8, 1 where desirable; kl_logps, ref_kl_logps (K,)
+    float32 of the mismatched completions, both empty for apo_zero_unpaired; cu_seqlens (S + 1,) int32.
+    """
+
+    ref_logps: object
+    labels: object
+    kl_logps: object
+    ref_kl_logps: object
+    cu_seqlens: object
 
 
 @specialize
@@ -71,17 +87,14 @@ def kto_loss_kernel(loss_type, beta, desirable_weight, undesirable_weight):
     return kto_loss_kernel
 
 
-def kto_loss(
-    logprobs, ref_logps, labels, kl_logps, ref_kl_logps, cu_seqlens, config, scale, dlogprobs, stats
-):  # fmt: skip
+def kto_loss(logprobs, completions, config, scale, dlogprobs, stats):
     """The KTO loss of one micro-batch of packed completions and its gradient with respect to logprobs.
 
-    logprobs (T,) float32; ref_logps (S,) float32 from sequence_logps; labels (S,) uint8, 1 where desirable; kl_logps,
-    ref_kl_logps (K,) float32 of the mismatched completions of the whole optimizer batch, both empty for
-    apo_zero_unpaired; cu_seqlens (S + 1,) int32; config a KTOLossConfig; scale 1 / completions of the optimizer batch.
-    Written: dlogprobs (T,) and stats (S, STATS) float32, whose column LOSS adds up to the loss. Raises ValueError for
-    other arrays.
+    logprobs (T,) float32; completions: KTOCompletions; config a KTOLossConfig; scale 1 / completions of the optimizer
+    batch. Written: dlogprobs (T,) and stats (S, STATS) float32, whose column LOSS adds up to the loss. Raises
+    ValueError for other arrays.
     """
+    ref_logps, labels, kl_logps, ref_kl_logps, cu_seqlens = completions
     (tokens,) = check("kto_loss", "logprobs", logprobs, (None,), F32)
     (sequences,) = check("kto_loss", "ref_logps", ref_logps, (None,), F32)
     (rows,) = check("kto_loss", "kl_logps", kl_logps, (None,), F32)
@@ -92,12 +105,11 @@ def kto_loss(
     check("kto_loss", "cu_seqlens", cu_seqlens, (sequences + 1,), I32)
     check("kto_loss", "dlogprobs", dlogprobs, (tokens,), F32)
     check("kto_loss", "stats", stats, (sequences, STATS), F32)
-    arrays = logprobs, ref_logps, labels, kl_logps, ref_kl_logps, cu_seqlens
     if device.name() == "cpu":
-        dlogprobs[...], stats[...] = kto_loss_ref(*arrays, config, scale)
+        dlogprobs[...], stats[...] = kto_loss_ref(logprobs, completions, config, scale)
         return
     kernel = kto_loss_kernel(config.loss_type, config.beta, config.desirable_weight, config.undesirable_weight)
-    launch(kernel, sequences, THREADS, *arrays, float(scale), dlogprobs, stats)
+    launch(kernel, sequences, THREADS, logprobs, *completions, float(scale), dlogprobs, stats)
 
 
 def kto_metrics(stats, labels):
@@ -116,11 +128,12 @@ def kto_metrics(stats, labels):
     return found
 
 
-def kto_loss_ref(logprobs, ref_logps, labels, kl_logps, ref_kl_logps, cu_seqlens, config, scale):
+def kto_loss_ref(logprobs, completions, config, scale):
     """(dlogprobs, stats) of kto_loss, in float64.
 
     The sums of log-probs are rounded to their dtype, as ref_logps were: equal log-probs then have equal sums.
     """
+    ref_logps, labels, kl_logps, ref_kl_logps, cu_seqlens = completions
     owner = np.repeat(np.arange(len(labels)), np.diff(cu_seqlens))
     lp = sequence_logps_ref(logprobs, cu_seqlens).astype(logprobs.dtype).astype(np.float64)
     kl = 0.0

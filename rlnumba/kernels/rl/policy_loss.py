@@ -32,7 +32,6 @@ team 2025 (IcePop), prime-rl (DPPO), Schulman 2020 (KL divergence, "k3").
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -46,6 +45,8 @@ from rlnumba.kernels.rl.policy_loss_config import (
     SAPO,
     UNCORRECTED,
     VESPO,
+    Logprobs,
+    LossBatch,
     loss_terms,
 )
 from rlnumba.kernels.rl.scalars import ONE, ZERO, clamp
@@ -67,15 +68,6 @@ SUMS, EXTREMES, METRICS = 9, 12, 14
 # Identity of max and, negated, of min; policy_metrics leaves such values out.
 NOTHING = np.float32(3.0e38)
 LOG_RATIO_LIMIT, LOG_SMALLEST = np.float32(20.0), np.float32(math.log(1e-8))
-
-
-class Logprobs(NamedTuple):
-    """Log-probs (N,) of the tokens, by whose they are."""
-
-    policy: object
-    old: object
-    ref: object
-    rollout: object
 
 
 def policy_loss_scale(config, num_sequences, num_tokens, micro_batch_tokens, num_micro_batches):
@@ -379,58 +371,60 @@ def reduce_stats_kernel(sequence_stats, loss, metrics):
             loss[0] += value
 
 
-def policy_loss(
-    logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, config, scale,
-    loss, dlogprobs, sequence_stats, metrics, entropy_mask=None,
-):  # fmt: skip
-    """The loss of one micro-batch of packed sequences and its gradient with respect to logprobs.
+def policy_loss(logprobs, batch, config, scale, outputs):
+    """The loss of one micro-batch of packed sequences and its gradient with respect to the policy's log-probs.
 
-    logprobs, old_logprobs, ref_logprobs (None without beta), rollout_logprobs (None without a sampler's log-probs) (N,)
-    float32; on-policy, pass logprobs as old_logprobs: it counts as a constant. advantages (N,) float32; loss_mask (N,)
-    float32 or uint8, 1 where a token is trained on; cu_seqlens (B + 1,) int32; config a PolicyLossConfig; scale (1,)
-    float32: policy_loss_scale. entropy_mask (N,) float32, 0 or 1, or None for all 1. loss (1,) float32 is added to;
-    dlogprobs (N,) float32, sequence_stats (B, METRICS) and metrics (METRICS,) float32 are written: the sums, maxima and
-    minima that policy_metrics turns into named numbers, for each sequence and for the micro-batch. Tokens from
-    cu_seqlens[B] on are padding: their dlogprobs are 0; a sequence without any tokens is padding, which counts nowhere.
-    Raises ValueError for other arrays, and where config needs those that are None.
+    logprobs: Logprobs; batch: LossBatch; config a PolicyLossConfig; scale (1,) float32: policy_loss_scale; outputs:
+    LossOutputs, written. Tokens from cu_seqlens[B] on are padding: their dlogprobs are 0; a sequence without any tokens
+    is padding, which counts nowhere. Raises ValueError for other arrays, and where config needs those that are None.
     """
-    (tokens,) = check("policy_loss", "logprobs", logprobs, (None,), F32)
-    check("policy_loss", "advantages", advantages, (tokens,), F32)
-    if ref_logprobs is None:
+    logprobs, sequences = _check_loss(logprobs, batch, config, scale, outputs)
+    if device.name() == "cpu":
+        end = int(batch.cu_seqlens[-1])
+        *of_tokens, entropy_mask = (
+            None if array is None else array[:end]
+            for array in (*logprobs, batch.advantages, batch.loss_mask, batch.entropy_mask)
+        )
+        of_batch = LossBatch(*of_tokens[4:], batch.cu_seqlens, entropy_mask)
+        result = policy_loss_ref(Logprobs(*of_tokens[:4]), of_batch, config, float(scale[0]))
+        total, outputs.dlogprobs[:end], outputs.sequence_stats[...] = result
+        outputs.dlogprobs[end:] = 0
+        outputs.loss[...] += np.float32(total)
+        outputs.metrics[...] = reduce_stats(outputs.sequence_stats)
+        return
+    *arrays, selected = batch
+    kernel = policy_loss_kernel(loss_terms(config, selected is not None))
+    selected = logprobs.policy[:0] if selected is None else selected
+    stats = outputs.sequence_stats
+    launch(kernel, sequences, THREADS, logprobs, *arrays, selected, scale, outputs.dlogprobs, stats)
+    launch(reduce_stats_kernel, METRICS, 32, stats, outputs.loss, outputs.metrics)
+
+
+def _check_loss(logprobs, batch, config, scale, outputs):
+    """(Logprobs without None, sequences) of right arguments of policy_loss."""
+    policy, old, ref, rollout = logprobs
+    (tokens,) = check("policy_loss", "logprobs", policy, (None,), F32)
+    check("policy_loss", "advantages", batch.advantages, (tokens,), F32)
+    if ref is None:
         if config.beta:
             raise ValueError(f"policy_loss: beta {config.beta} needs ref_logprobs, got None")
-        ref_logprobs = logprobs
-    if rollout_logprobs is None:
+        ref = policy
+    if rollout is None:
         if config.importance_sampling_correction:
             raise ValueError(f"policy_loss: {config.importance_sampling_correction} needs rollout_logprobs, got None")
         if config.loss_type == "dppo":
             raise ValueError("policy_loss: dppo needs rollout_logprobs, got None")
-        rollout_logprobs = old_logprobs
-    check_all("policy_loss", (tokens,), F32, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
-    check_all("policy_loss", (tokens,), F32, rollout_logprobs=rollout_logprobs, dlogprobs=dlogprobs)
-    check("policy_loss", "loss_mask", loss_mask, (tokens,), MASKS)
-    (bounds,) = check("policy_loss", "cu_seqlens", cu_seqlens, (None,), I32)
-    sequences = bounds - 1
-    check_all("policy_loss", (1,), F32, scale=scale, loss=loss)
-    check("policy_loss", "sequence_stats", sequence_stats, (sequences, METRICS), F32)
-    check("policy_loss", "metrics", metrics, (METRICS,), F32)
-    if entropy_mask is not None:
-        check("policy_loss", "entropy_mask", entropy_mask, (tokens,), F32)
-    arrays = logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens
-    if device.name() == "cpu":
-        end = int(cu_seqlens[-1])
-        *of_tokens, entropy_mask = (None if array is None else array[:end] for array in (*arrays[:-1], entropy_mask))
-        arrays = *of_tokens, cu_seqlens, config, float(scale[0]), entropy_mask
-        total, dlogprobs[:end], sequence_stats[...] = policy_loss_ref(*arrays)
-        dlogprobs[end:] = 0
-        loss += np.float32(total)
-        metrics[...] = reduce_stats(sequence_stats)
-        return
-    kernel = policy_loss_kernel(loss_terms(config, entropy_mask is not None))
-    selected = logprobs[:0] if entropy_mask is None else entropy_mask
-    arrays = Logprobs(*arrays[:4]), *arrays[4:]
-    launch(kernel, sequences, THREADS, *arrays, selected, scale, dlogprobs, sequence_stats)
-    launch(reduce_stats_kernel, METRICS, 32, sequence_stats, loss, metrics)
+        rollout = old
+    check_all("policy_loss", (tokens,), F32, old_logprobs=old, ref_logprobs=ref)
+    check_all("policy_loss", (tokens,), F32, rollout_logprobs=rollout, dlogprobs=outputs.dlogprobs)
+    check("policy_loss", "loss_mask", batch.loss_mask, (tokens,), MASKS)
+    (bounds,) = check("policy_loss", "cu_seqlens", batch.cu_seqlens, (None,), I32)
+    check_all("policy_loss", (1,), F32, scale=scale, loss=outputs.loss)
+    check("policy_loss", "sequence_stats", outputs.sequence_stats, (bounds - 1, METRICS), F32)
+    check("policy_loss", "metrics", outputs.metrics, (METRICS,), F32)
+    if batch.entropy_mask is not None:
+        check("policy_loss", "entropy_mask", batch.entropy_mask, (tokens,), F32)
+    return Logprobs(policy, old, ref, rollout), bounds - 1
 
 
 def reduce_stats(stats):
@@ -485,11 +479,10 @@ def _correction_ref(terms, difference, owner, by_sequence):
     return (weights[owner], logs, weights) if level == "sequence" else (weights, by_sequence(logs), None)
 
 
-def policy_loss_ref(
-    logprobs, old_logprobs, ref_logprobs, rollout_logprobs, advantages, loss_mask, cu_seqlens, config, scale,
-    entropy_mask=None,
-):  # fmt: skip
-    """(loss, dlogprobs, sequence_stats) of policy_loss, in float64."""
+def policy_loss_ref(logprobs, batch, config, scale):
+    """(loss, dlogprobs, sequence_stats) of policy_loss, in float64; scale: a float."""
+    logprobs, old_logprobs, ref_logprobs, rollout_logprobs = logprobs
+    advantages, loss_mask, cu_seqlens, entropy_mask = batch
     terms = loss_terms(config)
     form, (low, high) = terms.form, terms.ratio_range
     sequences = len(cu_seqlens) - 1

@@ -1,4 +1,4 @@
-"""The constants of policy_loss_kernel, from the options of a loss."""
+"""The tuples of arrays that policy_loss takes, and the constants of its kernel, from the options of a loss."""
 
 import math
 from typing import NamedTuple
@@ -10,6 +10,43 @@ CLIP, CISPO, SAPO, VESPO, DPPO = range(5)
 OTHER_FORMS = {"cispo": CISPO, "sapo": SAPO, "vespo": VESPO, "dppo": DPPO}
 # The forms of the loss types without importance weights.
 UNCORRECTED = tuple(OTHER_FORMS[name] for name in grpo.UNCORRECTED)
+
+
+class Logprobs(NamedTuple):
+    """Log-probs (N,) float32 of the tokens, by whose they are; ref without beta, rollout without a sampler's are None.
+
+    On-policy, old is policy: it counts as a constant.
+    """
+
+    policy: object
+    old: object
+    ref: object = None
+    rollout: object = None
+
+
+class LossBatch(NamedTuple):
+    """The packed sequences of a micro-batch: advantages (N,) float32, loss_mask (N,), cu_seqlens (B + 1,) int32.
+
+    loss_mask, float32 or uint8, is 1 where a token is trained on. entropy_mask (N,) float32, 0 or 1, or None for all 1.
+    """
+
+    advantages: object
+    loss_mask: object
+    cu_seqlens: object
+    entropy_mask: object = None
+
+
+class LossOutputs(NamedTuple):
+    """Arrays of a micro-batch: loss (1,) is added to; dlogprobs (N,), sequence_stats (B, METRICS), metrics (METRICS,).
+
+    All are float32. The last two have the sums, maxima and minima that policy_metrics turns into named numbers, for
+    each sequence and for the micro-batch.
+    """
+
+    loss: object
+    dlogprobs: object
+    sequence_stats: object
+    metrics: object
 
 
 class BySign(NamedTuple):

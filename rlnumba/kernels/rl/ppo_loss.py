@@ -48,13 +48,36 @@ POLICY, VALUE, APPROX_KL, CLIPPED, VALUE_CLIPPED, RATIO, ENTROPY = range(7)
 SUMS = 7
 
 
+class TokenPredictions(NamedTuple):
+    """Arrays (T,) of a micro-batch's tokens as the models that are trained predict them now, float32.
+
+    rows (T,) int32 in [0, N): the entries of RolloutArrays that are theirs.
+    """
+
+    logprobs: object
+    entropy: object
+    values: object
+    rows: object
+
+
 class RolloutArrays(NamedTuple):
-    """Arrays (N,) of a batch's tokens, computed before it is trained on."""
+    """Arrays (N,) of a batch's tokens, computed before it is trained on, float32."""
 
     old_logprobs: object
     advantages: object
     old_values: object
     returns: object
+
+
+class PPOOutputs(NamedTuple):
+    """Arrays that ppo_loss writes, float32: dlogprobs, dvalues (T,), and partials (ppo_loss_blocks(T), SUMS).
+
+    ppo_metrics reads the sums of partials.
+    """
+
+    dlogprobs: object
+    dvalues: object
+    partials: object
 
 
 class PPOTerms(NamedTuple):
@@ -153,42 +176,37 @@ def ppo_loss_blocks(tokens):
     return max(1, min(-(-tokens // BLOCK_TOKENS), MAX_BLOCKS))
 
 
-def ppo_loss(
-    logprobs, entropy, values, rows, old_logprobs, advantages, old_values, returns, config, scale,
-    dlogprobs, dvalues, partials,
-):  # fmt: skip
+def ppo_loss(predictions, rollout, config, scale, outputs):
     """The derivatives of a micro-batch's loss by its log-probs and values, and the sums that make its metrics.
 
-    logprobs, entropy, values (T,) and old_logprobs, advantages, old_values, returns (N,) float32; rows (T,) int32 in
-    [0, N), which is checked on the cpu device alone; config has cliprange, cliprange_value and vf_coef. dlogprobs,
-    dvalues (T,) and partials (ppo_loss_blocks(T), SUMS) float32 are written; ppo_metrics reads the last. Raises
-    ValueError for other arrays.
+    predictions: TokenPredictions, whose rows are checked on the cpu device alone; rollout: RolloutArrays; config has
+    cliprange, cliprange_value and vf_coef; outputs: PPOOutputs, written. Raises ValueError for other arrays.
     """
+    logprobs, entropy, values, rows = predictions
     (tokens,) = check("ppo_loss", "logprobs", logprobs, (None,), F32)
-    (size,) = check("ppo_loss", "old_logprobs", old_logprobs, (None,), F32)
+    (size,) = check("ppo_loss", "old_logprobs", rollout.old_logprobs, (None,), F32)
     check("ppo_loss", "rows", rows, (tokens,), I32)
-    check_all("ppo_loss", (tokens,), F32, entropy=entropy, values=values, dlogprobs=dlogprobs, dvalues=dvalues)
-    check_all("ppo_loss", (size,), F32, advantages=advantages, old_values=old_values, returns=returns)
-    check("ppo_loss", "partials", partials, (ppo_loss_blocks(tokens), SUMS), F32)
-    rollout = RolloutArrays(old_logprobs, advantages, old_values, returns)
+    check_all("ppo_loss", (tokens,), F32, entropy=entropy, values=values)
+    check_all("ppo_loss", (tokens,), F32, dlogprobs=outputs.dlogprobs, dvalues=outputs.dvalues)
+    check_all("ppo_loss", (size,), F32, advantages=rollout.advantages, old_values=rollout.old_values)
+    check("ppo_loss", "returns", rollout.returns, (size,), F32)
+    check("ppo_loss", "partials", outputs.partials, (ppo_loss_blocks(tokens), SUMS), F32)
     if device.name() == "cpu":
         if tokens and not (rows.min() >= 0 and rows.max() < size):
             raise ValueError(f"ppo_loss: rows must be in [0, {size}), got {rows.min()} to {rows.max()}")
-        dlogprobs[...], dvalues[...], sums = ppo_loss_ref(logprobs, entropy, values, rows, *rollout, config, scale)
-        partials[...] = 0
-        partials[0] = sums
+        outputs.dlogprobs[...], outputs.dvalues[...], sums = ppo_loss_ref(predictions, rollout, config, scale)
+        outputs.partials[...] = 0
+        outputs.partials[0] = sums
         return
     kernel = ppo_loss_kernel(ppo_terms(config))
-    arrays = logprobs, entropy, values, rows, rollout
-    launch(kernel, ppo_loss_blocks(tokens), THREADS, *arrays, float(scale), dlogprobs, dvalues, partials)
+    launch(kernel, ppo_loss_blocks(tokens), THREADS, *predictions, rollout, float(scale), *outputs)
 
 
-def ppo_loss_ref(logprobs, entropy, values, rows, old_logprobs, advantages, old_values, returns, config, scale):
+def ppo_loss_ref(predictions, rollout, config, scale):
     """(dlogprobs, dvalues, sums (SUMS,)) of ppo_loss, in float64."""
+    logprobs, entropy, values, rows = predictions
     lp, h, v = (np.asarray(array, np.float64) for array in (logprobs, entropy, values))
-    old, advantage, old_v, target = (
-        np.asarray(array, np.float64)[rows] for array in (old_logprobs, advantages, old_values, returns)
-    )
+    old, advantage, old_v, target = (np.asarray(array, np.float64)[rows] for array in rollout)
     ratio = np.exp(lp - old)
     plain, clipped = -advantage * ratio, -advantage * np.clip(ratio, 1 - config.cliprange, 1 + config.cliprange)
     value_plain = (v - target) ** 2

@@ -37,6 +37,7 @@ TRL 1.16, DPOTrainer._compute_loss.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,6 +58,18 @@ PAIR_STATS = 5
 EXPONENT_LIMIT, LARGEST_POWER = np.float32(80.0), np.float32(math.exp(80.0))
 HALF, LOG_2 = np.float32(0.5), np.float32(math.log(2.0))
 NAN = np.float32(math.nan)
+
+
+class PackedPairs(NamedTuple):
+    """The packed pairs of a micro-batch.
+
+    ref_logps (2 B,) float32 from sequence_logps; cu_seqlens (2 B + 1,) int32. log_sum_sq_probs (T,) float32, log
+    sum q^2 over the vocabulary, for use_weighting.
+    """
+
+    ref_logps: object
+    cu_seqlens: object
+    log_sum_sq_probs: object = None
 
 
 @device_function
@@ -410,22 +423,20 @@ def sequence_logps(logprobs, cu_seqlens, logps, ld_alpha=None):
     launch(sequence_logps_kernel, sequences, THREADS, logprobs, cu_seqlens, pairs, alpha, logps)
 
 
-def preference_loss(
-    logprobs, ref_logps, cu_seqlens, config, scale, token_scale, dlogprobs, pair_stats, log_sum_sq_probs=None
-):
+def preference_loss(logprobs, pairs, config, scale, token_scale, dlogprobs, pair_stats):
     """The loss of one micro-batch of packed pairs and its gradient with respect to logprobs.
 
-    logprobs (T,) float32; ref_logps (2 B,) float32 from sequence_logps; cu_seqlens (2 B + 1,) int32; config a
-    PreferenceLossConfig. So that micro-batches add up, scale is 1 / pairs and token_scale (of sft) 1 / chosen tokens of
-    the whole optimizer batch; aot sorts the pairs of one call. log_sum_sq_probs (T,) float32, log sum q^2 over the
-    vocabulary, for use_weighting. Written: dlogprobs (T,) and pair_stats (B, PAIR_STATS) float32, whose column LOSS
-    adds up to the loss. Raises ValueError for other arrays.
+    logprobs (T,) float32; pairs: PackedPairs; config a PreferenceLossConfig. So that micro-batches add up, scale is
+    1 / pairs and token_scale (of sft) 1 / chosen tokens of the whole optimizer batch; aot sorts the pairs of one call.
+    Written: dlogprobs (T,) and pair_stats (B, PAIR_STATS) float32, whose column LOSS adds up to the loss. Raises
+    ValueError for other arrays.
     """
+    ref_logps, cu_seqlens, log_sum_sq_probs = pairs
     (tokens,) = check("preference_loss", "logprobs", logprobs, (None,), F32)
-    pairs, _ = check("preference_loss", "pair_stats", pair_stats, (None, PAIR_STATS), F32)
-    check("preference_loss", "ref_logps", ref_logps, (2 * pairs,), F32)
-    if check_bounds("preference_loss", "cu_seqlens", cu_seqlens) != 2 * pairs:
-        raise ValueError(f"preference_loss: cu_seqlens must have {2 * pairs + 1} elements, got {cu_seqlens.shape[0]}")
+    count, _ = check("preference_loss", "pair_stats", pair_stats, (None, PAIR_STATS), F32)
+    check("preference_loss", "ref_logps", ref_logps, (2 * count,), F32)
+    if check_bounds("preference_loss", "cu_seqlens", cu_seqlens) != 2 * count:
+        raise ValueError(f"preference_loss: cu_seqlens must have {2 * count + 1} elements, got {cu_seqlens.shape[0]}")
     check("preference_loss", "dlogprobs", dlogprobs, (tokens,), F32)
     if config.use_weighting:
         if log_sum_sq_probs is None:
@@ -434,16 +445,15 @@ def preference_loss(
     else:
         log_sum_sq_probs = unused(1, np.float32)
     if device.name() == "cpu":
-        arrays = logprobs, ref_logps, cu_seqlens, config, scale, token_scale, log_sum_sq_probs
-        dlogprobs[...], pair_stats[...] = preference_loss_ref(*arrays)
+        dlogprobs[...], pair_stats[...] = preference_loss_ref(logprobs, pairs, config, scale, token_scale)
         return
     terms, logps = preference_terms(config), unused(1, np.float32)
     if any(name in SORTING for name in config.loss_type):
-        logps = device.xp().empty(2 * pairs, np.float32)
+        logps = device.xp().empty(2 * count, np.float32)
         sequence_logps(logprobs, cu_seqlens, logps, config.ld_alpha)
     arrays = logprobs, logps, ref_logps, log_sum_sq_probs, cu_seqlens
     kernel = preference_loss_kernel(terms)
-    launch(kernel, pairs, THREADS, *arrays, float(scale), float(token_scale), dlogprobs, pair_stats)
+    launch(kernel, count, THREADS, *arrays, float(scale), float(token_scale), dlogprobs, pair_stats)
 
 
 def preference_metrics(stats):
@@ -555,11 +565,12 @@ def _pair_losses_ref(name, c, r, lp, ref, lengths, config):
     return loss, slope * slope_c, -slope * slope_r
 
 
-def preference_loss_ref(logprobs, ref_logps, cu_seqlens, config, scale, token_scale, log_sum_sq_probs=None):
+def preference_loss_ref(logprobs, pairs, config, scale, token_scale):
     """(dlogprobs, pair_stats) of preference_loss, in float64.
 
     The sums of log-probs are rounded to their dtype, as ref_logps were: equal log-probs then have equal sums.
     """
+    ref_logps, cu_seqlens, log_sum_sq_probs = pairs
     lp = sequence_logps_ref(logprobs, cu_seqlens, config.ld_alpha).astype(logprobs.dtype).astype(np.float64)
     lp, ref = lp.reshape(2, -1), np.asarray(ref_logps, np.float64).reshape(2, -1)
     logprobs = np.asarray(logprobs, np.float64)

@@ -26,6 +26,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from rlnumba.reporting import metrics, plots
 from rlnumba.runtime import device, dispatch
+from rlnumba.sampling import inference
 from tests import pictures, processes
 from tests.gpu_turns import ON_CPU, GpuTurns, fills_gpu
 from tests.offline import compile_offline, write_list  # noqa: F401 (a fixture)
@@ -124,6 +125,15 @@ def drawn_once(pictures_folder):
 def every_picture(monkeypatch):
     """Curves are drawn for every run of the test."""
     monkeypatch.setattr(metrics, "plot", plots.plot)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_forked():
+    """Inference processes are forked from a process that has imported all they need, but for those of command lines."""
+    with pytest.MonkeyPatch.context() as patch:
+        if device.name() == "cpu":
+            patch.setattr(inference, "spawn", processes.fork_engine)
+        yield
 
 
 @pytest.fixture

@@ -13,18 +13,25 @@ import os
 import signal
 import subprocess
 import sys
-from multiprocessing import forkserver
+import threading
+from multiprocessing import connection, forkserver
 from pathlib import Path
 
 from rlnumba import cli
 from rlnumba.reporting import metrics
 from rlnumba.runtime import device
+from rlnumba.sampling import inference, inference_worker
+from rlnumba.sampling.inference_group import Descriptor
 from tests import pictures
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # Where curves are kept that are drawn once (tests/pictures.py); None: each run draws its own.
 pictures_folder = None
+# A new inference process, while tests have forked ones.
+spawn_engine = inference.spawn
+# The inference processes that this process has forked.
+_engines = []
 
 
 def forking():
@@ -34,10 +41,17 @@ def forking():
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
-    # A test may have changed the folder, in which `tests` is found.
-    with contextlib.chdir(ROOT):
-        forkserver.ensure_running()
+    if not _is_forked():
+        # A test may have changed the folder, in which `tests` is found.
+        with contextlib.chdir(ROOT):
+            forkserver.ensure_running()
     return context
+
+
+def _is_forked():
+    """Whether this process is one of the server's, which has its address but did not start it."""
+    server = forkserver._forkserver
+    return server._forkserver_address is not None and server._forkserver_pid is None
 
 
 class Forking:
@@ -50,7 +64,64 @@ class Forking:
 def _with_environment(environment, target, arguments):
     os.environ.clear()
     os.environ.update(environment)
+    # A server of its own would import everything again.
+    forkserver._forkserver.ensure_running = lambda: None
+    inference.spawn = fork_engine
     target(*arguments)
+
+
+class Engine:
+    """A forked inference process, with what its Spawned and tests use of a subprocess.Popen."""
+
+    def __init__(self, other):
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        arguments = dict(os.environ), sys.path[:], (Descriptor(1), Descriptor(2)), other, writer
+        self._process, self._lock = forking().Process(target=_serve, args=arguments), threading.Lock()
+        self._process.start()
+        self.pid = self._process.pid
+        writer.close()
+        # It has a session of its own from then on.
+        reader.poll(None)
+        reader.close()
+
+    def poll(self):
+        # Whichever thread comes first reads the code.
+        with self._lock:
+            return self._process.exitcode
+
+    returncode = property(poll)
+
+    def wait(self, timeout=None):
+        connection.wait([self._process.sentinel], timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("inference process", timeout)
+        return self.poll()
+
+
+def fork_engine():
+    """inference.spawn, from a process that has imported what an inference process does: two seconds of the CPU less."""
+    own, other = multiprocessing.Pipe()
+    engine = Engine(other)
+    other.close()
+    _engines[:] = [each for each in _engines if each.poll() is None] + [engine]
+    return inference.Spawned(engine, own)
+
+
+def forked_engines():
+    """The ids of the inference processes that this process has forked and that have not ended: list."""
+    return [each.pid for each in _engines if each.poll() is None]
+
+
+def _serve(environment, path, streams, other, ready):
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = path
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream.number, number)
+        os.close(stream.number)
+    ready.close()
+    inference_worker.main(os.dup(other.fileno()))
 
 
 def start(arguments, code="", **environment):

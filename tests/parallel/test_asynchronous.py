@@ -52,7 +52,7 @@ def train(run, resume=False):
 
 def inference_processes(of=None):
     """The inference processes that this one, or another one, has started: list of ids."""
-    found = []
+    found = [] if of else processes.forked_engines()
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])

@@ -38,6 +38,7 @@ from rlnumba.sampling.inference_group import HeldModel
 from rlnumba.sampling.inference_worker import Begun, Interrupt, Refused, Setup, Updated, receive_setup
 from rlnumba.sampling.queued_connection import QueuedConnection
 from rlnumba.sampling.weights.sync import Begin, WeightSender
+from tests import processes
 from tests.trainers.runs import MODEL
 
 PARAMS = SamplingParams(n=3, max_tokens=40, seed=5, ignore_eos=True)
@@ -243,6 +244,7 @@ def test_a_process_that_cannot_work_ends_the_run_with_one_line(running):
 
 
 def test_a_process_that_does_not_start_ends_the_run(monkeypatch, capfd):
+    monkeypatch.setattr(inference, "spawn", processes.spawn_engine)
     monkeypatch.setattr(inference, "MAIN", "import sys; sys.exit(3)  # {path} {descriptor}")
     model = load_model(MODEL)
     sender = WeightSender(model.trained, 2, BUCKET_BYTES)

@@ -1,6 +1,7 @@
 """`rlnumba serve`: a model over HTTP."""
 
 import dataclasses
+import os
 
 import click
 
@@ -11,6 +12,7 @@ from rlnumba.cli.rows import open_model
 from rlnumba.errors import ConfigError, UserError
 
 CALLS = click.Choice(["auto", "hermes", "qwen3_xml", "llama3_json", "none"])
+LOGPROBS = click.Choice(["processed_logprobs", "raw_logprobs"])
 THINKING = click.Choice(["auto", "qwen3", "none"])
 
 
@@ -37,6 +39,12 @@ THINKING = click.Choice(["auto", "qwen3", "none"])
 @click.option("--overload-status", type=click.Choice(["429", "503"]), default="429", help="Status when more come.")
 @click.option("--drain-timeout", type=click.FloatRange(min=0), default=30.0, help="Seconds after SIGTERM or SIGINT.")
 @click.option("--allowed-origins", multiple=True, help="A web page's origin that may read answers; may be repeated.")
+@click.option("--logprobs-mode", type=LOGPROBS, default=LOGPROBS.choices[0], help="raw: of the model's own logits.")
+@click.option("--return-sampling-mask", is_flag=True, help="Answers on token ids have the tokens that filters kept.")
+@click.option("--lora-modules", multiple=True, help="NAME=FOLDER of an adapter; may be repeated.")
+@click.option("--allow-runtime-lora", is_flag=True, help="Let clients load adapters, and unload them.")
+@click.option("--lora-root", help="The folder below which these are.")
+@click.option("--max-loras", type=POSITIVE, default=16, help="Most adapters at a time.")
 @click.option("--log-requests", is_flag=True, help="A line on stderr for each request.")
 def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser, reasoning_parser, **options):
     """Serve a model over HTTP, with the routes of OpenAI's API.
@@ -62,16 +70,22 @@ def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser
     options = {name: value for name, value in options.items() if name == "max_logprobs" or name not in names}
     options["overload_status"] = int(options["overload_status"])
     options["allowed_origins"] = tuple(options["allowed_origins"])
+    allows_adapters, modules = options.pop("allow_runtime_lora"), options.pop("lora_modules")
     settings = ServerSettings(names=served_model_name or (model,), root=model, **options)
+    adapters = [read_module(each, settings) for each in modules]
+    check_lora_root(allows_adapters, settings.lora_root)
     prepare_compiling(1)
     log_device()
     folder, base, config, tokenizer = open_model(model, base)
     longest_sequence(config, engine_config)
+    if base is not None and (adapters or allows_adapters):
+        raise ConfigError(f"--model {model} is an adapter; --lora-modules and --allow-runtime-lora need a model")
     if chat_template is not None:
         set_template(tokenizer, chat_template)
     parsers = Parsers(tokenizer, tool_call_parser, reasoning_parser)
     bound = bind(settings.host, settings.port)
 
+    from rlnumba.engine.adapters import for_adapters
     from rlnumba.engine.core import Engine
     from rlnumba.engine.llm import TEXT_TOKENS, compile_ahead
     from rlnumba.engine.sequence import SamplingParams
@@ -79,9 +93,34 @@ def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser
 
     if base is None:
         compile_ahead(config, dtype or config.dtype, None, engine_config, [TEXT_TOKENS], [SamplingParams()])
-    engine = Engine(load_model(folder, dtype, base=base), tokenizer, engine_config)
-    process = ServerProcess(settings, engine, parsers, bound)
+    loaded = load_model(folder, dtype, base=base)
+    if adapters or allows_adapters:
+        loaded = for_adapters(loaded)
+    engine = Engine(loaded, tokenizer, engine_config)
+    process = ServerProcess(settings, engine, parsers, bound, adapters)
     process.run(lambda: announce(process.url))
+
+
+def read_module(text, settings):
+    """The ServedAdapter that NAME=FOLDER stands for. Raises ConfigError."""
+    from rlnumba.serve.routes.adapters import ServedAdapter
+
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise ConfigError(f"--lora-modules must be NAME=FOLDER, got {text!r}")
+    if name in settings.names:
+        raise ConfigError(f"--lora-modules {text}: {name} is a name of the model")
+    return ServedAdapter(name, folder)
+
+
+def check_lora_root(is_allowed, root):
+    """Raise ConfigError if adapters at run time have no folder, or a folder no use."""
+    if is_allowed and root is None:
+        raise ConfigError("--allow-runtime-lora needs --lora-root, the folder below which adapters may be loaded")
+    if root is not None and not is_allowed:
+        raise ConfigError("--lora-root needs --allow-runtime-lora")
+    if root is not None and not os.path.isdir(root):
+        raise ConfigError(f"--lora-root {root}: no such folder")
 
 
 def set_template(tokenizer, path):

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from rlnumba.serve.protocol.bodies import Body, parse_json
 from rlnumba.serve.protocol.errors import ApiError, error_body, internal_error
 from rlnumba.serve.protocol.streams import ClientGone
-from rlnumba.serve.routes import token_level
+from rlnumba.serve.routes import adapters, token_level
 from rlnumba.serve.routes.chat import ChatAnswer
 from rlnumba.serve.routes.completions import CompletionAnswer
 from rlnumba.serve.security import Gate, read_body
@@ -41,8 +41,11 @@ def make_app(service):
         return Route(path, answers(route), methods=["POST"])
 
     def card(name):
-        found = {"id": name, "object": "model", "created": started, "owned_by": "rlnumba", "root": settings.root}
-        return found | {"parent": None, "max_model_len": service.max_model_len}
+        root, parent = settings.root, None
+        if (adapter := service.adapters.by_name.get(name)) is not None:
+            root, parent = adapter.folder, settings.name
+        found = {"id": name, "object": "model", "created": started, "owned_by": "rlnumba", "root": root}
+        return found | {"parent": parent, "max_model_len": service.max_model_len}
 
     async def health(request):
         return Response(status_code=503 if service.is_ending else 200)
@@ -57,7 +60,8 @@ def make_app(service):
         return Response(service.metrics.text(), media_type=METRICS_TYPE)
 
     async def models(request):
-        return JSONResponse({"object": "list", "data": list(map(card, settings.names))})
+        names = *settings.names, *service.adapters.by_name
+        return JSONResponse({"object": "list", "data": list(map(card, names))})
 
     async def model(request):
         service.check_name(request.path_params["name"])
@@ -76,6 +80,8 @@ def make_app(service):
         post("/tokenize", functools.partial(off_loop, token_level.tokenize)),
         post("/detokenize", functools.partial(off_loop, token_level.detokenize)),
     ]
+    if settings.lora_root is not None:
+        routes += [post("/v1/load_lora_adapter", adapters.load), post("/v1/unload_lora_adapter", adapters.unload)]
     handlers = {ApiError: on_api_error, HTTPException: on_http_error, Exception: on_bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False

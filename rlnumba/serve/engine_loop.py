@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 
+from rlnumba.engine.adapters import LoadedAdapter, NamedAdapters
 from rlnumba.engine.core import PromptError
 from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.requests.logprobs import cut
-from rlnumba.errors import ConfigError
+from rlnumba.errors import ConfigError, UserError
 from rlnumba.serve.jobs import ApiJob, Delta
-from rlnumba.serve.protocol.errors import ApiError, internal_error
+from rlnumba.serve.protocol.errors import ApiError, internal_error, no_model
+from rlnumba.serve.protocol.sampling import as_api_error
 
 # An idle engine looks this often whether the process is to end: a signal interrupts no wait.
 IDLE_S = 0.1
@@ -29,11 +31,12 @@ IDLE_S = 0.1
 
 @dataclass
 class PromptGroup:
-    """A prompt of a job in the engine. left: its completions that have not ended."""
+    """A prompt of a job in the engine. left: its completions that have not ended; adapter: LoadedAdapter or None."""
 
     job: ApiJob
     prompt: int
     left: int
+    adapter: LoadedAdapter | None
 
     def delta(self, index):
         """An empty Delta of its completion `index`."""
@@ -54,11 +57,12 @@ class EngineState:
 class EngineLoop:
     """The engine behind a queue of commands. events: called with lists of (function, argument) for the other thread.
 
-    metrics: a ServerMetrics, whose counters are those of this thread.
+    metrics: a ServerMetrics, whose counters are those of this thread. max_loras: adapters at a time.
     """
 
-    def __init__(self, engine, metrics, events):
+    def __init__(self, engine, metrics, events, max_loras=0):
         self.engine, self.metrics, self.events = engine, metrics, events
+        self.adapters = NamedAdapters(engine, max_loras)
         self.episodes = Episodes(engine)
         self.commands = SimpleQueue()
         self.numbers = itertools.count()
@@ -77,14 +81,14 @@ class EngineLoop:
     def cancel(self, job):
         self.commands.put(partial(self._cancel, job))
 
-    def call(self, function):
-        """The Future of function(engine), called between two steps."""
+    def call(self, function, *arguments):
+        """The Future of a function's result, or of its UserError, called between two steps."""
         future = Future()
 
         def command():
             try:
-                future.set_result(function(self.engine))
-            except (ConfigError, PromptError) as error:
+                future.set_result(function(*arguments))
+            except UserError as error:
                 future.set_exception(error)
 
         self.commands.put(command)
@@ -125,16 +129,22 @@ class EngineLoop:
 
     def _submit(self, job):
         for index, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True)):
-            number = next(self.numbers)
+            number, adapter = next(self.numbers), None
             try:
-                self.episodes.submit(GroupRequest(number, prompt, params, cache_salt=job.cache_salt))
-            except (PromptError, ConfigError) as error:
+                if job.adapter is not None and (adapter := self.adapters.acquire(job.adapter)) is None:
+                    # Unloaded since its name was looked up.
+                    raise no_model(job.adapter)
+                adapter_id = -1 if adapter is None else adapter.adapter_id
+                request = GroupRequest(number, prompt, params, adapter_id=adapter_id, cache_salt=job.cache_salt)
+                self.episodes.submit(request)
+            except (PromptError, ConfigError, ApiError) as error:
+                if adapter is not None:
+                    self.adapters.release(adapter)
                 self._cancel(job)
-                reason = error.reason if isinstance(error, PromptError) else str(error)
-                self.outgoing.append((job.fail, ApiError(reason)))
+                self.outgoing.append((job.fail, of_engine(error)))
                 return
             job.numbers.append(number)
-            self.groups[number] = PromptGroup(job, index, job.n)
+            self.groups[number] = PromptGroup(job, index, job.n, adapter)
         self.outgoing.append((job.accept, None))
 
     def _cancel(self, job):
@@ -146,6 +156,8 @@ class EngineLoop:
 
     def _forget(self, number):
         group = self.groups.pop(number)
+        if group.adapter is not None:
+            self.adapters.release(group.adapter)
         for index in range(group.job.n):
             self.sent.pop((number, index), None)
             self.drawn_again.pop((number, index), None)
@@ -236,3 +248,10 @@ class EngineLoop:
         used = blocks.num_blocks - blocks.num_free
         waiting = engine.num_unfinished - num_running
         self.state = EngineState(num_running, waiting, used, blocks.num_blocks, engine.num_preemptions)
+
+
+def of_engine(error):
+    """The ApiError of an error with which the engine has refused a request."""
+    if isinstance(error, ApiError):
+        return error
+    return ApiError(error.reason) if isinstance(error, PromptError) else as_api_error(error)

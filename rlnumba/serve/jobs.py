@@ -39,12 +39,12 @@ class Times:
 class ApiJob:
     """Prompts with their SamplingParams, a GroupRequest each. streams: whether each step's tokens are wanted.
 
-    Choices are prompt-major: completion i of prompt p is choice p n + i.
+    Choices are prompt-major: completion i of prompt p is choice p n + i. adapter: the name of one, or None.
     """
 
-    def __init__(self, request_id, prompts, params, streams, cache_salt=""):
+    def __init__(self, request_id, prompts, params, streams, cache_salt="", adapter=None):
         self.request_id, self.prompts, self.params = request_id, prompts, params
-        self.streams, self.cache_salt = streams, cache_salt
+        self.streams, self.cache_salt, self.adapter = streams, cache_salt, adapter
         self.n = params[0].n
         self.times = [Times(time.monotonic()) for _ in prompts]
         # Numbers of its groups in the engine, which has one for each prompt.

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 import click
 import uvicorn
 
+from rlnumba.engine.adapters import read_for
 from rlnumba.errors import UserError
+from rlnumba.model.hub import find_model
 from rlnumba.runtime.signals import REPEAT_S
 from rlnumba.serve.app import make_app
 from rlnumba.serve.engine_loop import EngineLoop
@@ -97,15 +99,21 @@ class Ending:
 
 
 class ServerProcess:
-    """A server over an Engine, which `run` serves in the calling thread until `ending` has received a signal."""
+    """A server over an Engine, which `run` serves in the calling thread until `ending` has received a signal.
 
-    def __init__(self, settings, engine, parsers, bound):
+    adapters: ServedAdapters that it starts with. Raises UserError for one that cannot be loaded.
+    """
+
+    def __init__(self, settings, engine, parsers, bound, adapters=()):
         self.settings, self.bound = settings, bound
         self.ending = Ending()
         metrics = ServerMetrics(settings.name)
-        self.engine_loop = EngineLoop(engine, metrics, lambda events: self.thread.deliver(events))
+        self.engine_loop = EngineLoop(engine, metrics, lambda events: self.thread.deliver(events), settings.max_loras)
+        for each in adapters:
+            read = read_for(engine.model, find_model(each.folder))
+            self.engine_loop.adapters.load(each.name, each.folder, read)
         metrics.state = lambda: self.engine_loop.state
-        self.service = Service(settings, self.engine_loop, parsers, metrics)
+        self.service = Service(settings, self.engine_loop, parsers, metrics, adapters)
         self.thread = ServerThread(make_app(self.service), bound)
         self.url = url_of(bound, settings.host)
 

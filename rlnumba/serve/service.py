@@ -8,8 +8,9 @@ from rlnumba.environments.formats import FORMATS, detect_format
 from rlnumba.errors import UserError
 from rlnumba.serve.admission import Admission
 from rlnumba.serve.jobs import ApiJob
-from rlnumba.serve.protocol.errors import ApiError
+from rlnumba.serve.protocol.errors import ApiError, no_model
 from rlnumba.serve.protocol.streams import EventStream, until_gone
+from rlnumba.serve.routes.adapters import ServedAdapters
 
 # Threads that render templates and encode texts, beside the one that answers.
 RENDERING_THREADS = 4
@@ -56,20 +57,23 @@ class Parsers:
 
 
 class Service:
-    """The server's state, which its thread alone changes. engine_loop: EngineLoop; metrics: ServerMetrics.
+    """The server's state, which its thread alone changes. engine_loop: EngineLoop; metrics: ServerMetrics; adapters:
+    the ServedAdapter of each that the engine has.
 
     num_active: POSTs in work; is_ending: set once by the main thread, when no more are taken.
     """
 
-    def __init__(self, settings, engine_loop, parsers, metrics):
+    def __init__(self, settings, engine_loop, parsers, metrics, adapters=()):
         engine = engine_loop.engine
         self.settings, self.engine_loop, self.parser, self.metrics = settings, engine_loop, parsers, metrics
         self.tokenizer = engine.tokenizer
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.model.config.vocab_size
+        self.raw_logprobs = engine.config.logprobs_mode == "raw_logprobs"
         self.template = ChatTemplate.of(self.tokenizer)
         self.admission = Admission(settings, engine.max_num_seqs, metrics)
         self.pool = ThreadPoolExecutor(RENDERING_THREADS, "rendering")
         self.num_active, self.is_ending = 0, False
+        self.adapters = ServedAdapters(settings, engine_loop, self.off_loop, adapters)
 
     def check_model(self, body):
         """The id of the model that a body names, the first one if it names none. Raises ApiError."""
@@ -78,9 +82,13 @@ class Service:
         return name
 
     def check_name(self, name):
-        if name not in self.settings.names:
-            message = f"The model `{name}` does not exist; this server has {', '.join(self.settings.names)}"
-            raise ApiError(message, "model", "model_not_found", 404)
+        """Raise ApiError for an id of neither the model nor an adapter."""
+        if name not in self.settings.names and name not in self.adapters.by_name:
+            raise no_model(name, (*self.settings.names, *self.adapters.by_name))
+
+    def adapter_of(self, name):
+        """The name of the adapter that an id stands for, None for the model's own."""
+        return None if name in self.settings.names else name
 
     def num_logprobs(self, body, key, default=None):
         """The number of likeliest tokens that a body asks for, -1 for all, if that many are listed. Raises ApiError."""
@@ -110,7 +118,7 @@ class Service:
             prompts, params = await self.off_loop(answer.prepare)
             places.book_tokens(sum(map(len, prompts)))
             streams = answer.stream.streams
-            job = ApiJob(answer.request_id, prompts, params, streams, answer.cache_salt)
+            job = ApiJob(answer.request_id, prompts, params, streams, answer.cache_salt, answer.adapter)
             job.places = places
             answer.begin(job)
             self.engine_loop.submit(job)

@@ -23,7 +23,9 @@ class ServerSettings:
     max_num_queued_reqs: sequences that may wait beside those that the next step takes; max_num_queued_tokens: tokens of
     their prompts, None for no limit. overload_status: of an answer when more come. drain_timeout: seconds that requests
     get after a signal. allowed_origins: web pages that may read answers. heartbeat_s: a stream without a token sends a
-    comment so often; unread_s: after so long a client that does not read is dropped. Raises ConfigError.
+    comment so often; unread_s: after so long a client that does not read is dropped. lora_root: the folder below which
+    adapters may be loaded while the server runs, None for none; max_loras: adapters at a time. return_sampling_mask:
+    whether answers on token ids have the tokens that filters kept. Raises ConfigError.
     """
 
     names: tuple[str, ...]
@@ -41,6 +43,9 @@ class ServerSettings:
     log_requests: bool = False
     heartbeat_s: float = 15.0
     unread_s: float = 60.0
+    lora_root: str | None = None
+    max_loras: int = 16
+    return_sampling_mask: bool = False
 
     def __post_init__(self):
         if not self.api_key and not is_loopback(self.host):

@@ -30,8 +30,8 @@ def pytest_collection_modifyitems(items):
 
 
 @contextlib.contextmanager
-def running(engine, tokenizer, **settings):
-    """A server over an engine, in threads of this process: its ServerProcess."""
+def running(engine, tokenizer, adapters=(), **settings):
+    """A server over an engine, in threads of this process: its ServerProcess. adapters: those that it begins with."""
     for package in ("starlette", "uvicorn", "prometheus_client"):
         pytest.importorskip(package)
     from rlnumba.serve.process import ServerProcess
@@ -40,7 +40,7 @@ def running(engine, tokenizer, **settings):
     from rlnumba.serve.watch.listen import bind
 
     settings = ServerSettings(**{"names": (NAME, "second"), "root": str(MODEL), "drain_timeout": 1.0} | settings)
-    process = ServerProcess(settings, engine, Parsers(tokenizer), bind(settings.host, 0))
+    process = ServerProcess(settings, engine, Parsers(tokenizer), bind(settings.host, 0), adapters)
     started, failed = threading.Event(), []
 
     def run():

@@ -56,6 +56,7 @@ class ApiAnswer:
         self.service, self.body, self.request_id = service, body, request_id
         self.kind, self.chunk_kind, self.created = kind, chunk_kind, int(time.time())
         self.model = service.check_model(body)
+        self.adapter = service.adapter_of(self.model)
         self.stream = StreamOptions.of(body)
         self.cache_salt = body.string("cache_salt", "")
         self.job = self.usage = None

@@ -40,6 +40,12 @@ def too_long(limit, num_prompt, num_completion, param):
     )
 
 
+def no_model(name, known=()):
+    """The ApiError of a model that is not served."""
+    others = f"; this server has {', '.join(known)}" if known else ""
+    return ApiError(f"The model `{name}` does not exist{others}", "model", "model_not_found", 404)
+
+
 def internal_error():
     """The ApiError of a fault of the server, without its traceback."""
     return ApiError("the server failed at this request; its log says why", status=500)

@@ -71,13 +71,19 @@ def rows_of_delta(delta):
     if not delta.listings:
         return list(map(TokenRow, delta.token_ids, delta.logprobs))
     listed = [entries(*each, lambda _: None) for each in zip(delta.listings, delta.token_ids, strict=True)]
-    return list(map(TokenRow, delta.token_ids, delta.logprobs, listed))
+    return list(map(listed_row, delta.token_ids, listed))
 
 
 def rows_of_completion(completion):
     """The TokenRows of a whole Completion."""
-    columns = completion.token_ids, completion.array("logprobs").tolist()
-    return list(map(TokenRow, *columns, completion.top_logprobs or [None] * completion.num_tokens))
+    if completion.top_logprobs is not None:
+        return list(map(listed_row, completion.token_ids, completion.top_logprobs))
+    return list(map(TokenRow, completion.token_ids, completion.array("logprobs").tolist()))
+
+
+def listed_row(token_id, listed):
+    """The TokenRow of a token with its listing, whose log-prob is of the distribution that the engine lists."""
+    return TokenRow(token_id, listed[token_id].logprob, listed)
 
 
 def rows_of_prompt(token_ids, prompt_logprobs):

@@ -93,10 +93,12 @@ class Sampling:
             found.append(params)
         return found
 
-    def list_logprobs(self, count, max_logprobs):
+    def list_logprobs(self, count, service):
         """List so many of the likeliest tokens beside each drawn one. Raises ApiError for more prompt_logprobs than
         max_logprobs, which -1 takes for all."""
-        self.values["logprobs"] = count or True
+        # The drawn token's own one is listed where it is not that of the distribution sampled from.
+        self.values["logprobs"] = count or (0 if service.raw_logprobs else True)
+        max_logprobs = service.settings.max_logprobs
         asked = self.values.get("prompt_logprobs")
         if asked is not None and max_logprobs >= 0 and not 0 <= asked <= max_logprobs:
             self.body.refuse("prompt_logprobs", f"an integer in [0, max_logprobs], which is {max_logprobs}")
@@ -122,8 +124,10 @@ class Sampling:
             raise as_api_error(error, self.body) from None
 
 
-def as_api_error(error, body):
-    """The ApiError of SamplingParams' ConfigError, whose first word is the key."""
+def as_api_error(error, body=None):
+    """The ApiError of SamplingParams' ConfigError, whose first word is the key; body: that has it, by default the
+    whole."""
     message = str(error).removeprefix("sampling: ")
     key = message.split()[0]
-    return ApiError(message, body.name(key) if key in SAME_NAME else None)
+    name = key if body is None else body.name(key)
+    return ApiError(message, name if key in SAME_NAME else None)

@@ -85,7 +85,7 @@ class ChatAnswer(ApiAnswer):
         self.num_top = service.num_logprobs(body, "top_logprobs", 0)
         if body.has("top_logprobs") and not self.with_logprobs:
             raise ApiError("top_logprobs needs logprobs", "top_logprobs")
-        self.sampling.list_logprobs(self.num_top, service.settings.max_logprobs)
+        self.sampling.list_logprobs(self.num_top, service)
         self.has_prompt_logprobs = self.sampling.values.get("prompt_logprobs") is not None
         if self.has_prompt_logprobs and self.stream.streams:
             raise ApiError("log-probs of a prompt are not streamed", "prompt_logprobs")

@@ -39,7 +39,7 @@ class CompletionAnswer(ApiAnswer):
         if self.stream.streams and (echoes_logprobs or self.has_prompt_logprobs):
             key = "prompt_logprobs" if self.has_prompt_logprobs else "logprobs"
             raise ApiError("log-probs of a prompt are not streamed", key)
-        self.sampling.list_logprobs(self.num_logprobs, service.settings.max_logprobs)
+        self.sampling.list_logprobs(self.num_logprobs, service)
         if echoes_logprobs:
             given = self.sampling.values.get("prompt_logprobs") or 0
             self.sampling.values["prompt_logprobs"] = (

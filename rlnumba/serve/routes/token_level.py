@@ -1,11 +1,16 @@
 """Routes on token ids: /inference/v1/generate, /tokenize, /detokenize."""
 
+import math
+
 from rlnumba.serve.protocol.answers import ApiAnswer
 from rlnumba.serve.protocol.bodies import Body
 from rlnumba.serve.protocol.errors import ApiError
 from rlnumba.serve.protocol.logprobs import TokenTexts, finite, prompt_object, rows_of_completion, rows_of_delta
 from rlnumba.serve.protocol.sampling import Sampling
 from rlnumba.serve.routes.chat import ChatPrompt
+
+# Most tokens of a sampling mask, as in vLLM, and how many beyond top_k may tie with the last of them.
+MOST_KEPT, MOST_TIES = 2048, 32
 
 
 class GenerateAnswer(ApiAnswer):
@@ -20,9 +25,12 @@ class GenerateAnswer(ApiAnswer):
         self.sampling = Sampling(params, params.integer("max_tokens", low=1), clamps=True)
         self.sampling.check_ids(service.tokenizer, service.vocab_size)
         self.num_logprobs = service.num_logprobs(params, "logprobs")
-        self.sampling.list_logprobs(self.num_logprobs, service.settings.max_logprobs)
+        self.sampling.list_logprobs(self.num_logprobs, service)
         # Each token has its rank, which is listed with it.
         self.sampling.values["logprobs"] = True if self.num_logprobs is None else self.num_logprobs
+        self.masks = SamplingMasks.of(service, body, params, self.sampling.values)
+        if self.masks is not None:
+            self.sampling.values["logprobs"] = max(self.num_logprobs or 0, self.masks.num_listed)
         self.has_prompt_logprobs = self.sampling.values.get("prompt_logprobs") is not None
         if self.has_prompt_logprobs and self.stream.streams:
             raise ApiError("log-probs of a prompt are not streamed", "sampling_params.prompt_logprobs")
@@ -62,6 +70,8 @@ class GenerateAnswer(ApiAnswer):
         found = {"index": index, "token_ids": [row.token_id for row in rows], "logprobs": None}
         found["finish_reason"] = None if completion is None else completion.finish_reason
         found["stop_reason"] = None if completion is None else completion.stop_reason
+        if self.masks is not None:
+            found["sampling_mask"] = list(map(self.masks.of_row, rows))
         if self.num_logprobs is not None:
             found["logprobs"] = {"content": list(map(self.entry, rows))}
         return found
@@ -75,6 +85,45 @@ class GenerateAnswer(ApiAnswer):
 
         top = [of(token_id, each.logprob, each.rank) for token_id, each in row.top(self.num_logprobs)]
         return of(row.token_id, row.logprob, row.rank) | {"top_logprobs": top}
+
+
+class SamplingMasks:
+    """The tokens that the filters of a request kept, of each drawn token (vLLM's --return-sampling-mask).
+
+    num_listed: tokens listed with each: a few more than top_k, because all that tie with the last one are kept.
+    """
+
+    def __init__(self, num_listed, vocab_size, is_greedy):
+        self.num_listed, self.vocab_size, self.is_greedy = num_listed, vocab_size, is_greedy
+
+    @classmethod
+    def of(cls, service, body, params, values):
+        """The SamplingMasks that a body asks for, or None. values: its SamplingParams. Raises ApiError."""
+        default = service.settings.return_sampling_mask
+        if not params.boolean("return_sampling_mask", body.boolean("return_sampling_mask", default)):
+            return None
+        if service.raw_logprobs:
+            raise ApiError("a sampling mask needs --logprobs-mode processed_logprobs", "return_sampling_mask")
+        if values.get("temperature") == 0:
+            return cls(0, service.vocab_size, True)
+        bounds = [max(values.get("top_k", 0), 0), len(values.get("allowed_token_ids", ()))]
+        bound = min(filter(None, bounds), default=None)
+        if bound is None:
+            if values.get("top_p", 1) == 1 and not values.get("min_p"):
+                return None
+            raise ApiError("a sampling mask needs a top_k beside top_p and min_p", params.name("top_k"))
+        if bound > MOST_KEPT:
+            raise ApiError(f"a sampling mask needs a top_k of at most {MOST_KEPT}", params.name("top_k"))
+        return cls(min(bound + MOST_TIES, service.vocab_size), service.vocab_size, False)
+
+    def of_row(self, row):
+        """The ids of the tokens that were kept, in their order. Raises ApiError where more are than are listed."""
+        if self.is_greedy:
+            return [row.token_id]
+        kept = sorted(token_id for token_id, each in row.listed.items() if each.logprob > -math.inf)
+        if self.num_listed <= len(kept) < self.vocab_size:
+            raise ApiError("more tokens tie at the boundary of top_k than a sampling mask has", status=500)
+        return kept
 
 
 def version_spans(versions):

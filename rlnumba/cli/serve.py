@@ -65,8 +65,8 @@ def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser
     from rlnumba.serve.settings import ServerSettings
 
     names = {field.name for field in dataclasses.fields(EngineConfig)} & set(options)
-    # The server reads some of them, too.
-    engine_config = EngineConfig(**{name: options[name] for name in names})
+    # The server bounds what a request may list; what it lists for a sampling mask has a bound of its own.
+    engine_config = EngineConfig(**{name: options[name] for name in names} | {"max_logprobs": -1})
     options = {name: value for name, value in options.items() if name == "max_logprobs" or name not in names}
     options["overload_status"] = int(options["overload_status"])
     options["allowed_origins"] = tuple(options["allowed_origins"])

@@ -72,7 +72,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def server(tokenizer):
     """The ServerProcess of most tests: ROWS sequences run, QUEUED wait."""
-    engine = Engine(load_model(MODEL), tokenizer, EngineConfig(max_num_seqs=ROWS))
+    engine = Engine(load_model(MODEL), tokenizer, EngineConfig(max_num_seqs=ROWS, max_logprobs=-1))
     with running(engine, tokenizer, max_num_queued_reqs=QUEUED, max_body_bytes=1 << 20) as process:
         yield process
 

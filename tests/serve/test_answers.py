@@ -4,11 +4,16 @@ import functools
 import json
 import operator
 
+import numpy as np
 import pytest
 
 from rlnumba import cli
+from rlnumba.config import EngineConfig
+from rlnumba.engine.core import Engine
+from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
-from tests.serve.conftest import MODEL, NAME, request
+from tests.close import assert_close
+from tests.serve.conftest import MODEL, NAME, request, running
 
 PROMPT = "what is 3+4? "
 CHAT = [{"role": "user", "content": PROMPT}]
@@ -187,6 +192,67 @@ def test_alternatives_are_those_of_the_distribution(server):
     assert scored[0] is None and echoed["token_logprobs"][0] is None and echoed["top_logprobs"][0] is None
     for token, listed, value in zip(ids[1:], scored[1:], echoed["token_logprobs"][1:], strict=False):
         assert listed[str(token)]["logprob"] == value and listed[str(token)]["rank"] >= 1
+
+
+def test_a_sampling_mask_has_the_tokens_that_filters_kept(server):
+    """Those with a log-prob above -inf among all; they sum up to 1, and a stream has the same."""
+    ids, params = [18, 20, 22], {"seed": 5, "max_tokens": 8, "ignore_eos": True, "logprobs": 20, "temperature": 0.8}
+    filters = {"top_k": 9, "top_p": 0.7, "min_p": 0.01, "allowed_token_ids": list(range(5, 40))}
+    body = {"token_ids": ids, "sampling_params": params | filters}
+    assert "sampling_mask" not in request(server, "/inference/v1/generate", body).json["choices"][0]
+    body["return_sampling_mask"] = True
+    (choice,) = request(server, "/inference/v1/generate", body).json["choices"]
+    sizes = set()
+    for token, kept, entry in zip(
+        choice["token_ids"], choice["sampling_mask"], choice["logprobs"]["content"], strict=True
+    ):
+        listed = {each["token_id"]: each["logprob"] for each in entry["top_logprobs"]}
+        assert kept == sorted(i for i, logprob in listed.items() if logprob > -9999) and token in kept
+        total = np.float32([sum(np.exp(listed[i]) for i in kept)])
+        assert_close(total, [1], terms=len(kept), what="probabilities of what was kept")
+        assert {*kept} <= {*range(5, 40)}
+        sizes.add(len(kept))
+    assert len(sizes) > 1 and max(sizes) <= 9
+    chunks = request(server, "/inference/v1/generate", body | {"stream": True}).events
+    assert [row for chunk in chunks for each in chunk["choices"] for row in each["sampling_mask"]] == choice[
+        "sampling_mask"
+    ]
+
+    def masks(**keys):
+        reply = request(server, "/inference/v1/generate", body | {"sampling_params": params | keys})
+        return reply.json["choices"][0].get("sampling_mask") if reply.status == 200 else reply.json["error"]["message"]
+
+    assert masks() is None and masks(temperature=0, top_p=0.5)[0] == masks(temperature=0, top_k=1)[0]
+    assert masks(top_k=1) == [[row[0]] for row in masks(top_k=1)] and len(masks(allowed_token_ids=[7, 8, 9])[0]) == 3
+    assert masks(top_p=0.9) == "a sampling mask needs a top_k beside top_p and min_p"
+    assert masks(top_k=5000) == "a sampling mask needs a top_k of at most 2048"
+
+
+def test_raw_log_probs_are_the_models_own(tokenizer):
+    """Those of the same tokens in a prompt, whatever the temperature and filters of the draw."""
+    engine = Engine(load_model(MODEL), tokenizer, EngineConfig(max_num_seqs=4, logprobs_mode="raw_logprobs"))
+    with running(engine, tokenizer) as process:
+        ids, sampling = [18, 20, 22], {"temperature": 0.3, "top_k": 5, "seed": 1, "max_tokens": 6, "ignore_eos": True}
+        body = {"prompt": ids, "logprobs": 2, "return_token_ids": True} | sampling
+        (choice,) = request(process, "/v1/completions", body).json["choices"]
+        drawn, found = choice["token_ids"], choice["logprobs"]
+        scored = {"prompt": ids + drawn, "max_tokens": 1, "prompt_logprobs": 2}
+        (expected,) = request(process, "/v1/completions", scored).json["choices"]
+        expected = expected["prompt_logprobs"][len(ids) :]
+        assert found["token_logprobs"] == [each[str(i)]["logprob"] for each, i in zip(expected, drawn, strict=True)]
+        for token, listed, each in zip(drawn, found["top_logprobs"], expected, strict=True):
+            assert sorted(listed.values()) == sorted(entry["logprob"] for entry in each.values()), token
+        # Without alternatives, in the other routes and in streams, the same.
+        for keys in ({"logprobs": 0}, {"logprobs": 0, "stream": True}):
+            reply = request(process, "/v1/completions", body | keys)
+            pieces = reply.events if "stream" in keys else [reply.json]
+            values = [v for piece in pieces for c in piece["choices"] for v in c["logprobs"]["token_logprobs"]]
+            assert values == found["token_logprobs"]
+        tokens = {"token_ids": ids, "sampling_params": sampling | {"logprobs": 0}}
+        (choice,) = request(process, "/inference/v1/generate", tokens).json["choices"]
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == found["token_logprobs"]
+        refused = request(process, "/inference/v1/generate", tokens | {"return_sampling_mask": True})
+        assert refused.json["error"]["message"] == "a sampling mask needs --logprobs-mode processed_logprobs"
 
 
 def test_a_prompt_is_scored_as_score_does(server, tmp_path):

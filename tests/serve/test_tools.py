@@ -25,7 +25,7 @@ class ScriptedLoop:
     def __init__(self, tokenizer):
         self.tokenizer, self.text, self.prompts = tokenizer, "", []
         self.max_model_len, self.max_num_seqs, self.engine = 4096, 4, self
-        self.config, self.model = self, self
+        self.config, self.model, self.logprobs_mode = self, self, "processed_logprobs"
         self.vocab_size = tokenizer.backend.get_vocab_size()
 
     def submit(self, job):

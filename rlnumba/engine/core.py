@@ -31,7 +31,7 @@ import numpy as np
 from rlnumba.config import EngineConfig
 from rlnumba.engine.adapters import AdapterSlots
 from rlnumba.engine.block_manager import BlockManager
-from rlnumba.engine.requests.grammars import DamagedGrammars, Grammars
+from rlnumba.engine.requests.grammars import DamagedGrammars, Grammars, NoTokenLeft
 from rlnumba.engine.requests.logprobs import entries, record_listed
 from rlnumba.engine.requests.stops import (
     check_stops,
@@ -414,12 +414,13 @@ class Engine:
 
     @contextlib.contextmanager
     def _failing(self):
-        """GrammarError for the DamagedGrammars of a block."""
+        """PromptError for the NoTokenLeft of a block, GrammarError for other DamagedGrammars."""
         try:
             yield
         except DamagedGrammars as error:
             ids = tuple(dict.fromkeys(sequence.request_id for sequence in error.sequences))
-            raise GrammarError(ids[0], error.reason, ids) from error
+            failure = PromptError if isinstance(error, NoTokenLeft) else GrammarError
+            raise failure(ids[0], error.reason, ids) from error
 
     def _time(self, kind):
         """Let the speculator know of a recorded step, and of the seconds since the last one if that was of its kind.

@@ -17,7 +17,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from rlnumba.engine.adapters import LoadedAdapter, NamedAdapters
-from rlnumba.engine.core import PromptError
+from rlnumba.engine.core import GrammarError, PromptError
 from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.requests.logprobs import cut
 from rlnumba.errors import ConfigError, UserError
@@ -186,10 +186,11 @@ class EngineLoop:
         self.outgoing.append((group.job.begin, group.prompt))
 
     def _drop_damaged(self, error):
-        """End the requests whose prompts have no log-probs; the tokens of all others are drawn again, and are equal."""
+        """End the requests that cannot go on; the tokens of all others are drawn again, and are equal."""
         self.episodes.begin_again(error.request_ids)
         for job in {id(job): job for job in (self.groups[number].job for number in error.request_ids)}.values():
-            self.outgoing.append((job.fail, ApiError(error.reason)))
+            status = 500 if isinstance(error, GrammarError) else 400
+            self.outgoing.append((job.fail, ApiError(error.reason, status=status)))
             self._cancel(job)
         self.drawn_again = dict(self.sent)
 

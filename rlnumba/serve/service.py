@@ -66,7 +66,7 @@ class Service:
     def __init__(self, settings, engine_loop, parsers, metrics, adapters=()):
         engine = engine_loop.engine
         self.settings, self.engine_loop, self.parser, self.metrics = settings, engine_loop, parsers, metrics
-        self.tokenizer = engine.tokenizer
+        self.tokenizer, self.grammars = engine.tokenizer, engine.grammars
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.model.config.vocab_size
         self.raw_logprobs = engine.config.logprobs_mode == "raw_logprobs"
         self.template = ChatTemplate.of(self.tokenizer)

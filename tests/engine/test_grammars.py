@@ -12,7 +12,7 @@ import pytest
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams, StructuredOutputsParams
-from rlnumba.engine.core import Engine, GrammarError
+from rlnumba.engine.core import Engine, GrammarError, PromptError
 from rlnumba.engine.requests.grammar_tokens import GrammarTokens
 from rlnumba.engine.requests.streams import Streams
 from rlnumba.errors import ConfigError
@@ -233,7 +233,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_request_alone(model, tokenizer):
     while 0 in streams.open or 1 in streams.open:
         events += streams.step()
     error = [event for number, event in events if number == 1][-1]
-    assert isinstance(error, GrammarError)
+    assert type(error) is PromptError
     assert str(error) == "prompt 1: structured_outputs and allowed_token_ids leave no token"
     assert drawn([events[-1][1]]) == drawn(LLM(model, tokenizer).generate([[5, 6, 7]], free))
     # A matcher in error calls itself stopped: that is no end of a text.
@@ -292,6 +292,11 @@ def test_a_grammar_that_is_none_is_refused_in_one_line(llm, structured, line):
 
 def test_what_a_grammar_needs_is_named(model, tokenizer, monkeypatch):
     params = params_of({"regex": "a"})
+    brace = params_of({"json_object": True})
+    with pytest.raises(
+        ConfigError, match="^sampling: structured_outputs.json_object: no token of the model begins such"
+    ):
+        LLM(make_model(vocab_size=48), Tokenizer(GOLDEN / "tiny-qwen3")).generate([[1]], brace)
     for line, engine in (
         ("needs a tokenizer, and the model folder has none", LLM(model)),
         ("end with EOS, and the model has no EOS", LLM(make_model(eos_token_id=None), NoEos(GOLDEN / "tokenizer"))),

@@ -17,6 +17,14 @@ def message(**keys):
     return {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "a"} | keys]}
 
 
+def json_schema(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CASES = [
     # route, keys beside those of a good body, the param that the error names
@@ -58,7 +66,22 @@ CASES = [
     ("/v1/completions", {"suffix": "x"}, "suffix"),
     ("/v1/completions", {"use_beam_search": True}, "use_beam_search"),
     ("/v1/completions", {"prompt_embeds": "x"}, "prompt_embeds"),
+    # The vocabulary has no brace.
     ("/v1/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("/v1/completions", {"response_format": {"type": "xml"}}, "response_format.type"),
+    ("/v1/completions", {"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    ("/v1/completions", json_schema("a"), "response_format.json_schema.schema"),
+    ("/v1/completions", json_schema({"type": "objekt"}), "response_format"),
+    ("/v1/completions", json_schema({"const": "a" * (1 << 17)}), "response_format"),
+    ("/v1/completions", json_schema({}) | {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ("/v1/completions", {"structured_outputs": {}}, "structured_outputs"),
+    ("/v1/completions", {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    ("/v1/completions", {"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
+    ("/v1/completions", {"structured_outputs": {"regex": "a" * 9000}}, "structured_outputs"),
+    ("/v1/completions", {"structured_outputs": {"choice": ["a"] * 1025}}, "structured_outputs.choice"),
+    ("/v1/completions", {"structured_outputs": {"grammar": "start: <none>"}}, "structured_outputs"),
+    ("/v1/completions", {"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    ("/inference/v1/generate", {"sampling_params": {"structured_outputs": "a"}}, "sampling_params.structured_outputs"),
     ("/v1/chat/completions", {"messages": None}, "messages"),
     ("/v1/chat/completions", {"messages": []}, "messages"),
     ("/v1/chat/completions", {"messages": ["a"]}, "messages[0]"),
@@ -74,7 +97,16 @@ CASES = [
     ),
     ("/v1/chat/completions", {"tools": []}, "tools"),
     ("/v1/chat/completions", {"tools": [{"type": "function"}]}, "tools[0]"),
-    ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice"),
+    ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+    ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": named("g")}, "tool_choice"),
+    ("/v1/chat/completions", {"tool_choice": named("f")}, "tool_choice"),
+    (
+        "/v1/chat/completions",
+        {"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+    ),
     ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
     ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs"),
     ("/v1/chat/completions", {"modalities": ["text", "audio"]}, "modalities"),
@@ -108,6 +140,7 @@ def test_a_bad_key_is_named(server, path, keys, param):
         *({"best_of": 1}, {"suffix": None}, {"suffix": ""}, {"functions": None}, {"response_format": {"type": "text"}}),
         *(
             {"structured_outputs": None},
+            {"guided_json": {"type": "object"}},
             {"kv_transfer_params": None},
             {"min_p": None},
             {"top_k": -1},
@@ -185,6 +218,7 @@ KEYS = st.sampled_from(
     ["prompt", "messages", "token_ids", "n", "max_tokens", "stop", "stream", "temperature", "tools", "tool_choice"]
     + ["logprobs", "seed", "echo", "sampling_params", "stream_options", "chat_template_kwargs", "min_tokens", "role"]
     + ["content", "type", "function", "name", "arguments", "truncate_prompt_tokens", "response_format", "modalities"]
+    + ["structured_outputs", "json", "regex", "choice", "grammar", "json_object", "json_schema", "schema"]
 )
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 70) | st.floats(allow_nan=False) | st.text(max_size=5)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rlnumba.engine.requests.grammars import Grammars
 from rlnumba.engine.sequence import Completion
 from rlnumba.model.tokenizer import Tokenizer
 from tests.serve.conftest import NAME, TEMPLATE, request
@@ -27,6 +28,7 @@ class ScriptedLoop:
         self.max_model_len, self.max_num_seqs, self.engine = 4096, 4, self
         self.config, self.model, self.logprobs_mode = self, self, "processed_logprobs"
         self.vocab_size = tokenizer.backend.get_vocab_size()
+        self.grammars = Grammars(tokenizer, self.vocab_size, (tokenizer.eos_token_id,))
 
     def submit(self, job):
         self.prompts = job.prompts

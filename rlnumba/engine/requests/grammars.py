@@ -43,6 +43,10 @@ class DamagedGrammars(Exception):
         self.sequences, self.reason = sequences, reason
 
 
+class NoTokenLeft(DamagedGrammars):
+    """Sequences whose other rules allow nothing that their grammars do."""
+
+
 class Grammars:
     """The compiled grammars of an engine. tokenizer: Tokenizer or None; its ids are those below vocab_size.
 
@@ -51,7 +55,8 @@ class Grammars:
 
     def __init__(self, tokenizer, vocab_size, eos_token_ids):
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, eos_token_ids
-        self.lock = threading.Lock()
+        # A lock for each of two durations: the engine's thread does not wait for what another one compiles.
+        self.lock, self.compiling = threading.Lock(), threading.Lock()
         # Matchers without any token, by StructuredOutputsParams; llguidance's tokenizer, and its threads.
         self.compiled, self._tokenizer, self._executor = OrderedDict(), None, None
 
@@ -74,13 +79,22 @@ class Grammars:
             state.matcher.consume_tokens(sequence.completion_ids.tolist())
 
     def _compiled(self, structured):
-        with self.lock:
-            if structured not in self.compiled:
-                self.compiled[structured] = self._compile(structured)
+        found = self._find(structured)
+        if found is None:
+            with self.compiling:
+                # Another thread may have compiled it meanwhile.
+                found = self._find(structured) or self._compile(structured)
+            with self.lock:
+                self.compiled[structured] = found
                 if len(self.compiled) > MAX_COMPILED:
                     self.compiled.popitem(last=False)
-            self.compiled.move_to_end(structured)
-            return self.compiled[structured]
+        return found
+
+    def _find(self, structured):
+        with self.lock:
+            if structured in self.compiled:
+                self.compiled.move_to_end(structured)
+            return self.compiled.get(structured)
 
     def _compile(self, structured):
         llguidance = package()
@@ -99,6 +113,14 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise ConfigError(f"sampling: structured_outputs.{structured.kind}: {one_line(matcher.get_error())}")
+        beginning = matcher.deep_copy()
+        mask = np.frombuffer(beginning.compute_bitmask(), np.uint8)
+        # Where a forced byte has no token the mask has one that the matcher refuses.
+        first = np.flatnonzero(np.unpackbits(mask, bitorder="little"))[:1].tolist()
+        if not first or beginning.is_error() or beginning.validate_tokens(first) == 0:
+            raise ConfigError(
+                f"sampling: structured_outputs.{structured.kind}: no token of the model begins such a text"
+            )
         return matcher
 
     @property
@@ -111,7 +133,7 @@ class Grammars:
     def allowed(self, step, table):
         """Words of allowed tokens (D, W) int32 for the D tokens that a step samples; None where none has a grammar.
 
-        Those of rows without one are allowed_token_ids'. Raises DamagedGrammars where nothing is left.
+        Those of rows without one are allowed_token_ids'. Raises NoTokenLeft, and DamagedGrammars for too complex ones.
         """
         sampled = step.sampled_rows
         if not table.has_grammar[sampled].any():
@@ -141,13 +163,17 @@ class Grammars:
             missing = table.sequences[row].params.min_tokens - int(table.length[row] - table.prompt_length[row])
             for mask in masks[firsts[i] : firsts[i] + min(counts[i], max(missing, 0))]:
                 mask[...] = without(mask, table.stop_ids[row])
+        stuck = ~masks[firsts[of_grammar]].any(axis=1)
+        if stuck.any():
+            sequences = table.sequences[rows[of_grammar[stuck]]]
+            raise DamagedGrammars(sequences, "structured_outputs: no token of the model goes on with the text")
         limited = np.flatnonzero(table.has_allowed[sampled])
         if len(limited):
             masks[limited] &= table.allowed[sampled[limited]]
             empty = limited[~masks[limited].any(axis=1)]
             if len(empty):
                 sequences = table.sequences[sampled[empty]]
-                raise DamagedGrammars(sequences, "structured_outputs and allowed_token_ids leave no token")
+                raise NoTokenLeft(sequences, "structured_outputs and allowed_token_ids leave no token")
         return masks
 
     def advance(self, sequences, token_ids):

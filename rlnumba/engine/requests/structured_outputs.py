@@ -70,7 +70,8 @@ class StructuredOutputsParams:
     @property
     def size(self):
         """Characters of what is to be compiled: int."""
-        return sum(map(len, self.choice)) if self.choice else len(getattr(self, self.kind) or "")
+        texts = self.choice or [each for each in (self.json, self.regex, self.grammar) if each is not None]
+        return sum(map(len, texts))
 
 
 def _is_text(value):
@@ -92,7 +93,8 @@ def grammar_source(params, added_ids, eos_token_ids):
     """The grammar of StructuredOutputsParams as llguidance takes it: str.
 
     added_ids: {text: id} of the tokenizer's added tokens. Where `after` is one of them the free part ends with that
-    token, elsewhere with its characters; EOS does not end it. Raises ValueError for GBNF that is none.
+    token, elsewhere with its characters; EOS does not end it, and a line end or two may follow. Raises ValueError for
+    GBNF that is none.
     """
     body = body_source(params)
     if params.after is None:
@@ -100,9 +102,10 @@ def grammar_source(params, added_ids, eos_token_ids):
     if params.after in added_ids:
         token = added_ids[params.after]
         others = ",".join(map(str, sorted({token, *eos_token_ids})))
-        free = f"start: any* <[{token}]> @{BODY}\nany: <[^{others}]>\n"
+        free = f"start: any* <[{token}]> lines? @{BODY}\nany: <[^{others}]>\n"
     else:
-        free = f"start: free @{BODY}\nfree[suffix={json.dumps(params.after)}]: /(?s:.*)/\n"
+        free = f"start: free lines? @{BODY}\nfree[suffix={json.dumps(params.after)}]: /(?s:.*)/\n"
+    free += "lines: /\\n{1,2}/\n"
     return json.dumps({"grammars": [{"lark_grammar": free}, body | {"name": BODY}]})
 
 

@@ -15,6 +15,8 @@ class ToolFormat:
     """
 
     name = None
+    # The text between two calls.
+    separator = "\n"
 
     def find(self, text, start, before):
         """The index from `start` at which a block begins, or may begin with the last characters; else the length.
@@ -32,6 +34,11 @@ class ToolFormat:
 
     def end_finder(self, text, start):
         """The EndFinder of a block that begins at `start` and has no end yet; None while it may be no block at all."""
+        raise NotImplementedError
+
+    def call_grammar(self, grammar, name, schema):
+        """The Lark expression of a call of the tool `name`, with rules of a CallGrammar. schema: that of the arguments,
+        an object's."""
         raise NotImplementedError
 
     def stream(self, schemas, starts_in_think=False, keep_malformed=True, split_reasoning=True):
@@ -133,8 +140,32 @@ def parameters_of(schemas):
         function = schema.get("function", schema)
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        found[function.get("name")] = properties if isinstance(properties, dict) else {}
+        properties = properties if isinstance(properties, dict) else {}
+        found[function.get("name")] = {key: dereferenced(each, parameters) for key, each in properties.items()}
     return found
+
+
+# References to references that are followed, and unions in unions that they are looked for in.
+DEEPEST_REFERENCE = 8
+
+
+def dereferenced(schema, root, depth=DEEPEST_REFERENCE):
+    """A schema whose references, its own and those of its unions, are what they refer to within `root`.
+
+    One that refers to nothing there, or to itself again, is {}: of any type.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    if isinstance(reference := schema.get("$ref"), str):
+        target = root
+        for key in reference.removeprefix("#").split("/")[1:]:
+            target = target.get(key) if isinstance(target, dict) else None
+        known = reference.startswith("#/") and isinstance(target, dict) and depth
+        return dereferenced(target, root, depth - 1) if known else {}
+    unions = {key: schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)}
+    if not depth:
+        return {}
+    return schema | {key: [dereferenced(each, root, depth - 1) for each in unions[key]] for key in unions}
 
 
 def call_of(value, key="arguments"):
@@ -228,11 +259,14 @@ def types_of(schema):
     if not isinstance(schema, dict):
         return set()
     types = schema.get("type")
-    found = {types} if isinstance(types, str) else {each for each in types or () if isinstance(each, str)}
+    types = [types] if isinstance(types, str) else types if isinstance(types, list) else []
+    found = {each for each in types if isinstance(each, str)}
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)
-        for option in options if isinstance(options, list) else ():
-            found |= types_of(option)
+        of_options = [types_of(option) for option in options] if isinstance(options, list) else []
+        if set() in of_options:
+            return set()
+        found = found.union(*of_options)
     if not found and isinstance(schema.get("enum"), list):
         found = {min(JSON_TYPES.get(type(each), {"string"})) for each in schema["enum"]}
     return found | ({"null"} if schema.get("nullable") is True else set())

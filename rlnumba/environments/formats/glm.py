@@ -9,6 +9,7 @@
 import re
 
 from rlnumba.environments.formats.base import TaggedFormat, typed_value
+from rlnumba.environments.formats.lark import quoted, tagged_arguments
 from rlnumba.environments.formats.turn import ToolCall
 
 NAME = re.compile(r"\s*([^\s<]+)\s*")
@@ -19,6 +20,13 @@ class Glm(TaggedFormat):
     """A name, and `<arg_key>`, `<arg_value>` for each argument."""
 
     name = "glm"
+
+    def call_grammar(self, grammar, name, schema):
+        without = "<arg_key>", "</arg_value>", self.CLOSE
+        end = "</arg_value>\n"
+        arguments = tagged_arguments(grammar, schema, "<arg_key>", "</arg_key>\n<arg_value>", end, without)
+        begin = f"{grammar.literal(self.OPEN)} {quoted(name)} {quoted(chr(10))}"
+        return f"{begin} {arguments} {grammar.literal(self.CLOSE)}"
 
     def call(self, text, parameters):
         found = NAME.match(text)

@@ -5,9 +5,11 @@
 </tool_call>
 """
 
+import json
 import re
 
 from rlnumba.environments.formats.base import EndFinder, JsonStrings, TaggedFormat, call_of, read_json
+from rlnumba.environments.formats.lark import quoted
 
 # A whole string of JSON, and what cannot be in one.
 STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
@@ -59,6 +61,11 @@ class Hermes(TaggedFormat):
 
     def call(self, text, parameters):
         return call_of(read_json(text))
+
+    def call_grammar(self, grammar, name, schema):
+        begin, end = grammar.literal(f"{self.OPEN}\n"), grammar.literal(f"\n{self.CLOSE}")
+        head = quoted('{"name": ' + json.dumps(name, ensure_ascii=False) + ', "arguments": ')
+        return f"{begin} {head} {grammar.json(schema)} {quoted('}')} {end}"
 
 
 def _is_json(text):

@@ -3,9 +3,11 @@
 {"name": "add", "parameters": {"a": 1, "b": 2}}
 """
 
+import json
 import re
 
 from rlnumba.environments.formats.base import JsonStrings, ToolFormat, call_of, read_json_at
+from rlnumba.environments.formats.lark import quoted
 from rlnumba.environments.formats.turn import MalformedCall, tag_start
 
 PYTHON_TAG = "<|python_tag|>"
@@ -40,7 +42,11 @@ class Llama3Json(ToolFormat):
     An object without both a name and parameters is content: the model may answer in JSON.
     """
 
-    name = "llama3_json"
+    name, separator = "llama3_json", "; "
+
+    def call_grammar(self, grammar, name, schema):
+        head = quoted('{"name": ' + json.dumps(name, ensure_ascii=False) + ', "parameters": ')
+        return f"{head} {grammar.json(schema)} {quoted('}')}"
 
     def find(self, text, start, before):
         left = text.lstrip()

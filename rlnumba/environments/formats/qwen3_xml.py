@@ -12,6 +12,7 @@
 import re
 
 from rlnumba.environments.formats.base import TaggedFormat, typed_value
+from rlnumba.environments.formats.lark import quoted, tagged_arguments
 from rlnumba.environments.formats.turn import ToolCall
 
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
@@ -23,6 +24,12 @@ class Qwen3Xml(TaggedFormat):
     """`<function=...>` with a `<parameter=...>` for each argument. One line end is taken off each end of a value."""
 
     name = "qwen3_xml"
+
+    def call_grammar(self, grammar, name, schema):
+        without = "<parameter=", "</parameter>", "</function>", self.CLOSE
+        arguments = tagged_arguments(grammar, schema, "<parameter=", ">\n", "\n</parameter>\n", without)
+        begin, end = grammar.literal(f"{self.OPEN}\n<function="), grammar.literal(f"</function>\n{self.CLOSE}")
+        return f"{begin} {quoted(name)} {quoted('>')} {quoted(chr(10))} {arguments} {end}"
 
     def call(self, text, parameters):
         function = FUNCTION.match(text)

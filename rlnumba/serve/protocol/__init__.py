@@ -2,6 +2,7 @@
 
 bodies.py    JSON bodies and the types of their keys
 sampling.py  the keys of a body that become SamplingParams
+grammar.py   the grammar of a text, or of calls that are forced
 messages.py  messages as chat templates take them
 answers.py   the head of an answer, its usage and its chunks
 logprobs.py  log-probs

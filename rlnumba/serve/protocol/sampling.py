@@ -9,6 +9,7 @@ from rlnumba.engine.requests.token_rules import token_rules
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.serve.protocol.errors import ApiError, too_long
+from rlnumba.serve.protocol.grammar import read_grammar
 
 # Keys that are SamplingParams' under the same name, which checks them.
 SAME_NAME = (
@@ -27,7 +28,6 @@ REFUSED = {
     "audio": (),
     "prompt_embeds": (),
     "logits_processors": ([],),
-    "structured_outputs": (),
     "kv_transfer_params": (),
 }
 # Keys that have no effect and need no line in the log.
@@ -47,9 +47,6 @@ def refuse_unsupported(body):
         raise ApiError(f"best_of above n ({n}) is not supported", "best_of")
     if "audio" in (body.list("modalities") or ()):
         raise ApiError("modalities: audio is not supported", "modalities")
-    form = body.object("response_format")
-    if form is not None and form.get("type", "text") != "text":
-        raise ApiError("response_format: only text is supported", "response_format")
     for key in WITHOUT_EFFECT:
         body.get(key)
 
@@ -71,7 +68,8 @@ class Sampling:
         seed = body.integer("seed", low=-(2**63), high=2**64 - 1)
         values["seed"] = secrets.randbits(63) if seed is None else seed % 2**64
         values["n"] = body.integer("n", 1, low=1, high=MOST_CHOICES)
-        self.values = values
+        structured, self.grammar_key = read_grammar(body)
+        self.values = values | ({} if structured is None else {"structured_outputs": structured})
         # Errors of all but the length are known before anything is computed.
         self._params(max(max_tokens or 2**31, 1))
 
@@ -79,9 +77,14 @@ class Sampling:
     def n(self):
         return self.values["n"]
 
-    def params(self, lengths, max_model_len, prompt_param):
-        """The SamplingParams of prompts of so many tokens: list. Raises ApiError for one without room."""
-        found, params = [], None
+    def force(self, structured, key):
+        """Draw text of StructuredOutputsParams instead of those of the body. key: the one that asks for them."""
+        self.values["structured_outputs"], self.grammar_key = structured, key
+
+    def params(self, lengths, service, prompt_param):
+        """The SamplingParams of prompts of so many tokens: list. Compiles their grammar, which may take long. Raises
+        ApiError for a prompt without room, and for a grammar that is none."""
+        max_model_len, found, params = service.max_model_len, [], None
         for length in lengths:
             room, wanted = max_model_len - length, self.max_tokens
             if room < (1 if wanted is None else 0) or (wanted is not None and wanted > room and not self.clamps):
@@ -91,6 +94,10 @@ class Sampling:
             wanted = max(min(wanted, room), 1)
             params = replace(params, max_tokens=wanted) if params else self._params(wanted)
             found.append(params)
+        try:
+            service.grammars.check(params)
+        except ConfigError as error:
+            raise ApiError(str(error).removeprefix("sampling: "), self.grammar_key) from None
         return found
 
     def list_logprobs(self, count, service):

@@ -2,13 +2,16 @@
 
 import json
 import secrets
+from dataclasses import replace
 
 from rlnumba.engine.requests.text_stream import TextStream
 from rlnumba.environments.formats import Content, Reasoning, ToolCall, TurnStream, opens_think
 from rlnumba.environments.formats.base import parameters_of
+from rlnumba.environments.formats.turn import CLOSE_THINK
 from rlnumba.errors import UserError
 from rlnumba.serve.protocol.answers import ApiAnswer
 from rlnumba.serve.protocol.errors import ApiError
+from rlnumba.serve.protocol.grammar import read_forced_calls
 from rlnumba.serve.protocol.logprobs import TokenTexts, chat_logprobs, prompt_object, rows_of_completion, rows_of_delta
 from rlnumba.serve.protocol.messages import cut_after_last_content, read_messages, read_tools
 from rlnumba.serve.protocol.sampling import Sampling
@@ -73,7 +76,10 @@ class ChatAnswer(ApiAnswer):
         given = body.integer("max_completion_tokens", low=1)
         max_tokens = body.integer("max_tokens", low=1)
         self.sampling = Sampling(body, max_tokens if given is None else given)
+        self.forced = read_forced_calls(body, self.prompt.tools)
         self.parses_calls = self._reads_calls(body)
+        if self.forced is not None and self.sampling.grammar_key == "structured_outputs":
+            raise ApiError("structured_outputs and a forced tool_choice exclude each other", "structured_outputs")
         if self.parses_calls or service.parser.has_special_tags:
             # Tags of the format may be special tokens.
             self.sampling.values["skip_special_tokens"] = False
@@ -95,23 +101,30 @@ class ChatAnswer(ApiAnswer):
 
     def _reads_calls(self, body):
         """Whether blocks of the text become tool calls. Raises ApiError for a choice that is not served."""
-        choice, tools = body.get("tool_choice"), self.prompt.tools
-        if choice is None or choice in ("auto", "none"):
-            if choice == "auto" and tools is None:
-                raise ApiError("tool_choice auto needs tools", "tool_choice")
-            if tools is not None and choice != "none":
-                return self.service.parser.format_of_calls() is not None
+        tools = self.prompt.tools
+        if tools is None or body.get("tool_choice") == "none":
             return False
-        if choice == "required" or isinstance(choice, dict):
-            raise ApiError("tool_choice must be auto or none: calls cannot be forced", "tool_choice")
-        raise body.refuse("tool_choice", "none, auto, required or a function")
+        reads = self.service.parser.format_of_calls() is not None
+        if self.forced is not None and not reads:
+            raise ApiError("tool_choice cannot force calls where none are parsed", "tool_choice")
+        return reads
 
     def prepare(self):
         """(token ids of the prompt, its SamplingParams), lists of one. Raises ApiError."""
         text, service = self.prompt.render(), self.service
         self.starts_in_think = opens_think(text)
+        self._settle_grammar()
         ids = service.encode(text, self.prompt.add_special_tokens, "messages")
-        return [ids], self.sampling.params([len(ids)], service.max_model_len, "messages")
+        return [ids], self.sampling.params([len(ids)], service, "messages")
+
+    def _settle_grammar(self):
+        """Forced calls take the place of a response_format; a think block that the prompt opens comes before either."""
+        if self.forced is not None:
+            format, tokenizer = self.service.parser.format_of_calls(), self.service.tokenizer
+            self.sampling.force(self.forced.params(format, tokenizer), "tool_choice")
+        structured = self.sampling.values.get("structured_outputs")
+        if structured is not None and self.starts_in_think:
+            self.sampling.force(replace(structured, after=CLOSE_THINK), self.sampling.grammar_key)
 
     def turn(self):
         """A new parser of a choice's text."""
@@ -153,7 +166,7 @@ class ChatAnswer(ApiAnswer):
     def ending(self, completion, turn):
         """The keys of the end of a choice."""
         reason = completion.finish_reason
-        if turn.num_calls and reason == "stop":
+        if turn.num_calls and reason == "stop" and not (self.forced is not None and self.forced.is_named):
             reason = "tool_calls"
         return {"finish_reason": reason, "stop_reason": completion.stop_reason}
 

@@ -62,7 +62,7 @@ class CompletionAnswer(ApiAnswer):
         if self.echo and tokenizer is not None:
             pairs = zip(self.prompts, prompts, strict=True)
             self.echoed = [given if isinstance(given, str) else tokenizer.decode(ids) for given, ids in pairs]
-        return prompts, self.sampling.params(list(map(len, prompts)), self.service.max_model_len, "prompt")
+        return prompts, self.sampling.params(list(map(len, prompts)), self.service, "prompt")
 
     def prompt_text(self, index):
         """The text that is put before that of a choice."""

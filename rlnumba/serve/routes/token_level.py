@@ -43,7 +43,7 @@ class GenerateAnswer(ApiAnswer):
     def prepare(self):
         """(the prompt's token ids, its SamplingParams), lists of one. Raises ApiError."""
         length = len(self.token_ids)
-        return [self.token_ids], self.sampling.params([length], self.service.max_model_len, "token_ids")
+        return [self.token_ids], self.sampling.params([length], self.service, "token_ids")
 
     def opening(self):
         """Chunks before the first token: list."""

@@ -1,7 +1,7 @@
 """A run's keys: `schema` has those of all trainers, a module of a trainer's name its own; `reading` makes a Run of TOML
 files and command-line overrides, `writing` TOML."""
 
-from rlnumba.config.agents import EnvironmentConfig, ToolsConfig
+from rlnumba.config.agents import EnvironmentConfig, RolloutConfig, ToolsConfig
 from rlnumba.config.asynchronous import AsyncConfig
 from rlnumba.config.dpo import DPOConfig, DPORun, PreferenceLossConfig
 from rlnumba.config.grpo import GRPOConfig, GRPORun, PolicyLossConfig

@@ -1,4 +1,4 @@
-"""The sections [tools] and [environment]: what a policy may call, and in what it acts."""
+"""The sections [tools], [environment] and [rollout]: what a policy may call, in what it acts, and who draws instead."""
 
 import typing
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from rlnumba.errors import ConfigError, shown
 # Keys without one of which the others of an agent have no effect.
 SOURCES = ("tools.funcs", "environment.factory", "environment.factories")
 ACTS = KeyCondition(SOURCES, "tools or an environment", bool)
+LOGS_TOKENS = KeyCondition((*SOURCES, "rollout.func"), "tools, an environment or a function", bool)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,18 @@ class ToolsConfig(Section):
     )
     tool_result_max_chars: int = key(
         0, "Longer results are cut after so many characters; 0: no limit.", minimum=0, needs=ACTS
+    )
+
+
+@dataclass(frozen=True)
+class RolloutConfig(Section):
+    """A function that draws the completions, in the place of [tools] and [environment]."""
+
+    section = "rollout"
+    func: str | None = key(
+        None,
+        "`file.py:function` or `package.module:function`, called with (prompts, trainer), which returns prompt_ids, "
+        "completion_ids, logprobs and, if it has one, env_mask (docs/agents.md). TRL: rollout_func.",
     )
 
 

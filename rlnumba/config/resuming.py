@@ -21,8 +21,8 @@ RULES = {
 
 # Sections in which one rule holds for all keys that are not listed below.
 SECTIONS = {
-    "data": CONTENT, "rewards": NEXT, "async": NEXT, "tools": NEXT, "environment": NEXT, "eval": FREE, "engine": FREE,
-    "deploy": FREE,
+    "data": CONTENT, "rewards": NEXT, "async": NEXT, "tools": NEXT, "environment": NEXT, "rollout": NEXT,
+    "eval": FREE, "engine": FREE, "deploy": FREE,
 }  # fmt: skip
 
 KEYS = {

@@ -5,7 +5,7 @@ import math
 import typing
 from dataclasses import dataclass, replace
 
-from rlnumba.config.agents import ACTS, EnvironmentConfig, ToolsConfig
+from rlnumba.config.agents import ACTS, LOGS_TOKENS, EnvironmentConfig, RolloutConfig, ToolsConfig
 from rlnumba.config.asynchronous import AsyncConfig
 from rlnumba.config.generation import GenerationPlan
 from rlnumba.config.keys import key
@@ -57,7 +57,7 @@ class SamplingConfig(TrainConfig):
         None, "Most turns of a completion whose calls are executed; None: no bound.", minimum=1, needs=ACTS
     )
     log_completions_tokens: bool = key(
-        True, "Lines of completions.jsonl have token ids, mask and log-probs; not TRL.", needs=ACTS
+        True, "Lines of completions.jsonl have token ids, mask and log-probs; not TRL.", needs=LOGS_TOKENS
     )
 
     @property
@@ -204,6 +204,7 @@ class PromptRun(Run):
     engine: EngineConfig = EngineConfig()
     tools: ToolsConfig = ToolsConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    rollout: RolloutConfig = RolloutConfig()
 
     def _check_without_rows(self):
         """See Run: an environment makes prompts of its own, for as many steps as train.max_steps says."""
@@ -217,8 +218,26 @@ class PromptRun(Run):
 
     @property
     def has_episodes(self):
-        """Whether a completion may have several turns, with tools or in an environment: bool."""
-        return bool(self.tools.funcs or self.environment.specs)
+        """Whether a completion may have several turns, with tools, in an environment or by rollout.func: bool."""
+        return bool(self.tools.funcs or self.environment.specs or self.rollout.func)
+
+    @property
+    def has_other_logprobs(self):
+        """Whether completions may have other log-probs than by the weights that are trained on them: bool."""
+        return self.is_stale or self.rollout.func is not None
+
+    def _check_rollout(self, plan):
+        """Raise ConfigError for what does not go with rollout.func. plan: GenerationPlan."""
+        if self.tools.funcs or self.environment.specs:
+            raise ConfigError(
+                "rollout.func draws the completions: it takes the place of tools.funcs and of the environment"
+            )
+        if self.generates_beside:
+            raise ConfigError("rollout.func is called between two optimizer steps: it does not go with [async]")
+        if plan.replays_mask:
+            raise ConfigError(
+                "train.sampling_mask_replay replays the filters of the sampler, of which rollout.func tells nothing"
+            )
 
     def __post_init__(self):
         super().__post_init__()
@@ -238,6 +257,8 @@ class PromptRun(Run):
             if not self.data.has_scorers:
                 raise ConfigError("rewards.funcs must name at least one reward function")
             object.__setattr__(self, "rewards", replace(self.rewards, funcs=["gym"]))
+        if self.rollout.func is not None:
+            self._check_rollout(plan)
         if self.has_episodes and self.deploy.num_infer_gpus:
             raise ConfigError(
                 f"deploy.num_infer_gpus ({self.deploy.num_infer_gpus}) does not go with tools or an environment: the "

@@ -1,8 +1,10 @@
 """The tools and environments of a run, found by its keys, and checked before any weights are loaded.
 
-agents = load_agents(run, tokenizer)      None for a run whose completions are single turns
+agents = load_agents(run, tokenizer)      None for a run whose completions are single turns; a RolloutFunction for one
+                                          with rollout.func
 agents.prompt_tools                       what data.load_prompts needs of them
-agents.episode(prompt, params)            the coroutine function of a prompt's rollouts
+agents.episode(prompt, index, params)     the coroutine function of a prompt's rollouts
+agents.draw(llm, prompts, ...)            the completions of prompts
 agents.close()
 """
 
@@ -23,6 +25,8 @@ from rlnumba.environments.schema import name_of, schemas_of, tools_of
 from rlnumba.environments.turns import check_turns
 from rlnumba.errors import ConfigError, UserError, shown
 from rlnumba.rewards.loading import load_object
+from rlnumba.sampling.rollout_func import RolloutFunction
+from rlnumba.sampling.samples import draw_episodes
 
 # The column with the name of a row's environment.
 COLUMN = "environment"
@@ -30,16 +34,17 @@ PROMPT = [{"role": "user", "content": ""}]
 
 
 class GivenTools(NamedTuple):
-    """Objects of Python, or names, in the place of the keys: tools, and factories {name: factory}, the name None for a
-    single one; None where the keys say it."""
+    """Objects of Python, or names, in the place of the keys: tools, factories {name: factory}, the name None for a
+    single one, and the rollout function; None where the keys say it."""
 
     functions: list | None = None
     factories: dict | None = None
+    rollout: object = None
 
     @property
     def objects(self):
         """All of them: list."""
-        return [*(self.functions or ()), *(self.factories or {}).values()]
+        return [*(self.functions or ()), *(self.factories or {}).values(), *filter(None, [self.rollout])]
 
 
 NOTHING = GivenTools()
@@ -70,16 +75,28 @@ def load_agents(run, tokenizer):
     if not run.has_episodes:
         return None
     known = _given.get()
+    if run.rollout.func is not None:
+        function = _found(known.rollout or run.rollout.func, "rollout.func")
+        _check_callable(function, "rollout.func")
+        return RolloutFunction(run, _needed(tokenizer, run, "rollout.func needs"), function)
     functions = run.tools.funcs if known.functions is None else known.functions
     functions = [_found(each, "tools.funcs") for each in functions]
     factories = run.environment.specs if known.factories is None else known.factories
     factories = {name: _found(each, _factory_key(name)) for name, each in factories.items()}
     for key, each in [("tools.funcs", f) for f in functions] + [(_factory_key(n), f) for n, f in factories.items()]:
-        if not callable(each):
-            raise ConfigError(f"{key}: {shown(each)} is a {type(each).__name__}, which cannot be called")
+        _check_callable(each, key)
+    return Agents(run, _needed(tokenizer, run, "tools and environments need"), functions, factories)
+
+
+def _check_callable(each, key):
+    if not callable(each):
+        raise ConfigError(f"{key}: {shown(each)} is a {type(each).__name__}, which cannot be called")
+
+
+def _needed(tokenizer, run, needs):
     if tokenizer is None:
-        raise UserError(f"{run.model}: tools and environments need a tokenizer, and the folder has no tokenizer.json")
-    return Agents(run, tokenizer, functions, factories)
+        raise UserError(f"{run.model}: {needs} a tokenizer, and the folder has no tokenizer.json")
+    return tokenizer
 
 
 def _found(each, key):
@@ -206,6 +223,14 @@ class Agents:
         seed = int(np.random.SeedSequence((params.seed, index, params.first_index)).generate_state(1)[0])
         row = EpisodeRow(prompt.prompt, prompt.prompt_token_ids, values, template, name, seed, prompt.where)
         return Episode(self, row)
+
+    def draw(self, llm, prompts, indices, params, trainer_state, progress, finished):
+        """The completions of Prompts, the data's of these indices: list of RequestOutput.
+
+        llm: the LLM that draws; params: SamplingParams of each. progress, finished: those of LLM.generate.
+        """
+        episodes = [self.episode(*each) for each in zip(prompts, indices, params, strict=True)]
+        return draw_episodes(llm.engine, prompts, params, episodes, progress, finished)
 
     def encode(self, prompt, row):
         """The ids of messages of an EpisodeRow: list of int."""

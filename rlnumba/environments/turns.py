@@ -32,7 +32,8 @@ def check_turns(tokenizer, template_kwargs=None, schemas=None):
 def suffix_ids(tokenizer, ended_by_eos, results, template_kwargs=None, schemas=None):
     """The ids after a turn that called tools: the results' messages and the generation prompt; list of int.
 
-    results: messages {"role": "tool", "name": str, "content": str}, at least one. ended_by_eos: whether the last drawn
+    results: messages {"role": "tool", "name": str, "content": str}, at least one; or those of others that answer a turn
+    without calls, such as {"role": "user", "content": str}. ended_by_eos: whether the last drawn
     id is the EOS; otherwise the suffix begins with it. template_kwargs, schemas: as for the prompt. A special token
     that a result spells out is text, so that no tool can end its message and begin another. Raises UserError where
     eos_token is not special, or where the template does not end a turn with it.
@@ -50,12 +51,11 @@ def _suffix(tokenizer, results, template_kwargs, schemas):
         raise UserError(f"{tokenizer.folder}: eos_token {eos!r} is not a special token, so no turn can end with it")
     marked, literals = tokenizer.mark_special(results)
     sentinel = _absent(SENTINEL, [message["content"] for message in marked], schemas)
-    call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {"argument": sentinel}}}
-    messages = [
-        {"role": "user", "content": "question"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        *marked,
-    ]
+    turn = {"role": "assistant", "content": sentinel}
+    if results[0]["role"] == "tool":
+        call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {"argument": sentinel}}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    messages = [{"role": "user", "content": "question"}, turn, *marked]
     settings = {"tools": schemas or None, **(template_kwargs or {})}
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **settings)
     # The results may have an EOS in them as text, which is a mark by now.

@@ -25,6 +25,7 @@ PATH_KEYS = {
     ("tools", "funcs"): FUNCTIONS,
     ("environment", "factory"): FUNCTION,
     ("environment", "factories"): TABLE,
+    ("rollout", "func"): FUNCTION,
 }
 
 

@@ -19,6 +19,7 @@ from rlnumba.sampling.pipeline import Pipeline
 from rlnumba.sampling.pipeline_state import restore, state_of
 from rlnumba.sampling.processes import LLMOnProcesses, process_sampler, pusher_of
 from rlnumba.sampling.ranks import LedLLM, led
+from rlnumba.sampling.rollout_func import FunctionSampler, RolloutFunction
 from rlnumba.sampling.samples import as_generation
 from rlnumba.sampling.weights.sync import Again
 
@@ -89,6 +90,8 @@ class Generations:
             if self.is_apart:
                 self.llm.sampler = sampler
             return sampler
+        if isinstance(self.prompts.agents, RolloutFunction):
+            return FunctionSampler(self.leader, self.prompts.agents, self.prompts)
         sampler = OwnSampler(self.leader.engine, self.pipeline.options)
         if self.is_ahead:
             policy.before_micro_batch.append(sampler.before_micro_batch)

@@ -381,6 +381,10 @@ class Pipeline:
         group.content = replace(drawn, pending=submit_group(self.rewards, *of_group))
         self.buffer.put(group)
 
+    def drawn_of(self, request):
+        """The Drawn of a group that the sampler has."""
+        return self._in_flight(request).content
+
     def _in_flight(self, request):
         return next(group for group, _ in self.buffer.snapshot() if group.number == request.number)
 

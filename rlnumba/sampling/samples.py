@@ -115,14 +115,16 @@ def episode_columns(completion, transcript, has_tokens):
     return found | {"mask": mask, "logprobs": completion.array("logprobs").tolist()}
 
 
-def distinct_params(prompts, params):
+def distinct_params(prompts, params, seen=None):
     """SamplingParams for each of the prompts (lists of token ids): completions of equal prompts have different noise.
 
-    The k-th occurrence of a prompt, from 0 on, has the completions k n, k n + 1, ... of its noise.
+    The k-th occurrence of a prompt, from 0 on, has the completions k n, k n + 1, ... of its noise. seen: {prompt: how
+    often it was there} so far, which grows; None: not at all.
     """
-    seen, found = {}, []
+    seen, found = {} if seen is None else seen, []
     for ids in map(tuple, prompts):
-        k = seen[ids] = seen.get(ids, -1) + 1
+        k = seen.get(ids, 0)
+        seen[ids] = k + 1
         found.append(replace(params, first_index=k * params.n) if k else params)
     return found
 
@@ -152,8 +154,7 @@ def draw_samples(llm, rewards, prompts, indices, params, trainer_state, clock, s
     if agents is None:
         outputs = llm.generate(token_ids, params, progress, submit)
     else:
-        episodes = [agents.episode(*each) for each in zip(chosen, indices, params, strict=True)]
-        outputs = draw_episodes(llm.engine, chosen, params, episodes, progress, submit)
+        outputs = agents.draw(llm, chosen, indices, params, trainer_state, progress, submit)
     with clock.phase("reward"):
         scores = rewards.collect(pending)
         completions = [output.completions for output in outputs]
@@ -193,6 +194,8 @@ def submit_group(rewards, prompts, index, completions, columns, trainer_state):
     prompt, n = prompts.prompts[index], len(completions)
     texts, ids = [c.text for c in completions], [c.array("token_ids") for c in completions]
     columns, transcripts = columns | prompts.columns([index] * n), [transcript_of(each) for each in completions]
+    returned = [(each and each.columns) or {} for each in transcripts]
+    columns |= {name: [own[name] for own in returned] for name in returned[0]}
     if None in transcripts:
         return rewards.submit([prompt.prompt] * n, texts, ids, columns, trainer_state, prompt.where)
     episodes = EpisodeParts(
@@ -207,7 +210,7 @@ def submit_group(rewards, prompts, index, completions, columns, trainer_state):
 
 
 def transcript_of(completion):
-    """The Transcript of a Completion that is an episode with tools or in an environment, or None."""
+    """The Transcript of a Completion that is an episode with tools or in an environment, or a function's, or None."""
     value = None if completion.episode is None else completion.episode.value
     return value if isinstance(value, Transcript) else None
 
@@ -274,10 +277,12 @@ def episode_metrics(completions):
         return {}
     turns = [completion.episode.num_turns for completion in completions]
     contexts = sum(completion.episode.num_context_tokens for completion in completions)
+    hits = sum(completion.num_cached_tokens for completion in completions)
     return {
         "rollout/turns_mean": float(np.mean(turns)),
         "rollout/turns_max": int(max(turns)),
-        "rollout/prefix_hit_frac": sum(completion.num_cached_tokens for completion in completions) / contexts,
+        # A rollout function tells nothing of its contexts.
+        **({"rollout/prefix_hit_frac": hits / contexts} if contexts else {}),
         "completions/env_tokens_mean": float(np.mean([each.num_tokens - each.num_drawn for each in completions])),
     }
 
@@ -288,7 +293,7 @@ def tool_metrics(groups, tool_names):
     The names are those of TRL's GRPOTrainer and AsyncGRPOTrainer, and tools/{timeout,malformed,overflow}_frac.
     """
     transcripts = [transcript_of(sample.completion) for group in groups for sample in group]
-    transcripts = [each for each in transcripts if each is not None]
+    transcripts = [each for each in transcripts if each is not None and each.columns is None]
     if not transcripts:
         return {}
     calls = [call for each in transcripts for call in each.calls]

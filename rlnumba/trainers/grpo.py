@@ -91,7 +91,8 @@ def groups_that_differ(generation, train):
 
 
 def is_stale(generation, step):
-    """Whether some tokens of a Generation were sampled from older weights than those after `step` steps: bool."""
+    """Whether some tokens of a Generation were sampled from other weights than those after `step` steps, or a rollout
+    function has told their log-probs: bool."""
     versions = (sample.completion.array("policy_versions") for sample in generation.samples)
     return any((of_tokens != step).any() for of_tokens in versions)
 
@@ -369,7 +370,7 @@ def rehearse_steps(run, rollouts, every_form, advantages, step):
     """The functions of GRPO's and RLOO's rehearse: advantages() of a group with the log-probs that the step
     step(micro_batches, learning_rate) reads, and the step."""
     # Also the first generations of a run with older ones are not old.
-    for is_stale in {False, run.is_stale} if every_form else {run.is_stale}:
+    for is_stale in {False, run.has_other_logprobs} if every_form else {run.has_other_logprobs}:
         rollouts.is_stale = is_stale
         yield advantages
         for on_policy in (True, False) if every_form else (True,):

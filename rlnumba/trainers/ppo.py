@@ -53,7 +53,7 @@ from rlnumba.runtime import device, memory
 from rlnumba.runtime.transfer import copy_to_device
 from rlnumba.sampling.samples import derived_seed
 from rlnumba.trainers import rollout
-from rlnumba.trainers.grpo import sampler_is_exact
+from rlnumba.trainers.grpo import is_stale, sampler_is_exact
 
 
 def run_ppo(run, resume=False, reward_funcs=(), communicator=None):
@@ -250,6 +250,7 @@ def generate(actor, generations, trainer_state, index, on_policy, clock):
     # completions -> batch
     with clock.phase("advantage"):
         rollouts = rollout.Rollouts.of(samples, False)
+        rollouts.is_stale = is_stale(generation, step)
     critic_rate = learning_rate_at(actor.critic_train, step, trainer_state.max_steps)
     # A copy: until the first optimizer step, an interruption keeps the state before this batch.
     moments = replace(actor.score_moments)
@@ -283,7 +284,7 @@ def evaluate_tokens(actor, rollouts):
     else:
         parts = [every[first : first + size] for first in range(0, len(every), size)]
     buffer.begin(len(rollouts.rollout_logprobs))
-    exact = sampler_is_exact(actor.train)
+    exact = sampler_is_exact(actor.train) and not rollouts.is_stale
     if exact:
         buffer.old_logprobs[...] = device.asarray(rollouts.rollout_logprobs)
     written = [buffer.values]
@@ -486,6 +487,7 @@ def rehearse(run, policy, critic, rollouts, every_form):
     """See TrainerOnPrompts: the evaluation of a batch, and the optimizer step on it as one mini-batch."""
     actor, every = ActorCritic(policy, critic, run), np.arange(rollouts.num_sequences)
     actor.experience = Experience(rollouts, 0, 0.0, actor.score_moments)
+    rollouts.is_stale = run.has_other_logprobs
 
     def evaluate_batch():
         evaluate_tokens(actor, rollouts)

@@ -96,7 +96,8 @@ class Rollouts:
     loss_mask (T,) f32, 0 or 1; rollout_logprobs (T,) f32, the sampler's; advantages (T,) f32; old_logprobs and
     ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere; thresholds (T,) f32: the smallest
     logit that the sampler's filters kept, or of length 0 where all are trained. on_policy: see MicroStep.
-    is_stale: whether some tokens were sampled from older weights than those that are trained on them first.
+    is_stale: whether some tokens were sampled from older weights than those that are trained on them first, or their
+    log-probs are a rollout function's.
     rejected_fraction: share of the tokens whose mask rollout_rs has set to 0. correction_mean: what
     rollout_is_batch_normalize has divided the advantages by.
     """

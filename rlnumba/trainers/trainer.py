@@ -29,6 +29,7 @@ from rlnumba.config import (
     EvalConfig,
     LoraConfig,
     RewardsConfig,
+    RolloutConfig,
     ToolsConfig,
     key,
 )
@@ -73,8 +74,7 @@ ELSEWHERE = {
     "quantization_config": "weights are float32, bfloat16 or float16: args.dtype",
     "reward_model": "give the reward model's folder as reward_funcs",
     "value_model": 'give critic={"model": FOLDER}',
-    "rollout_func": "completions are drawn by rlnumba's engine; several turns are those of tools and "
-    "environment_factory",
+    "rollout_func": "its rows are given, and no completions are drawn",
     "environment_factory": "its rows are given, and no completions are drawn",
     "tools": "give each row a column `tools`",
     "judge": "give a function as reward_funcs",
@@ -380,6 +380,7 @@ REWARDS = """reward_funcs: a function with TRL's signature, any callable, or the
     tools: functions that the policy may call, or their names, or a dict of the keys of [tools], with them as funcs.
     environment_factory: a class or function without arguments, or {name: factory} (docs/agents.md). With a single one
     and args.max_steps, train_dataset may be left out.
+    rollout_func: a function of (prompts, trainer) that draws the completions instead, or its name (docs/agents.md).
     """
 
 ARGUMENTS = (
@@ -410,9 +411,10 @@ class PromptTrainer(Trainer):
 
     def __init__(
         self, model, reward_funcs=None, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None,
-        rewards=None, peft_config=None, callbacks=(), eval=None, tools=None, environment_factory=None, **others,
+        rewards=None, peft_config=None, callbacks=(), eval=None, tools=None, environment_factory=None,
+        rollout_func=None, **others,
     ):  # fmt: skip
-        tools, given_tools = _given_tools(type(self).__name__, tools, environment_factory)
+        tools, given_tools = _given_tools(type(self).__name__, tools, environment_factory, rollout_func)
         if environment_factory is not None and isinstance(train_dataset, tuple) and not train_dataset:
             # The environment makes the prompts.
             train_dataset = None
@@ -431,6 +433,8 @@ class PromptTrainer(Trainer):
         found = {"rewards": rewards, "eval": EvalConfig(**self._sections["eval"])}
         found |= {"engine": EngineConfig(**self._sections["engine"]), "tools": ToolsConfig(**self._sections["tools"])}
         found["environment"] = _environment_section(self.given_tools.factories or {})
+        drawing = self.given_tools.rollout
+        found["rollout"] = RolloutConfig(func=drawing if isinstance(drawing, str | None) else _spec(drawing))
         if isinstance(args, AheadArguments):
             found["asynchronous"] = _section(AsyncConfig, args.asynchronous)
         own = own_sections(self.trainer.run_class)
@@ -440,7 +444,7 @@ class PromptTrainer(Trainer):
         return self.reward_funcs
 
 
-def _given_tools(name, tools, environment_factory):
+def _given_tools(name, tools, environment_factory, rollout_func):
     """(keys of [tools], GivenTools) of a trainer's arguments. Raises TypeError for what cannot be called."""
     keys = dict(tools) if isinstance(tools, Mapping) else {"funcs": [] if tools is None else tools}
     functions = keys.get("funcs", [])
@@ -448,12 +452,15 @@ def _given_tools(name, tools, environment_factory):
     factories = environment_factory
     if not isinstance(factories, Mapping):
         factories = {} if factories is None else {None: factories}
-    for argument, listed in (("tools", functions), ("environment_factory", factories.values())):
+    drawing = [] if rollout_func is None else [rollout_func]
+    arguments = ("tools", functions), ("environment_factory", factories.values()), ("rollout_func", drawing)
+    for argument, listed in arguments:
         for each in listed:
             if not isinstance(each, str) and not callable(each):
-                raise TypeError(f"{name}: {argument} must be functions or names of them, got {_kind(each)}")
+                wanted = "a function or its name" if argument == "rollout_func" else "functions or names of them"
+                raise TypeError(f"{name}: {argument} must be {wanted}, got {_kind(each)}")
     keys["funcs"] = [each if isinstance(each, str) else _spec(each) for each in functions]
-    return keys, GivenTools(functions, dict(factories))
+    return keys, GivenTools(functions, dict(factories), rollout_func)
 
 
 def _environment_section(factories):

@@ -407,14 +407,15 @@ class RowTrainer(Trainer):
 
 
 class PromptTrainer(Trainer):
-    """A trainer whose data are prompts. others: also the keys of a section of its own, as PPO's critic, a dict."""
+    """A trainer whose data are prompts. others: also rollout_func, and the keys of a section of its own, as PPO's
+    critic, a dict."""
 
     def __init__(
         self, model, reward_funcs=None, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None,
-        rewards=None, peft_config=None, callbacks=(), eval=None, tools=None, environment_factory=None,
-        rollout_func=None, **others,
+        rewards=None, peft_config=None, callbacks=(), eval=None, tools=None, environment_factory=None, **others,
     ):  # fmt: skip
-        tools, given_tools = _given_tools(type(self).__name__, tools, environment_factory, rollout_func)
+        drawing = others.pop("rollout_func", None)
+        tools, given_tools = _given_tools(type(self).__name__, tools, environment_factory, drawing)
         if environment_factory is not None and isinstance(train_dataset, tuple) and not train_dataset:
             # The environment makes the prompts.
             train_dataset = None

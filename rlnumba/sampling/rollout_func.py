@@ -31,7 +31,7 @@ from rlnumba.sampling.samples import distinct_params
 
 KEYS = ("prompt_ids", "completion_ids", "logprobs")
 MASK = "env_mask"
-# The version of the weights that tokens were drawn from, where the function has told their log-probs.
+# The version of the weights that tokens were drawn from, where the function has returned their log-probs.
 UNKNOWN_VERSION = -1
 
 

@@ -281,7 +281,7 @@ def episode_metrics(completions):
     return {
         "rollout/turns_mean": float(np.mean(turns)),
         "rollout/turns_max": int(max(turns)),
-        # A rollout function tells nothing of its contexts.
+        # The contexts of a rollout function are not known.
         **({"rollout/prefix_hit_frac": hits / contexts} if contexts else {}),
         "completions/env_tokens_mean": float(np.mean([each.num_tokens - each.num_drawn for each in completions])),
     }

@@ -92,7 +92,7 @@ def groups_that_differ(generation, train):
 
 def is_stale(generation, step):
     """Whether some tokens of a Generation were sampled from other weights than those after `step` steps, or a rollout
-    function has told their log-probs: bool."""
+    function has returned their log-probs: bool."""
     versions = (sample.completion.array("policy_versions") for sample in generation.samples)
     return any((of_tokens != step).any() for of_tokens in versions)
 

@@ -68,7 +68,7 @@ def test_turns_with_a_mask(tmp_path):
     assert row["rollout/turns_mean"] == 2 and "tools/call_frequency" not in row
 
 
-def test_other_log_probs_are_told_from_those_of_the_weights(tmp_path, monkeypatch):
+def test_other_log_probs_are_not_those_of_the_weights(tmp_path, monkeypatch):
     """They are trained on by the forward's, and the difference is in the metrics."""
 
     def other(found):

@@ -236,7 +236,7 @@ class PromptRun(Run):
             raise ConfigError("rollout.func is called between two optimizer steps: it does not go with [async]")
         if plan.replays_mask:
             raise ConfigError(
-                "train.sampling_mask_replay replays the filters of the sampler, and a completion of rollout.func has none"
+                "train.sampling_mask_replay replays the filters of the sampler, which rollout.func does not return"
             )
 
     def __post_init__(self):

@@ -27,8 +27,8 @@ class Transcript:
     one. turns: those of the policy. calls: the CallRecords of all turns; calls_of_turns: how many calls each turn with
     calls had. malformed: whether a turn had a call that cannot be read. class_name: the environment's; reward:
     get_reward's, None without one, or its failure as `reward_error`. instance: the environment, where rewards read it;
-    give_back: what then gives it back. columns: those that a rollout function has returned
-    beside the completion, for the rewards; None of an Episode.
+    give_back: what then gives it back. columns: those that a rollout function has returned beside the completion, for
+    the rewards; None of an Episode.
     """
 
     prompt: list

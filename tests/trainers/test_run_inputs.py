@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlnumba.config import DataConfig, EnvironmentConfig, LoraConfig, ToolsConfig, load_run
+from rlnumba.config import DataConfig, EnvironmentConfig, LoraConfig, RolloutConfig, ToolsConfig, load_run
 from rlnumba.errors import UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.runs.run_inputs import PATH_KEYS, SetAside, earlier_folders, paths_of, with_paths
@@ -88,7 +88,7 @@ def test_every_path_of_a_run_is_changed(tmp_path):
     assert {key for key in PATH_KEYS if key[0] != "lora"} == {
         *[("", "model"), ("critic", "model"), ("data", "train"), ("data", "eval")],
         *[("rewards", "funcs"), ("train", "callbacks"), ("tools", "funcs")],
-        *[("environment", "factory"), ("environment", "factories")],
+        *[("environment", "factory"), ("environment", "factories"), ("rollout", "func")],
     }
     funcs = ["a/b.py:f", "out/final", "accuracy", "a.py:make(path='x.py:y')"]
     run = replace(
@@ -108,6 +108,8 @@ def test_every_path_of_a_run_is_changed(tmp_path):
     assert found.tools.funcs == ["new/e.py:f"] and found.environment.factories == {"game": "new/g.py:G"}
     single = replace(run, environment=EnvironmentConfig(factory="h.py:H"))
     assert with_paths(single, lambda path: f"new/{path}").environment.factory == "new/h.py:H"
+    drawing = replace(run, rollout=RolloutConfig(func="r.py:f"), tools=ToolsConfig(), environment=EnvironmentConfig())
+    assert with_paths(drawing, lambda path: f"new/{path}").rollout.func == "new/r.py:f"
     assert with_paths(run, str) == run
     # A comma in the name of a file that is there divides nothing.
     (tmp_path / "one, two.jsonl").touch()

@@ -56,6 +56,7 @@ BENCHES = (
     Bench("engine_groups", "bench/engine.py --workloads groups --repeat 1", 120),
     Bench("engine_no_groups", "bench/engine.py --workloads groups --no-groups --repeat 1", 120),
     Bench("episodes", "bench/episodes.py", 120),
+    Bench("server", "bench/server.py --hangups 5000 --fuzz 5000", 400),
     Bench("soak", "bench/soak.py --requests 2000", 240),
     Bench("train_sm80", "bench/train.py", 120, "sm80"),
     Bench("gemm_sweep", "bench/kernels/gemm.py --only decode --sweep", 200),

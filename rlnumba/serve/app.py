@@ -10,6 +10,7 @@ import click
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -82,7 +83,14 @@ def make_app(service):
     ]
     if settings.lora_root is not None:
         routes += [post("/v1/load_lora_adapter", adapters.load), post("/v1/unload_lora_adapter", adapters.unload)]
-    handlers = {ApiError: on_api_error, HTTPException: on_http_error, Exception: on_bug}
+
+    async def on_gone(request, error):
+        """The client has hung up before its answer, or in the middle of its body."""
+        service.metrics.cancelled += 1
+        return Response(status_code=499)
+
+    handlers = dict.fromkeys((ClientGone, ClientDisconnect), on_gone)
+    handlers |= {ApiError: on_api_error, HTTPException: on_http_error, Exception: on_bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     app = Gate(app, service)
@@ -95,17 +103,13 @@ async def draw(kind, service, body, request):
     """A route that draws tokens. kind: the class of its ApiAnswer."""
     state = request.scope["state"]
     # The client's header comes first; the Gate has made an id of its own without one.
-    if "x-request-id" not in request.headers and (given := body.string("request_id")) is not None:
+    if "x-request-id" not in request.headers and (given := body.string("request_id")):
         if not given.isprintable() or not given.isascii() or len(given) > 256:
             body.refuse("request_id", "at most 256 characters of ASCII")
         state["request_id"] = given
     answer = kind(service, body, state["request_id"])
     body.log_unread()
-    try:
-        found = await service.answer(request, answer)
-    except ClientGone:
-        service.metrics.cancelled += 1
-        return Response(status_code=499)
+    found = await service.answer(request, answer)
     return found if callable(found) else JSONResponse(found)
 
 

@@ -70,6 +70,19 @@ def test_hang_ups_at_any_time_leave_nothing_behind(server, rng):
     assert server.service.admission.num_waiting_tokens == 0
 
 
+def test_a_hang_up_in_the_middle_of_a_body_is_no_failure(server, capsys):
+    before = server.service.metrics.cancelled
+    connection = connect(server)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("content-type", "application/json")
+    connection.putheader("content-length", "100")
+    connection.endheaders(b'{"prompt": ')
+    connection.close()
+    wait_until(lambda: server.service.metrics.cancelled == before + 1)
+    wait_until(lambda: not server.service.num_active)
+    assert not capsys.readouterr().err
+
+
 def test_many_clients_each_get_an_answer(server):
     wait_until(lambda: is_idle(server))
     found = []

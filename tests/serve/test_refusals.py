@@ -7,6 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.serve.conftest import NAME, request
+from tests.serve.fuzz import GETS, Fuzz
+from tests.serve.fuzz import GOOD as FUZZED
 
 COMPLETION = {"prompt": "ab", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 2}
@@ -146,12 +148,21 @@ def test_a_bad_key_is_named(server, path, keys, param):
             {"top_k": -1},
             {"logit_bias": {}},
         ),
-        *({"user": "me"}, {"store": True}, {"metadata": {}}, {"priority": 3}, {"unknown": [1]}, {"n": None}),
+        *(
+            {"user": "me"},
+            {"store": True},
+            {"metadata": {}},
+            {"priority": 3},
+            {"unknown": [1]},
+            {"n": None},
+            {"request_id": ""},
+        ),
     ],
     ids=str,
 )
 def test_neutral_values_and_unknown_keys_are_accepted(server, keys):
-    assert request(server, "/v1/completions", COMPLETION | keys).status == 200
+    reply = request(server, "/v1/completions", COMPLETION | keys)
+    assert reply.status == 200 and reply.headers["x-request-id"]
 
 
 @pytest.mark.parametrize(
@@ -238,3 +249,21 @@ def test_no_body_makes_the_server_fail(server, path, keys):
     assert reply.status in (200, 400, 404, 429), reply.raw
     if reply.status == 200 and reply.headers["content-type"].startswith("application/json"):
         assert reply.json
+
+
+def test_every_route_is_fuzzed(server):
+    from rlnumba.serve.app import make_app
+
+    assert {route.path for route in make_app(server.service).app.routes} == {*GETS, *FUZZED}
+
+
+def test_no_request_makes_the_server_fail(server, capsys):
+    """As many as take a second; bench/server.py sends any number."""
+    fuzz = Fuzz(0)
+    for _ in range(150):
+        method, path, headers, body = asked = fuzz.request()
+        reply = request(server, path, body or None, method, headers)
+        assert reply.status < 500 and reply.headers["x-request-id"], (asked, reply.raw)
+        if reply.status >= 400 and method != "HEAD":
+            assert reply.json["error"]["message"], asked
+    assert "Traceback" not in capsys.readouterr().err

@@ -9,6 +9,7 @@ from rlnumba.engine.core import Engine
 from rlnumba.errors import ConfigError
 from rlnumba.model.transformer import load_model
 from tests.serve.conftest import MODEL, NAME, Reply, connect, request, running
+from tests.serve.fuzz import GETS, GOOD
 
 BODY = {"prompt": "ab", "max_tokens": 1}
 
@@ -21,8 +22,9 @@ def locked(tokenizer):
         yield process
 
 
-ROUTES = ["/version", "/metrics", "/v1/models", f"/v1/models/{NAME}", "/v1/completions", "/v1/chat/completions"]
-ROUTES += ["/inference/v1/generate", "/tokenize", "/detokenize", "/pause", "/update_weights", "/docs", "/", "/health/x"]
+OPEN = ["/health", "/ping"]
+ROUTES = [path.replace("{name:path}", NAME) for path in (*GETS, *GOOD) if path not in OPEN]
+ROUTES += ["/pause", "/update_weights", "/docs", "/", "/health/x"]
 
 
 @pytest.mark.parametrize("path", [*ROUTES, "/v1/completions/", "//v1/models", "/V1/models"])

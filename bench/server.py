@@ -198,7 +198,7 @@ class Clients:
         return [found for job in jobs for found in job.result()]
 
 
-def rate_of(found, num_tokens):
+def tokens_per_s(found, num_tokens):
     """Tokens a second from the first request to the last piece."""
     return num_tokens / (max(times[-1] for _, times in found) - min(sent for sent, _ in found))
 
@@ -223,7 +223,7 @@ def measure_streams(arguments):
                 # Other salts: no prompt is in the cache.
                 salt = {"cache_salt": f"{name} {number}"}
                 measured = clients.run(server.port, path, [[body | more | salt] for body in bodies])
-                rates.append(rate_of(measured, 64 * arguments.tokens))
+                rates.append(tokens_per_s(measured, 64 * arguments.tokens))
             rate = found[f"{name} tok/s"] = statistics.median(rates[1:])
             row(name, f"{rate:.0f} tok/s, {rate / offline:.1%} of offline", "90 %" if name == "64 streams" else "")
     return found, []
@@ -258,7 +258,7 @@ def measure_latency(arguments):
                 first = [times[0] - sent for sent, times in measured]
                 # The last two pieces are an end and not a token.
                 gaps = [b - a for _, times in measured for a, b in zip(times[:-2], times[1:-1], strict=True)]
-                rate = rate_of(measured, sum(each["max_tokens"] for each in sum(bodies, [])))
+                rate = tokens_per_s(measured, sum(each["max_tokens"] for each in sum(bodies, [])))
                 values = {f"{name} p{p}": percentile(each, p / 100) for name, each in
                           (("first", first), ("between", gaps)) for p in (50, 99)}  # fmt: skip
                 name = f"{count} clients, {arguments.rows} rows, {'with' if delays else 'without'} admission delay"
@@ -362,7 +362,7 @@ class Fuzzing:
     def __init__(self, server, seed):
         from tests.serve.fuzz import Fuzz
 
-        self.server, self.fuzz = server, Fuzz(seed)
+        self.server, self.fuzz = server, Fuzz(seed, opens_gated=True)
         self.statuses, self.wrong, self.idle = Counter(), [], []
 
     async def work(self, number):
@@ -406,7 +406,9 @@ def trouble_of(method, answer):
 
 def measure_fuzz(arguments):
     """The part fuzz."""
-    with Server(arguments, "--max-body-bytes", str(1 << 20), "--served-model-name", "org/tiny") as server:
+    options = "--max-body-bytes", str(1 << 20), "--served-model-name", "org/tiny"
+    options += "--allow-runtime-lora", "--lora-root", str(ROOT / "tests/golden/lora")
+    with Server(arguments, *options) as server:
 
         async def everything():
             fuzzing = Fuzzing(server, arguments.seed)

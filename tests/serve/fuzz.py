@@ -51,7 +51,7 @@ SAMPLING = {
     ),
 }  # fmt: skip
 ANSWERS = {
-    "model": ("org/tiny", "", None, "none"), "request_id": ("mine", "é", "x" * 300), "cache_salt": ("a", "", "é"),
+    "model": ("org/tiny", "", None, "none", "a"), "request_id": ("mine", "é", "x" * 300), "cache_salt": ("a", "", "é"),
     "stream": (True, False), "stream_options": ({"include_usage": True}, {"continuous_usage_stats": True}, {}),
     "priority": (0, -3), "user": ("me",), "metadata": ({"a": "b"},), "unknown": ([1],), "session_id": ("s",),
     "response_format": ({"type": "text"}, {"type": "json_object"}) + tuple(
@@ -88,6 +88,19 @@ GOOD = {
     "/v1/completions": {"prompt": "ab"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     "/inference/v1/generate": {"token_ids": [5, 6]}, "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]},
 }  # fmt: skip
+# Routes that an option of the server opens, in the same forms.
+GATED_KEYS = {
+    "/v1/load_lora_adapter": {
+        "lora_name": ("a", "b", "org/tiny", "", "é"),
+        "lora_path": ("qv_rslora/final", ".", "..", "/etc", "none", "\x00", "a" * 5000),
+        "load_inplace": (True, False), "is_3d_lora_weight": (True, False),
+    },
+    "/v1/unload_lora_adapter": {"lora_name": ("a", "b", "none", ""), "lora_int_id": (1, "a")},
+}  # fmt: skip
+GATED_GOOD = {
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "all_linear/final"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+}
 OTHER_PATHS = ("/", "/v1", "/v1/completions/", "//v1/models", "/V1/models", "/docs", "/v1/%00", "/v1/models/%ff",
                "/v1/models/a/b?c=%zz", "/metrics?x=1", "/" + "a" * 4000)  # fmt: skip
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "FOO")
@@ -109,11 +122,11 @@ class FuzzRequest(NamedTuple):
 
 
 class Fuzz:
-    """Requests of a seed. keys, good: of further routes, as KEYS and GOOD have them."""
+    """Requests of a seed. opens_gated: to the routes that need an option of the server, too."""
 
-    def __init__(self, seed, keys=(), good=()):
+    def __init__(self, seed, opens_gated=False):
         self.draw = random.Random(seed)
-        self.keys, self.good = KEYS | dict(keys), GOOD | dict(good)
+        self.keys, self.good = KEYS | GATED_KEYS, GOOD | (GATED_GOOD if opens_gated else {})
 
     def request(self):
         """The next FuzzRequest."""

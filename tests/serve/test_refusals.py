@@ -1,5 +1,7 @@
 """Requests that are refused: status, type, param and code; a bad one fails alone."""
 
+import copy
+import dataclasses
 import json
 
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.serve.conftest import NAME, request
-from tests.serve.fuzz import GETS, Fuzz
+from tests.serve.fuzz import GATED_GOOD, GETS, Fuzz
 from tests.serve.fuzz import GOOD as FUZZED
 
 COMPLETION = {"prompt": "ab", "max_tokens": 2}
@@ -255,6 +257,9 @@ def test_every_route_is_fuzzed(server):
     from rlnumba.serve.app import make_app
 
     assert {route.path for route in make_app(server.service).app.routes} == {*GETS, *FUZZED}
+    service = copy.copy(server.service)
+    service.settings = dataclasses.replace(service.settings, lora_root="")
+    assert {route.path for route in make_app(service).app.routes} == {*GETS, *FUZZED, *GATED_GOOD}
 
 
 def test_no_request_makes_the_server_fail(server, capsys):

@@ -9,6 +9,7 @@ from rlnumba.cli.command_line import cli
 from rlnumba.cli.options import BASE, DTYPE, MODEL, POSITIVE, SHARE
 from rlnumba.cli.progress import log_device, prepare_compiling
 from rlnumba.cli.rows import open_model
+from rlnumba.config.lora import MAX_LORAS
 from rlnumba.errors import ConfigError, UserError
 
 CALLS = click.Choice(["auto", "hermes", "qwen3_xml", "llama3_json", "none"])
@@ -44,7 +45,7 @@ THINKING = click.Choice(["auto", "qwen3", "none"])
 @click.option("--lora-modules", multiple=True, help="NAME=FOLDER of an adapter; may be repeated.")
 @click.option("--allow-runtime-lora", is_flag=True, help="Let clients load adapters, and unload them.")
 @click.option("--lora-root", help="The folder below which these are.")
-@click.option("--max-loras", type=POSITIVE, default=16, help="Most adapters at a time.")
+@click.option("--max-loras", type=POSITIVE, default=MAX_LORAS, help="Most adapters at a time.")
 @click.option("--log-requests", is_flag=True, help="A line on stderr for each request.")
 def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser, reasoning_parser, **options):
     """Serve a model over HTTP, with the routes of OpenAI's API.

@@ -6,6 +6,8 @@ from rlnumba.config.keys import Section, key
 from rlnumba.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
+# Adapters that an engine holds at a time while they come and go, if nothing else is said.
+MAX_LORAS = 16
 
 
 @dataclass(frozen=True)

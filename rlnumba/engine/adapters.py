@@ -12,11 +12,13 @@ the same name with other weights. Requests keep the weights that they began with
 unloaded and its last request has ended.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlnumba.errors import ConfigError, UserError, shown
 from rlnumba.model.adapter_stack import AdapterStack
+from rlnumba.model.hub import find_model
 from rlnumba.model.lora import Adapter, check_finite, is_adapter, read_adapter
 from rlnumba.runtime.context import current
 
@@ -133,6 +135,26 @@ class LoadedAdapter:
     adapter_id: int
     num_users: int = 0
     is_unloaded: bool = False
+
+
+class RequestedAdapters:
+    """The adapters of an Engine that LoRARequests name, the `most` that were asked for last and those that are used."""
+
+    def __init__(self, engine, most):
+        # The ids of LoRARequests, the last used last.
+        self.engine, self.most, self.ids = engine, most, OrderedDict()
+
+    def load(self, wanted):
+        """Have the adapters of a list of LoRARequests. Raises UserError; those before it are kept then."""
+        for request in wanted:
+            if request not in self.ids:
+                read = read_for(self.engine.model, find_model(request.lora_path))
+                self.ids[request] = add_adapter(self.engine, adapter_of(self.engine.model, read))
+            self.ids.move_to_end(request)
+        used = {each.adapter_id for of_request in self.engine.requests.values() for each in of_request.values()}
+        for request in list(self.ids)[: -self.most]:
+            if request not in wanted and self.ids[request] not in used:
+                remove_adapter(self.engine, self.ids.pop(request))
 
 
 class NamedAdapters:

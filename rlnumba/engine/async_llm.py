@@ -62,7 +62,7 @@ class AsyncLLM:
         self._thread.shutdown()
 
     def _submit(self, number, text, prompt, params, adapter):
-        adapter_id = -1 if adapter is None else self.llm.adapter_id(adapter)
+        (adapter_id,) = self.llm.adapter_ids_of([adapter])
         length = len(prompt if text is None else self.llm.tokenizer.encode(text)) if self.llm.tokenizer else len(prompt)
         self.llm.compile_ahead([length], [params])
         self._streams.submit(number, prompt, params, adapter_id)

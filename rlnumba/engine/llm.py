@@ -9,14 +9,15 @@ import numpy as np
 
 from rlnumba.config import EngineConfig
 from rlnumba.config.keys import refuse_unknown
+from rlnumba.config.lora import MAX_LORAS
 from rlnumba.data import check_messages, encode_prompt
-from rlnumba.engine.adapters import LoRARequest, adapter_of, add_adapter, for_adapters, read_for
+from rlnumba.engine.adapters import LoRARequest, RequestedAdapters, for_adapters
 from rlnumba.engine.core import Engine, PromptError
 from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.kernel_list import extras_of
 from rlnumba.engine.requests.streams import Streams
 from rlnumba.engine.sequence import RequestOutput, SamplingParams
-from rlnumba.errors import ConfigError
+from rlnumba.errors import ConfigError, shown
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.model.hub import find_base, find_model
@@ -37,8 +38,8 @@ LLM_ELSEWHERE = {
     "quantization": "weights are float32, bfloat16 or float16: dtype",
     "kv_cache_dtype": "the KV cache has the model's dtype",
 }
-# Others that need nothing here: models are read by rlnumba itself, from safetensors; adapters have no bound.
-LLM_WITHOUT_EFFECT = ("trust_remote_code", "max_loras", "max_cpu_loras", "max_lora_rank")
+# Others that need nothing here: models are read by rlnumba itself, from safetensors; ranks have no bound.
+LLM_WITHOUT_EFFECT = ("trust_remote_code", "max_cpu_loras", "max_lora_rank")
 GENERATE_ELSEWHERE = {
     "prompt_token_ids": "give lists of token ids as prompts",
 }
@@ -52,11 +53,13 @@ class LLM:
     given one by one, as in vLLM: LLM(folder, max_model_len=1024). dtype: the weights', by default the checkpoint's.
     update_weights, needed after every change of the weights, sleep and wake are Engine's. adapters: {name: PEFT adapter
     folder} of adapters on the model, which itself has none, for generate's `adapters`. enable_lora: others may be given
-    to generate as vLLM's lora_request.
+    to generate as vLLM's lora_request, of which max_loras are kept, the last used.
     """
 
     def __init__(self, model, tokenizer=None, config=None, adapters=None, dtype=None, **keys):
-        enable_lora = keys.pop("enable_lora", False)
+        enable_lora, max_loras = keys.pop("enable_lora", False), keys.pop("max_loras", MAX_LORAS)
+        if not isinstance(max_loras, int) or max_loras < 1:
+            raise ConfigError(f"LLM: max_loras must be an integer >= 1, got {shown(max_loras)}")
         config = _engine_config(config, keys)
         if isinstance(tokenizer, str | Path):
             tokenizer = Tokenizer.from_folder(find_model(tokenizer))
@@ -71,6 +74,7 @@ class LLM:
             model = for_adapters(model)
         self.model, self.tokenizer = model, tokenizer
         self.engine = Engine(model, tokenizer, config)
+        self.requested = RequestedAdapters(self.engine, max_loras)
         self.max_model_len = self.engine.max_model_len
 
     def update_weights(self, version):
@@ -184,7 +188,7 @@ class LLM:
             adapters = [adapters] * len(prompts)
         if len(adapters) != len(prompts):
             raise ValueError(f"generate: {len(prompts)} prompts with {len(adapters)} adapters")
-        adapter_ids = [-1 if name is None else self.adapter_id(name) for name in adapters]
+        adapter_ids = self.adapter_ids_of(adapters)
         lengths = [len(p) if self.tokenizer is None or not isinstance(p, str) else TEXT_TOKENS for p in prompts]
         self.compile_ahead(lengths, params)
         return texts, prompts, params, adapter_ids
@@ -205,18 +209,24 @@ class LLM:
         lora = adapter and adapter.lora if not isinstance(adapter, AdapterStack) else tuple(filter(None, adapter.loras))
         compile_ahead(model.config, model.dtype.name, lora, self.engine.config, lengths, params, scored)
 
-    def adapter_id(self, name):
-        """The id of an adapter by its name, or of a LoRARequest, which is read at first. Raises UserError."""
-        if name in self.adapter_ids:
-            return self.adapter_ids[name]
-        if not isinstance(name, LoRARequest):
-            known = ", ".join(each for each in self.adapter_ids if isinstance(each, str)) or "none"
-            raise ConfigError(f"generate: no adapter {name!r}; the LLM was made with {known}")
-        if not isinstance(self.model.adapter, AdapterStack):
-            raise ConfigError("generate: lora_request needs LLM(..., enable_lora=True)")
-        adapter = adapter_of(self.model, read_for(self.model, find_model(name.lora_path)))
-        self.adapter_ids[name] = add_adapter(self.engine, adapter)
-        return self.adapter_ids[name]
+    def adapter_ids_of(self, adapters):
+        """The ids of a list of adapters: names, LoRARequests, whose folders are read at first, and None. Raises
+        UserError."""
+        if requested := [each for each in adapters if isinstance(each, LoRARequest)]:
+            if not isinstance(self.model.adapter, AdapterStack):
+                raise ConfigError("generate: lora_request needs LLM(..., enable_lora=True)")
+            self.requested.load(requested)
+        return [self._adapter_id(each) for each in adapters]
+
+    def _adapter_id(self, adapter):
+        if adapter is None:
+            return -1
+        if isinstance(adapter, LoRARequest):
+            return self.requested.ids[adapter]
+        if adapter not in self.adapter_ids:
+            known = ", ".join(self.adapter_ids) or "none"
+            raise ConfigError(f"generate: no adapter {adapter!r}; the LLM was made with {known}")
+        return self.adapter_ids[adapter]
 
 
 def _engine_config(config, keys):

@@ -398,10 +398,15 @@ def read_adapter(folder, weights, base):
     raw, _ = read_adapter_config(folder)
     path = folder / CONFIG
     lora = LoraConfig(**_lora_keys(raw, config, path))
-    whole = Places.of(config, lora)
     if not (folder / TENSORS).exists():
         raise UserError(f"{folder / TENSORS}: no such file (an adapter folder has one)")
-    files, host = open_tensors(folder / TENSORS), np.zeros(whole.size, np.float32)
+    files = open_tensors(folder / TENSORS)
+    # Other shapes are named below; a rank that is far too large must not take the memory first.
+    most = max((files[name].shape[0] for name in files if name.endswith("lora_A.weight")), default=0)
+    if lora.r > COLUMNS * max(most, COLUMNS):
+        raise UserError(f"{folder / TENSORS}: the adapter has at most {most} rows of A, and {CONFIG} has r {lora.r}")
+    whole = Places.of(config, lora)
+    host = np.zeros(whole.size, np.float32)
     views, problems = dict(whole.tensors(host)), []
     if SCORE in views and not _modules_to_save(raw):
         views.pop(SCORE)[...] = device.to_host(weights.score)

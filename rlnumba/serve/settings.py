@@ -3,6 +3,7 @@
 import ipaddress
 from dataclasses import dataclass, field
 
+from rlnumba.config.lora import MAX_LORAS
 from rlnumba.errors import ConfigError
 
 
@@ -44,7 +45,7 @@ class ServerSettings:
     heartbeat_s: float = 15.0
     unread_s: float = 60.0
     lora_root: str | None = None
-    max_loras: int = 16
+    max_loras: int = MAX_LORAS
     return_sampling_mask: bool = False
 
     def __post_init__(self):

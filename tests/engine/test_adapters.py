@@ -194,10 +194,11 @@ def test_an_adapter_that_cannot_be_loaded_is_named(folders, tmp_path):
         next(iter(tensors.values()))[0, 0] = change
         write_tensors(tmp_path / name / "adapter_model.safetensors", tensors, {"format": "pt"})
         fails(tmp_path / name, "a value is NaN or beyond float32")
-    shutil.copytree(folders["one"], tmp_path / "other")
-    config = json.loads((tmp_path / "other/adapter_config.json").read_text())
-    (tmp_path / "other/adapter_config.json").write_text(json.dumps(config | {"r": 2}))
-    fails(tmp_path / "other", "wrong shapes")
+    for name, r, line in (("other", 3, "wrong shapes"), ("huge", 10**15, "at most 5 rows of A, and .* has r 10000000")):
+        shutil.copytree(folders["all"], tmp_path / name)
+        config = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config | {"r": r}))
+        fails(tmp_path / name, line)
     with pytest.raises(ConfigError, match="several adapters need a model without one"):
         for_adapters(random_adapter(load_model(MODEL)))
 
@@ -208,9 +209,18 @@ def test_lora_request_is_an_adapter(folders, alone):
     outputs = llm.generate([PROMPT] * 3, PARAMS, lora_request=[sql, None, other])
     assert [drawn(output.completions) for output in outputs] == [alone("peft"), alone(None), alone("one")]
     (again,) = llm.generate([PROMPT], PARAMS, lora_request=LoRARequest("sql", 1, str(folders["peft"])))
-    assert drawn(again.completions) == alone("peft") and len(llm.adapter_ids) == 2
+    assert drawn(again.completions) == alone("peft") and len(llm.requested.ids) == 2
     *_, last = llm.stream([PROMPT], PARAMS, lora_request=other)
     assert drawn(last[1].completions) == alone("one")
+    # The two used last are kept, and all of a call.
+    for number, names in enumerate((["wide"], ["all", "wide", "rslora"], ["one"])):
+        wanted = [LoRARequest(name, 5 + number, str(folders[name])) for name in names]
+        outputs = llm.generate([PROMPT] * len(names), PARAMS, lora_request=wanted)
+        assert [drawn(output.completions) for output in outputs] == [alone(name) for name in names]
+        assert [request.lora_name for request in llm.requested.ids][-len(names) :] == names
+        assert len(llm.requested.ids) == len(llm.engine.adapters.of_id) == max(len(names), 2)
+    with pytest.raises(ConfigError, match="max_loras must be an integer >= 1, got 0"):
+        LLM(load_model(MODEL), enable_lora=True, max_loras=0)
     with pytest.raises(TypeError, match="an adapter is a name or a LoRARequest, or a list of them, got int"):
         llm.generate([PROMPT], PARAMS, lora_request=1)
     with pytest.raises(TypeError, match="adapters and lora_request are the same"):

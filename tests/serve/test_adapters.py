@@ -5,6 +5,8 @@ import shutil
 import threading
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rlnumba import LLM, SamplingParams, cli
 from rlnumba.config import EngineConfig
@@ -198,12 +200,27 @@ def test_refusals_in_vllms_words(server, loaded, root):
     "path", ["../outside", "/etc", "link", "nested/../../outside", "linked file", "/", "..", "a\0b", "x" * 5000]
 )
 def test_nothing_outside_of_the_root_is_read(server, root, path):
-    for given in {path, path if path.startswith("/") else f"{root}/{path}"}:
-        reply = request(server, "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": given})
+    for form in {path, path if path.startswith("/") else f"{root}/{path}"}:
+        reply = request(server, "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": form})
         assert reply.status in (400, 404) and reply.json["error"]["param"] == "lora_path"
         if len(path) < 100 and "\0" not in path:
             assert "is not below the server's --lora-root" in reply.json["error"]["message"]
     assert "a" not in server.service.adapters.by_name
+
+
+KEYS = st.sampled_from(["lora_name", "lora_path", "load_inplace", "lora_int_id", "is_3d_lora_weight"])
+VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.lists(st.text(max_size=2), max_size=2)
+VALUES |= st.sampled_from([*NAMES, "link", "empty", ".", "./one/", "one/adapter_config.json", "pipe"])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(["load", "unload"]), st.dictionaries(KEYS, VALUES, max_size=4))
+def test_no_body_makes_the_server_fail(server, route, body):
+    reply = request(server, f"/v1/{route}_lora_adapter", body)
+    assert reply.status in (200, 400, 404), reply.raw
+    if reply.status == 200 and route == "load":
+        assert request(server, "/v1/unload_lora_adapter", {"lora_name": body["lora_name"]}).status == 200
+    assert not server.service.adapters.by_name
 
 
 def test_paths_below_the_root(server, loaded, root):

@@ -61,6 +61,8 @@ CASES = [
     ("/v1/completions", {"logit_bias": [5]}, "logit_bias"),
     ("/v1/completions", {"allowed_token_ids": [99]}, "allowed_token_ids"),
     ("/v1/completions", {"bad_words": [""]}, "bad_words"),
+    ("/v1/completions", {"allowed_token_ids": []}, "allowed_token_ids"),
+    ("/v1/completions", {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}, "min_tokens"),
     ("/v1/completions", {"max_tokens": 0}, "max_tokens"),
     ("/v1/completions", {"max_tokens": "9"}, "max_tokens"),
     ("/v1/completions", {"stream": 1}, "stream"),

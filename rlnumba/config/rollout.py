@@ -259,11 +259,6 @@ class PromptRun(Run):
             object.__setattr__(self, "rewards", replace(self.rewards, funcs=["gym"]))
         if self.rollout.func is not None:
             self._check_rollout(plan)
-        if self.has_episodes and self.deploy.num_infer_gpus:
-            raise ConfigError(
-                f"deploy.num_infer_gpus ({self.deploy.num_infer_gpus}) does not go with tools or an environment: the "
-                "GPUs that train draw their episodes"
-            )
         if self.data.curriculum_column is not None and plan.difficulty_weights is not None:
             raise ConfigError(
                 "data.curriculum_column orders the prompts, and train.difficulty_weights draws them: set one of the two"

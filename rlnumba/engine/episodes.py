@@ -392,6 +392,12 @@ class Episodes:
             self._leave(number)
         self._complete.clear()
 
+    def end_episodes(self):
+        """End the coroutines of all groups where they are; for an engine that is not used any more."""
+        for episode in self._episodes.values():
+            episode.close()
+        self._episodes.clear()
+
     def interrupt(self, number):
         """Take a group back: its GroupRequest with what is done and begun, or None if this engine does not have it.
 

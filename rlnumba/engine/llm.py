@@ -149,6 +149,29 @@ class LLM:
                 bar.close()
         return outputs
 
+    def generate_episodes(self, prompts, params, episodes, progress=None, finished=None):
+        """The completions of prompts that are episodes (engine/episodes.py): list of RequestOutput.
+
+        prompts: lists of token ids; params: SamplingParams of each; episodes: the coroutine function of each. progress,
+        finished: those of generate. Raises what an episode raises. After any exception the engine has no requests.
+        """
+        driver, total = Episodes(self.engine), sum(each.n for each in params)
+        outputs = [RequestOutput(list(prompt)) for prompt in prompts]
+        try:
+            for number, (output, each, episode) in enumerate(zip(outputs, params, episodes, strict=True)):
+                driver.submit(GroupRequest(number, output.prompt_token_ids, each, episode=episode))
+            while not driver.is_idle:
+                for request in driver.step():
+                    outputs[request.number].completions = request.completions
+                    if finished is not None:
+                        finished(request.number, outputs[request.number])
+                if progress is not None:
+                    progress(driver.num_finished, total, driver.num_tokens)
+        except BaseException:  # a signal, too: the next call finds an engine without requests
+            driver.reset()
+            raise
+        return outputs
+
     def stream(self, prompts, params=None, adapters=None, **others):
         """Yields (index of the prompt, its RequestOutput so far) after every step, for each prompt that has grown.
 

@@ -11,10 +11,12 @@ agents.close()
 import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.config.rollout import PromptRun
 from rlnumba.data.files import template_variables
 from rlnumba.data.prompts import PromptTools
 from rlnumba.environments.calls import ToolCaller
@@ -24,9 +26,9 @@ from rlnumba.environments.pool import GET_REWARD, GIVEN, RESET, EnvironmentPool,
 from rlnumba.environments.schema import name_of, schemas_of, tools_of
 from rlnumba.environments.turns import check_turns
 from rlnumba.errors import ConfigError, UserError, shown
+from rlnumba.rewards.calling import importable_name
 from rlnumba.rewards.loading import load_object
 from rlnumba.sampling.rollout_func import RolloutFunction
-from rlnumba.sampling.samples import draw_episodes
 
 # The column with the name of a row's environment.
 COLUMN = "environment"
@@ -61,6 +63,46 @@ def given(tools):
         _given.reset(token)
 
 
+class AgentsSetup(NamedTuple):
+    """The description of a run's Agents, which another process makes of it: GivenTools of names alone."""
+
+    run: PromptRun
+    tools: GivenTools
+
+    @classmethod
+    def of(cls, run):
+        """The AgentsSetup of a run with tools or environments. Raises ConfigError for objects without a name that
+        other processes find them by."""
+        functions, factories = _objects_of(run)
+        named = GivenTools([_name_of(each) for each in functions], {name: _name_of(f) for name, f in factories.items()})
+        return cls(run, named)
+
+    def agents(self, tokenizer):
+        """The Agents in this process."""
+        with given(self.tools):
+            return load_agents(self.run, tokenizer)
+
+
+def _objects_of(run):
+    """(tools, {name: factory}) of a run, each an object or a name."""
+    known = _given.get()
+    functions = run.tools.funcs if known.functions is None else known.functions
+    return functions, run.environment.specs if known.factories is None else known.factories
+
+
+def _name_of(value):
+    """The name by which another process finds a tool or a factory: that of a file is its whole path."""
+    if not isinstance(value, str):
+        if (name := importable_name(value)) is None:
+            raise ConfigError(
+                f"deploy.num_infer_gpus: {getattr(value, '__qualname__', shown(value))} cannot be imported by the "
+                "processes that draw; define it at the top of a module, or name it file.py:name"
+            )
+        return name
+    source, _, name = value.rpartition(":")
+    return f"{Path(source).expanduser().resolve()}:{name}" if source.endswith(".py") else value
+
+
 class Toolset(NamedTuple):
     """The tools of the rows of one environment. functions: {name: function}; methods: names of the environment's;
     schemas: of all, None without any."""
@@ -74,14 +116,15 @@ def load_agents(run, tokenizer):
     """The Agents of a run on prompts, or None. Raises UserError or ConfigError, each of one line."""
     if not run.has_episodes:
         return None
-    known = _given.get()
     if run.rollout.func is not None:
-        function = _found(known.rollout or run.rollout.func, "rollout.func")
+        function = _found(_given.get().rollout or run.rollout.func, "rollout.func")
         _check_callable(function, "rollout.func")
         return RolloutFunction(run, _needed(tokenizer, run, "rollout.func needs"), function)
-    functions = run.tools.funcs if known.functions is None else known.functions
+    if run.deploy.num_infer_gpus:
+        # Before anything is loaded, for objects that other processes cannot have.
+        AgentsSetup.of(run)
+    functions, factories = _objects_of(run)
     functions = [_found(each, "tools.funcs") for each in functions]
-    factories = run.environment.specs if known.factories is None else known.factories
     factories = {name: _found(each, _factory_key(name)) for name, each in factories.items()}
     for key, each in [("tools.funcs", f) for f in functions] + [(_factory_key(n), f) for n, f in factories.items()]:
         _check_callable(each, key)
@@ -230,7 +273,8 @@ class Agents:
         llm: the LLM that draws; params: SamplingParams of each. progress, finished: those of LLM.generate.
         """
         episodes = [self.episode(*each) for each in zip(prompts, indices, params, strict=True)]
-        return draw_episodes(llm.engine, prompts, params, episodes, progress, finished)
+        token_ids = [prompt.prompt_token_ids for prompt in prompts]
+        return llm.generate_episodes(token_ids, params, episodes, progress, finished)
 
     def encode(self, prompt, row):
         """The ids of messages of an EpisodeRow: list of int."""

@@ -7,8 +7,11 @@ were drawn, and the ids of the results. It ends with a turn without calls, with 
 max_tool_calling_iterations.
 """
 
+import numbers
 import time
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from rlnumba.data.prompts import encode_prompt
 from rlnumba.environments.calls import CallResult, ToolRun, error_content
@@ -63,10 +66,20 @@ def is_observation(value):
 
 
 class Episode:
-    """The coroutine function of the rollouts of one row. agents: Agents; row: EpisodeRow."""
+    """The coroutine function of the rollouts of one row. agents: Agents; row: EpisodeRow.
+
+    A pickle has the row alone: where it is read, `played_by` gives it the Agents of that process.
+    """
 
     def __init__(self, agents, row):
         self.agents, self.row = agents, row
+
+    def __reduce__(self):
+        return Episode, (None, self.row)
+
+    def played_by(self, agents):
+        """The same with other Agents."""
+        return Episode(agents, self.row)
 
     async def __call__(self, rollout):
         """Play one rollout: its Transcript."""
@@ -191,7 +204,12 @@ class Episode:
         """Ask the environment for its reward."""
         began = time.monotonic()
         try:
-            transcript.reward = await rollout.wait(instance.get_reward())
+            value = await rollout.wait(instance.get_reward())
+            if value is not None and not isinstance(value, numbers.Real | np.bool_):
+                raise EnvironmentFailure(
+                    f"environment: {instance.class_name}.get_reward() must return a number or None, got {shown(value)}"
+                )
+            transcript.reward = value
         except EnvironmentFailure as error:
             transcript.reward_error = str(error)
         transcript.reward_s = time.monotonic() - began

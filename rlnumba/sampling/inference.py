@@ -33,7 +33,7 @@ from typing import NamedTuple
 from rlnumba.errors import UserError
 from rlnumba.parallel.launch import how_ended
 from rlnumba.sampling.inference_group import Failed
-from rlnumba.sampling.inference_worker import Begun, Done, Interrupt, Refused, Updated
+from rlnumba.sampling.inference_worker import Begun, Close, Closed, Done, Interrupt, Refused, Updated
 from rlnumba.sampling.queued_connection import QueuedConnection
 from rlnumba.sampling.sampler import Alive, Sampler
 from rlnumba.sampling.weights.push import Offer
@@ -77,14 +77,15 @@ class Process:
     groups: {number: (GroupRequest, when it was begun, inf before)} that it has not finished. asked: numbers of groups
     that were asked back. offer: that of its staging, once it has sent one. sent: the newest version that was sent,
     pending: those that are not live yet; refused: {version: how often it was refused}. heard_at: when it last sent
-    something, has_started: whether it has. is_ending: whether another one is about to take its place.
+    something, has_started: whether it has. is_ending: whether another one is about to take its place. closed: an Event,
+    once it has closed its environments, or has ended.
     """
 
     def __init__(self, index):
         self.index, self.groups, self.asked = index, {}, set()
         self.offer, self.sent, self.pending, self.refused = None, None, set(), {}
         self.stats, self.heard_at, self.has_started = Alive(0, 0.0, 0.0), time.monotonic(), False
-        self.is_ending = False
+        self.is_ending, self.closed = False, threading.Event()
 
     def send(self, message):
         """Send a message, which does not wait for the process."""
@@ -212,11 +213,13 @@ class Engines(Sampler):
 
     setup_of(index): the Setup of each. sender: WeightSender or WeightPusher. limits: Limits. start(index, setup,
     arrived): a Process, as SpawnedProcess has it. nodes: the RayEngines that `start` is of, which are closed last.
+    closing_s: seconds for processes to close their environments at the end, 0 where they have none.
     """
 
     wait_s = POLL_S
 
-    def __init__(self, setup_of, sender, count, limits, start=SpawnedProcess, nodes=None):
+    def __init__(self, setup_of, sender, count, limits, start=SpawnedProcess, nodes=None, closing_s=0.0):
+        self.closing_s = closing_s
         self.setup_of, self.sender, self.count, self.limits, self.nodes = setup_of, sender, count, limits, nodes
         # Those who get the requests back, by number.
         self._owners = {}
@@ -241,6 +244,12 @@ class Engines(Sampler):
         """End all processes."""
         self._closed = True
         self._thread.join()
+        if self.closing_s:
+            for process in self.processes:
+                process.send(Close())
+            until = time.monotonic() + self.closing_s
+            for process in self.processes:
+                process.closed.wait(max(until - time.monotonic(), 0.0))
         for process in self.processes:
             process.end()
         if self.nodes is not None:
@@ -356,6 +365,8 @@ class Engines(Sampler):
         process.send(request)
 
     def _arrived(self, process, message):
+        if isinstance(message, Closed | Ended):
+            process.closed.set()
         self._messages.put((process, message))
 
     def _watch(self):

@@ -9,6 +9,8 @@ become the live ones. If the model is cut over several GPUs, this process leads 
 import os
 import sys
 import time
+from contextlib import closing
+from dataclasses import replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -16,7 +18,9 @@ from typing import NamedTuple
 from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.engine.core import Engine
 from rlnumba.engine.episodes import Episodes, GroupRequest
-from rlnumba.errors import CommunicationError
+from rlnumba.environments.agents import AgentsSetup
+from rlnumba.environments.episode import Episode
+from rlnumba.errors import CommunicationError, UserError
 from rlnumba.parallel.communicator import TIMEOUT_S
 from rlnumba.runtime import garbage
 from rlnumba.sampling.inference_group import FINISH_S, Failed, Followers, HeldModel, choose_device
@@ -37,7 +41,7 @@ class Setup(NamedTuple):
     keep_cache: whether running completions go on with new weights, and with their keys and values. followers:
     (gpu, num_sharing) of each further process that has a part of the model; timeout_s: how long these processes wait
     for each other. kernels: (module, request) of ahead_of_time.start, or None for a process that shares the cache with
-    the trainer, which compiles for both.
+    the trainer, which compiles for both. agents: of a run with tools or environments, which this process has itself.
     """
 
     held: HeldModel
@@ -56,6 +60,7 @@ class Setup(NamedTuple):
     followers: tuple = ()
     timeout_s: float = TIMEOUT_S
     kernels: tuple | None = None
+    agents: AgentsSetup | None = None
 
 
 class Interrupt(NamedTuple):
@@ -74,6 +79,14 @@ class Done(NamedTuple):
     """A GroupRequest that an inference process returns, complete, or as far as it was when it was interrupted."""
 
     request: GroupRequest
+
+
+class Close(NamedTuple):
+    """A message to an inference process: close the environments, and end."""
+
+
+class Closed(NamedTuple):
+    """The last message to the trainer of a process that has closed its environments after a Close."""
 
 
 class Updated(NamedTuple):
@@ -117,7 +130,9 @@ def serve(connection, setup_of):
     try:
         setup = setup_of()
         followers = Followers(setup, connection)
-        Server(connection, setup, followers).run()
+        with closing(Server(connection, setup, followers)) as server:
+            server.run()
+        connection.send(Closed())
     except (EOFError, OSError):
         pass  # the trainer has ended
     except CommunicationError as error:
@@ -150,14 +165,15 @@ class Server:
         # No group can begin before the first weights have arrived.
         self.groups.update_weights(self.receiver.version)
         self.busy_s, self.idle_s, self.heard_at = 0.0, 0.0, 0.0
-        self.is_frozen = False
+        self.is_frozen = self.is_closing = False
+        self.agents = None if setup.agents is None else setup.agents.agents(setup.held.tokenizer)
         if setup.staging is None:
             self._lead("open_staging", staging.offer)
             connection.send(staging.offer)
 
     def run(self):
-        """Serve until the connection closes, which raises EOFError or OSError."""
-        while True:
+        """Serve until a Close, or until the connection closes, which raises EOFError or OSError."""
+        while not self.is_closing:
             self._beat()
             self._receive()
             self._update()
@@ -177,6 +193,15 @@ class Server:
                     garbage.freeze()
                     self.is_frozen = True
 
+    def close(self):
+        """Drop the episodes, and close their environments."""
+        if self.agents is not None:
+            self.groups.end_episodes()
+            try:
+                self.agents.close()
+            except UserError as error:  # the trainer has all that it wants
+                print(f"rlnumba: {error}", file=sys.stderr)
+
     def _beat(self, now=False):
         """Send a sign of life if it is time for one."""
         if now or time.monotonic() - self.heard_at > HEARTBEAT_S:
@@ -194,15 +219,23 @@ class Server:
         while has_message:
             message = self.connection.recv()
             if isinstance(message, GroupRequest):
-                self.groups.submit(message)
+                self.groups.submit(self._with_agents(message))
             elif isinstance(message, Interrupt):
                 request = self.groups.interrupt(message.number)
                 if request is not None:
                     self.connection.send(Done(request))
+            elif isinstance(message, Close):
+                self.is_closing = True
             elif isinstance(message, Begin | Bucket | Finish):
                 self._or_refused(self.receiver.take, message)
             has_message = self.connection.poll()
         self._or_refused(self.receiver.check)
+
+    def _with_agents(self, request):
+        """A GroupRequest whose episodes have the tools and environments of this process."""
+        if not isinstance(request.episode, Episode):
+            return request
+        return replace(request, episode=request.episode.played_by(self.agents))
 
     def _or_refused(self, function, *arguments):
         """Call a function of the receiver, and report it if that refuses weights."""

@@ -11,6 +11,8 @@ from dataclasses import replace
 from rlnumba.engine.core import longest_sequence
 from rlnumba.engine.episodes import GroupRequest
 from rlnumba.engine.sequence import RequestOutput, SamplingParams
+from rlnumba.environments.agents import AgentsSetup
+from rlnumba.environments.calls import GRACE_S
 from rlnumba.parallel import ray_cluster
 from rlnumba.parallel.placement import gpus_of_ranks, most_ranks_per_gpu
 from rlnumba.runtime import device
@@ -66,6 +68,7 @@ def process_sampler(run, policy, tokenizer, pusher, waiting, kernels):
         "keep_cache": not options.recompute_kv_cache_after_weight_updates,
         "timeout_s": deploy.dist_timeout_seconds,
         "kernels": kernels if is_on_ray else None,
+        "agents": AgentsSetup.of(run) if run.has_episodes else None,
     }  # fmt: skip
 
     def setup_of(index):
@@ -76,7 +79,8 @@ def process_sampler(run, policy, tokenizer, pusher, waiting, kernels):
         )
         return Setup(**common, gpu=gpu, num_sharing=num_sharing, followers=tuple(followers))
 
-    return Engines(setup_of, sender, deploy.num_engines, limits, start, nodes)
+    closing_s = run.rewards.timeout + 2 * GRACE_S if run.has_episodes else 0.0
+    return Engines(setup_of, sender, deploy.num_engines, limits, start, nodes, closing_s)
 
 
 def pusher_of(run, policy):
@@ -122,6 +126,10 @@ class LLMOnProcesses:
 
     def generate(self, prompts, params, progress=None, finished=None):
         """The same as LLM.generate of lists of token ids. Raises InferenceError, also for what cannot be run."""
+        return self.generate_episodes(prompts, params, [None] * len(prompts), progress, finished)
+
+    def generate_episodes(self, prompts, params, episodes, progress=None, finished=None):
+        """The same as LLM.generate_episodes; completions of a prompt without an episode are single turns."""
         params = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         outputs = [
             RequestOutput(list(prompt), [None] * each.n, None, str(index))
@@ -129,9 +137,10 @@ class LLMOnProcesses:
         ]
         # What is left of a call that was interrupted is not asked for any more.
         self._attempts, first = {}, self._next_number
-        for prompt, each in zip(prompts, params, strict=True):
+        for prompt, each, episode in zip(prompts, params, episodes, strict=True):
             self._attempts[self._next_number] = 1
-            self.sampler.submit(GroupRequest(self._next_number, list(prompt), each, self.sampler.version), self)
+            request = GroupRequest(self._next_number, list(prompt), each, self.sampler.version, episode=episode)
+            self.sampler.submit(request, self)
             self._next_number -= 1
         total, num_finished, num_tokens = sum(each.n for each in params), 0, 0
         while self._attempts:

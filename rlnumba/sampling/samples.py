@@ -12,8 +12,7 @@ import numpy as np
 
 from rlnumba.data import Prompt
 from rlnumba.data.values import as_json
-from rlnumba.engine.episodes import Episodes, GroupRequest
-from rlnumba.engine.sequence import Completion, RequestOutput
+from rlnumba.engine.sequence import Completion
 from rlnumba.environments.transcript import ITERATIONS, OVERFLOW, Transcript
 from rlnumba.rewards.calling import EpisodeParts
 
@@ -161,27 +160,6 @@ def draw_samples(llm, rewards, prompts, indices, params, trainer_state, clock, s
         generation = as_generation(chosen, completions, scores, rewards.weights, llm.tokenizer)
     generation.tool_names = [] if agents is None else agents.tool_names
     return generation
-
-
-def draw_episodes(engine, prompts, params, episodes, progress, finished):
-    """The completions of Prompts that are episodes: list of RequestOutput.
-
-    params: SamplingParams of each; episodes: the coroutine function of each. progress, finished: those of LLM.generate.
-    """
-    driver, total = Episodes(engine), sum(each.n for each in params)
-    outputs = [RequestOutput(list(prompt.prompt_token_ids)) for prompt in prompts]
-    try:
-        for number, (output, each, episode) in enumerate(zip(outputs, params, episodes, strict=True)):
-            driver.submit(GroupRequest(number, output.prompt_token_ids, each, episode=episode))
-        while not driver.is_idle:
-            for request in driver.step():
-                outputs[request.number].completions = request.completions
-                finished(request.number, outputs[request.number])
-            progress(driver.num_finished, total, driver.num_tokens)
-    except BaseException:  # a signal, too: the next call finds an engine without requests
-        driver.reset()
-        raise
-    return outputs
 
 
 def columns_of(prompts, indices, n):

@@ -13,10 +13,12 @@ MAX_MODEL_LEN = 128
 
 def agents_with(tokenizer, functions=(), factories=None, iterations=None, rewards=("f",), **tools):
     """The Agents of such tools and environments; tools: keys of [tools]."""
+    sizes = SimpleNamespace(generation=SimpleNamespace(num_prompts=1))
     run = SimpleNamespace(
         tools=ToolsConfig(**tools),
         environment=EnvironmentConfig(),
-        train=SimpleNamespace(max_tool_calling_iterations=iterations),
+        train=SimpleNamespace(max_tool_calling_iterations=iterations, on_ranks=lambda count: sizes),
+        num_ranks=1,
         rewards=SimpleNamespace(funcs=list(rewards), timeout=5.0),
         data=SimpleNamespace(chat_template_kwargs={}, train="rows.jsonl"),
     )

@@ -33,7 +33,6 @@ from rlnumba.runs.eval import run_eval
 from rlnumba.runs.planning.plan import Planner
 from rlnumba.runs.prompt_loop import agents_of
 from rlnumba.runs.prompt_run import load_prompts
-from rlnumba.sampling.samples import draw_episodes
 from rlnumba.trainers.every import TRAINERS
 from tests.environments.scripted import agents_with
 from tests.parallel import in_threads
@@ -274,7 +273,7 @@ def test_delays_of_tools_change_nothing():
         prompts = [Prompt(*each, {}, "") for each in zip(content, ids, strict=True)]
         params = [SamplingParams(n=8, max_tokens=48, seed=1)] * 4
         episodes = [agents.episode(prompt, i, params[i]) for i, prompt in enumerate(prompts)]
-        outputs = draw_episodes(llm.engine, prompts, params, episodes, lambda *_: None, lambda *_: None)
+        outputs = llm.generate_episodes([prompt.prompt_token_ids for prompt in prompts], params, episodes)
         completions = [each for output in outputs for each in output.completions]
         found.append([(list(each.token_ids), each.array("logprobs").tobytes()) for each in completions])
         assert {each.episode.num_turns for each in completions} == {1, 2}
@@ -361,11 +360,6 @@ max_steps = 1
         ("sft", ("", ""), "unknown section [tools]; it belongs to "),
         ("grpo", ("[train]", '[environment]\nfactory = "math:pi"\n[train]'), "environment.factory: 3.14"),
         ("grpo", ("[train]", '[environment.factories]\na = "{tools}/calculator.py:product"\n[train]'), "product"),
-        (
-            "grpo",
-            ("[train]", "[deploy]\nnum_infer_gpus = 1\n[async]\n[train]"),
-            "deploy.num_infer_gpus (1) does not go",
-        ),
         ("grpo", ("train.jsonl", "../quickstart/train.jsonl"), "train.jsonl:1: 'prompt' is text, and with tools"),
     ],
 )

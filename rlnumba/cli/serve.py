@@ -46,6 +46,7 @@ THINKING = click.Choice(["auto", "qwen3", "none"])
 @click.option("--allow-runtime-lora", is_flag=True, help="Let clients load adapters, and unload them.")
 @click.option("--lora-root", help="The folder below which these are.")
 @click.option("--max-loras", type=POSITIVE, default=MAX_LORAS, help="Most adapters at a time.")
+@click.option("--dev-endpoints", is_flag=True, help="Let a trainer pause the engine and give it new weights.")
 @click.option("--log-requests", is_flag=True, help="A line on stderr for each request.")
 def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser, reasoning_parser, **options):
     """Serve a model over HTTP, with the routes of OpenAI's API.
@@ -66,8 +67,10 @@ def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser
     from rlnumba.serve.settings import ServerSettings
 
     names = {field.name for field in dataclasses.fields(EngineConfig)} & set(options)
-    # The server bounds what a request may list; what it lists for a sampling mask has a bound of its own.
-    engine_config = EngineConfig(**{name: options[name] for name in names} | {"max_logprobs": -1})
+    # The server bounds what a request may list; what it lists for a sampling mask has a bound of its own. One that
+    # sleeps leaves its memory to other processes.
+    own = {"max_logprobs": -1, "enable_sleep_mode": options["dev_endpoints"] or None}
+    engine_config = EngineConfig(**{name: options[name] for name in names} | own)
     options = {name: value for name, value in options.items() if name == "max_logprobs" or name not in names}
     options["overload_status"] = int(options["overload_status"])
     options["allowed_origins"] = tuple(options["allowed_origins"])
@@ -78,6 +81,7 @@ def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser
     prepare_compiling(1)
     log_device()
     folder, base, config, tokenizer = open_model(model, base)
+    settings = dataclasses.replace(settings, folder=str(folder))
     longest_sequence(config, engine_config)
     if base is not None and (adapters or allows_adapters):
         raise ConfigError(f"--model {model} is an adapter; --lora-modules and --allow-runtime-lora need a model")

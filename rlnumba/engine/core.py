@@ -112,9 +112,7 @@ class Engine:
     def __init__(self, model, tokenizer=None, config=None):
         self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
         self.max_model_len = longest_sequence(model.config, self.config)
-        ids = model.config.ending_at(tokenizer and tokenizer.eos_token_id).eos_token_ids
-        # Others are written in some models' files, and cannot be drawn.
-        self.eos_token_ids = tuple(i for i in ids if 0 <= i < model.config.vocab_size)
+        self.take_ends(model.config)
         self.max_num_batched_tokens = self.config.max_num_batched_tokens
         # A step has room for one token of every running sequence.
         self.max_num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
@@ -154,6 +152,12 @@ class Engine:
         self.speculator.reset()
         # (whether the last step was to have drafts, its size), and when it was recorded.
         self.last_step = None, 0.0
+
+    def take_ends(self, config):
+        """Let the tokens that end a sequence, of requests that are added from now on, be those of a ModelConfig."""
+        ids = config.ending_at(self.tokenizer and self.tokenizer.eos_token_id).eos_token_ids
+        # Others are written in some models' files, and cannot be drawn.
+        self.eos_token_ids = tuple(i for i in ids if 0 <= i < config.vocab_size)
 
     @property
     def policy_version(self):
@@ -352,6 +356,23 @@ class Engine:
         if not self.requests:
             self.run_ahead.discard()
 
+    def cut_short(self, request_id):
+        """End a request with the tokens that its completions have: list of FinishedCompletion of the unfinished ones.
+
+        Their finish_reason is "abort". To be called after `synchronize`, once `step` has returned what that found.
+        """
+        self.release_retained(request_id)
+        sequences = list(self.requests.get(request_id, {}).values())
+        for sequence in sequences:
+            self.scheduler.remove(sequence)
+            sequence.finish_reason = "abort"
+        return self._finish(sequences)
+
+    def reset_prefix_cache(self):
+        """Let no request share the cached blocks of an earlier one any more. Raises as `step` does."""
+        self.synchronize()
+        self.scheduler.forget_cached()
+
     def reset(self):
         """Drop all requests and the content of the cache: after an exception in `step`, wherever it was raised."""
         self.runner.synchronize()
@@ -475,7 +496,7 @@ class Engine:
             if is_listed:
                 pairs = zip(sequence.listings, sequence.completion_ids, strict=True)
                 completion.top_logprobs = [entries(listing, token, self.token_text) for listing, token in pairs]
-            if sequence.params.num_prompt_logprobs >= 0 and sequence.index == 0:
+            if sequence.params.num_prompt_logprobs >= 0 and sequence.index == 0 and not sequence.num_to_score:
                 pairs = zip(sequence.prompt_listings, sequence.prompt[1:], strict=True)
                 scored = [entries(listing, token, self.token_text) for listing, token in pairs]
                 completion.prompt_logprobs = [None, *scored]

@@ -209,13 +209,14 @@ class EpisodeRecord:
 class Completion:
     """One completion: token_ids, and of each token its log-prob and the policy version that it was sampled from.
 
-    logprobs: those of the distribution sampled from (after temperature and filters). finish_reason: "stop" or "length".
-    The token that stops a completion is the last of token_ids and not part of text. index: among those of its prompt.
-    stop_reason: the stop string or the id of stop_token_ids that ended it, None for EOS and "length". thresholds: array
-    of the smallest logit that the filters kept for each token, -inf without filters; None unless logit_thresholds asked
-    for it. num_cached_tokens: tokens of the prompt whose K and V were in the cache when it began. top_logprobs: what
-    logprobs are then, a dict {id: Logprob} a token; None unless a number of them was asked for. prompt_logprobs: those
-    of the prompt's tokens, the first None, where they were asked for, with completion 0.
+    logprobs: those of the distribution sampled from (after temperature and filters). finish_reason: "stop", "length"
+    or, of one that was cut short, "abort". The token that stops a completion is the last of token_ids and not part of
+    text. index: among those of its prompt. stop_reason: the stop string or the id of stop_token_ids that ended it, None
+    for EOS and the other reasons. thresholds: array of the smallest logit that the filters kept for each token, -inf
+    without filters; None unless logit_thresholds asked for it. num_cached_tokens: tokens of the prompt whose K and V
+    were in the cache when it began. top_logprobs: what logprobs are then, a dict {id: Logprob} a token; None unless a
+    number of them was asked for. prompt_logprobs: those of the prompt's tokens, the first None, where they were asked
+    for, with completion 0.
 
     mask: (T,) bool, whether each token was drawn, None where all were: others are the environment's, with log-prob 0
     and the policy version of the token before. episode: the EpisodeRecord of several turns, or None.

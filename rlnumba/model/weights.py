@@ -177,40 +177,76 @@ def load_weights(folder, config, dtype=None, heads=None, shard=WHOLE, make_weigh
     mapped files. Raises UserError, one line, for a damaged or missing file and for a tensor that is missing, unknown,
     or of another shape or dtype than it should be, with the names.
     """
-    folder = Path(folder)
-    files = _open_checkpoint(folder)
-    of_model = {source: (p, rows) for p in parameters(config) for source, rows in p.rows}
-    expected = {source: (rows, *p.shape[1:]) for source, (p, rows) in of_model.items()}
-    if config.tie_word_embeddings and "lm_head.weight" in files:
-        _drop_tied_head(files)
-    # Rotary frequencies that old checkpoints have as a buffer; they follow from the config.
-    found = {name for name in files if not name.endswith(".rotary_emb.inv_freq")}
-    problems = []
-    if missing := [name for name in expected if name not in found]:
-        problems.append(f"missing tensors: {listed(missing)}")
-    if extra := sorted(found - expected.keys()):
-        problems.append(f"tensors that {config.model_type} does not have: {listed(extra)}")
-    shapes = {name: files[name].shape for name in expected if name in found}
-    wrong = [f"{name} is {shape}, not {expected[name]}" for name, shape in shapes.items() if shape != expected[name]]
-    if wrong:
-        problems.append(f"wrong shapes: {listed(wrong)}")
-    if problems:
-        raise UserError(f"{folder}: the checkpoint does not fit its config.json: {'; '.join(problems)}")
-    for name in expected:
-        check_dtype(name, files[name])
+    stored = StoredWeights(folder, config)
+    contents = {path: np.memmap(path, np.uint8, "r") for path in stored.paths}
+    stored.check_tied_head(contents)
     weights = make_weights(replace(config, heads=heads or config.heads), dtype or config.dtype, shard=shard)
-    places = [(files[source], source, at) for source, at, _ in weights.places() if source in expected]
-    mapped = {path: np.memmap(path, np.uint8, "r") for path in {stored.path for stored, _, _ in places}}
-    copies = []
-    for stored, source, at in places:
-        p, rows = of_model[source]
-        values = stored.values_in(mapped[stored.path])[p.part_of(shard, rows)].reshape(-1)
-        for first, array in weights.spans():
-            lower, upper = max(at, first), min(at + len(values), first + len(array))
-            if lower < upper:
-                copies.append((array[lower - first : upper - first], values[lower - at : upper - at]))
-    copy_to_device(copies)
+    copy_to_device(stored.copies_to(weights, contents))
     return weights
+
+
+class StoredWeights:
+    """The tensors of a folder's *.safetensors, found to be those of a model: {name: Stored}, without their values.
+
+    config: that of the folder. Raises UserError as load_weights does. paths: the files; tied_head: the Stored copy of a
+    tied embedding as lm_head.weight, or None. `contents` are the bytes of each file, {path: (n,) uint8}.
+    """
+
+    def __init__(self, folder, config):
+        folder, self.config = Path(folder), config
+        files = _open_checkpoint(folder)
+        self.tied_head = None
+        if config.tie_word_embeddings and "lm_head.weight" in files:
+            self.tied_head = _take_tied_head(files)
+        # Parameter and rows of each tensor.
+        self.of_model = {source: (p, rows) for p in parameters(config) for source, rows in p.rows}
+        expected = {source: (rows, *p.shape[1:]) for source, (p, rows) in self.of_model.items()}
+        # Rotary frequencies that old checkpoints have as a buffer; they follow from the config.
+        found = {name for name in files if not name.endswith(".rotary_emb.inv_freq")}
+        problems = []
+        if missing := [name for name in expected if name not in found]:
+            problems.append(f"missing tensors: {listed(missing)}")
+        if extra := sorted(found - expected.keys()):
+            problems.append(f"tensors that {config.model_type} does not have: {listed(extra)}")
+        shapes = {name: files[name].shape for name in expected if name in found}
+        wrong = [
+            f"{name} is {shape}, not {expected[name]}" for name, shape in shapes.items() if shape != expected[name]
+        ]
+        if wrong:
+            problems.append(f"wrong shapes: {listed(wrong)}")
+        if problems:
+            raise UserError(f"{folder}: the checkpoint does not fit its config.json: {'; '.join(problems)}")
+        self.tensors = {name: files[name] for name in expected}
+        self.paths = {stored.path for stored in (*self.tensors.values(), self.tied_head) if stored is not None}
+        for name, stored in self.tensors.items():
+            check_dtype(name, stored)
+
+    def check_tied_head(self, contents):
+        """Raise UserError if lm_head.weight is another matrix than the embedding that the config ties it to."""
+        if self.tied_head is None:
+            return
+        head, embedding = self.tied_head, self.tensors["model.embed_tokens.weight"]
+        both = [stored.values_in(contents[stored.path]) for stored in (head, embedding)]
+        rows = range(0, len(both[0]), COMPARED_ROWS)
+        same = head.shape == embedding.shape
+        if not same or not all(np.array_equal(*(each[i : i + COMPARED_ROWS] for each in both)) for i in rows):
+            raise UserError(
+                f"{head.path}: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight"
+            )
+
+    def copies_to(self, weights, contents):
+        """The copies that fill Weights with the tensors, as copy_to_device takes them: list of (array, values)."""
+        copies = []
+        for source, at, _ in weights.places():
+            if source not in self.tensors:
+                continue
+            stored, (p, rows) = self.tensors[source], self.of_model[source]
+            values = stored.values_in(contents[stored.path])[p.part_of(weights.shard, rows)].reshape(-1)
+            for first, array in weights.spans():
+                lower, upper = max(at, first), min(at + len(values), first + len(array))
+                if lower < upper:
+                    copies.append((array[lower - first : upper - first], values[lower - at : upper - at]))
+        return copies
 
 
 def _open_checkpoint(folder):
@@ -238,20 +274,14 @@ def check_dtype(name, stored):
         raise UserError(f"{stored.path}: tensor {name} has dtype {stored.dtype} (supported: {', '.join(DTYPES)})")
 
 
-def _drop_tied_head(files):
-    """A tied model's checkpoint may repeat the embedding as lm_head.weight; anything else there is an error."""
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    path = files[head].path
+def _take_tied_head(files):
+    """Take lm_head.weight out of a tied model's tensors: its Stored. Raises UserError without an embedding."""
+    head, embedding = files.pop("lm_head.weight"), "model.embed_tokens.weight"
     if embedding not in files:
-        raise UserError(f"{path}: tie_word_embeddings is true, but {head} is there and {embedding} is not")
-    for name in (head, embedding):
-        check_dtype(name, files[name])
-    same = files[head].shape == files[embedding].shape
-    both = [files[name].values_in(np.memmap(files[name].path, np.uint8, "r")) for name in (head, embedding)]
-    rows = range(0, len(both[0]), COMPARED_ROWS)
-    if not same or not all(np.array_equal(*(each[i : i + COMPARED_ROWS] for each in both)) for i in rows):
-        raise UserError(f"{path}: tie_word_embeddings is true, but {head} differs from {embedding}")
-    del files[head]
+        raise UserError(f"{head.path}: tie_word_embeddings is true, but lm_head.weight is there and {embedding} is not")
+    for name, stored in (("lm_head.weight", head), (embedding, files[embedding])):
+        check_dtype(name, stored)
+    return head
 
 
 def listed(items, limit=16):

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from rlnumba.serve.protocol.bodies import Body, parse_json
 from rlnumba.serve.protocol.errors import ApiError, error_body, internal_error
 from rlnumba.serve.protocol.streams import ClientGone
-from rlnumba.serve.routes import adapters, token_level
+from rlnumba.serve.routes import adapters, control, token_level
 from rlnumba.serve.routes.chat import ChatAnswer
 from rlnumba.serve.routes.completions import CompletionAnswer
 from rlnumba.serve.security import Gate, read_body
@@ -83,6 +83,8 @@ def make_app(service):
     ]
     if settings.lora_root is not None:
         routes += [post("/v1/load_lora_adapter", adapters.load), post("/v1/unload_lora_adapter", adapters.unload)]
+    if settings.dev_endpoints:
+        routes += control.routes(service)
 
     async def on_gone(request, error):
         """The client has hung up before its answer, or in the middle of its body."""

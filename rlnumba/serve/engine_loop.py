@@ -3,6 +3,7 @@
     loop.submit(job)            the job's prompts become episodes before the next step
     loop.cancel(job)            they are dropped before the next step, and their blocks are free
     loop.call(function)         its result, computed between two steps: a concurrent Future
+    loop.control                pause, weights and sleep, for `call`
     loop.run(ends)              the steps, until ends() is true
 
 Only this thread uses the engine. What it sends to the server's thread goes there once a step.
@@ -21,6 +22,7 @@ from rlnumba.engine.core import GrammarError, PromptError
 from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.requests.logprobs import cut
 from rlnumba.errors import ConfigError, UserError
+from rlnumba.serve.control import EngineControl
 from rlnumba.serve.jobs import ApiJob, Delta
 from rlnumba.serve.protocol.errors import ApiError, internal_error, no_model
 from rlnumba.serve.protocol.sampling import as_api_error
@@ -31,12 +33,16 @@ IDLE_S = 0.1
 
 @dataclass
 class PromptGroup:
-    """A prompt of a job in the engine. left: its completions that have not ended; adapter: LoadedAdapter or None."""
+    """A prompt of a job in the engine. left: its completions that have not ended; adapter: LoadedAdapter or None.
+
+    version: that of the weights that it began with.
+    """
 
     job: ApiJob
     prompt: int
     left: int
     adapter: LoadedAdapter | None
+    version: int = 0
 
     def delta(self, index):
         """An empty Delta of its completion `index`."""
@@ -72,6 +78,7 @@ class EngineLoop:
         self.sent, self.drawn_again = {}, {}
         self.outgoing = []
         self.state = EngineState()
+        self.control = EngineControl(self)
 
     # Called by the server's thread.
 
@@ -102,8 +109,9 @@ class EngineLoop:
             while not ends():
                 self._carry_out_commands()
                 self._flush()
-                if not self.episodes.is_idle:
+                if not self.episodes.is_idle and not self.control.is_stopped:
                     self._step()
+                self.control.after_step()
                 self._note_state()
                 self._flush()
         except BaseException:
@@ -112,15 +120,42 @@ class EngineLoop:
 
     def end_all(self, error):
         """End all jobs with an ApiError."""
-        for job in {id(group.job): group.job for group in self.groups.values()}.values():
+        for job in [*self.jobs(), *self.control.held]:
             self.outgoing.append((job.fail, error))
             self._cancel(job)
         self._flush()
 
+    def jobs(self):
+        """The jobs that the engine has: list."""
+        return list({id(group.job): group.job for group in self.groups.values()}.values())
+
+    def settle(self):
+        """Let the device end what it was given, and send the tokens: nothing is in flight then."""
+        while True:
+            try:
+                self.engine.synchronize()
+                break
+            except PromptError as error:
+                self._drop_damaged(error)
+        while self.engine.outputs:
+            self._step()
+
+    def cut_short(self, jobs):
+        """End jobs that the engine has with the tokens that they have so far."""
+        self.settle()
+        for number in [number for job in jobs for number in job.numbers if number in self.groups]:
+            finished = self.engine.cut_short(number)
+            self.episodes.abort(number)
+            self.metrics.abort(len(finished))
+            for _, index, completion in finished:
+                self._end_choice(self.groups[number], index, completion, None)
+            self._forget(number)
+
     def _carry_out_commands(self):
-        """Every command in the queue; an idle engine waits for one."""
+        """Every command in the queue; an engine without work waits for one."""
+        waits = self.episodes.is_idle or self.control.is_stopped
         try:
-            command = self.commands.get(timeout=IDLE_S) if self.episodes.is_idle else self.commands.get_nowait()
+            command = self.commands.get(timeout=IDLE_S) if waits else self.commands.get_nowait()
             while True:
                 command()
                 command = self.commands.get_nowait()
@@ -128,6 +163,11 @@ class EngineLoop:
             pass
 
     def _submit(self, job):
+        if not self.control.holds(job):
+            self.take(job)
+
+    def take(self, job):
+        """Give a job to the engine."""
         for index, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True)):
             number, adapter = next(self.numbers), None
             try:
@@ -148,6 +188,7 @@ class EngineLoop:
         self.outgoing.append((job.accept, None))
 
     def _cancel(self, job):
+        self.control.drop(job)
         for number in job.numbers:
             if number in self.groups:
                 self.metrics.abort(self.groups[number].left)
@@ -182,15 +223,23 @@ class EngineLoop:
             self._begin(self.groups[number], started)
 
     def _begin(self, group, started):
+        group.version = self.engine.policy_version
         group.job.times[group.prompt].begun = started
         self.outgoing.append((group.job.begin, group.prompt))
 
     def _drop_damaged(self, error):
-        """End the requests that cannot go on; the tokens of all others are drawn again, and are equal."""
+        """End the requests that cannot go on; the tokens of all others are drawn again, and are equal.
+
+        Those that have tokens of other weights cannot be drawn again: they fail, too.
+        """
         self.episodes.begin_again(error.request_ids)
-        for job in {id(job): job for job in (self.groups[number].job for number in error.request_ids)}.values():
-            status = 500 if isinstance(error, GrammarError) else 400
-            self.outgoing.append((job.fail, ApiError(error.reason, status=status)))
+        status = 500 if isinstance(error, GrammarError) else 400
+        failures = {self.groups[number].job: ApiError(error.reason, status=status) for number in error.request_ids}
+        for group in self.groups.values():
+            if group.job.times[group.prompt].begun is not None and group.version != self.engine.policy_version:
+                failures.setdefault(group.job, internal_error())
+        for job, failure in failures.items():
+            self.outgoing.append((job.fail, failure))
             self._cancel(job)
         self.drawn_again = dict(self.sent)
 
@@ -215,19 +264,24 @@ class EngineLoop:
                 group = self.groups[number]
                 delta = deltas[key] = group.delta(index)
                 self.outgoing.append((group.job.inbox.put, delta))
+            delta.version = output.policy_version
             delta.token_ids.append(token)
             delta.logprobs.append(logprob)
             if sequence.params.num_logprobs >= 0:
                 delta.listings.append(cut(listing, sequence.params.num_logprobs))
         for number, index, completion in output.finished:
             group = self.groups[number]
-            group.left -= 1
-            if (delta := deltas.get((number, index))) is None:
-                delta = group.delta(index)
-                self.outgoing.append((group.job.inbox.put, delta))
-            delta.completion = completion
             self.metrics.end_choice(len(group.job.prompts[group.prompt]), completion)
-            self.outgoing.append((group.job.end_choice, None))
+            self._end_choice(group, index, completion, deltas.get((number, index)))
+
+    def _end_choice(self, group, index, completion, delta):
+        """Send a Completion of a group, with the Delta of its last tokens, or None without any."""
+        group.left -= 1
+        if delta is None:
+            delta = group.delta(index)
+            self.outgoing.append((group.job.inbox.put, delta))
+        delta.completion = completion
+        self.outgoing.append((group.job.end_choice, None))
 
     @staticmethod
     def _tokens_of(output, numbers):

@@ -16,7 +16,8 @@ from rlnumba.engine.sequence import Completion
 class Delta:
     """Tokens that were drawn for choice `choice` of a job; completion: the whole of it, with its last delta.
 
-    listings: of each token, as engine/requests/logprobs.py has them, if any were asked for.
+    listings: of each token, as engine/requests/logprobs.py has them, if any were asked for. version: the engine's
+    policy version of the last token, None without a token that a stream is to have.
     """
 
     choice: int
@@ -24,6 +25,7 @@ class Delta:
     logprobs: list[float]
     completion: Completion | None = None
     listings: list = field(default_factory=list)
+    version: int | None = None
 
 
 @dataclass
@@ -64,6 +66,10 @@ class ApiJob:
     def prompt_tokens(self):
         return sum(map(len, self.prompts))
 
+    async def taken(self):
+        """Return once the engine has taken the job, which it does not while it waits for a pause. Raises ApiError."""
+        await self.accepted
+
     async def deltas(self):
         """The Deltas that have come since the last call, at most one for each choice; waits for one.
 
@@ -75,6 +81,7 @@ class ApiJob:
 
     async def completions(self):
         """All Completions, in the order of the choices. Raises the job's ApiError."""
+        await self.accepted
         found = [None] * self.num_choices
         while self.unfinished:
             for delta in await self.deltas():
@@ -113,6 +120,7 @@ def merged(deltas):
             first.logprobs += delta.logprobs
             first.completion = delta.completion
             first.listings += delta.listings
+            first.version = first.version if delta.version is None else delta.version
     return list(by_choice.values())
 
 

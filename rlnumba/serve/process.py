@@ -136,6 +136,7 @@ class ServerProcess:
         if self.ending.received is None:
             return False
         self.service.is_ending = True
+        self.engine_loop.control.end()
         is_late = time.monotonic() - self.ending.since > self.settings.drain_timeout
         return is_late or not self.service.num_active
 

@@ -70,7 +70,11 @@ class Gate:
         # name leads here sends that name.
         if not self.key and not self._is_own(headers.get("host", "")):
             raise ApiError("Host must be that of this machine; give the server an --api-key to be reached by others")
-        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        # A POST without a body has no type either, in most clients; a page can send it too, but not without an origin.
+        is_empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+        is_of_page = "origin" in headers or "sec-fetch-site" in headers
+        kind = headers.get("content-type")
+        if not (kind is None and is_empty and not is_of_page) and not _is_json(kind or ""):
             raise ApiError("content-type must be application/json")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self.settings.max_body_bytes:
@@ -80,6 +84,10 @@ class Gate:
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
         name = name.strip("[]").lower()
         return is_loopback(name) or name == self.settings.host.lower()
+
+
+def _is_json(content_type):
+    return content_type.partition(";")[0].strip().lower() == "application/json"
 
 
 def stopping():

@@ -108,6 +108,10 @@ class Service:
         """The result of a function that may take long, computed in another thread."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, function, *arguments)
 
+    def version(self, policy_version=None):
+        """The trainer's name of a policy version of the engine, by default of the present one."""
+        return self.engine_loop.control.version(policy_version)
+
     async def answer(self, request, answer):
         """Draw for an ApiAnswer: the object of a whole answer, or the EventStream. Raises ApiError and ClientGone.
 
@@ -122,8 +126,8 @@ class Service:
             job.places = places
             answer.begin(job)
             self.engine_loop.submit(job)
-            await job.accepted
             if streams:
+                await until_gone(request.receive, job.taken())
                 stream = EventStream(self, job, answer)
                 job = places = None  # they are the stream's
                 return stream

@@ -19,18 +19,20 @@ def is_loopback(host):
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """names: ids of the model, the first of which answers have; root: its folder or hub id.
+    """names: ids of the model, the first of which answers have; root: its folder or hub id; folder: where that is here.
 
     max_num_queued_reqs: sequences that may wait beside those that the next step takes; max_num_queued_tokens: tokens of
     their prompts, None for no limit. overload_status: of an answer when more come. drain_timeout: seconds that requests
     get after a signal. allowed_origins: web pages that may read answers. heartbeat_s: a stream without a token sends a
     comment so often; unread_s: after so long a client that does not read is dropped. lora_root: the folder below which
     adapters may be loaded while the server runs, None for none; max_loras: adapters at a time. return_sampling_mask:
-    whether answers on token ids have the tokens that filters kept. Raises ConfigError.
+    whether answers on token ids have the tokens that filters kept. dev_endpoints:
+    whether a trainer may pause the engine and give it weights. Raises ConfigError.
     """
 
     names: tuple[str, ...]
     root: str
+    folder: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
@@ -42,6 +44,7 @@ class ServerSettings:
     drain_timeout: float = 30.0
     allowed_origins: tuple[str, ...] = ()
     log_requests: bool = False
+    dev_endpoints: bool = False
     heartbeat_s: float = 15.0
     unread_s: float = 60.0
     lora_root: str | None = None

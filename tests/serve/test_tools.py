@@ -26,7 +26,7 @@ class ScriptedLoop:
     def __init__(self, tokenizer):
         self.tokenizer, self.text, self.prompts = tokenizer, "", []
         self.max_model_len, self.max_num_seqs, self.engine = 4096, 4, self
-        self.config, self.model, self.logprobs_mode = self, self, "processed_logprobs"
+        self.config, self.model, self.logprobs_mode, self.control = self, self, "processed_logprobs", self
         self.vocab_size = tokenizer.backend.get_vocab_size()
         self.grammars = Grammars(tokenizer, self.vocab_size, (tokenizer.eos_token_id,))
 
@@ -42,6 +42,9 @@ class ScriptedLoop:
 
     def cancel(self, job):
         pass
+
+    def version(self, policy_version=None):
+        return 0
 
 
 def scripted_delta(choice, token, done, streams):

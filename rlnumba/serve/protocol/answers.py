@@ -59,7 +59,8 @@ class ApiAnswer:
         self.adapter = service.adapter_of(self.model)
         self.stream = StreamOptions.of(body)
         self.cache_salt = body.string("cache_salt", "")
-        self.job = self.usage = None
+        # policy_version: the engine's, of the newest token so far.
+        self.job = self.usage = self.policy_version = None
 
     # Whether the token that the engine draws is left out: the prompt alone was asked for.
     draws_nothing = False
@@ -69,7 +70,8 @@ class ApiAnswer:
         self.job, self.usage = job, Usage(job)
 
     def head(self, kind):
-        return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model}
+        found = {"id": self.request_id, "object": kind, "created": self.created, "model": self.model}
+        return found | {"weight_version": self.service.version(self.policy_version)}
 
     def chunk(self, choices):
         """A chunk with these choices."""
@@ -89,14 +91,18 @@ class ApiAnswer:
     def whole(self, completions):
         """The answer that is not streamed, from all Completions in the order of the choices."""
         for completion in completions:
-            self.count(completion.num_tokens, completion)
+            versions = completion.array("policy_versions")
+            self.count(completion.num_tokens, completion, int(versions[-1]) if len(versions) else None)
         choices = [self.choice(index, completion) for index, completion in enumerate(completions)]
         return self.head(self.kind) | {"choices": choices, "usage": self.usage.object}
 
     def chunks(self, delta):
         """The chunks of a Delta: list."""
-        self.count(len(delta.token_ids), delta.completion)
+        self.count(len(delta.token_ids), delta.completion, delta.version)
         return self.choice_chunks(delta)
 
-    def count(self, num_tokens, completion):
+    def count(self, num_tokens, completion, version):
+        """Note tokens of a choice, its Completion if it has ended, and the policy version of the last token."""
+        if version is not None:
+            self.policy_version = version if self.policy_version is None else max(version, self.policy_version)
         self.usage.add(0 if self.draws_nothing else num_tokens, completion)

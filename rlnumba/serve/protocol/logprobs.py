@@ -87,7 +87,9 @@ def listed_row(token_id, listed):
 
 
 def rows_of_prompt(token_ids, prompt_logprobs):
-    """The TokenRows of a prompt, by the model's own logits."""
+    """The TokenRows of a prompt, by the model's own logits; none of one that was cut short before it had them."""
+    if prompt_logprobs is None:
+        return []
     rows = [TokenRow(token_ids[0], None)]
     for token_id, listed in zip(token_ids[1:], prompt_logprobs[1:], strict=True):
         rows.append(TokenRow(token_id, listed[token_id].logprob, listed))
@@ -95,8 +97,11 @@ def rows_of_prompt(token_ids, prompt_logprobs):
 
 
 def prompt_object(prompt_logprobs):
-    """The `prompt_logprobs` of an answer: list of {id: {logprob, rank, decoded_token}}, the first of which is None."""
-    return [
+    """The `prompt_logprobs` of an answer: list of {id: {logprob, rank, decoded_token}}, the first of which is None.
+
+    None for a prompt that was cut short before it had them.
+    """
+    return prompt_logprobs and [
         listed and {str(i): each._asdict() | {"logprob": finite(each.logprob)} for i, each in listed.items()}
         for listed in prompt_logprobs
     ]

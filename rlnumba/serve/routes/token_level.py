@@ -38,7 +38,8 @@ class GenerateAnswer(ApiAnswer):
         self.texts = TokenTexts(None)
 
     def head(self, kind):
-        return {"request_id": self.request_id, "model": self.model}
+        version = self.service.version(self.policy_version)
+        return {"request_id": self.request_id, "model": self.model, "weight_version": version}
 
     def prepare(self):
         """(the prompt's token ids, its SamplingParams), lists of one. Raises ApiError."""
@@ -51,13 +52,17 @@ class GenerateAnswer(ApiAnswer):
 
     def choice(self, index, completion):
         found = self.object(index, rows_of_completion(completion), completion)
-        return found | {"weight_versions": version_spans(completion.policy_versions)}
+        return found | {"weight_versions": self.spans(completion)}
 
     def choice_chunks(self, delta):
         found = self.object(delta.choice, rows_of_delta(delta), delta.completion)
         if delta.completion is not None:
-            found["weight_versions"] = version_spans(delta.completion.policy_versions)
+            found["weight_versions"] = self.spans(delta.completion)
         return [self.chunk([found])]
+
+    def spans(self, completion):
+        """The version_spans of a Completion, with the trainer's names of the versions."""
+        return version_spans(list(map(self.service.version, completion.policy_versions)))
 
     def whole(self, completions):
         found = super().whole(completions)

@@ -140,6 +140,22 @@ def _metrics_column(console, others):
     return MetricsColumn(table_column=Column(no_wrap=True, overflow="crop"))
 
 
+def turns_text(messages):
+    """The messages of a completion in one line, calls and their results among them; a text as it is: str."""
+    if isinstance(messages, str):
+        return messages
+    parts = []
+    for message in messages:
+        content = message.get("content") or ""
+        parts += [f"-> {content}"] if message["role"] == "tool" else [content] if content else []
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"]["arguments"]
+            named = isinstance(arguments, dict)
+            shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items()) if named else repr(arguments)
+            parts.append(f"{call['function']['name']}({shown})")
+    return " ".join(parts)
+
+
 def completions_text(rows):
     """Completions formatted for the console: str."""
     parts = []
@@ -149,5 +165,5 @@ def completions_text(rows):
             prompt = "\n".join(f"{message['role']}: {message.get('content')}" for message in prompt)
         numbers = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
         shown = ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
-        parts.append(f"--- step {row['step']}, {shown}\n{prompt}\n>>> {row['completion']}")
+        parts.append(f"--- step {row['step']}, {shown}\n{prompt}\n>>> {turns_text(row['completion'])}")
     return "\n".join(parts)

@@ -19,7 +19,7 @@ from rlnumba.config.rollout import GroupConfig
 from rlnumba.engine.core import longest_sequence
 from rlnumba.engine.llm import LLM
 from rlnumba.environments.agents import load_agents
-from rlnumba.errors import ConfigError
+from rlnumba.errors import ConfigError, UserError, shown
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.hub import find_base, find_model, read_config
 from rlnumba.model.tokenizer import Tokenizer
@@ -50,6 +50,7 @@ from rlnumba.sampling.pipeline import PromptSource
 from rlnumba.sampling.pipeline_state import encoded
 from rlnumba.sampling.processes import LLMOnProcesses
 from rlnumba.sampling.ranks import LedLLM
+from rlnumba.sampling.samples import differing_prompts
 from rlnumba.sampling.weights.shards import is_in_parts
 from rlnumba.trainers.reward_model import load_rewards
 
@@ -250,6 +251,7 @@ class PromptLoop:
         self.complete = self._completed(folder.step)
         # Generations that are not in completions.jsonl yet.
         self.unwritten, self.is_first_step, self.token_log = [], True, None
+        self.agents, self.has_warned = agents, False
 
     def _restore(self):
         """Take up the state of the checkpoint that the run goes on from: its groups that are not trained on, a list."""
@@ -390,11 +392,26 @@ class PromptLoop:
                     state.begin(rollouts, generation, self.generations.names, own_metrics)
                     num_generated += generation.num_generated + generation.num_unused
                     self.unwritten.append(generation)
+                    self._warn_of_other_prompts(generation)
                     if self.token_log is not None:
                         self.token_log.begin(trainer_state.global_step + 1, generation)
             parts.append((micro, state.rollouts))
             metrics.append(state.metrics)
         return parts, mean_metrics(metrics), num_generated
+
+    def _warn_of_other_prompts(self, generation):
+        """Log, once, that an environment has given members of a group other prompts."""
+        if self.agents is None or self.has_warned or not self.folder.is_first_rank:
+            return
+        pair = differing_prompts(generation.groups)
+        if pair is not None:
+            self.has_warned = True
+            other, first = (shown(each.prompt.prompt[-1].get("content")) for each in pair)
+            log(
+                f"warning: {pair[0].prompt.where}: rewards are compared within a group, and its members begin with "
+                f"other prompts, {first} and {other} (env/group_prompts_differ_frac): let reset take its task from the "
+                "row or from `seed`"
+            )
 
     def _update(self, step, micro_batches):
         """The optimizer step, and its weights to the engine: metrics. Signals are held from here on."""
@@ -479,7 +496,13 @@ class PromptLoop:
         folder = self.folder
         if not (folder.path / "completions.jsonl").exists():
             return ""
-        return sample_report(self.llm, self.prompts, self.run, folder.path)
+        total, epochs = self.schedule.total_steps, self.schedule.epochs_done(self.schedule.total_steps)
+        try:
+            return sample_report(self.llm, self.prompts, self.run, folder.path, TrainerState(total, total, epochs))
+        except UserError as error:
+            # A tool or an environment that fails now takes nothing of what was trained.
+            log(f"there are no samples of what was learned: {error}")
+            return ""
 
 
 def mean_metrics(of_parts):

@@ -4,6 +4,7 @@ The trainers are grpo.py, rloo.py and ppo.py; prompt_loop.py is their loop.
 """
 
 import json
+from dataclasses import replace
 from itertools import takewhile
 
 from rlnumba import data
@@ -13,11 +14,15 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.model.hub import find_model, read_config
 from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.reporting.console import turns_text
 from rlnumba.runs import evaluation, kept_data
 from rlnumba.runs.prompt_order import PromptOrder, curriculum_values
 from rlnumba.runs.run_folder import log
-from rlnumba.sampling.samples import derived_seed
+from rlnumba.sampling.samples import derived_seed, distinct_params, draw, transcript_of
 from rlnumba.trainers.replay_buffer import ReplayBuffer
+
+# Characters of a text in the report at a run's end.
+WIDTH = 200
 
 
 def load_prompts(path, run, llm, for_eval=False, agents=None):
@@ -81,43 +86,68 @@ def eval_params(run):
     return evaluation.eval_params(run, sampling_params(run.train, derived_seed(run.seed), 1))
 
 
-def sample_report(llm, prompts, run, path, count=4, width=200):
+def sample_report(llm, prompts, run, path, trainer_state=None, count=4):
     """Prompts of the first generation, `count` at most: their completions of the first step and of the same noise now.
 
-    `width` characters of each: str, empty where the first step has none of these prompts. path: the run's, for its
-    completions.jsonl.
+    WIDTH characters of each: str, empty where the first step has none of these prompts. path: the run's, for its
+    completions.jsonl. trainer_state: of the end.
     """
     train = run.train
     with open(path / "completions.jsonl", encoding="utf-8") as file:
         # In the order of the steps: the first are not followed by others.
         rows = list(takewhile(lambda row: row["step"] == 1, map(json.loads, file)))
     # By their prompts: groups may be trained on in another order than that of the prompts, or give their places to
-    # others.
-    first = {}
+    # others. Episodes have the index in their group.
+    left, seen = [], set()
     for row in rows:
-        first.setdefault(json.dumps(row["prompt"]), row)
-    pairs = []
-    for i in prompt_order(prompts, run).take(train.generation.num_prompts):
-        row = first.pop(json.dumps(prompts.prompts[i].prompt), None)
+        key = json.dumps(row["prompt"])
+        if row["index"] == 0 if "index" in row else key not in seen:
+            left.append(row)
+        seen.add(key)
+    order, pairs = prompt_order(prompts, run).take(train.generation.num_prompts), []
+    for place, index in enumerate(order):
+        row = _row_of(prompts.prompts[index].prompt, left)
         if row is not None:
-            pairs.append((prompts.prompts[i], row))
-    pairs = pairs[:count]
+            left.remove(row)
+            pairs.append((place, row))
+        if len(pairs) == count:
+            break
     if not pairs:
         return ""
-    params = sampling_params(train, derived_seed(run.seed, 0, 0, 0), 1)
+    params = sampling_params(train, derived_seed(run.seed, 0, 0, 0), train.generation.num_completions_each)
+    params = distinct_params([prompts.prompts[index].prompt_token_ids for index in order], params)
+    places = [place for place, _ in pairs]
     llm.wake()
-    outputs = llm.generate([prompt.prompt_token_ids for prompt, _ in pairs], params)
+    indices, one_each = [order[place] for place in places], [replace(params[place], n=1) for place in places]
+    outputs = draw(llm, prompts, indices, one_each, trainer_state)
     llm.sleep()
 
     def shown(text):
-        text = text if isinstance(text, str) else str(text[-1].get("content"))
-        return repr(text if len(text) <= width else text[:width] + " ...")
+        return repr(text if len(text) <= WIDTH else text[:WIDTH] + " ...")
 
     lines = [f"The first {len(pairs)} prompts before training and after it, drawn with the same noise:"]
     for (_, row), output in zip(pairs, outputs, strict=True):
+        prompt, transcript = row["prompt"], transcript_of(output.completions[0])
+        after = output.completions[0].text if transcript is None else transcript.completion
         lines += [
-            f"  {shown(row['prompt'])}",
-            f"    before  {shown(row['completion'])}",
-            f"    after   {shown(output.completions[0].text)}",
+            f"  {shown(prompt if isinstance(prompt, str) else str(prompt[-1].get('content')))}",
+            f"    before  {shown(turns_text(row['completion']))}",
+            f"    after   {shown(turns_text(after))}",
         ]
     return "\n".join(lines)
+
+
+def _row_of(prompt, rows):
+    """The first of the lines of completions.jsonl whose prompt is this one, or else begins with it: an environment's
+    `reset` may have added to its last message; or None."""
+    same = next((row for row in rows if row["prompt"] == prompt), None)
+    return same or next((row for row in rows if _begins_with(row["prompt"], prompt)), None)
+
+
+def _begins_with(messages, prompt):
+    if not isinstance(prompt, list) or not isinstance(messages, list) or messages[:-1] != prompt[:-1]:
+        return False
+    content, begin = messages[-1].get("content"), prompt[-1].get("content") or ""
+    if isinstance(content, list) and isinstance(begin, str):
+        begin = [{"type": "text", "text": begin}]
+    return isinstance(content, type(begin)) and content[: len(begin)] == begin

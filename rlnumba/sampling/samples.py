@@ -128,6 +128,21 @@ def distinct_params(prompts, params, seen=None):
     return found
 
 
+def _ignore(*_):
+    """No one follows the progress."""
+
+
+def draw(llm, prompts, indices, params, trainer_state, progress=_ignore, finished=_ignore):
+    """The completions of chosen prompts, single turns or episodes as the run has them: list of RequestOutput.
+
+    prompts: PromptData; indices: of the prompts; params: SamplingParams of each. progress, finished: LLM.generate's.
+    """
+    chosen = [prompts.prompts[i] for i in indices]
+    if prompts.agents is None:
+        return llm.generate([prompt.prompt_token_ids for prompt in chosen], params, progress, finished)
+    return prompts.agents.draw(llm, chosen, indices, params, trainer_state, progress, finished)
+
+
 def draw_samples(llm, rewards, prompts, indices, params, trainer_state, clock, status=None):
     """The completions of chosen prompts and their rewards: Generation.
 
@@ -148,12 +163,8 @@ def draw_samples(llm, rewards, prompts, indices, params, trainer_state, clock, s
         pending[position] = submit_group(rewards, *group, columns, trainer_state)
 
     chosen = [prompts.prompts[i] for i in indices]
-    token_ids = [prompt.prompt_token_ids for prompt in chosen]
-    params = distinct_params(token_ids, params)
-    if agents is None:
-        outputs = llm.generate(token_ids, params, progress, submit)
-    else:
-        outputs = agents.draw(llm, chosen, indices, params, trainer_state, progress, submit)
+    params = distinct_params([prompt.prompt_token_ids for prompt in chosen], params)
+    outputs = draw(llm, prompts, indices, params, trainer_state, progress, submit)
     with clock.phase("reward"):
         scores = rewards.collect(pending)
         completions = [output.completions for output in outputs]
@@ -265,6 +276,18 @@ def episode_metrics(completions):
     }
 
 
+def differing_prompts(groups):
+    """The first Sample of groups that has begun with another prompt than its group, and the group's first: two Samples,
+    or None. An environment that draws another task for each member of a group compares what cannot be compared."""
+    pairs = ((sample, group[0]) for group in groups for sample in group if _was_reset(sample))
+    return next((pair for pair in pairs if pair[0].prompt_token_ids != pair[1].prompt_token_ids), None)
+
+
+def _was_reset(sample):
+    transcript = transcript_of(sample.completion)
+    return transcript is not None and transcript.reset_s is not None
+
+
 def tool_metrics(groups, tool_names):
     """Metrics of the tools and environments of groups of Samples, a dict of floats; {} without any. tool_names: of all.
 
@@ -300,7 +323,6 @@ def tool_metrics(groups, tool_names):
         seconds = [value for each in transcripts if (value := getattr(each, name)) is not None]
         found |= {f"env/{name}": _mean(seconds)} if seconds else {}
     if "env/reset_s" in found:
-        # An environment that draws another task for each member of a group compares what cannot be compared.
         prompts = [[sample.prompt_token_ids for sample in group] for group in groups]
         found["env/group_prompts_differ_frac"] = _mean([ids != group[0] for group in prompts for ids in group])
     return found

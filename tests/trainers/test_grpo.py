@@ -495,7 +495,7 @@ def test_sample_report_at_start_and_end(tmp_path, order):
     (tmp_path / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     asked = []
 
-    def generate(ids, params):
+    def generate(ids, params, *_):
         asked.append((ids, params))
         completions = [Completion([5], [0.0], "stop", f"after {prompt[0]}") for prompt in ids]
         return [SimpleNamespace(completions=[completion]) for completion in completions]
@@ -505,7 +505,7 @@ def test_sample_report_at_start_and_end(tmp_path, order):
     text = prompt_run.sample_report(llm, PromptData(data), run, tmp_path)
     chosen = chosen[1:5] if order == "replaced" else chosen[:4]
     assert asked[0] == "wake" and asked[2] == "sleep" and asked[1][0] == [[i] for i in chosen]
-    assert asked[1][1] == grpo.sampling_params(train, derived_seed(3, 0, 0, 0), 1)
+    assert asked[1][1] == [grpo.sampling_params(train, derived_seed(3, 0, 0, 0), 1)] * 4
     shown = ["'short'", repr("x" * 200), repr("y" * 200 + " ..."), "'c'", "'fifth'"]
     before = ["'sho 1 0'", "'xxx 1 0'", "'yyy 1 0'", "'chat 1 0'", "'fif 1 0'"]
     if order == "replaced":

@@ -1,5 +1,7 @@
 """Runs without data.train: an environment makes the prompts."""
 
+import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -90,3 +92,35 @@ def test_an_environment_makes_the_prompts_in_python(tmp_path):
     assert len(completions_of(trainer.run)) == 4 and not (tmp_path / "train.jsonl").exists()
     with pytest.raises(ConfigError, match="missing key train.max_steps"):
         GRPOTrainer(TOOLS / "model", args=replace(args, max_steps=-1), environment_factory=Guess)
+
+
+class Deals(Guess):
+    """Another task for each member of a group."""
+
+    made = itertools.count()
+
+    def reset(self):
+        self.seed = next(self.made)
+        return f"{self.seed % 90 + 10}*11"
+
+
+def test_members_of_a_group_with_other_prompts_are_named_once(tmp_path, capsys):
+    run = guess_run(tmp_path / "run")
+    train(replace(run, environment=EnvironmentConfig(factory=f"{__name__}:Deals")))
+    found = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(found) == 1 and found[0].startswith("rlnumba: warning: a run without data.train: rewards are compared")
+    assert re.search(r"other prompts, '(\d\d)\*11' and '(?!\1)\d\d\*11' \(env/group_prompts_differ_frac\)", found[0])
+    assert metrics_of(run)[0]["env/group_prompts_differ_frac"] == 0.75
+
+
+@pytest.mark.parametrize("make", [agent_run, guess_run], ids=["tools", "environment"])
+def test_the_samples_at_the_end_are_episodes(make, tmp_path, capsys):
+    """Those of the first step, to the letter, where nothing has been learned; seeds and tools as in the run."""
+    run = make(tmp_path / "run", per_device_train_batch_size=32, max_steps=1, learning_rate=0.0)
+    train(run)
+    text = capsys.readouterr().err.partition("before training and after it, drawn with the same noise:\n")[2]
+    shown = [line.strip().split(maxsplit=1)[-1] for line in text.splitlines()[:12]]
+    assert len(shown) == 12 and shown[1::3] == shown[2::3]
+    prompts = [line["prompt"][0]["content"] for line in completions_of(run) if line["index"] == 0]
+    assert {each.strip("'") for each in shown[0::3]} <= set(prompts) and len(set(shown[0::3])) == 4
+    assert any(re.search(r"^'multiply\(a=\d+, b=\d+\) -> (\d+) \1'$", each) for each in shown) == (make is agent_run)

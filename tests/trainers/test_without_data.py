@@ -20,7 +20,7 @@ class Guess:
 
     def reset(self, seed):
         self.seed = seed
-        return f"{seed % 10}*{seed % 7}"
+        return f"{seed % 90 + 10}*{seed % 80 + 10}"
 
     def get_reward(self):
         return float(self.seed % 2)

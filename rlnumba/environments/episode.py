@@ -192,13 +192,20 @@ class Episode:
         if turn.finish_reason == STOP and turn.stop_reason is None:
             ids = ids[:-1]
         text = agents.tokenizer.decode(ids, skip_special_tokens=False)
-        if isinstance(turn.stop_reason, str):
-            text = text[: text.rfind(turn.stop_reason)]
         starts_in_think = opens_think(agents.tokenizer.decode(before[-TAIL:], skip_special_tokens=False))
-        if not toolset.schemas:
-            return parse_turn(TurnStream(None, {}, starts_in_think), text)
-        stays = agents.stops_at_malformed
-        return agents.format.parse(text, toolset.schemas, starts_in_think, keep_malformed=stays)
+
+        def parse(text):
+            if not toolset.schemas:
+                return parse_turn(TurnStream(None, {}, starts_in_think), text)
+            stays = agents.stops_at_malformed
+            return agents.format.parse(text, toolset.schemas, starts_in_think, keep_malformed=stays)
+
+        if not isinstance(turn.stop_reason, str):
+            return parse(text)
+        begin = text.rfind(turn.stop_reason)
+        found, whole = parse(text[:begin]), parse(text[: begin + len(turn.stop_reason)])
+        # A stop string may be the end of a call.
+        return whole if len(whole.calls) > len(found.calls) else found
 
     async def _reward(self, rollout, instance, transcript):
         """Ask the environment for its reward."""

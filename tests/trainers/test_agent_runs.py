@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+import signal
 import threading
 import time
 import warnings
@@ -9,10 +10,17 @@ from dataclasses import replace
 
 import pytest
 
-from rlnumba.config import AsyncConfig, EnvironmentConfig
+from rlnumba.config import AsyncConfig, EnvironmentConfig, LoraConfig
 from rlnumba.environments.pool import EnvironmentFailure
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.runs import run_folder
+from rlnumba.sampling import generations
 from rlnumba.sampling.own import OwnSampler
-from tests.trainers.test_agents import ENVIRONMENT, TOOLS, agent_run, train
+from rlnumba.sampling.samples import as_generation
+from tests.parallel import in_threads
+from tests.trainers.runs import metrics_of
+from tests.trainers.test_agents import ENVIRONMENT, TOOLS, agent_run, completions_of, train
+from tests.trainers.test_resume import elsewhere, hash_of, lines_written, start
 from tests.trainers.test_run_digest import del_module
 
 SMALL = {"per_device_train_batch_size": 8, "max_steps": 1}
@@ -108,3 +116,100 @@ def test_groups_that_are_not_needed_give_their_environments_back(tmp_path, monke
     )
     train(run)
     assert 4 <= Counted.made <= 16
+
+
+def test_an_adapter_learns_over_several_iterations_and_a_turn_may_stop_at_a_string(tmp_path):
+    """A turn that stops at a string has no EOS, so that of its message is written before the results."""
+    run = agent_run(
+        tmp_path / "run",
+        per_device_train_batch_size=16,
+        num_iterations=2,
+        generation_kwargs={"stop": ["</tool_call>"]},
+    )
+    run = replace(run, lora=LoraConfig(r=4))
+    train(run)
+    lines, rows = completions_of(run), metrics_of(run)
+    assert [line["step"] for line in lines] == [1] * 16 and {line["ended"] for line in lines} == {"stop"}
+    eos = Tokenizer.from_folder(TOOLS / "model").eos_token_id
+    stopped = [line for line in lines if line["turns"] == 2]
+    assert len({line["turns"] for line in lines}) == 2
+    for line in stopped:
+        drawn = line["mask"].index(0)
+        assert line["token_ids"][drawn] == eos != line["token_ids"][drawn - 1]
+        assert line["completion"][1]["role"] == "tool"
+    # Both iterations train on one generation; the first one with the weights that drew it.
+    assert len(rows) == 2 and rows[0]["sampling/sampling_logp_difference/max"] == 0
+    assert (tmp_path / "run" / "final" / "adapter_model.safetensors").exists()
+
+
+SLOW_TOOL = '''
+import os
+import signal
+import time
+from pathlib import Path
+
+calls = 0
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    global calls
+    calls += 1
+    if calls == KILLS_AT and not (marker := Path(__file__).with_name("killed-once")).exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(SECONDS)
+    return a * b
+'''
+
+
+def run_with_tool(folder, kills_at, seconds, **keys):
+    """A run whose tool takes some seconds, and kills its process at one call."""
+    file = folder.parent / "slow_tool.py"
+    file.write_text(SLOW_TOOL.replace("KILLS_AT", str(kills_at)).replace("SECONDS", str(seconds)))
+    run = agent_run(folder, **keys)
+    return replace(run, tools=replace(run.tools, funcs=[f"{file}:multiply"]))
+
+
+def test_episodes_live_over_changes_of_weights(tmp_path, monkeypatch):
+    """The staleness of one is that of its oldest drawn token."""
+    taken = []
+
+    def noted(chosen, completions, *arguments):
+        taken.append([completion for group in completions for completion in group])
+        return as_generation(chosen, completions, *arguments)
+
+    monkeypatch.setattr(generations, "as_generation", noted)
+    run = run_with_tool(tmp_path / "run", 0, 0.2, per_device_train_batch_size=8, max_steps=4)
+    train(replace(run, asynchronous=AsyncConfig(max_staleness=2, queue_maxsize=64)))
+    rows = metrics_of(run)
+    for row, completions in zip(rows, taken, strict=True):
+        oldest = [int(each.drawn("policy_versions").min()) for each in completions]
+        assert row["off_policy/max"] == row["step"] - 1 - min(oldest)
+    assert max(row["off_policy/max"] for row in rows) >= 1
+    assert any(row["cross_version_response_fraction"] > 0 for row in rows)
+    assert any(
+        len(set(each.drawn("policy_versions").tolist())) > 1 and each.episode.num_turns == 2 for each in sum(taken, [])
+    )
+
+
+def test_a_run_that_is_killed_in_a_tool_goes_on_with_the_same_weights(tmp_path, monkeypatch):
+    """On two ranks, too."""
+    # Ranks in threads: the second one silences the whole process.
+    monkeypatch.setattr(run_folder, "_is_silent", False)
+    keys = {"global_batch_size": 8, "per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 1}
+    run = run_with_tool(tmp_path / "killed", 8, 0, **keys)
+    process = start("grpo", run)
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    assert 0 < lines_written(run) < 4
+    train_on = replace(run, deploy=replace(run.deploy, num_train_gpus=2))
+    in_threads.run(lambda communicator: train(train_on, True, communicator), 2)
+    whole = elsewhere(run, tmp_path / "whole")
+    train(whole)
+    assert hash_of(run) == hash_of(whole) and completions_of(run) == completions_of(whole)

@@ -1,4 +1,5 @@
-"""Makes policy_loss.npz: losses, gradients and metrics of TRL's own GRPOTrainer._compute_loss, in float64.
+"""Makes policy_loss.npz and policy_loss_tools.npz: losses, gradients and metrics of TRL's own
+GRPOTrainer._compute_loss, in float64. The second has results of tools between the drawn tokens.
 
     python tests/golden/make_policy_loss_golden.py        (torch 2.13, trl 1.16)
 
@@ -35,8 +36,25 @@ def make_inputs(rng):
     mask[1, 4:] = 0
     mask[2, :] = 0
     mask[3, 2] = 0
+    return made_arrays(rng, mask)
+
+
+def make_inputs_with_tools(rng):
+    """Two turns and a result, three turns, a truncated result at the end, and no result. tool_mask is 0 in them."""
+    completion_mask, tool_mask = np.ones((B, T)), np.ones((B, T))
+    completion_mask[1, 5:] = 0
+    tool_mask[0, 2:4] = 0
+    tool_mask[1, [1, 3]] = 0
+    tool_mask[2, 3:] = 0
+    arrays = made_arrays(rng, completion_mask * tool_mask)
+    # What TRL has at a result's tokens is never read.
+    arrays["rollout_logprobs"][tool_mask == 0] = 0.0
+    return arrays | {"completion_mask": completion_mask, "tool_mask": tool_mask}
+
+
+def made_arrays(rng, mask):
     lp = -rng.exponential(1.0, (B, T))
-    arrays = {
+    return {
         "logprobs": lp,
         "old_logprobs": lp + rng.normal(0, 0.3, (B, T)),
         "ref_logprobs": lp + rng.normal(0, 0.5, (B, T)),
@@ -44,7 +62,6 @@ def make_inputs(rng):
         "mask": mask,
         "advantages": np.array([1.2, -0.7, 0.4, -1.5]),
     }
-    return arrays
 
 
 def correction(arrays, mode, low, high):
@@ -92,13 +109,15 @@ def run(arrays, case):
         "prompt_ids": torch.zeros(B, 1),
         "prompt_mask": torch.ones(B, 1),
         "completion_ids": torch.zeros(B, T),
-        "completion_mask": mask,
+        "completion_mask": torch.tensor(arrays.get("completion_mask", arrays["mask"])),
         "advantages": torch.tensor(arrays["advantages"]),
         "old_per_token_logps": torch.tensor(arrays["old_logprobs"]),
         "ref_per_token_logps": torch.tensor(arrays["ref_logprobs"]),
         # As if a second micro-batch with 9 tokens belonged to the step.
         "num_items_in_batch": mask.sum() + 9,
     }
+    if "tool_mask" in arrays:
+        inputs["tool_mask"] = torch.tensor(arrays["tool_mask"])
     if mode or threshold is not None:
         inputs["sampling_per_token_logps"] = torch.tensor(arrays["rollout_logprobs"])
     if mode:
@@ -128,20 +147,25 @@ def cases():
     yield {"loss_type": "grpo", "importance_sampling_level": "sequence", **tight}
 
 
-def main():
-    torch.set_default_dtype(torch.float64)
-    arrays = make_inputs(np.random.default_rng(3))
+def record(name, arrays):
+    """Write a file with the losses of all cases on these arrays."""
     listed, losses, gradients = [], [], []
     for case in cases():
         loss, gradient, metrics = run(arrays, case)
         listed.append({"config": case, "metrics": metrics})
         losses.append(loss)
         gradients.append(gradient)
-    path = pathlib.Path(__file__).with_name("policy_loss.npz")
+    path = pathlib.Path(__file__).with_name(name)
     np.savez_compressed(
         path, cases=json.dumps(listed), losses=np.array(losses), gradients=np.array(gradients), **arrays
     )
     print(path, len(losses), "cases,", path.stat().st_size, "bytes")
+
+
+def main():
+    torch.set_default_dtype(torch.float64)
+    record("policy_loss.npz", make_inputs(np.random.default_rng(3)))
+    record("policy_loss_tools.npz", make_inputs_with_tools(np.random.default_rng(4)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from rlnumba.cli.command_line import cli
 from rlnumba.cli.options import BASE, DTYPE, MODEL, POSITIVE, SHARE
 from rlnumba.cli.progress import log_device, prepare_compiling
 from rlnumba.cli.rows import open_model
-from rlnumba.config.lora import MAX_LORAS
+from rlnumba.config.lora import MAX_LORAS, LoraConfig
 from rlnumba.errors import ConfigError, UserError
 
 CALLS = click.Choice(["auto", "hermes", "qwen3_xml", "llama3_json", "none"])
@@ -97,7 +97,9 @@ def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser
     from rlnumba.model.transformer import load_model
 
     if base is None:
-        compile_ahead(config, dtype or config.dtype, None, engine_config, [TEXT_TOKENS], [SamplingParams()])
+        # The kernels of adapters are the same whatever their ranks and target modules.
+        lora = (LoraConfig(),) if adapters or allows_adapters else None
+        compile_ahead(config, dtype or config.dtype, lora, engine_config, [TEXT_TOKENS], [SamplingParams()])
     loaded = load_model(folder, dtype, base=base)
     if adapters or allows_adapters:
         loaded = for_adapters(loaded)

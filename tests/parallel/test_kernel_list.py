@@ -31,10 +31,15 @@ of_engine, of_scores = list_signatures((2, request), GPUS["h200"])
 _, of_both = list_signatures((2, request, True), GPUS["h200"])
 whole = kernel_list.list_signatures(request, GPUS["h200"])
 adapted, _ = list_signatures((2, with_adapter), GPUS["h200"])
+stacks = (LoraConfig(),), (LoraConfig(r=5), LoraConfig(r=20, target_modules=["q_proj", "down_proj"]))
+of_adapters = [
+    set(kernel_list.list_signatures(kernel_request(config, "bfloat16", lora, *work), GPUS["h200"])[0])
+    for lora in (LoraConfig(r=8), *stacks)
+]
 print(json.dumps({
     "engine": named(of_engine), "scores": named(of_scores), "whole": named(whole[0]),
     "has whole scores": set(whole[1]) <= set(of_both), "alone": set(whole[1]) <= set(of_scores),
-    "with an adapter": named(adapted),
+    "with an adapter": named(adapted), "of any adapters": of_adapters[0] == of_adapters[1] == of_adapters[2],
 }))
 """
 
@@ -47,5 +52,6 @@ def test_ranks_list_their_gathers_and_gemms():
     gathers = {"peer_gather_kernel", "peer_rmsnorm_kernel"}
     assert gathers <= set(found["engine"]) and not gathers & set(found["whole"])
     assert set(found["whole"]) - set(found["engine"]) <= {"rmsnorm_kernel", "decoder_kernel"}
+    assert found["of any adapters"]
     assert set(found["with an adapter"]) - set(found["engine"]) == {"scale_adapters_kernel"}
     assert "peer_gather_kernel" in found["scores"] and found["has whole scores"] and not found["alone"]

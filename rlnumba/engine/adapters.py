@@ -5,6 +5,7 @@
     loaded = adapters.acquire("a")                                   for a request: add_request(..., loaded.adapter_id)
     adapters.release(loaded)                                         once it has ended
     adapters.unload("a")
+    adapters.collect()                                               between two steps, with nothing in flight
 
 Each loading of an adapter has an id that no other one ever has, and a slot of the model's AdapterStack. The id salts
 the hashes of blocks of the KV cache, so that no adapter's blocks are matched by another one's requests, nor by those of
@@ -128,13 +129,12 @@ class LoRARequest:
 
 @dataclass
 class LoadedAdapter:
-    """One loading of an adapter. num_users: requests that have not ended; is_unloaded: no more may begin."""
+    """One loading of an adapter. num_users: requests that have not ended."""
 
     name: str
     folder: str
     adapter_id: int
     num_users: int = 0
-    is_unloaded: bool = False
 
 
 class RequestedAdapters:
@@ -158,7 +158,10 @@ class RequestedAdapters:
 
 
 class NamedAdapters:
-    """Adapters of an Engine by name, at most `most`. Used between two steps, in the engine's thread."""
+    """Adapters of an Engine by name, at most `most`. Used between two steps, in the engine's thread.
+
+    Nothing is in flight in `load` and `collect`.
+    """
 
     def __init__(self, engine, most):
         self.engine, self.most, self.by_name = engine, most, {}
@@ -172,6 +175,7 @@ class NamedAdapters:
         adapter too many: `most` have names, and `most` more may be unloaded and still used.
         """
         before = self.by_name.get(name)
+        self.collect()
         if before is not None and not in_place:
             raise ConfigError(f"adapter {name!r} is loaded")
         if before is None and len(self.by_name) >= self.most:
@@ -182,6 +186,7 @@ class NamedAdapters:
         loaded = LoadedAdapter(name, str(folder), add_adapter(self.engine, adapter_of(self.engine.model, read)))
         if before is not None:
             self.unload(name)
+            self.collect()
         self.by_name[name] = loaded
         return loaded
 
@@ -190,9 +195,7 @@ class NamedAdapters:
         loaded = self.by_name.pop(name, None)
         if loaded is None:
             raise ConfigError(f"adapter {name!r} is not loaded")
-        loaded.is_unloaded = True
         self.leaving.append(loaded)
-        self._drop_unused(loaded)
 
     def acquire(self, name):
         """The LoadedAdapter of a request that begins, None for none of this name."""
@@ -204,9 +207,14 @@ class NamedAdapters:
     def release(self, loaded):
         """A request that has acquired it has ended."""
         loaded.num_users -= 1
-        self._drop_unused(loaded)
 
-    def _drop_unused(self, loaded):
-        if loaded.is_unloaded and not loaded.num_users:
+    @property
+    def has_unused(self):
+        """Whether `collect` has something to do."""
+        return any(not loaded.num_users for loaded in self.leaving)
+
+    def collect(self):
+        """Free the slots of unloaded adapters that no request uses."""
+        for loaded in [each for each in self.leaving if not each.num_users]:
             remove_adapter(self.engine, loaded.adapter_id)
             self.leaving.remove(loaded)

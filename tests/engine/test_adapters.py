@@ -73,6 +73,7 @@ class Running:
                 if len(of_request) == PARAMS.n:
                     if self.users[request_id] is not None:
                         self.adapters.release(self.users[request_id])
+                        self.adapters.collect()
                     self.cached[request_id] = of_request[0].num_cached_tokens
 
     def of(self, request_id):

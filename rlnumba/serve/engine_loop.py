@@ -112,6 +112,9 @@ class EngineLoop:
                 if not self.episodes.is_idle and not self.control.is_stopped:
                     self._step()
                 self.control.after_step()
+                if self.adapters.has_unused:
+                    self.settle()
+                    self.adapters.collect()
                 self._note_state()
                 self._flush()
         except BaseException:
@@ -139,6 +142,11 @@ class EngineLoop:
                 self._drop_damaged(error)
         while self.engine.outputs:
             self._step()
+
+    def load_adapter(self, name, folder, read, in_place):
+        """Have an adapter, as NamedAdapters.load does, between two steps."""
+        self.settle()
+        self.adapters.load(name, folder, read, in_place)
 
     def cut_short(self, jobs):
         """End jobs that the engine has with the tokens that they have so far."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlnumba import LLM, SamplingParams, cli
 from rlnumba.config import EngineConfig
 from rlnumba.engine.adapters import for_adapters
-from rlnumba.engine.core import Engine
+from rlnumba.engine.core import Engine, PromptError
 from rlnumba.model.transformer import load_model
 from tests.model.test_lora import golden_adapter, saved_adapters
 from tests.serve.conftest import MODEL, NAME, is_idle, request, running, wait_until
@@ -142,7 +142,7 @@ def test_an_adapter_shares_no_blocks_with_others(server, loaded):
 
 def test_a_request_keeps_the_weights_that_it_began_with(server, loaded, alone):
     loaded("one", "wide")
-    long = BODY | {"max_tokens": 180, "n": 1, "return_token_ids": True}
+    long = BODY | {"max_tokens": 120, "n": 1, "return_token_ids": True}
     whole = {name: answer(server, name, **long) for name in ("one", "wide")}
     changes = {
         "one": lambda: loaded("one", lora_path="wide", load_inplace=True),
@@ -161,6 +161,39 @@ def test_a_request_keeps_the_weights_that_it_began_with(server, loaded, alone):
     gone = request(server, "/v1/completions", BODY | {"model": "wide"})
     assert (gone.status, gone.json["error"]["code"], gone.json["error"]["param"]) == (404, "model_not_found", "model")
     assert gone.json["error"]["message"] == f"The model `wide` does not exist; this server has {NAME}, second, one"
+
+
+@pytest.mark.parametrize("change", ["load", "unload"])
+def test_a_prompt_without_log_probs_fails_alone_meanwhile(server, loaded, alone, monkeypatch, change):
+    """A step that was launched ahead finds it where an adapter is loaded, or the slot of one is freed."""
+    loaded("wide")
+    loop, replies, damaged = server.engine_loop, [], []
+    synchronize = loop.engine.synchronize
+
+    def synchronize_once():
+        if loop.groups and not damaged:
+            damaged.append(min(loop.groups))
+            raise PromptError(damaged[0], "no numbers", tuple(damaged))
+        synchronize()
+
+    long = BODY | {"max_tokens": 200, "n": 8}
+    threads = [
+        threading.Thread(target=lambda: replies.append(request(server, "/v1/completions", long))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: loop.state.num_running == 16)
+    monkeypatch.setattr(loop.engine, "synchronize", synchronize_once)
+    if change == "load":
+        loaded("one")
+    else:
+        assert request(server, "/v1/unload_lora_adapter", {"lora_name": "wide"}).status == 200
+    for thread in threads:
+        thread.join()
+    failed, whole = sorted(replies, key=lambda reply: -reply.status)
+    assert (failed.status, failed.json["error"]["message"], whole.status) == (400, "no numbers", 200)
+    assert [len(choice["logprobs"]["tokens"]) for choice in whole.json["choices"]] == [200] * 8
+    assert answer(server, NAME) == alone(NAME)
 
 
 def test_refusals_in_vllms_words(server, loaded, root):

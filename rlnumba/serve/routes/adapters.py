@@ -7,7 +7,6 @@ is unloaded, or replaced, serves the requests that have begun with it until they
 import asyncio
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import click
@@ -55,8 +54,8 @@ class ServedAdapters:
             try:
                 folder = await self.off_loop(folder_within, self.settings.lora_root, path)
                 read = await self.off_loop(read_for, self.engine_loop.engine.model, folder)
-                load = partial(self.engine_loop.adapters.load, name, folder, read, in_place)
-                await asyncio.wrap_future(self.engine_loop.call(load))
+                loading = self.engine_loop.call(self.engine_loop.load_adapter, name, folder, read, in_place)
+                await asyncio.wrap_future(loading)
             except UserError as error:
                 raise ApiError(f"The lora adapter '{name}' cannot be loaded: {error}", "lora_path") from None
             self.by_name[name] = ServedAdapter(name, path)
@@ -67,7 +66,7 @@ class ServedAdapters:
         async with self.lock:
             if self.by_name.pop(name, None) is None:
                 raise ApiError(f"The lora adapter '{name}' cannot be found.", "lora_name", status=404)
-            await asyncio.wrap_future(self.engine_loop.call(partial(self.engine_loop.adapters.unload, name)))
+            await asyncio.wrap_future(self.engine_loop.call(self.engine_loop.adapters.unload, name))
             click.echo(f"serve: adapter {shown(name)} is unloaded", err=True)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
+from rlnumba.engine.adapters import LoRARequest
 from rlnumba.engine.llm import LLM, chat_prompts, text_and_prompt
 from rlnumba.engine.requests.streams import Streams
 from rlnumba.engine.sequence import SamplingParams
@@ -62,6 +63,9 @@ class AsyncLLM:
         self._thread.shutdown()
 
     def _submit(self, number, text, prompt, params, adapter):
+        if isinstance(adapter, LoRARequest):
+            # Its loading waits for what is in flight, of other requests.
+            self._streams.settle()
         (adapter_id,) = self.llm.adapter_ids_of([adapter])
         length = len(prompt if text is None else self.llm.tokenizer.encode(text)) if self.llm.tokenizer else len(prompt)
         self.llm.compile_ahead([length], [params])

@@ -1,15 +1,17 @@
 """Adapters that come and go while an engine runs: each request has the bits that it has with its adapter alone."""
 
+import asyncio
+import dataclasses
 import json
 import shutil
 
 import numpy as np
 import pytest
 
-from rlnumba import LLM, LoRARequest, SamplingParams
+from rlnumba import LLM, AsyncLLM, LoRARequest, SamplingParams
 from rlnumba.config import EngineConfig
 from rlnumba.engine.adapters import NamedAdapters, adapter_of, for_adapters, read_for
-from rlnumba.engine.core import Engine
+from rlnumba.engine.core import Engine, PromptError
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.model.transformer import load_model, save_model
@@ -230,6 +232,39 @@ def test_lora_request_is_an_adapter(folders, alone):
         LoRARequest("a", 0, "b")
     with pytest.raises(ConfigError, match=r"lora_request needs LLM\(..., enable_lora=True\)"):
         LLM(load_model(MODEL)).generate([PROMPT], PARAMS, lora_request=sql)
+
+
+def test_lora_request_of_a_coroutine(folders, alone, monkeypatch):
+    """Its adapter is loaded while others run, of which one ends with a prompt that has no log-probs."""
+    llm = AsyncLLM(load_model(MODEL), enable_lora=True)
+    engine, damaged = llm.llm.engine, []
+    synchronize = engine.synchronize
+
+    def synchronize_once():
+        lengths = {number: next(iter(each.values())).params.max_tokens for number, each in engine.requests.items()}
+        if 150 in lengths.values() and not damaged:
+            damaged.extend(number for number, length in lengths.items() if length == 150)
+            raise PromptError(damaged[0], "no numbers", tuple(damaged))
+        synchronize()
+
+    async def last(params, name, start=None):
+        if start is not None:
+            await start.wait()
+        request = None if name is None else LoRARequest(name, 1, str(folders[name]))
+        return [output async for output in llm.generate(PROMPT, params, lora_request=request)][-1]
+
+    async def together():
+        start, long = asyncio.Event(), dataclasses.replace(PARAMS, max_tokens=150)
+        tasks = [asyncio.create_task(last(*each)) for each in ((long, None), (PARAMS, None), (PARAMS, "wide", start))]
+        async for _ in llm.generate(PROMPT, PARAMS):
+            monkeypatch.setattr(engine, "synchronize", synchronize_once)
+            start.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    error, plain, wide = asyncio.run(together())
+    assert isinstance(error, PromptError) and error.reason == "no numbers"
+    assert drawn(plain.completions) == alone(None) and drawn(wide.completions) == alone("wide")
+    llm.shutdown()
 
 
 def test_lora_request_beside_named_adapters(folders, alone, tmp_path):

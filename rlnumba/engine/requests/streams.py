@@ -63,6 +63,8 @@ class Streams:
 
     def __init__(self, engine):
         self.engine, self.episodes, self.open = engine, Episodes(engine), {}
+        # What `settle` has found and `step` has not yet returned.
+        self.ended = []
 
     def submit(self, number, prompt, params, adapter_id=-1):
         """Begin a request; prompt: a text or token ids. Raises PromptError and ConfigError."""
@@ -74,15 +76,13 @@ class Streams:
 
     def step(self):
         """One step: (number, RequestOutput or the PromptError that ends it) of requests that have grown: list."""
+        if self.ended:
+            ended, self.ended = self.ended, []
+            return ended
         try:
             complete = self.episodes.step()
         except PromptError as error:
-            self.episodes.begin_again(error.request_ids)
-            for number in error.request_ids:
-                del self.open[number]
-            for request in self.open.values():
-                request.begin_again()
-            return [(number, type(error)(number, error.reason)) for number in error.request_ids]
+            return self._drop(error)
         output = self.episodes.output
         if output is None:
             return []
@@ -90,6 +90,24 @@ class Streams:
         for request in complete:
             del self.open[request.number]
         return grown
+
+    def settle(self):
+        """Let the device end what it was given: nothing is in flight then. The next steps return what it found."""
+        while True:
+            try:
+                self.engine.synchronize()
+                return
+            except PromptError as error:
+                self.ended += self._drop(error)
+
+    def _drop(self, error):
+        """End the requests of a PromptError, and begin all others again: what `step` returns."""
+        self.episodes.begin_again(error.request_ids)
+        for number in error.request_ids:
+            del self.open[number]
+        for request in self.open.values():
+            request.begin_again()
+        return [(number, type(error)(number, error.reason)) for number in error.request_ids]
 
     def _take(self, output):
         """Take in a StepOutput: what `step` returns."""

@@ -48,8 +48,10 @@ class AdapterStack:
         slot = self.loras.index(None)
         for layer, own in zip(self.layers, adapter.layers, strict=True):
             for name, pair in layer.items():
-                a, b = self._part(pair, slot)
-                a[...], b[...] = 0, 0
+                a, b = self.part(pair, slot)
+                for part in (a, b):
+                    # As words of its size: CuPy converts no number to bfloat16.
+                    part.view(f"u{part.itemsize}")[...] = 0
                 if name in own:
                     a[: len(own[name].a)], b[:, : len(own[name].a)] = own[name].a, own[name].b
         self.scales[slot] = adapter.lora.scaling
@@ -113,7 +115,7 @@ class AdapterStack:
             new.a[target : target + columns] = old.a[source : source + columns]
             new.b[:, target : target + columns] = old.b[:, source : source + columns]
 
-    def _part(self, pair, slot):
+    def part(self, pair, slot):
         """Rows of A and columns of B of a slot."""
         columns = len(pair.a) // self.num_slots
         own = slice(slot * columns, (slot + 1) * columns)

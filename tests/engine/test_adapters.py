@@ -16,7 +16,8 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.model.transformer import load_model, save_model
 from rlnumba.model.weights import open_tensors, write_tensors
-from rlnumba.runtime import memory
+from rlnumba.runtime import device, memory
+from tests.close import assert_same_bits
 from tests.model.test_lora import MODEL, golden_adapter, random_adapter, saved_adapters
 
 # Fills a block of the cache, which others with the same adapter match.
@@ -178,6 +179,30 @@ def test_memory_is_that_of_the_slots(folders):
     held = stack.nbytes
     del stack
     assert held and memory.allocated("adapter") == before + of_adapters
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_slots_have_the_adapters_values_on_a_gpu(folders, dtype):
+    """In 16 bits, for whose slices CuPy has copies of its own; a slot that was left is zero outside of the next one."""
+    model = for_adapters(load_model(MODEL, dtype))
+    read = {name: adapter_of(model, read_for(model, folder)) for name, folder in folders.items()}
+    stack = model.adapter
+    slots = {name: stack.put(adapter) for name, adapter in read.items()}
+    stack.remove(slots.pop("wide"))
+    slots["one again"] = stack.put(read["one"])
+    read["one again"] = read["one"]
+    for name, slot in slots.items():
+        for layer, own in zip(stack.layers, read[name].layers, strict=True):
+            for projection, pair in layer.items():
+                a, b = (device.to_host(part).astype(np.float32) for part in stack.part(pair, slot))
+                expected_a, expected_b = np.zeros_like(a), np.zeros_like(b)
+                if projection in own:
+                    count = len(own[projection].a)
+                    expected_a[:count] = device.to_host(own[projection].a).astype(np.float32)
+                    expected_b[:, :count] = device.to_host(own[projection].b).astype(np.float32)
+                assert_same_bits(a, expected_a, name)
+                assert_same_bits(b, expected_b, name)
 
 
 def test_an_adapter_that_cannot_be_loaded_is_named(folders, tmp_path):

@@ -459,6 +459,7 @@ def test_every_key_is_read_by_some_code():
         "train.generation_batch_size",
         "train.steps_per_generation",
         "train.epsilon_high",
+        "train.vllm_structured_outputs_regex",
     }
     derived |= {f"train.vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_min", "clip_max")}
     derived |= {f"train.{name}" for name in ("num_iterations", "no_resampling_pass_rate", "max_gen_batches")}

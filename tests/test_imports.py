@@ -43,6 +43,7 @@ SHARED_KERNELS = {"ptx", "tile", "nn", "philox", "checks", "cpu"}
 # (importing operator, imported module of another one): what is imported.
 BETWEEN_OPERATORS = {
     ("logprob", "gemm.ops"): "the GEMM with the LM head",
+    ("logprob", "sampling.token_rules"): "the masks of a grammar, over logits that are scored",
     ("logprob", "gemm.scheduler"): "tile coordinates of the fused GEMM with the LM head",
     ("logprob", "gemm.sm90"): "the GEMM of the weight gradient",
     # The persistent kernel is built from the device functions of the operators that it computes.

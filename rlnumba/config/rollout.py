@@ -23,6 +23,7 @@ OWN_KEYS = {
     "n": "set train.num_generations",
     "seed": "set seed",
     "logprobs": "leave it out, every token has its log-prob",
+    "structured_outputs": "it is a key of grpo and rloo, whose training follows the grammar",
     **dict.fromkeys(
         ("logit_bias", "allowed_token_ids", "bad_words"),
         "training computes log-probs of the model's own logits, so rollout and training would differ",
@@ -35,6 +36,8 @@ class SamplingConfig(TrainConfig):
     """Keys of how completions are drawn."""
 
     # A trainer's own section has the property `generation`, the GenerationPlan of its runs.
+    # Keys of generation_kwargs that the trainer has beside those of all.
+    own_generation_keys: typing.ClassVar[tuple] = ()
 
     temperature: float = key(1.0, "Divides the logits, in sampling and in training alike.", above=0)
     top_p: float = key(1.0, "Sample from the likeliest tokens that hold this share; 1 is off.", above=0, maximum=1)
@@ -61,13 +64,18 @@ class SamplingConfig(TrainConfig):
     )
 
     @property
+    def structured_outputs(self):
+        """The keys of StructuredOutputsParams with which completions are drawn: dict, {} without a grammar."""
+        return self.generation_kwargs.get("structured_outputs") or {}
+
+    @property
     def accumulates_gradients(self):
         """Whether an optimizer step may have more than one backward pass: bool."""
         return super().accumulates_gradients or self.max_tokens_per_micro_batch is not None
 
     def __post_init__(self):
         super().__post_init__()
-        allowed = (*SAMPLING_KEYS[1:], *GENERATION_KEYS)
+        allowed = (*SAMPLING_KEYS[1:], *GENERATION_KEYS, *self.own_generation_keys)
         for name in self.generation_kwargs:
             if name not in allowed:
                 nearest = difflib.get_close_matches(name, allowed, 1)
@@ -80,6 +88,12 @@ class GroupConfig(ReferenceConfig, SamplingConfig):
     """A generation of groups of completions, and the reference model; beta is a key of the trainer's own."""
 
     learning_rate: float = key(1e-6, "Highest learning rate of AdamW.", minimum=0)
+    own_generation_keys: typing.ClassVar[tuple] = ("structured_outputs",)
+    vllm_structured_outputs_regex: str | None = key(
+        None,
+        "Regex that every completion matches. The table generation_kwargs.structured_outputs has other grammars: json, "
+        "choice, grammar, json_object. Training follows them: log-probs are over the tokens that they allow.",
+    )
     num_generations: int = key(8, "Completions of each prompt, the group whose rewards are compared.", minimum=2)
     generation_batch_size: int | None = key(
         None,
@@ -112,6 +126,11 @@ class GroupConfig(ReferenceConfig, SamplingConfig):
         "and advantage, for `rlnumba watch`; -1: all.",
         minimum=-1,
     )
+
+    @property
+    def structured_outputs(self):
+        regex, given = self.vllm_structured_outputs_regex, super().structured_outputs
+        return given if regex is None else {"regex": regex}
 
     def on_ranks(self, num_ranks):
         """This section with the sizes of all ranks together, those of a generation, too; the same for one rank."""
@@ -168,6 +187,10 @@ class GroupConfig(ReferenceConfig, SamplingConfig):
             raise ConfigError(
                 f"train.difficulty_weights must be three weights, not negative and not all 0, of easy, normal and hard "
                 f"prompts, got {weights}"
+            )
+        if self.vllm_structured_outputs_regex is not None and self.generation_kwargs.get("structured_outputs"):
+            raise ConfigError(
+                "train.vllm_structured_outputs_regex and train.generation_kwargs.structured_outputs cannot both be set"
             )
         if self.global_batch_size is not None and self.steps_per_generation is not None:
             raise ConfigError(
@@ -259,6 +282,11 @@ class PromptRun(Run):
             object.__setattr__(self, "rewards", replace(self.rewards, funcs=["gym"]))
         if self.rollout.func is not None:
             self._check_rollout(plan)
+        if (self.has_episodes or self.rollout.func is not None) and self.train.structured_outputs:
+            raise ConfigError(
+                "train.generation_kwargs.structured_outputs is the grammar of a whole completion, which one of several "
+                "turns has none of: not with tools, an environment or rollout.func"
+            )
         if self.data.curriculum_column is not None and plan.difficulty_weights is not None:
             raise ConfigError(
                 "data.curriculum_column orders the prompts, and train.difficulty_weights draws them: set one of the two"

@@ -269,6 +269,8 @@ class TrainConfig(Section):
     """Keys that all trainers share: TRL's names, with the defaults of TRL and transformers' TrainingArguments."""
 
     section = "train"
+    # The grammar of what a trainer draws: none.
+    structured_outputs = {}
 
     learning_rate: float = key(2e-5, "Highest learning rate of AdamW.", minimum=0)
     lr_scheduler_type: str = key(

@@ -139,7 +139,7 @@ class SamplingParams:
         valid = length is None or (_is_int(length) and (length >= 1 or length == -1))
         self._require("truncate_prompt_tokens", valid, "an integer >= 1, or -1")
         if isinstance(self.structured_outputs, Mapping):
-            set_field(self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs))
+            set_field(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         valid = isinstance(self.structured_outputs, StructuredOutputsParams | None)
         self._require("structured_outputs", valid, "StructuredOutputsParams, or a table of them")
         self._check_token_rules()
@@ -163,7 +163,7 @@ class SamplingParams:
             set_field(self, "allowed_token_ids", tuple(allowed))
         valid = all(isinstance(text, str) and text.strip() for text in self.bad_words)
         self._require("bad_words", valid, "texts that are not empty")
-        for name in ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"):
+        for name in ("logit_bias", "allowed_token_ids", "bad_words"):
             if self.logit_thresholds and getattr(self, name):
                 raise ConfigError(f"sampling: logit_thresholds are of logits without {name}: set one of the two")
 

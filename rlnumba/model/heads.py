@@ -28,13 +28,15 @@ class Targets(NamedTuple):
 
     rows (T,) i32: those of the hidden states that are read; target_ids (T,) i32: the tokens that they predict, None for
     values. thresholds (T,) f32: the smallest logit that each prediction has, or None for all. every_row: compute rows
-    without a gradient, too, as a captured graph has to, which cannot look for them.
+    without a gradient, too, as a captured graph has to, which cannot look for them. allowed (T, ceil(V / 32)) i32: the
+    tokens that a grammar allows for each prediction, as linear_logp takes them, or None for all.
     """
 
     rows: object
     target_ids: object = None
     thresholds: object = None
     every_row: bool = False
+    allowed: object = None
 
 
 class HeadGradients(NamedTuple):
@@ -68,7 +70,7 @@ class LogprobHead:
         lse = arena.empty((targets.rows.shape[0],), np.float32)
         gather_rows(hidden, targets.rows, gathered)
         outputs = logprobs, lse, entropy, top1
-        options = targets.thresholds, targets.every_row
+        options = targets.thresholds, targets.every_row, targets.allowed
         linear_logp(gathered, model.lm_head, targets.target_ids, self.temperature, *outputs, *options)
         return SavedLogprobs(targets, gathered, lse, entropy, hidden.shape[0])
 
@@ -81,7 +83,7 @@ class LogprobHead:
         linear_logp_backward(
             saved.hidden, model.lm_head, targets.target_ids, self.temperature, saved.lse, dlogprobs, dgathered,
             gradients.lm_head, None if dentropy is None else saved.entropy, dentropy, targets.thresholds,
-            targets.every_row,
+            targets.every_row, targets.allowed,
         )  # fmt: skip
         return _scattered(dgathered, targets.rows, saved.num_tokens, arena)
 
@@ -96,7 +98,7 @@ class LogprobHead:
         gather_rows(hidden, rows, gathered)
         linear_logp_with_gradient(
             gathered, model.lm_head, targets.target_ids, self.temperature, dlogprobs, logprobs, lse, dgathered,
-            gradients.lm_head, *others, targets.thresholds, targets.every_row,
+            gradients.lm_head, *others, targets.thresholds, targets.every_row, targets.allowed,
         )  # fmt: skip
         return _scattered(dgathered, rows, hidden.shape[0], arena)
 

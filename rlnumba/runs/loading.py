@@ -3,6 +3,8 @@
 from functools import partial
 from pathlib import Path
 
+from rlnumba.engine.requests.grammars import GrammarReplay
+from rlnumba.engine.requests.structured_outputs import StructuredOutputsParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.hub import find_model
@@ -42,7 +44,17 @@ def load_policy(run, folder, reference=False, temperature=1.0, heads=LM_HEAD, he
     if reference:
         kind = weights_of(run, folder.communicator, is_trained=False)
         before = model.without_adapter() if run.lora else load_model(source, model.dtype.name, make_weights=kind)
-    return Policy(model, train, before, temperature, run.seed, folder.communicator), tokenizer
+    policy = Policy(model, train, before, temperature, run.seed, folder.communicator)
+    policy.grammar = grammar_replay(train, tokenizer, model.config)
+    return policy, tokenizer
+
+
+def grammar_replay(train, tokenizer, config):
+    """The GrammarReplay of a [train] section, None without a grammar. config: ModelConfig."""
+    if not (structured := train.structured_outputs):
+        return None
+    eos_token_ids = config.ending_at(tokenizer and tokenizer.eos_token_id).eos_token_ids
+    return GrammarReplay(StructuredOutputsParams.of(structured), tokenizer, config.vocab_size, eos_token_ids)
 
 
 def weights_of(run, communicator, is_trained=True):

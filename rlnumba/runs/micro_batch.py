@@ -21,8 +21,8 @@ from rlnumba.runtime.buckets import bucket_of, bucket_step
 TILE = 128
 # The smallest step between buckets of sequences.
 SEQUENCES = 8
-# Values of a padding target where they are not 0: its threshold keeps all logits.
-PADDING = {"thresholds": -np.inf}
+# Values of a padding target where they are not 0: its threshold keeps all logits, and all tokens are allowed.
+PADDING = {"thresholds": -np.inf, "allowed": -1}
 # Arrays that delimit sequences, (B + 1,).
 BOUNDS = ("cu_seqlens", "completion_bounds")
 
@@ -47,7 +47,8 @@ class TargetBatch:
 
     input_ids, position_ids (N,), cu_seqlens (B + 1,) i32; rows (T,) i32: the positions that predict the targets, or
     whose values are computed; target_ids (T,) i32, None where only values are; thresholds (T,) f32: the smallest logit
-    of the prediction of each, or None for all logits. every_row: compute targets without a gradient, too.
+    of the prediction of each, or None for all logits. every_row: compute targets without a gradient, too. allowed
+    (T, ceil(V / 32)) i32: the tokens that a grammar allows for each, or None for all.
     """
 
     input_ids: object
@@ -58,6 +59,7 @@ class TargetBatch:
     target_ids: object
     thresholds: object = None
     every_row: bool = False
+    allowed: object = None
 
     @staticmethod
     def of(token_ids, lengths, targets, thresholds=None):
@@ -78,7 +80,7 @@ class TargetBatch:
 class MicroBatch:
     """A micro-batch on the host: arrays of four-byte elements by name.
 
-    tokens: input_ids, position_ids (N,). targets: rows, target_ids and what else there is of each target, (T,).
+    tokens: input_ids, position_ids (N,). targets: rows, target_ids and what else there is of each target, (T, ...).
     sequences: cu_seqlens (B + 1,), other bounds (B + 1,), and what there is of each sequence, (B,). others: arrays of
     any shape. max_seqlen: at least the longest sequence's length. num_targets: those that are not padding.
     """
@@ -180,6 +182,8 @@ class DeviceBatch:
     def of(micro_batch, arrays):
         """A MicroBatch whose arrays are `arrays` on the device."""
         names = ("input_ids", "position_ids", "cu_seqlens", "rows", "target_ids")
-        of_policy = {name: arrays[name] for name in names} | {"thresholds": arrays.get("thresholds")}
+        of_policy = {name: arrays[name] for name in names} | {
+            name: arrays.get(name) for name in ("thresholds", "allowed")
+        }
         targets = TargetBatch(**of_policy, max_seqlen=micro_batch.max_seqlen, every_row=micro_batch.is_padded)
         return DeviceBatch(targets, arrays)

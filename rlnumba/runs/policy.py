@@ -88,6 +88,8 @@ class Policy:
         # Functions that are called before each micro-batch, of one process alone, and before the weights are written:
         # those of an engine that uses the same weights meanwhile.
         self.before_micro_batch, self.before_update = [], []
+        # The GrammarReplay of the run's completions, where they are drawn with a grammar.
+        self.grammar = None
         # Functions of (parts, results) that are called when the metrics of an optimizer step are read, with its
         # micro-batches on the host, and what the step has computed of each, by name.
         self.after_step = []

@@ -9,6 +9,7 @@ from itertools import takewhile
 
 from rlnumba import data
 from rlnumba.config.rollout import SAMPLING_KEYS
+from rlnumba.engine.requests.grammars import Grammars
 from rlnumba.engine.requests.stops import check_stops
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
@@ -55,6 +56,7 @@ def sampling_params(train, seed, n):
     """The SamplingParams of a [train] section."""
     settings = {name: getattr(train, name) for name in SAMPLING_KEYS} | train.generation_kwargs
     replay = train.generation.replays_mask
+    settings["structured_outputs"] = train.structured_outputs or None
     params = SamplingParams(**settings, max_tokens=train.max_completion_length, seed=seed, n=n, logit_thresholds=replay)
     if replay and (params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty):
         raise ConfigError(
@@ -66,13 +68,16 @@ def sampling_params(train, seed, n):
 def check_sampling(run):
     """Raise ConfigError for parameters of sampling that are wrong, or cannot act on the run's model."""
     params = sampling_params(run.train, 0, 1)
-    if params.stop or params.stop_token_ids:
+    if params.stop or params.stop_token_ids or params.structured_outputs:
         check_stops_of(params, find_model(run.model, weights=False))
 
 
 def check_stops_of(params, folder):
     """check_stops for the model of a folder, whose weights are not read."""
-    check_stops(params, Tokenizer.from_folder(folder), read_config(folder).vocab_size)
+    tokenizer, config = Tokenizer.from_folder(folder), read_config(folder)
+    check_stops(params, tokenizer, config.vocab_size)
+    eos_token_ids = config.ending_at(tokenizer and tokenizer.eos_token_id).eos_token_ids
+    Grammars(tokenizer, config.vocab_size, eos_token_ids).check(params)
 
 
 def evaluate(llm, rewards, prompts, run, trainer_state):

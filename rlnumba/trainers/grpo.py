@@ -154,7 +154,7 @@ def forward_parts(rollouts, train):
 def host_logprobs(policy, model, parts):
     """(T,) float32 on the host: a model's log-probs of all completion tokens."""
     outputs = {"logprobs": (None, np.float32)}
-    readings = [policy.run(score, part.micro_batch(), outputs, model) for part in policy.own(parts)]
+    readings = [policy.run(score, part.micro_batch(policy.grammar), outputs, model) for part in policy.own(parts)]
     return np.concatenate(policy.of_all_micro_batches([read()["logprobs"] for read in readings], len(parts)))
 
 
@@ -217,7 +217,7 @@ def optimizer_step(policy, micro_batches, learning_rate, bonus):
     for i in policy.each_micro_batch(range(len(micro_batches))):
         part = micro_batches[i]
         scale = policy_loss_scale(config, num_sequences, num_tokens, wholes[i].num_active, num_means)
-        batch = part.micro_batch().with_arrays(others={"scale": np.float32([scale])})
+        batch = part.micro_batch(policy.grammar).with_arrays(others={"scale": np.float32([scale])})
         tokens = slice(ends[i] - len(part.loss_mask), ends[i])
         if part.on_policy and gradient_is_known and not part.is_stale:
             readings.append(policy.run(known_gradient_step, batch, outputs))

@@ -226,10 +226,12 @@ class Rollouts:
         places = prompt_tokens + np.arange(len(prompt_tokens))
         return places[self.drawn] if len(self.drawn) else places
 
-    def micro_batch(self):
+    def micro_batch(self, grammar=None):
         """All sequences as a MicroBatch, with what the loss reads.
 
-        The targets have loss_mask, advantages, rollout_logprobs, and old_logprobs and ref_logprobs where there are any.
+        grammar: the GrammarReplay of completions that were drawn with a grammar, whose allowed tokens the targets then
+        have. Besides they have loss_mask, advantages, rollout_logprobs, and old_logprobs and ref_logprobs where there
+        are any.
         The sequences have completion_bounds (B + 1,) i32, which divide the targets into completions.
         """
         bounds = np.zeros(len(self.target_lengths) + 1, np.int32)
@@ -238,6 +240,8 @@ class Rollouts:
         batch = MicroBatch.of(self.token_ids, self.lengths, self.targets, thresholds)
         names = ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
         of_targets = {name: getattr(self, name) for name in names if len(getattr(self, name))}
+        if grammar is not None:
+            of_targets["allowed"] = grammar.allowed(self.token_ids[self.targets], self.target_lengths)
         return batch.with_arrays(of_targets, {"completion_bounds": bounds})
 
     def to_device(self):

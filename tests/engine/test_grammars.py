@@ -10,13 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlnumba.config import EngineConfig
+from rlnumba.config import EngineConfig, SFTConfig
+from rlnumba.data import Prompt
 from rlnumba.engine import LLM, SamplingParams, StructuredOutputsParams
 from rlnumba.engine.core import Engine, GrammarError, PromptError
 from rlnumba.engine.requests.grammar_tokens import GrammarTokens
+from rlnumba.engine.requests.grammars import GrammarReplay
 from rlnumba.engine.requests.streams import Streams
-from rlnumba.errors import ConfigError
+from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.runs.policy import Policy
+from rlnumba.runtime import device
+from rlnumba.sampling.samples import Sample
+from rlnumba.trainers.rollout import Rollouts
+from tests.close import assert_same_bits
 from tests.engine.test_llm import drawn, log_softmax, logits_after, make_model
 
 llguidance = pytest.importorskip("llguidance")
@@ -96,6 +103,28 @@ def test_tokens_are_of_the_grammar_and_logprobs_of_its_set(llm, model, tokenizer
             assert ids[-1] in EOS and matcher.is_accepting()
     for config in SCHEDULES:
         assert drawn(LLM(model, tokenizer, EngineConfig(**config)).generate(prompts, every)) == drawn(outputs)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8, "temperature": 1.3, "logit_thresholds": True}], ids=str)
+def test_training_scores_completions_as_they_were_drawn(llm, model, tokenizer, options):
+    """Bit for bit, by the masks that follow from the tokens; without these none is equal."""
+    params = params_of({"regex": "[a-c]{2,5}-[0-9]{1,9}(é|xyz)*", "after": "e"}, n=6, max_tokens=40, **options)
+    outputs = llm.generate([[5, 6, 7], [9] * 17], params)
+    pairs = [(Prompt("", each.prompt_token_ids, {}, ""), c) for each in outputs for c in each.completions]
+    rollouts = Rollouts.of([Sample(prompt, c, np.zeros(1), 0.0, {}) for prompt, c in pairs], False)
+    replay = GrammarReplay(params.structured_outputs, tokenizer, VOCABULARY, EOS)
+    policy = Policy(model, SFTConfig(gradient_checkpointing=False), None, params.temperature)
+    batch = rollouts.micro_batch(replay).to_device().targets
+    logprobs, entropy = (device.xp().empty(len(rollouts.loss_mask), np.float32) for _ in range(2))
+    policy.logprobs(batch, logprobs, entropy)
+    assert_same_bits(logprobs, rollouts.rollout_logprobs)
+    assert np.isfinite(device.to_host(entropy)).all()
+    policy.logprobs(dataclasses.replace(batch, allowed=None), logprobs)
+    assert (device.to_host(logprobs) != rollouts.rollout_logprobs).mean() > 0.9
+    wrong = np.full_like(rollouts.token_ids, 8)
+    with pytest.raises(UserError, match="^structured_outputs: Parser Error"):
+        regex = GrammarReplay(StructuredOutputsParams(regex="ab"), tokenizer, VOCABULARY, EOS)
+        dataclasses.replace(rollouts, token_ids=wrong).micro_batch(regex)
 
 
 def texts(llm, structured, **options):
@@ -260,6 +289,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_request_alone(model, tokenizer):
         ({"choice": [""]}, "choice must be a list of texts"),
         ({"regex": 3}, "regex must be a text that is not empty, got 3"),
         ({"regex": "a", "after": ""}, "after must be a text that is not empty"),
+        ({"regexp": "a"}, "has no key 'regexp'; they are json, regex"),
         ({"json_object": 1.5}, "json_object must be true or false, got 1.5"),
     ],
 )
@@ -332,6 +362,14 @@ def test_bytes_of_tokens_are_those_that_are_decoded(folder):
     for text in ("what is", 'say "', next(iter(tokenizer.special_ids))):
         ids = tokens(text.encode())
         assert not added & {*ids} and b"".join(tokens.tokens[i] for i in ids) in text.encode()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_training_scores_completions_as_they_were_drawn_on_the_gpu(tokenizer, dtype):
+    model = make_model(dtype, vocab_size=VOCABULARY, eos_token_id=EOS, head_dim=64)
+    for options in ({}, {"top_p": 0.8, "temperature": 1.3, "logit_thresholds": True}):
+        test_training_scores_completions_as_they_were_drawn(LLM(model, tokenizer), model, tokenizer, options)
 
 
 @pytest.mark.gpu

@@ -353,6 +353,59 @@ def test_thresholds_in_kernels(rng):
         masked_and_renormalised(rng, dtype="bfloat16")
 
 
+def allowed_tokens(rng, rows=5, vocabulary=200, width=7, dtype="float32"):
+    """linear_logp and its gradients with allowed tokens, in one call and in two, against the reference in float64."""
+    kind, xp = device.dtype(dtype), device.xp()
+    hidden = rng.standard_normal((rows, width), np.float32).astype(kind)
+    weight = (3 * rng.standard_normal((vocabulary, width), np.float32) / np.sqrt(width)).astype(kind)
+    keeps = rng.random((rows, vocabulary)) < np.array([[1.0], [0.0], [0.5], [0.1], [0.02]])[:rows]
+    keeps[1, 130] = True
+    ids = np.array([rng.choice(np.flatnonzero(row)) for row in keeps], np.int32)
+    padded = np.zeros((rows, -(-vocabulary // 32) * 32), bool)
+    padded[:, :vocabulary] = keeps
+    allowed = device.asarray(np.packbits(padded, axis=1, bitorder="little").view(np.int32))
+    dlogp, dentropy = (rng.standard_normal(rows).astype(np.float32) for _ in range(2))
+    logits = np.where(keeps, hidden.astype(np.float64) @ weight.astype(np.float64).T, -np.inf)
+    hd, wd, idd, dd = (device.asarray(a) for a in (hidden, weight, ids, dlogp))
+    out, lse, entropy, top1 = (xp.empty(rows, t) for t in (np.float32, np.float32, np.float32, np.int32))
+    linear_logp(hd, wd, idd, 0.8, out, lse, entropy, top1, allowed=allowed)
+    expected = logp_ref(logits, ids, 0.8)
+    for actual, value, what in zip((out, lse, entropy), expected, ("logp", "lse", "entropy"), strict=False):
+        assert_close(actual, value, "float32", terms=vocabulary, scale=30.0, what=what)
+    assert device.to_host(out)[1] == 0 and device.to_host(top1)[1] == 130
+    lost = 4 * ROUNDING[dtype] / ROUNDING["float32"]
+    for by_entropy in (False, True):
+        dhidden, dweight = xp.full((rows, width), np.nan, kind), xp.zeros((vocabulary, width), np.float32)
+        options = {"entropy": entropy, "dentropy": device.asarray(dentropy)} if by_entropy else {}
+        linear_logp_backward(hd, wd, idd, 0.8, lse, dd, dhidden, dweight, allowed=allowed, **options)
+        dlogits = logp_backward_ref(logits, ids, dlogp.astype(np.float64), 0.8, dentropy if by_entropy else None)
+        assert_close(dhidden, dlogits @ weight, terms=vocabulary + lost, scale=200.0, what="dhidden")
+        assert_close(dweight, dlogits.T @ hidden, dtype, terms=400, scale=100.0, what="dweight")
+        # The gradient reaches no token that is not allowed.
+        assert not device.to_host(dweight)[~keeps.any(axis=0)].any()
+    again = [xp.empty(rows, np.float32) for _ in range(2)]
+    gradients = xp.empty((rows, width), kind), xp.empty((vocabulary, width), np.float32)
+    linear_logp_with_gradient(hd, wd, idd, 0.8, dd, *again, *gradients, allowed=allowed)
+    assert_same_bits(again[0], out, "logp with its gradient")
+
+
+def test_allowed_tokens(rng, monkeypatch):
+    allowed_tokens(rng)
+    # The backward makes 64 columns at a time.
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS", 2 * 5 * 60)
+    allowed_tokens(rng)
+    with pytest.raises(ValueError, match=r"linear_logp: allowed must be \(2, 3\) int32"):
+        arrays = [device.asarray(np.zeros((2, 3), np.float32)), device.asarray(np.zeros((70, 3), np.float32))]
+        ids, out = device.asarray(np.zeros(2, np.int32)), device.xp().empty(2, np.float32)
+        linear_logp(*arrays, ids, 1.0, out, out, allowed=device.asarray(np.zeros((2, 2), np.int32)))
+
+
+@pytest.mark.sim
+def test_allowed_tokens_in_kernels(rng, monkeypatch):
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS", 2 * 3 * 60)
+    allowed_tokens(rng, rows=3, vocabulary=140)
+
+
 def test_an_id_below_its_threshold_has_no_probability():
     logits, ids = device.asarray(np.float32([[1, 2, 3]])), device.asarray(np.int32([0]))
     out, lse = device.xp().empty(1, np.float32), device.xp().empty(1, np.float32)

@@ -61,6 +61,14 @@ def test_against_the_references(rng):
         found = changed(operator, *arguments)
         assert (found != arguments[0]).any()
         assert_same_bits(found, reference(*arguments))
+    # Some of the columns, from token 32 on.
+    logits, allowed = rng.standard_normal((5, 41)).astype(np.float32), cases(rng, 5, 99)[1][2][1]
+    part = device.asarray(logits.copy())
+    keep_allowed(part, device.asarray(allowed), 32)
+    assert_same_bits(part, keep_allowed_ref(logits, allowed[:, 1:]))
+    for first in (16, 96):
+        with pytest.raises(ValueError, match="allowed must be of tokens up to"):
+            keep_allowed(part, device.asarray(allowed), first)
     for none in (np.zeros((2, 0), np.int32), np.full((2, 1), -1, np.int32)):
         logits = np.ones((2, 40), np.float32)
         assert_same_bits(changed(add_bias, logits, none, none.astype(np.float32)), logits)
@@ -75,7 +83,7 @@ def test_gpu(rng):
 def test_machine_code(compile_offline):
     matrix, ids, row = "float32[:,::1]", "int32[:,::1]", "int32[::1]"
     assert not compile_offline(add_bias_kernel, (matrix, ids, matrix), (9, 0))
-    assert not compile_offline(keep_allowed_kernel, (matrix, ids), (9, 0))
+    assert not compile_offline(keep_allowed_kernel, (matrix, ids, "int32"), (9, 0))
     assert not compile_offline(ban_words_kernel, (matrix, ids, row, row, "int32[:,:,::1]"), (9, 0))
 
 
@@ -83,7 +91,9 @@ def test_wrong_arguments_are_named():
     logits, ids = np.zeros((2, 5), np.float32), np.zeros((2, 3), np.int32)
     with pytest.raises(ValueError, match=r"add_bias: bias must be \(2, 3\) float32"):
         add_bias(*map(device.asarray, (logits, ids, logits)))
-    with pytest.raises(ValueError, match=r"keep_allowed: allowed must be \(2, 1\) int32"):
-        keep_allowed(*map(device.asarray, (logits, ids)))
+    with pytest.raises(ValueError, match="keep_allowed: allowed must be of tokens up to 5, got 0 words"):
+        keep_allowed(*map(device.asarray, (logits, ids[:, :0])))
+    with pytest.raises(ValueError, match=r"keep_allowed: allowed must be \(2, any\) int32"):
+        keep_allowed(*map(device.asarray, (logits, logits)))
     with pytest.raises(ValueError, match=r"ban_words: words must be \(2, any, any\) int32"):
         ban_words(*map(device.asarray, (logits, ids, ids[:, 0].copy(), ids[:, 0].copy(), ids)))

@@ -1,13 +1,14 @@
 """GRPO against TRL's own loss, its invariants, and runs of a few seconds."""
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rlnumba.config import DataConfig
+from rlnumba.config import DataConfig, PPOConfig, ToolsConfig
 from rlnumba.data import Prompt, PromptData
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import ConfigError, UserError
@@ -350,6 +351,10 @@ def test_generation_kwargs_reach_sampling_and_take_precedence():
             {"stop": ["it", "a<eos>"]},
             "sampling: stop 'a<eos>' cannot occur, .* special token <eos>; stop at '<eos>' alone",
         ),
+        ({"structured_outputs": {"regex": "(a"}}, "sampling: structured_outputs.regex: .*unclosed group"),
+        ({"structured_outputs": {"pattern": "a"}}, "sampling: structured_outputs has no key 'pattern'"),
+        ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object: no token of the model begins"),
+        ({"structured_outputs": "a"}, "sampling: structured_outputs must be StructuredOutputsParams"),
         ({"stop_token_ids": [3, 48]}, "sampling: stop_token_ids 48 is outside of the model's vocabulary of 48"),
     ],
 )
@@ -694,6 +699,43 @@ def test_replayed_filters_are_exact(tmp_path, filters):
     grpo.run_grpo(plain)
     # Sampled alike, but this entropy is that of the tokens which are kept.
     assert rows[0]["reward"] == metrics_of(plain)[0]["reward"] and rows[0]["entropy"] < metrics_of(plain)[0]["entropy"]
+
+
+GRAMMAR = {"structured_outputs": {"regex": "[0-9]{1,4}[ab+]?"}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"vllm_structured_outputs_regex": "[0-9]{1,4}[ab+]?"},
+        {"generation_kwargs": GRAMMAR, "num_iterations": 2, "beta": 0.1, "steps_per_generation": 4},
+        {"generation_kwargs": GRAMMAR | {"top_p": 0.8}, "sampling_mask_replay": True, "temperature": 0.8},
+        {"generation_kwargs": GRAMMAR, "max_tokens_per_micro_batch": 60, "entropy_coef": 0.01, "cuda_graphs": True},
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_completions_of_a_grammar_are_trained_on_exactly(tmp_path, options):
+    """Training follows the grammar: no difference of a bit where the weights are those that drew."""
+    pytest.importorskip("llguidance")
+    run = grpo_run(tmp_path / "run", **options)
+    assert grpo.sampler_is_exact(run.train)
+    grpo.run_grpo(run)
+    rows = metrics_of(run)
+    for row in rows if run.train.num_iterations == 1 else rows[:1]:
+        assert row["sampling/sampling_logp_difference/max"] == 0.0
+    assert rows[0]["grad_norm"] > 0
+    lines = (tmp_path / "run" / "completions.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["completion"] for line in lines]
+    assert texts and all(re.fullmatch("[0-9]{1,4}[ab+]?", text) for text in texts)
+
+
+def test_a_grammar_is_not_of_several_turns(tmp_path):
+    with pytest.raises(ConfigError, match="generation_kwargs.structured_outputs is the grammar of a whole completion"):
+        replace(grpo_run(tmp_path / "run", generation_kwargs=GRAMMAR), tools=ToolsConfig(funcs=["a.py:f"]))
+    with pytest.raises(ConfigError, match="vllm_structured_outputs_regex and .* cannot both be set"):
+        grpo_run(tmp_path / "run", generation_kwargs=GRAMMAR, vllm_structured_outputs_regex="a")
+    with pytest.raises(ConfigError, match="has no key structured_outputs: it is a key of grpo and rloo"):
+        PPOConfig(generation_kwargs=GRAMMAR)
 
 
 def test_replay_of_filters_needs_generations_of_one_step_and_no_penalties():

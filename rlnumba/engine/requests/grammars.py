@@ -16,7 +16,7 @@ import numpy as np
 
 from rlnumba.engine.requests.grammar_tokens import grammar_tokenizer
 from rlnumba.engine.requests.structured_outputs import grammar_source, package
-from rlnumba.errors import ConfigError
+from rlnumba.errors import ConfigError, UserError
 
 # Compiled grammars that are kept, some KiB to some MiB each; those of the longest disuse go first.
 MAX_COMPILED = 64
@@ -69,13 +69,17 @@ class Grammars:
         """A GrammarState at its beginning for SamplingParams, None without a grammar. Raises ConfigError."""
         if (structured := params.structured_outputs) is None:
             return None
-        return GrammarState(structured, self._compiled(structured).deep_copy())
+        return GrammarState(structured, self.matcher(structured))
+
+    def matcher(self, structured):
+        """A new LLMatcher of StructuredOutputsParams. Raises ConfigError."""
+        return self._compiled(structured).deep_copy()
 
     def resume(self, sequence):
         """Have a sequence's grammar where its tokens have led, where it comes from another process."""
         state = sequence.grammar
         if state is not None and state.matcher is None:
-            state.matcher = self._compiled(state.params).deep_copy()
+            state.matcher = self.matcher(state.params)
             state.matcher.consume_tokens(sequence.completion_ids.tolist())
 
     def _compiled(self, structured):
@@ -208,3 +212,32 @@ def one_line(error):
     """The beginning of a message of llguidance, without line breaks: str."""
     text = " ".join(str(error).split())
     return text if len(text) <= MESSAGE_LENGTH else f"{text[: MESSAGE_LENGTH - 3]}..."
+
+
+class GrammarReplay:
+    """The masks of completions that are trained on, all of one grammar: the sampler's, from the tokens alone.
+
+    structured: StructuredOutputsParams; the others are Grammars'.
+    """
+
+    def __init__(self, structured, tokenizer, vocab_size, eos_token_ids):
+        self.structured, self.vocab_size = structured, vocab_size
+        self.eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < vocab_size)
+        self.grammars = Grammars(tokenizer, vocab_size, self.eos_token_ids)
+
+    def allowed(self, token_ids, lengths):
+        """Words of allowed tokens (T, W) int32 for the T tokens of completions of these lengths, one after another.
+
+        Raises UserError for tokens that the grammar does not have.
+        """
+        masks = np.full((len(token_ids), -(-self.vocab_size // 32)), -1, np.int32)
+        firsts, live = np.cumsum(lengths) - lengths, np.flatnonzero(lengths)
+        matchers = [self.grammars.matcher(self.structured) for _ in lengths]
+        memory, executor = (masks.ctypes.data, 4 * masks.shape[1], len(masks)), self.grammars.executor
+        for position in range(int(np.max(lengths, initial=0))):
+            live = live[lengths[live] > position]
+            executor.unsafe_compute_mask_ptr([(matchers[i], int(firsts[i]) + position) for i in live.tolist()], *memory)
+            for i in live[lengths[live] > position + 1].tolist():
+                if not matchers[i].consume_token(int(token_ids[firsts[i] + position])):
+                    raise UserError(f"structured_outputs: {one_line(matchers[i].get_error())}")
+        return masks

@@ -38,6 +38,15 @@ class StructuredOutputsParams:
         refuse_unknown(cls.__name__, keys, cls.__dataclass_fields__)
         return super().__new__(cls)
 
+    @classmethod
+    def of(cls, table):
+        """Those of a table. Raises ConfigError, also for a key that is none of these."""
+        for name in table:
+            if name not in cls.__dataclass_fields__:
+                known = ", ".join(cls.__dataclass_fields__)
+                raise ConfigError(f"sampling: structured_outputs has no key {shown(name)}; they are {known}")
+        return cls(**table)
+
     def __post_init__(self):
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:

@@ -16,6 +16,7 @@ from rlnumba.kernels.logprob.terms import VANISHED, entropy_terms, kernel_output
 from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.nn.row_sum import GROUPS, LOG2_E, ROW_THREADS, row_terms_function
 from rlnumba.kernels.ptx.warp import device_function, exp2, vector_access, widen
+from rlnumba.kernels.sampling.token_rules import keep_allowed
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
@@ -169,12 +170,14 @@ def backward_rows(width):
     return _whole_tiles(CHUNK_SUMS // max(width, 1))
 
 
-def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, thresholds=None):
+def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, thresholds=None, allowed=None):
     """ops.linear_logp of checked arrays, by chunks of rows."""
     step = forward_rows(weight.shape[0])
     memory = device.xp().empty((min(step, hidden.shape[0]), weight.shape[0]), np.float32)
     for rows, count in slices(hidden.shape[0], step):
         linear(hidden[rows], weight, memory[:count])
+        if allowed is not None:
+            keep_allowed(memory[:count], allowed[rows])
         arrays = logp, lse, entropy, top1, thresholds
         of_rows = (None if array is None else array[rows] for array in arrays)
         logp_of_logits(memory[:count], ids[rows], temperature, *of_rows)
@@ -182,7 +185,7 @@ def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=
 
 def linear_logp_backward(
     hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, thresholds=None,
-    accumulate=False,
+    allowed=None, accumulate=False,
 ):  # fmt: skip
     """ops.linear_logp_backward of checked arrays, by chunks of rows, and of the vocabulary for each.
 
@@ -191,6 +194,8 @@ def linear_logp_backward(
     (rows, width), vocabulary, xp = hidden.shape, weight.shape[0], device.xp()
     row_step = min(rows, backward_rows(width))
     step = min(vocabulary, _whole_tiles(CHUNK_LOGITS // 2 // max(row_step, 1)))
+    if allowed is not None:
+        step = min(vocabulary, -(-step // 32) * 32)
     is_float32 = hidden.dtype == np.float32
     memory = xp.empty(row_step * step, np.float32)
     narrow_memory = memory if is_float32 else xp.empty(memory.shape, hidden.dtype)
@@ -201,6 +206,8 @@ def linear_logp_backward(
         for chunk, columns in slices(vocabulary, step):
             logits, dlogits = (array[: count * columns].reshape(count, columns) for array in (memory, narrow_memory))
             linear(h, weight[chunk], logits)
+            if allowed is not None:
+                keep_allowed(logits, allowed[batch], chunk.start)
             others = (None if array is None else array[batch] for array in (entropy, dentropy, thresholds))
             of_rows = ids[batch], temperature, lse[batch], dlogp[batch]
             logp_of_logits_backward(logits, *of_rows, dlogits, chunk.start, *others)

@@ -6,7 +6,8 @@
     dz = (dlogp (onehot(id) - p) - dentropy p (log p + entropy)) / T
 
 With thresholds, logits below their row's count as -inf: the distribution of a sampler that keeps s >= a threshold, as
-top-k, top-p and min-p do. An id below it has log-prob -inf.
+top-k, top-p and min-p do. An id below it has log-prob -inf. With allowed, so do logits of tokens without a bit there:
+the distribution of a sampler that follows a grammar.
 
 A row whose id is IGNORED gives logp, lse and entropy 0, top1 -1 and no gradient. Finding the rows that have one, and
 a gradient, waits for the device, unless the caller wants every row computed: then no id may be IGNORED.
@@ -31,12 +32,14 @@ MOST_COLUMNS = 2**24
 
 
 def linear_logp(
-    hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, thresholds=None, every_row=False
+    hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, thresholds=None, every_row=False,
+    allowed=None,
 ):  # fmt: skip
     """Log-probability of ids under softmax(hidden weight^T / temperature), without an (N, V) array.
 
     hidden (N, D), weight (V, D) of one floating dtype; ids (N,) int32, IGNORED or in [0, V); temperature > 0;
-    thresholds (N,) float32, of the logits before the temperature, or None for all logits.
+    thresholds (N,) float32, of the logits before the temperature, or None for all logits; allowed (N, ceil(V / 32))
+    int32: bit v % 32 of word v / 32 is token v's, or None for all tokens.
     Written: logp, lse, entropy (N,) float32 (entropy in nats), top1 (N,) int32, the lowest index of the largest
     logit. Logits are float32. every_row: compute all rows, without a look at the ids. Raises ValueError for other
     shapes or dtypes, and for another id (on a GPU only with RLNUMBA_DEBUG set: else NaN).
@@ -44,46 +47,48 @@ def linear_logp(
     rows, vocabulary = _check_linear("linear_logp", hidden, weight, ids, temperature)
     outputs = logp, lse, entropy, top1
     _check_outputs("linear_logp", rows, vocabulary, *outputs)
-    _check_thresholds("linear_logp", rows, thresholds)
-    implementation = _implementation(hidden, weight)
+    _check_kept("linear_logp", rows, vocabulary, thresholds, allowed)
+    implementation = _implementation(hidden, weight, allowed)
 
-    def run(hidden, ids, thresholds, *outputs):
-        implementation.linear_logp(hidden, weight, ids, temperature, *outputs, thresholds=thresholds)
+    def run(hidden, ids, thresholds, allowed, *outputs):
+        masks = {} if allowed is None else {"allowed": allowed}
+        implementation.linear_logp(hidden, weight, ids, temperature, *outputs, thresholds=thresholds, **masks)
 
     selected = ids != IGNORED if not every_row and _selects_rows(implementation) else None
-    _run_on_rows(run, selected, (hidden, ids, thresholds), outputs, implementation.forward_rows(vocabulary))
+    _run_on_rows(run, selected, (hidden, ids, thresholds, allowed), outputs, implementation.forward_rows(vocabulary))
 
 
 def linear_logp_backward(
     hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, thresholds=None,
-    every_row=False,
+    every_row=False, allowed=None,
 ):  # fmt: skip
     """The gradient of linear_logp: dhidden =, dweight =. The logits are computed again.
 
-    hidden, weight, ids, temperature, thresholds as in linear_logp, lse as it wrote it; dlogp (N,) float32; dhidden
-    (N, D) of hidden's dtype; dweight (V, D) float32, or None where the weight is not trained. entropy as linear_logp
-    wrote it and dentropy (N,) float32, the loss's derivatives by the entropies, or both None. The gradient of the
-    logits is rounded to hidden's dtype. Rows with dlogp and dentropy 0 give 0; unless every_row they are left out,
-    which changes the last bits of dweight. Raises ValueError as linear_logp.
+    hidden, weight, ids, temperature, thresholds, allowed as in linear_logp, lse as it wrote it; dlogp (N,) float32;
+    dhidden (N, D) of hidden's dtype; dweight (V, D) float32, or None where the weight is not trained. entropy as
+    linear_logp wrote it and dentropy (N,) float32, the loss's derivatives by the entropies, or both None. The gradient
+    of the logits is rounded to hidden's dtype. Rows with dlogp and dentropy 0 give 0; unless every_row they are left
+    out, which changes the last bits of dweight. Raises ValueError as linear_logp.
     """
-    rows, _ = _check_linear("linear_logp_backward", hidden, weight, ids, temperature)
+    rows, vocabulary = _check_linear("linear_logp_backward", hidden, weight, ids, temperature)
     check("linear_logp_backward", "lse", lse, (rows,), F32)
     _check_gradients("linear_logp_backward", hidden, weight, dlogp, dhidden, dweight)
     # With both, registers of the sm_90 kernel would spill.
     both = dentropy is not None and thresholds is not None
-    implementation = chunked if both else _implementation(hidden, weight)
-    _check_thresholds("linear_logp_backward", rows, thresholds)
+    implementation = chunked if both else _implementation(hidden, weight, allowed)
+    _check_kept("linear_logp_backward", rows, vocabulary, thresholds, allowed)
     if dentropy is not None:
         for name, array in (("entropy", entropy), ("dentropy", dentropy)):
             check("linear_logp_backward", name, array, (rows,), F32)
 
     is_written = False
 
-    def run(hidden, ids, lse, dlogp, entropy, dentropy, thresholds, dhidden):
+    def run(hidden, ids, lse, dlogp, entropy, dentropy, thresholds, allowed, dhidden):
         nonlocal is_written
         gradients = dlogp, dhidden, dweight, entropy, dentropy, thresholds
+        masks = {} if allowed is None else {"allowed": allowed}
         implementation.linear_logp_backward(
-            hidden, weight, ids, temperature, lse, *gradients, accumulate=is_written
+            hidden, weight, ids, temperature, lse, *gradients, accumulate=is_written, **masks
         )  # fmt: skip
         is_written = is_written or len(ids) > 0
 
@@ -91,7 +96,7 @@ def linear_logp_backward(
     if not every_row and _selects_rows(implementation):
         has_gradient = dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
         selected = (ids != IGNORED) & has_gradient
-    inputs = hidden, ids, lse, dlogp, entropy, dentropy, thresholds
+    inputs = hidden, ids, lse, dlogp, entropy, dentropy, thresholds, allowed
     rows_at_once = implementation.backward_rows(hidden.shape[1])
     _run_on_rows(run, selected, inputs, (dhidden,), rows_at_once)
     if dweight is not None and not is_written:
@@ -100,7 +105,7 @@ def linear_logp_backward(
 
 def linear_logp_with_gradient(
     hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, thresholds=None,
-    every_row=False,
+    every_row=False, allowed=None,
 ):  # fmt: skip
     """linear_logp and linear_logp_backward at once, for a loss whose dlogp (N,) float32 is known beforehand.
 
@@ -108,7 +113,7 @@ def linear_logp_with_gradient(
 
     On sm90 a row takes three GEMMs instead of four, or one if its dlogp is 0 and not every_row, and probabilities are
     rounded to hidden's dtype once more. Beside the arguments it needs at most EXTRA_BYTES, 256 MiB (252 where D is
-    1,024 and V 151,936), and some numbers a row. Elsewhere, and with thresholds, this is linear_logp, then
+    1,024 and V 151,936), and some numbers a row. Elsewhere, and with thresholds or allowed, this is linear_logp, then
     linear_logp_backward, with their bits and their memory.
     """
     op = "linear_logp_with_gradient"
@@ -116,13 +121,12 @@ def linear_logp_with_gradient(
     outputs = logp, lse, entropy, top1
     _check_outputs(op, rows, vocabulary, *outputs)
     _check_gradients(op, hidden, weight, dlogp, dhidden, dweight)
-    _check_thresholds(op, rows, thresholds)
-    if _implementation(hidden, weight) is chunked or thresholds is not None:
-        linear_logp(hidden, weight, ids, temperature, *outputs, thresholds, every_row)
+    _check_kept(op, rows, vocabulary, thresholds, allowed)
+    if _implementation(hidden, weight, allowed) is chunked or thresholds is not None:
+        linear_logp(hidden, weight, ids, temperature, *outputs, thresholds, every_row, allowed)
         gradients = lse, dlogp, dhidden, dweight
-        linear_logp_backward(
-            hidden, weight, ids, temperature, *gradients, thresholds=thresholds, every_row=every_row
-        )  # fmt: skip
+        kept = {"thresholds": thresholds, "allowed": allowed}
+        linear_logp_backward(hidden, weight, ids, temperature, *gradients, every_row=every_row, **kept)
         return
 
     def forward(hidden, ids, *outputs):
@@ -150,9 +154,9 @@ def linear_logp_with_gradient(
     _run_on_rows(forward, has_id & ~has_gradient, (hidden, ids), outputs, rows_at_once, clear=False)
 
 
-def _implementation(hidden, weight):
+def _implementation(hidden, weight, allowed=None):
     """The module that computes the log-probs of these arrays."""
-    if device.name() == "cpu" or dispatch.family("logprob") != "sm90":
+    if allowed is not None or device.name() == "cpu" or dispatch.family("logprob") != "sm90":
         return chunked
     gemm_is_sm90 = backend() == "native" and dispatch.family("gemm") == "sm90"
     return logprob_sm90 if gemm_is_sm90 and logprob_sm90.is_supported(hidden, weight) else chunked
@@ -224,9 +228,11 @@ def _check_outputs(op, rows, vocabulary, logp, lse, entropy, top1):
             check(op, name, array, (rows,), dtypes)
 
 
-def _check_thresholds(op, rows, thresholds):
+def _check_kept(op, rows, vocabulary, thresholds, allowed):
     if thresholds is not None:
         check(op, "thresholds", thresholds, (rows,), F32)
+    if allowed is not None:
+        check(op, "allowed", allowed, (rows, -(-vocabulary // 32)), I32)
 
 
 def _check_gradients(op, hidden, weight, dlogp, dhidden, dweight):

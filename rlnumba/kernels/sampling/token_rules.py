@@ -37,15 +37,15 @@ def add_bias_kernel(logits, ids, bias):
 
 @supports_pdl
 @cuda.jit
-def keep_allowed_kernel(logits, allowed):
+def keep_allowed_kernel(logits, allowed, first_word):
     """A thread owns a logit, a warp those of one word, which is -1 where all are allowed."""
     griddepcontrol_launch_dependents()
     griddepcontrol_wait()
-    words = allowed.shape[1]
+    words = (logits.shape[1] + 31) // 32
     index = cuda.grid(1)
     row, column = index // (32 * words), index % (32 * words)
     if row < allowed.shape[0] and column < logits.shape[1]:
-        if (allowed[row, column // 32] >> np.int32(column % 32)) & 1 == 0:
+        if (allowed[row, first_word + column // 32] >> np.int32(column % 32)) & 1 == 0:
             logits[row, column] = np.float32(-math.inf)
 
 
@@ -87,18 +87,22 @@ def add_bias(logits, ids, bias):
         launch(add_bias_kernel, -(-rows * count // THREADS), THREADS, logits, ids, bias)
 
 
-def keep_allowed(logits, allowed):
-    """Set logits (B, V) float32 to -inf where the bit is 0: bit v % 32 of allowed (B, ceil(V / 32)) int32 is token v's.
+def keep_allowed(logits, allowed, first=0):
+    """Set logits (B, C) float32 to -inf where the bit is 0: bit v % 32 of word v / 32 of allowed (B, W) int32 is token
+    v's, and the columns are the tokens from `first` on, a multiple of 32.
 
     Raises ValueError for other arrays.
     """
     rows, columns = check("keep_allowed", "logits", logits, (None, None), F32)
     words = -(-columns // 32)
-    check("keep_allowed", "allowed", allowed, (rows, words), I32)
+    _, given = check("keep_allowed", "allowed", allowed, (rows, None), I32)
+    if first % 32 or given < first // 32 + words:
+        raise ValueError(f"keep_allowed: allowed must be of tokens up to {first + columns}, got {given} words")
     if device.name() == "cpu":
-        logits[...] = keep_allowed_ref(logits, allowed)
+        logits[...] = keep_allowed_ref(logits, allowed[:, first // 32 :])
     elif rows * words:
-        launch(keep_allowed_kernel, -(-rows * words * 32 // THREADS), THREADS, logits, allowed)
+        grid = -(-rows * words * 32 // THREADS)
+        launch(keep_allowed_kernel, grid, THREADS, logits, allowed, np.int32(first // 32))
 
 
 def ban_words(logits, history, starts, position, words):

@@ -78,6 +78,16 @@ def invented_rollouts(train, prompt_lengths, completion_length, rows):
     )
 
 
+class EveryToken:
+    """A GrammarReplay in which all tokens are allowed."""
+
+    def __init__(self, vocab_size):
+        self.vocab_size = vocab_size
+
+    def allowed(self, token_ids, lengths):
+        return np.full((len(token_ids), -(-self.vocab_size // 32)), -1, np.int32)
+
+
 class _EndOfStep(Exception):
     """Ends a train_step before the weights are updated and the metrics are computed, of which there is nothing."""
 
@@ -124,6 +134,8 @@ def make_policies(config, dtype, run, step, communicator=None):
             kind = weights_of(run, communicator, is_trained=False)
             reference = Transformer(config, kind(config, dtype, region="reference"))
     policy, critic = Policy(model, run.train, reference, communicator=communicator), None
+    if run.train.structured_outputs:
+        policy.grammar = EveryToken(config.vocab_size)
     if step.models.critic is not None:
         model = Transformer(step.models.critic, Weights(step.models.critic, dtype))
         critic = Policy(model, run.train, communicator=communicator)

@@ -34,6 +34,7 @@ from rlnumba.runs.planning.plan import Planner
 from rlnumba.runs.prompt_loop import agents_of
 from rlnumba.runs.prompt_run import load_prompts
 from rlnumba.trainers.every import TRAINERS
+from tests.counts import EPISODES
 from tests.environments.scripted import agents_with
 from tests.parallel import in_threads
 from tests.trainers.runs import metrics_of
@@ -271,7 +272,7 @@ def test_delays_of_tools_change_nothing():
         schemas = agents.toolsets[None].schemas
         ids = [llm.tokenizer.apply_chat_template(each, add_generation_prompt=True, tools=schemas) for each in content]
         prompts = [Prompt(*each, {}, "") for each in zip(content, ids, strict=True)]
-        params = [SamplingParams(n=8, max_tokens=48, seed=1)] * 4
+        params = [SamplingParams(n=EPISODES // 18, max_tokens=48, seed=1)] * 4
         episodes = [agents.episode(prompt, i, params[i]) for i, prompt in enumerate(prompts)]
         outputs = llm.generate_episodes([prompt.prompt_token_ids for prompt in prompts], params, episodes)
         completions = [each for output in outputs for each in output.completions]

@@ -1,5 +1,8 @@
 """Training on episodes: what the environment has written is read, and no target of anything."""
 
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +22,7 @@ from rlnumba.sampling.samples import Generation, Sample, generation_metrics
 from rlnumba.trainers import grpo, ppo
 from rlnumba.trainers.rollout import Rollouts
 from tests.close import assert_same_bits
+from tests.counts import EPISODES
 from tests.trainers.runs import MODEL
 from tests.trainers.test_grpo import golden_policy, golden_samples, other_sampler  # noqa: F401
 
@@ -168,7 +172,9 @@ def test_a_checkpoint_has_no_completions_of_episodes():
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_the_sampler_s_log_probs_are_the_trainer_s_over_turns(is_known):
-    """To the bit: the first context is another than the prompt of the data, and results are of many lengths."""
+    """To the bit: the first context is another than the prompt of the data, results are of many lengths, and come at
+    any time."""
+    n, delays, tools = EPISODES // 25, random.Random(0), ThreadPoolExecutor(8)
     model, tokenizer = load_model(MODEL), Tokenizer.from_folder(MODEL)
     prompt, results = tokenizer.encode("what is 1+1? "), [tokenizer.encode(text) for text in (" = 2", "no", "x" * 40)]
 
@@ -176,18 +182,22 @@ def test_the_sampler_s_log_probs_are_the_trainer_s_over_turns(is_known):
         context = [*rollout.prompt_token_ids, *results[1]]
         for turn in range(4):
             drawn = (await rollout.complete(context, 10)).token_ids
+            await rollout.wait(tools.submit(time.sleep, delays.random() / 200))
             context += [*drawn, *results[(turn + sum(drawn)) % 3]]
 
-    params = SamplingParams(n=6, max_tokens=200, seed=3)
+    params = SamplingParams(n=n, max_tokens=200, seed=3)
     episodes = Episodes(Engine(model, tokenizer))
     episodes.submit(GroupRequest(0, prompt, params, episode=episode))
-    (request,) = [each for _ in range(1000) if not episodes.is_idle for each in episodes.step()]
+    found = []
+    while not episodes.is_idle:
+        found += episodes.step()
+    ((request,), _) = found, tools.shutdown()
     samples = [Sample(Prompt("", prompt, {}, ""), each, np.zeros(1), 0.0, {}) for each in request.completions]
     for index, each in enumerate(samples):
-        each.advantage = float(index - 2)
+        each.advantage = float(index % 6 - 2)
     rollouts = Rollouts.of(samples, False)
-    assert 4 * 6 < len(rollouts.loss_mask) < len(rollouts.drawn)
-    assert rollouts.prompt_lengths.tolist() == [len(prompt) + len(results[1])] * 6
+    assert 4 * n < len(rollouts.loss_mask) < len(rollouts.drawn)
+    assert rollouts.prompt_lengths.tolist() == [len(prompt) + len(results[1])] * n
     policy = golden_policy()
     for part in rollouts.parts(4):
         logprobs = device.xp().empty(len(part.loss_mask), np.float32)

@@ -20,7 +20,8 @@ from pathlib import Path
 from rlnumba.errors import ConfigError, UserError, shown
 from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.model.hub import find_model
-from rlnumba.model.lora import Adapter, check_finite, is_adapter, read_adapter
+from rlnumba.model.lora import CONFIG, TENSORS, Adapter, check_finite, is_adapter, read_adapter
+from rlnumba.model.new_weights import check_unchanged, file_states
 from rlnumba.runtime.context import current
 
 
@@ -99,7 +100,9 @@ def read_for(model, folder):
         raise UserError(f"{folder}: no such adapter folder")
     if not is_adapter(folder):
         raise UserError(f"{folder}: not an adapter folder, which has adapter_config.json and no config.json")
+    before = file_states([folder / CONFIG, folder / TENSORS])
     lora, values = read_adapter(folder, model.weights, "the model")
+    check_unchanged(before)
     check_finite(folder, values, model.dtype.name)
     return lora, values
 

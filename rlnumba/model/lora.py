@@ -419,9 +419,13 @@ def read_adapter(folder, weights, base):
         problems.append(f"tensors that the base does not have, or {CONFIG} does not target: {listed(extra, 2)}")
     if problems:
         raise UserError(f"{folder / TENSORS}: the adapter does not fit its base {base}: {'; '.join(problems)}")
+    # Not mapped: a mapped file that a trainer cuts short meanwhile would end the process.
+    content = np.fromfile(folder / TENSORS, np.uint8)
     for name, view in views.items():
         check_dtype(name, files[name])
-        view[...] = files[name].read()
+        if files[name].end > len(content):
+            raise UserError(f"{folder / TENSORS}: it was written to while it was read")
+        view[...] = files[name].values_in(content)
     return lora, host
 
 

@@ -64,12 +64,12 @@ class WeightFolders:
     def _read_model(self, folder):
         if is_adapter(folder):
             raise UserError(f"{folder}: an adapter's folder; the weights of a whole model are served")
-        before = _states([*(folder / name for name in CONFIGS), *folder.glob("*.safetensors")])
+        before = file_states([*(folder / name for name in CONFIGS), *folder.glob("*.safetensors")])
         config = self._config_of(folder)
         stored = StoredWeights(folder, config)
         self._check_dtypes(stored.tensors)
         contents = {path: np.fromfile(path, np.uint8) for path in stored.paths}
-        _check_unchanged(before)
+        check_unchanged(before)
         stored.check_tied_head(contents)
         return NewWeights(stored.copies_to(self.model.weights, contents), config)
 
@@ -88,10 +88,10 @@ class WeightFolders:
     def _read_adapter(self, folder):
         if not is_adapter(folder):
             raise UserError(f"{folder}: not an adapter's folder; the served model is an adapter on a base")
-        before = _states([folder / "adapter_config.json", folder / TENSORS])
+        before = file_states([folder / "adapter_config.json", folder / TENSORS])
         lora, values = read_adapter(folder, self.model.weights, self.adapter.base)
         self._check_dtypes(open_tensors(folder / TENSORS))
-        _check_unchanged(before)
+        check_unchanged(before)
         if lora != self.adapter.lora:
             raise UserError(f"{folder}: {lora} is not the {self.adapter.lora} of the adapter that is served")
         return NewWeights([(self.adapter.flat, values)], self.config)
@@ -104,7 +104,7 @@ class WeightFolders:
                 raise UserError(f"{stored.path}: tensor {name} has dtype {stored.dtype}, the served model's is {names}")
 
 
-def _states(paths):
+def file_states(paths):
     """{path: what changes when a file does}; None for one that is not there."""
     found = {}
     for path in paths:
@@ -116,8 +116,8 @@ def _states(paths):
     return found
 
 
-def _check_unchanged(before):
-    """Raise UserError if a file is not as it was, by _states."""
-    for path, state in _states(before).items():
+def check_unchanged(before):
+    """Raise UserError if a file is not as it was, by file_states."""
+    for path, state in file_states(before).items():
         if state != before[path]:
             raise UserError(f"{path}: it was written to while it was read")

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import os
 import shutil
 
 import numpy as np
@@ -13,6 +14,7 @@ from rlnumba.config import EngineConfig
 from rlnumba.engine.adapters import NamedAdapters, adapter_of, for_adapters, read_for
 from rlnumba.engine.core import Engine, PromptError
 from rlnumba.errors import ConfigError, UserError
+from rlnumba.model import lora
 from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.model.transformer import load_model, save_model
 from rlnumba.model.weights import open_tensors, write_tensors
@@ -229,6 +231,24 @@ def test_an_adapter_that_cannot_be_loaded_is_named(folders, tmp_path):
         fails(tmp_path / name, line)
     with pytest.raises(ConfigError, match="several adapters need a model without one"):
         for_adapters(random_adapter(load_model(MODEL)))
+
+
+@pytest.mark.parametrize("size", [0, 3000])
+def test_a_file_that_is_written_to_meanwhile_is_named(folders, tmp_path, monkeypatch, size):
+    """Cut short after its header was read, and as long as before, with other values."""
+    shutil.copytree(folders["all"], tmp_path / "torn")
+    path, opened = tmp_path / "torn/adapter_model.safetensors", lora.open_tensors
+
+    def open_and_change(given):
+        found = opened(given)
+        content = path.read_bytes()
+        path.write_bytes(content[:size] if size else content)
+        os.utime(path, ns=(0, 0))
+        return found
+
+    monkeypatch.setattr(lora, "open_tensors", open_and_change)
+    with pytest.raises(UserError, match="adapter_model.safetensors: it was written to while it was read"):
+        read_for(for_adapters(load_model(MODEL)), tmp_path / "torn")
 
 
 def test_lora_request_is_an_adapter(folders, alone):

@@ -10,9 +10,11 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -117,9 +119,7 @@ def _serve(environment, path, streams, other, ready):
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:] = path
-    for number, stream in enumerate(streams, start=1):
-        os.dup2(stream.number, number)
-        os.close(stream.number)
+    _write_to(streams)
     ready.close()
     inference_worker.main(os.dup(other.fileno()))
 
@@ -140,6 +140,43 @@ def start(arguments, code="", **environment):
         # A shell's background jobs, and so the tests in one, ignore SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+
+
+def run_script(script, environment):
+    """(exit code, stdout, stderr) of a Python file that a forked process runs in its folder, as the module __main__."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        streams = Descriptor(out.fileno()), Descriptor(errors.fileno())
+        process = forking().Process(target=_run_script, args=(streams, script, environment, pictures_folder))
+        process.start()
+        process.join()
+        for stream in (out, errors):
+            stream.seek(0)
+        return process.exitcode, out.read(), errors.read()
+
+
+def _run_script(streams, script, environment, pictures_folder):
+    os.environ.clear()
+    os.environ.update(environment)
+    _write_to(streams)
+    sys.path[:] = [str(ROOT), str(script.parent), *sys.path]
+    os.chdir(script.parent)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pictures_folder is not None:
+        metrics.plot = pictures.drawn_once(pictures_folder)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        # Which a process that is forked leaves out.
+        atexit._run_exitfuncs()
+
+
+def _write_to(streams):
+    """Write stdout and stderr, and what processes that this one starts write there, to these Descriptors."""
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream.number, number)
+        os.close(stream.number)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)
 
 
 class CommandLine:

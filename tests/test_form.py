@@ -5,6 +5,7 @@ what has come below the limit leaves its table.
 """
 
 import ast
+import functools
 import pathlib
 import re
 import textwrap
@@ -41,6 +42,7 @@ SHARED_NAMES = {"Batch": 2, "Layout": 2, "TrainerState": 2, "Workspace": 3}
 DEVICE = re.compile(r"\b(jit|njit|device_function|instruction\w*|intrinsic|warp_wide|warpgroup_wide|_warp_function)\b")
 
 
+@functools.cache
 def functions_of(tree):
     """(qualified name, node, whether it is device code or makes such) of every function of a syntax tree."""
     found = []

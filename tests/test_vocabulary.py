@@ -62,11 +62,9 @@ WORDS = {
     "nobody|somebody|whoever": "name the thread, block or caller",
     "numpy device": "cpu device",
 }
-# A pattern with a capital letter is an identifier, and stands for this spelling alone.
-FORBIDDEN = {
-    re.compile(rf"(?<![A-Za-z])({word})(?![A-Za-z])", re.IGNORECASE if word.islower() else 0): say
-    for word, say in WORDS.items()
-}
+# A pattern with a capital letter is an identifier, and stands for this spelling alone; others are looked for in lower
+# case. What stands before a word is looked at once the word is found: `re` searches quickly for what begins a pattern.
+FORBIDDEN = {re.compile(rf"({word})(?![A-Za-z])"): (word.islower(), say) for word, say in WORDS.items()}
 
 # Packages whose docstrings have their subject first, beside the modules directly in rlnumba/.
 SUBJECT_FIRST = (
@@ -95,12 +93,24 @@ ARGUMENTS_WITH_NOUNS = ("cli", "runs")
 ARGUMENT = re.compile(r'(?m)(?:^ +|[.;] |""")([a-z_]+(?:, [a-z_]+)*): (?:of|as)\b')
 
 
+def whole_words(pattern, text):
+    """The matches of a pattern that no letter stands before."""
+    found = pattern.search(text)
+    while found:
+        first, end = found.span()
+        inside = first > 0 and text[first - 1].isascii() and text[first - 1].isalpha()
+        if not inside:
+            yield found
+        found = pattern.search(text, first + 1 if inside else end)
+
+
 def findings(name, text):
     """A line for each forbidden word of a text."""
+    lowered = text.lower()
     return [
         f"{name}:{text.count(chr(10), 0, found.start()) + 1}: {found[0]!r}; say {say}"
-        for pattern, say in FORBIDDEN.items()
-        for found in pattern.finditer(text)
+        for pattern, (in_lower_case, say) in FORBIDDEN.items()
+        for found in whole_words(pattern, lowered if in_lower_case else text)
     ]
 
 

@@ -36,7 +36,7 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.nn.reduce import sum_of_squares
 from rlnumba.kernels.optim.adamw import adamw, adamw_scalars, clip
-from rlnumba.kernels.optim.adamw_8bit import BLOCK, ZERO_CODES, adamw_8bit
+from rlnumba.kernels.optim.adamw_8bit import BLOCK, ZERO_CODES, Moments, adamw_8bit
 from rlnumba.kernels.optim.stochastic_rounding import rounding_noise
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.context import Context, current
@@ -213,11 +213,12 @@ class Optimizer:
 
     def _adamw(self, part, state, grads):
         """One step of a slice of the parameters from its gradients."""
-        operator = adamw_8bit if self.config.optim == "adamw_8bit" else adamw
         decay_end = min(max(self.weights.decay_end - part.start, 0), part.stop - part.start)
-        moments = (state[name] for name in MOMENTS[self.config.optim])
+        operator, moments = adamw, tuple(state[name] for name in MOMENTS[self.config.optim])
+        if self.config.optim == "adamw_8bit":
+            operator, moments = adamw_8bit, Moments(*moments)
         weights, master, first = self.weights.flat[part], state.get("master"), self.first_element + part.start
-        operator(weights, master, grads, *moments, self._scalars, decay_end, self._noise, first)
+        operator(weights, master, grads, moments, self._scalars, decay_end, self._noise, first)
 
     def _join(self):
         """Let the current stream, but not the host, wait for what was launched on those of offload."""

@@ -39,7 +39,7 @@ from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward, rmsnorm_backwa
 from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward, swiglu_backward_ref, swiglu_ref
 from rlnumba.kernels.optim.adamw import adamw, adamw_ref, adamw_scalars
-from rlnumba.kernels.optim.adamw_8bit import ZERO_CODES, adamw_8bit
+from rlnumba.kernels.optim.adamw_8bit import ZERO_CODES, Moments, adamw_8bit
 from rlnumba.kernels.optim.stochastic_rounding import rounding_noise
 from rlnumba.optim import MOMENTS
 from rlnumba.runtime import device
@@ -310,8 +310,10 @@ def measure_adamw(ceiling, optim, dtype):
     scalars = adamw_scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, 1)
     before = [head(array) for array in (master, grads)]
     noise = cupy.asarray(rounding_noise(0, 1)) if optim == "adamw_bf16" else None
-    arguments = (weights, master, grads, *state.values(), cupy.asarray(scalars), PARAMETERS, noise)
-    operator = adamw_8bit if optim == "adamw_8bit" else adamw
+    operator, moments = adamw, tuple(state.values())
+    if optim == "adamw_8bit":
+        operator, moments = adamw_8bit, Moments(*moments)
+    arguments = (weights, master, grads, moments, cupy.asarray(scalars), PARAMETERS, noise)
     operator(*arguments)
     zeros = np.zeros(CHECKED_ROWS)
     expected = adamw_ref(*before, zeros, zeros, scalars.astype(np.float64), True)[0]

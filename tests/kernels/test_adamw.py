@@ -29,7 +29,7 @@ def run_steps(rng, size, dtype, steps=3):
     for step in range(1, steps + 1):
         grads = rng.standard_normal(size, np.float32)
         scalars = adamw_scalars(**HYPER, step=step, grad_scale=0.5)
-        adamw(weights, master, device.asarray(grads), m, v, device.asarray(scalars), decay_end)
+        adamw(weights, master, device.asarray(grads), (m, v), device.asarray(scalars), decay_end)
         p, m64, v64 = adamw_ref(p, grads.astype(np.float64), m64, v64, scalars.astype(np.float64), decays)
     assert_close(m, m64, terms=steps, what="m")
     assert_close(v, v64, terms=steps, what="v")
@@ -105,20 +105,20 @@ def test_golden_number():
     m, v = (device.xp().zeros(1, np.float32) for _ in range(2))
     for step in (1, 2):
         scalars = adamw_scalars(**{**HYPER, "weight_decay": 0.01}, step=step)
-        adamw(weights, None, grads, m, v, device.asarray(scalars), 1)
+        adamw(weights, None, grads, (m, v), device.asarray(scalars), 1)
     assert abs(float(device.to_host(weights)[0]) - 0.9979800101) <= 2 * ROUNDING["float32"]
 
 
 def test_wrong_arguments_are_named():
     xp = device.xp()
-    arrays = [xp.zeros(4, np.float32) for _ in range(3)]
+    grads, *moments = [xp.zeros(4, np.float32) for _ in range(3)]
     scalars = xp.zeros(9, np.float32)
     with pytest.raises(ValueError, match=r"adamw: weights must be \(any\) float32, got \(4,\) float16"):
-        adamw(xp.zeros(4, np.float16), None, *arrays, scalars, 0)
+        adamw(xp.zeros(4, np.float16), None, grads, moments, scalars, 0)
     with pytest.raises(ValueError, match=r"adamw: master must be \(4\) float32, got \(3,\) float32"):
-        adamw(xp.zeros(4, np.float16), xp.zeros(3, np.float32), *arrays, scalars, 0)
+        adamw(xp.zeros(4, np.float16), xp.zeros(3, np.float32), grads, moments, scalars, 0)
     with pytest.raises(ValueError, match=r"adamw: decay_end must be in \[0, 4\], got 5"):
-        adamw(xp.zeros(4, np.float32), None, *arrays, scalars, 5)
+        adamw(xp.zeros(4, np.float32), None, grads, moments, scalars, 5)
 
 
 def run_rounded_steps(rng, size, with_master, steps=3):
@@ -135,7 +135,7 @@ def run_rounded_steps(rng, size, with_master, steps=3):
         noise = rounding_noise(5, step)
         before = [device.to_host(array).astype(np.float32) for array in (m, v)]
         adamw(
-            weights, master, device.asarray(grads), m, v, device.asarray(scalars), decay_end, device.asarray(noise), 8
+            weights, master, device.asarray(grads), (m, v), device.asarray(scalars), decay_end, device.asarray(noise), 8
         )  # fmt: skip
         exact = adamw_ref(p, grads, *before, scalars, decays)
         groups = np.arange(size) // 4 + 2
@@ -175,7 +175,7 @@ def test_gradients_of_16_bits(rng, kind, with_master):
         weights = device.asarray(start.copy())
         master = device.asarray(start.astype(np.float32)) if with_master else None
         m, v = (device.xp().zeros(size, device.dtype(kind)) for _ in range(2))
-        adamw(weights, master, device.asarray(values), m, v, device.asarray(scalars), size, noise)
+        adamw(weights, master, device.asarray(values), (m, v), device.asarray(scalars), size, noise)
         results.append([weights, m, v])
     for narrow, wide in zip(*results[:2], strict=True):
         assert_same_bits(narrow, wide)
@@ -195,7 +195,7 @@ def run_step_of_nans():
         weights, m, v = map(device.asarray, arrays)
         scalars = device.asarray(adamw_scalars(**HYPER, step=1))
         grads, noise = device.asarray(np.zeros(8, np.float32)), device.asarray(rounding_noise(7, 1))
-        adamw(weights, None, grads, m, v, scalars, 8, noise)
+        adamw(weights, None, grads, (m, v), scalars, 8, noise)
         weights, m, v = (device.to_host(x).astype(np.float32) for x in (weights, m, v))
         assert np.isnan((weights, m, v)[damaged][:4]).all() and np.isnan(weights[:4]).all()
         assert not np.isnan([weights[4:], m[4:], v[4:]]).any()

@@ -50,8 +50,8 @@ def run_steps(rng, size, dtype, with_master=True, steps=3):
         scalars = adamw_scalars(**HYPER, step=step, grad_scale=0.5)
         noise = None if dtype == "float32" else device.asarray(rounding_noise(0, step))
         before = [device.to_host(array).copy() for array in (m, v, m_absmax, v_absmax)]
-        state = m, v, m_absmax, v_absmax
-        adamw_8bit(weights, master, device.asarray(grads), *state, device.asarray(scalars), decay_end, noise)
+        state = Moments(m, v, m_absmax, v_absmax)
+        adamw_8bit(weights, master, device.asarray(grads), state, device.asarray(scalars), decay_end, noise)
         expected = adamw_8bit_ref(p, grads, *before, scalars, decays)
         for what, actual, wanted in zip(("m", "v"), (m, v), expected[1:3], strict=True):
             if device.name() == "cuda":
@@ -125,7 +125,7 @@ def run_nan_moments():
     m[:4] = v[:4] = 255
     weights, grads = device.xp().ones(size, np.float32), device.xp().zeros(size, np.float32)
     scalars = device.asarray(adamw_scalars(**HYPER, step=1))
-    adamw_8bit(weights, None, grads, m, v, m_absmax, v_absmax, scalars, size)
+    adamw_8bit(weights, None, grads, Moments(m, v, m_absmax, v_absmax), scalars, size)
     assert np.isnan(device.to_host(weights)[:4]).all() and np.isfinite(device.to_host(weights)[BLOCK:]).all()
     for name, codes in (("m", m), ("v", v)):
         assert (device.to_host(codes) == ZERO_CODES[name]).all(), name
@@ -196,8 +196,8 @@ def test_parts_give_the_bits_of_the_whole(rng):
             blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
             of_blocks = [array[blocks] for array in absmax]
             decay_end = min(max(500 - part.start, 0), part.stop - part.start)
-            state = m[part], v[part], *of_blocks
-            adamw_8bit(weights[part], None, grads[part], *state, scalars, decay_end, noise, part.start)
+            state = Moments(m[part], v[part], *of_blocks)
+            adamw_8bit(weights[part], None, grads[part], state, scalars, decay_end, noise, part.start)
         results.append([weights, m, v, *absmax])
     for whole, parts in zip(*results, strict=True):
         assert_same_bits(parts, whole)
@@ -216,8 +216,8 @@ def test_gradients_of_16_bits(rng, with_master):
         scalars[8] = squares
         weights = device.asarray(start.copy())
         master = device.asarray(start.astype(np.float32)) if with_master else None
-        state = *zero_codes(size), *(device.xp().zeros(2, np.float32) for _ in range(2))
-        adamw_8bit(weights, master, device.asarray(values), *state, device.asarray(scalars), size, noise)
+        state = Moments(*zero_codes(size), *(device.xp().zeros(2, np.float32) for _ in range(2)))
+        adamw_8bit(weights, master, device.asarray(values), state, device.asarray(scalars), size, noise)
         results.append([weights, *state])
     for narrow, wide in zip(*results[:2], strict=True):
         assert_same_bits(narrow, wide)
@@ -232,10 +232,10 @@ def test_wrong_arguments_are_named():
     f32, codes, scale = xp.zeros(8, np.float32), xp.zeros(8, np.uint8), xp.zeros(1, np.float32)
     scalars = xp.zeros(9, np.float32)
     with pytest.raises(ValueError, match=r"adamw_8bit: m must be \(8\) uint8, got \(8,\) float32"):
-        adamw_8bit(f32, None, f32, f32, codes, scale, scale, scalars, 0)
+        adamw_8bit(f32, None, f32, Moments(f32, codes, scale, scale), scalars, 0)
     with pytest.raises(ValueError, match=r"adamw_8bit: v_absmax must be \(1\) float32, got \(8,\) float32"):
-        adamw_8bit(f32, None, f32, codes, codes, scale, f32, scalars, 0)
+        adamw_8bit(f32, None, f32, Moments(codes, codes, scale, f32), scalars, 0)
     with pytest.raises(ValueError, match=r"adamw_8bit: first_element must be a multiple of 256, got 4"):
-        adamw_8bit(f32, None, f32, codes, codes, scale, scale, scalars, 0, first_element=4)
+        adamw_8bit(f32, None, f32, Moments(codes, codes, scale, scale), scalars, 0, first_element=4)
     with pytest.raises(ValueError, match=r"adamw_8bit: the number of elements must be a multiple of 4, got 7"):
-        adamw_8bit(f32[:7], None, f32[:7], codes[:7], codes[:7], scale, scale, scalars, 0)
+        adamw_8bit(f32[:7], None, f32[:7], Moments(codes[:7], codes[:7], scale, scale), scalars, 0)

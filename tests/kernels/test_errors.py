@@ -15,7 +15,7 @@ from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.logprob import ops as logprob
 from rlnumba.kernels.nn import elementwise, embedding, qkv, reduce, rmsnorm, swiglu
 from rlnumba.kernels.optim.adamw import adamw, adamw_scalars
-from rlnumba.kernels.optim.adamw_8bit import adamw_8bit
+from rlnumba.kernels.optim.adamw_8bit import Moments, adamw_8bit
 from rlnumba.kernels.peer import checksum
 from rlnumba.kernels.rl import advantage, gae, policy_loss
 from rlnumba.kernels.rl.policy_loss import METRICS
@@ -88,6 +88,8 @@ TUPLES = {
         "sequences": PackedSequences, "inputs": HEADS, "gradients": HEAD_GRADIENTS,
     },
     paged_attention.paged_attention: {"sequences": PagedSequences, "caches": CACHES},
+    adamw: {"moments": ("m", "v")},
+    adamw_8bit: {"moments": Moments},
     policy_loss.policy_loss: {
         "logprobs": ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs"),
         "batch": LossBatch, "outputs": LossOutputs,

@@ -176,17 +176,6 @@ def test_truncated_completions_are_left_out_where_asked():
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def test_learns_a_small_task(tmp_path):
-    run = rloo_run(
-        tmp_path / "run", max_steps=60, per_device_train_batch_size=32, num_generations=4, learning_rate=3e-3
-    )
-    rows = metrics_until(0.8, rloo.run_rloo, run)
-    reward = [row["reward"] for row in rows]
-    assert reward[0] < 0.3
-    assert np.mean(reward[-5:]) > 0.8
-    assert rows[0]["kl"] == 0.0 < rows[-1]["kl"]
-
-
 def test_metrics_and_completions(tmp_path):
     run = rloo_run(
         tmp_path / "run", max_steps=3, beta=0.1, eval_steps=2, data={"eval": str(tmp_path / "prompts.jsonl")}
@@ -317,5 +306,7 @@ def test_a_wrong_key_is_one_line_with_the_exit_code_of_configuration(tmp_path, c
 def test_example(tmp_path, monkeypatch):
     monkeypatch.chdir(GOLDEN.parents[1])
     run = load_run("rloo", "examples/rloo.toml", [("output_dir", str(tmp_path / "run"))])
-    reward = [row["reward"] for row in metrics_until(0.9, rloo.run_rloo, run)]
+    rows = metrics_until(0.9, rloo.run_rloo, run)
+    reward = [row["reward"] for row in rows]
     assert np.mean(reward[:5]) < 0.45 and np.mean(reward[-5:]) > 0.9
+    assert rows[0]["kl"] == 0.0 < rows[-1]["kl"]

@@ -186,16 +186,17 @@ def as_float32(array):
     return array if array.dtype == np.float32 else array.astype(np.float32)
 
 
-def adamw(weights, master, grads, m, v, scalars, decay_end, noise=None, first_element=0):
+def adamw(weights, master, grads, moments, scalars, decay_end, noise=None, first_element=0):
     """One AdamW step in place.
 
     weights (n,) of a floating dtype; master (n,) float32, or None if weights are their own master: float32, or
-    bfloat16; grads (n,) float32 or of weights' dtype; m, v (n,) float32 or bfloat16; scalars (9,) float32 as
+    bfloat16; grads (n,) float32 or of weights' dtype; moments: m, v (n,) float32 or bfloat16; scalars (9,) float32 as
     adamw_scalars makes them; noise (3,) uint32, rounding_noise on the device, which bfloat16 moments or masters need;
     first_element: the number of element 0 for that noise, a multiple of 4. weights, master, m and v are written.
     Elements [0, decay_end) decay, the rest (biases, norms) do not. Raises ValueError for other shapes, dtypes or
     layouts. Source: Loshchilov and Hutter 2019, algorithm 2; as torch.optim.AdamW.
     """
+    m, v = moments
     size, master, rounds_weights = check_weights("adamw", weights, master, noise)
     check("adamw", "grads", grads, (size,), (*F32, weights.dtype))
     check("adamw", "m", m, (size,), F32 if noise is None else (*F32, *BF16))

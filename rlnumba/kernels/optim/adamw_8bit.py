@@ -181,7 +181,11 @@ def nearest_function(intervals, signed):
 
 
 class Moments(NamedTuple):
-    """Quantized moments: m, v, int32 words of four codes, and the largest magnitude of each block of BLOCK elements."""
+    """Quantized moments: m, v, the codes, and the largest magnitude of each block of BLOCK elements.
+
+    Codes are uint8 (n,), ZERO_CODES before the first step; a kernel has them as int32 words of four. m_absmax, v_absmax
+    (ceil(n / BLOCK),) float32, 0 before it.
+    """
 
     m: object
     v: object
@@ -314,16 +318,14 @@ def _adamw_8bit_cpu(master, grads, m, v, m_absmax, v_absmax, tables, scalars, de
             v[start + i] = nearest_cpu(tables[3], second[i] * inverse_v)
 
 
-def adamw_8bit(
-    weights, master, grads, m, v, m_absmax, v_absmax, scalars, decay_end, noise=None, first_element=0
-):  # fmt: skip
+def adamw_8bit(weights, master, grads, moments, scalars, decay_end, noise=None, first_element=0):
     """One AdamW step in place, with quantized moments.
 
     weights, master, grads, scalars, decay_end, noise and first_element as of adamw, n a multiple of 4 and first_element
-    of BLOCK; m, v (n,) uint8 codes, ZERO_CODES before the first step; m_absmax, v_absmax (ceil(n / BLOCK),) float32,
-    0 before it. weights, master and the last four but scalars are written. Raises ValueError for other shapes, dtypes
-    or layouts. Source: Dettmers et al. 2021.
+    of BLOCK; moments: Moments. weights, master and moments are written. Raises ValueError for other shapes, dtypes or
+    layouts. Source: Dettmers et al. 2021.
     """
+    m, v, m_absmax, v_absmax = moments
     size, master, rounds_weights = check_weights("adamw_8bit", weights, master, noise)
     check("adamw_8bit", "grads", grads, (size,), (*F32, weights.dtype))
     check_all("adamw_8bit", (size,), U8, m=m, v=v)
@@ -344,10 +346,10 @@ def adamw_8bit(
     access, bounded = min(access_length(size, weights, master, grads), VECTOR), size % BLOCK != 0
     kernel = adamw_8bit_kernel(access, bounded, weights is not master, rounds_weights)
     noise = unused(1, np.uint32) if noise is None else noise
-    moments = Moments(m.view(np.int32), v.view(np.int32), m_absmax, v_absmax)
+    words = moments._replace(m=m.view(np.int32), v=v.view(np.int32))
     blocks = min(-(-len(m_absmax) // WARPS), RESIDENT * device.sm_count())
     launch(
-        kernel, blocks, THREADS, weights, master, grads, moments, _tables(), scalars, int(decay_end), noise,
+        kernel, blocks, THREADS, weights, master, grads, words, _tables(), scalars, int(decay_end), noise,
         int(first_element),
     )  # fmt: skip
 

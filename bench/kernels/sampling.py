@@ -22,7 +22,9 @@ from harness import copy_gbs, graph_time_us, random_array, torch_time_us
 from report import add_parts, row
 
 from rlnumba.kernels.ptx.warp import block_max, vector_access
+from rlnumba.kernels.sampling.draw import Counters
 from rlnumba.kernels.sampling.ops import sample, sample_ref
+from rlnumba.kernels.sampling.scan import SamplingLimits
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, pdl_scope
@@ -73,22 +75,22 @@ class Problem:
         def full(value, dtype):
             return cupy.full(rows, value, dtype)
 
-        self.filters = [
+        self.limits = SamplingLimits(
             full(kind.temperature, np.float32), full(kind.top_k, np.int32), full(kind.top_p, np.float32),
             full(kind.min_p, np.float32),
-        ]  # fmt: skip
+        )  # fmt: skip
         keys = np.random.default_rng(0).integers(0, 2**32, (rows, 2), dtype=np.uint32)
-        self.noise = [cupy.asarray(keys), cupy.arange(rows, dtype=np.int32), full(7, np.int32)]
+        self.counters = Counters(cupy.asarray(keys), cupy.arange(rows, dtype=np.int32), full(7, np.int32))
         self.token_ids, self.logprobs = full(-1, np.int32), full(np.nan, np.float32)
 
     def draw(self, copy=0):
-        sample(self.logits[copy], *self.filters, *self.noise, self.token_ids, self.logprobs)
+        sample(self.logits[copy], self.limits, self.counters, self.token_ids, self.logprobs)
 
     def errors(self):
         """(rows whose token differs, largest difference of their log-probs) among the first rows, against float64."""
         self.draw()
         rows = slice(0, CHECKED_ROWS)
-        arguments = [device.to_host(x[rows]) for x in (self.logits[0], *self.filters, *self.noise)]
+        arguments = [device.to_host(x[rows]) for x in (self.logits[0], *self.limits, *self.counters)]
         token_ids, logprobs = sample_ref(*arguments)
         same = device.to_host(self.token_ids[rows]) == token_ids
         differences = np.abs(device.to_host(self.logprobs[rows]) - logprobs)[same]

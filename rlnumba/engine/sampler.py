@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlnumba.kernels.nn.elementwise import gather_rows
+from rlnumba.kernels.sampling.draw import Counters
 from rlnumba.kernels.sampling.ops import apply_repetition_penalty, sample
 from rlnumba.kernels.sampling.penalties import apply_output_penalties, ban_tokens
+from rlnumba.kernels.sampling.scan import SamplingLimits
 from rlnumba.kernels.sampling.token_rules import add_bias, ban_words, keep_allowed
 from rlnumba.kernels.sampling.top_logprobs import top_logprobs
 from rlnumba.runtime.context import current
@@ -149,7 +151,7 @@ def sample_rows(z, inputs, rows, token_ids, logprobs, thresholds=None):
         ban_words(z, *words)
     if inputs.allowed is not None:
         keep_allowed(z, inputs.allowed[rows])
-    filters = inputs.temperature[rows], inputs.top_k[rows], inputs.top_p[rows], inputs.min_p[rows]
-    counter = inputs.philox_key[rows], inputs.sample_index[rows], inputs.position[rows]
+    limits = SamplingLimits(inputs.temperature[rows], inputs.top_k[rows], inputs.top_p[rows], inputs.min_p[rows])
+    counters = Counters(inputs.philox_key[rows], inputs.sample_index[rows], inputs.position[rows])
     of_replay = (None, None) if inputs.replay is None else (thresholds, inputs.replay[rows])
-    sample(z, *filters, *counter, token_ids, logprobs, *of_replay)
+    sample(z, limits, counters, token_ids, logprobs, *of_replay)

@@ -21,6 +21,8 @@ from rlnumba.kernels.rl import advantage, gae, policy_loss
 from rlnumba.kernels.rl.policy_loss import METRICS
 from rlnumba.kernels.rl.policy_loss_config import LossBatch, LossOutputs
 from rlnumba.kernels.sampling import ops as sampling
+from rlnumba.kernels.sampling.draw import Counters
+from rlnumba.kernels.sampling.scan import SamplingLimits
 from rlnumba.runtime import device, dispatch, launch
 
 # Tokens, hidden, vocabulary; sequences; query heads, key heads, head_dim; ffn.
@@ -88,6 +90,7 @@ TUPLES = {
         "sequences": PackedSequences, "inputs": HEADS, "gradients": HEAD_GRADIENTS,
     },
     paged_attention.paged_attention: {"sequences": PagedSequences, "caches": CACHES},
+    sampling.sample: {"limits": SamplingLimits, "counters": Counters},
     adamw: {"moments": ("m", "v")},
     adamw_8bit: {"moments": Moments},
     policy_loss.policy_loss: {

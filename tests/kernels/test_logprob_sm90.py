@@ -21,7 +21,9 @@ from rlnumba.kernels.logprob.sm90_kernel import (
     can_stagger,
     logprob_kernel,
 )
+from rlnumba.kernels.sampling.draw import Counters
 from rlnumba.kernels.sampling.ops import sample
+from rlnumba.kernels.sampling.scan import SamplingLimits
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.arguments import tuple_type
 from tests.close import ROUNDING, assert_close, assert_same_bits
@@ -389,7 +391,8 @@ def test_gpu_drawn_tokens_are_scored_as_they_were_drawn(rng, fused, temperature)
         full = {name: xp.full(rows, value, np.float32) for name, value in (("t", temperature), ("p", 1.0), ("m", 0.0))}
         keys, none = xp.ones((rows, 2), np.uint32), xp.zeros(rows, np.int32)
         gemm.linear(hidden[:rows], weight, logits)
-        sample(logits, full["t"], none, full["p"], full["m"], keys, index, index, token_ids, drawn)
+        limits, counters = SamplingLimits(full["t"], none, full["p"], full["m"]), Counters(keys, index, index)
+        sample(logits, limits, counters, token_ids, drawn)
         out, plain = terms(rows), terms(rows)
         logprob.linear_logp(hidden[:rows], weight, token_ids, temperature, *out)
         assert_same_bits(out[0], drawn, f"{rows} rows, drawn")

@@ -8,6 +8,7 @@ from rlnumba.kernels.nn import row_sum
 from rlnumba.kernels.philox import noise_key
 from rlnumba.kernels.sampling import draw as draw_module
 from rlnumba.kernels.sampling import scan, thresholds
+from rlnumba.kernels.sampling.draw import Counters
 from rlnumba.kernels.sampling.ops import (
     apply_repetition_penalty,
     apply_repetition_penalty_ref,
@@ -16,6 +17,7 @@ from rlnumba.kernels.sampling.ops import (
     sample,
     sample_ref,
 )
+from rlnumba.kernels.sampling.scan import SamplingLimits
 from rlnumba.runtime import device
 from rlnumba.runtime.context import Context
 from tests.close import assert_close, assert_same_bits
@@ -55,12 +57,18 @@ def set_list_length(monkeypatch, length):
     monkeypatch.setattr("rlnumba.runtime.context._thread.context", Context())
 
 
+def in_tuples(arguments):
+    """The arrays of `make`, on the device, as sample takes them."""
+    logits, *others = map(device.asarray, arguments.values())
+    return logits, SamplingLimits(*others[:4]), Counters(*others[4:])
+
+
 def draw(arguments):
     """(token_ids, logprobs) on the host from the operator."""
     rows = len(arguments["logits"])
     token_ids = device.xp().full(rows, -7, np.int32)
     logprobs = device.xp().full(rows, np.nan, np.float32)
-    sample(*(device.asarray(a) for a in arguments.values()), token_ids, logprobs)
+    sample(*in_tuples(arguments), token_ids, logprobs)
     return device.to_host(token_ids), device.to_host(logprobs)
 
 
@@ -97,7 +105,7 @@ def check_draws(row, rows, batches, **options):
     """Chi-square and mean log-prob of rows * batches draws from one row of logits."""
     arguments = make(np.random.default_rng(1), rows, 1, **options)
     arguments["logits"] = np.tile(row, (rows, 1))
-    on_device = {name: device.asarray(a) for name, a in arguments.items()}
+    logits, limits, counters = in_tuples(arguments)
     kept = kept_ref(row.astype(np.float64), *(options.get(k, v) for k, v in DEFAULTS))
     scaled = np.where(kept, row.astype(np.float64) / options.get("temperature", 1.0), -np.inf)
     probabilities = np.exp(scaled - scaled.max())
@@ -106,8 +114,8 @@ def check_draws(row, rows, batches, **options):
     counts, total = np.zeros(len(row)), 0.0
     token_ids, logprobs = device.xp().zeros(rows, np.int32), device.xp().zeros(rows, np.float32)
     for position in range(batches):
-        on_device["position"] = device.asarray(np.full(rows, position, np.int32))
-        sample(*on_device.values(), token_ids, logprobs)
+        counters = counters._replace(position=device.asarray(np.full(rows, position, np.int32)))
+        sample(logits, limits, counters, token_ids, logprobs)
         ids = device.to_host(token_ids)
         counts += np.bincount(ids, minlength=len(row))
         total += device.to_host(logprobs).sum(dtype=np.float64)
@@ -495,12 +503,11 @@ def replayed(rng, rows, columns, filters):
     have the bits of logp_of_logits with these thresholds."""
     arguments = make(rng, rows, columns, **FILTERS[filters])
     xp = device.xp()
-    on_device = [device.asarray(value) for value in arguments.values()]
     plain_ids, plain_logprobs = draw(arguments)
     token_ids, logprobs, thresholds = xp.empty(rows, np.int32), xp.empty(rows, np.float32), xp.empty(rows, np.float32)
     replay = np.ones(rows, np.int32)
     replay[0] = 0
-    sample(*on_device, token_ids, logprobs, thresholds, device.asarray(replay))
+    sample(*in_tuples(arguments), token_ids, logprobs, thresholds, device.asarray(replay))
     assert_same_bits(token_ids, plain_ids)
     assert_same_bits(logprobs[:1], plain_logprobs[:1], "a row that wants no replay")
     host, limits = arguments["logits"], device.to_host(thresholds)

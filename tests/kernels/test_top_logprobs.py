@@ -6,7 +6,7 @@ from rlnumba.kernels.sampling.ops import sample
 from rlnumba.kernels.sampling.top_logprobs import top_logprobs, top_logprobs_kernel, top_logprobs_ref
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_same_bits
-from tests.kernels.test_sampling import make
+from tests.kernels.test_sampling import in_tuples, make
 
 
 def case(rng, rows, columns):
@@ -76,7 +76,7 @@ def test_logprobs_have_the_bits_of_draw_and_of_training(rng):
     """The token's without filters is the one that it was drawn with, and the one that is trained with."""
     arguments = make(rng, 2, 600, temperature=0.8)
     token_ids, logprobs = device.xp().empty(2, np.int32), device.xp().empty(2, np.float32)
-    sample(*(device.asarray(a) for a in arguments.values()), token_ids, logprobs)
+    sample(*in_tuples(arguments), token_ids, logprobs)
     ids = device.to_host(token_ids)
     counts = np.zeros(2, np.int32)
     found = listed(arguments["logits"], ids, counts, 1, temperature=arguments["temperature"])[0, :2, 1]

@@ -50,7 +50,11 @@ load_pair, _ = vector_access(2, 2)
 
 
 class Counters(NamedTuple):
-    """The words that a row's noise is a function of: keys (rows, 2), sample_index (rows,), position (rows,)."""
+    """The words that a row's noise is a function of.
+
+    keys (rows, 2) uint32; sample_index (rows,) int32, which completion of the prompt; position (rows,) int32, of the
+    token to draw.
+    """
 
     keys: object
     sample_index: object

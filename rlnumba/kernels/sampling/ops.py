@@ -38,10 +38,9 @@ from rlnumba.kernels.nn.row_sum import GROUPS, ROW_THREADS, TILE_COLUMNS, row_te
 from rlnumba.kernels.philox import philox_ref
 from rlnumba.kernels.ptx.warp import access_length, griddepcontrol_launch_dependents, griddepcontrol_wait
 from rlnumba.kernels.sampling import scan
-from rlnumba.kernels.sampling.draw import DRAW_THREADS, SEGMENT, SEGMENT_NOISE, TOKEN_NOISE, Counters, draw_kernel
+from rlnumba.kernels.sampling.draw import DRAW_THREADS, SEGMENT, SEGMENT_NOISE, TOKEN_NOISE, draw_kernel
 from rlnumba.kernels.sampling.scan import (
     SCAN_THREADS,
-    SamplingLimits,
     Workspace,
     blocks_per_row,
     sample_rank,
@@ -97,20 +96,17 @@ def kept_logprobs_kernel(logits, temperature, thresholds, replay, token_ids, log
             logprobs[row] = logits[row, token_ids[row]] / temperature[row] - lse
 
 
-def sample(
-    logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs,
-    thresholds=None, replay=None,
-):  # fmt: skip
+def sample(logits, limits, counters, token_ids, logprobs, thresholds=None, replay=None):
     """Draw a token of each row, as the module's docstring says.
 
-    logits (B, V) float32, V < 2^24; temperature (B,) float32, 0 for greedy; top_k (B,) int32, 0 for off; top_p
-    (B,) float32 in (0, 1], 1 for off; min_p (B,) float32 in [0, 1], 0 for off; keys (B, 2) uint32 from noise_key;
-    sample_index (B,) int32, which completion of the prompt; position (B,) int32, of the token to draw. token_ids
-    (B,) int32 and logprobs (B,) float32 are written, and thresholds (B,) float32, unless None: the smallest logit that
-    the filters keep, -inf without filters. replay (B,) int32, given with thresholds: the log-probs of rows where it is
-    not 0 are summed in the order of linear_logp, whose bits they have with these thresholds. A row with a NaN or +inf,
-    or of -inf alone, gives some token with a NaN log-prob. Raises ValueError for other shapes or dtypes.
+    logits (B, V) float32, V < 2^24; limits: SamplingLimits; counters: Counters, keys from noise_key. token_ids (B,)
+    int32 and logprobs (B,) float32 are written, and thresholds (B,) float32, unless None: the smallest logit that the
+    filters keep, -inf without filters. replay (B,) int32, given with thresholds: the log-probs of rows where it is not
+    0 are summed in the order of linear_logp, whose bits they have with these thresholds. A row with a NaN or +inf, or
+    of -inf alone, gives some token with a NaN log-prob. Raises ValueError for other shapes or dtypes.
     """
+    temperature, top_k, top_p, min_p = limits
+    keys, sample_index, position = counters
     rows, columns = check("sample", "logits", logits, (None, None), F32)
     check_all("sample", (rows,), F32, temperature=temperature, top_p=top_p, min_p=min_p, logprobs=logprobs)
     check_all("sample", (rows,), I32, top_k=top_k, sample_index=sample_index, position=position, token_ids=token_ids)
@@ -122,21 +118,17 @@ def sample(
     else:
         check("sample", "thresholds", thresholds, (rows,), F32)
         check("sample", "replay", replay, (rows,), I32)
-    arguments = (logits, temperature, top_k, top_p, min_p, keys, sample_index, position, token_ids, logprobs)
-    arguments = (*arguments, thresholds)
     if device.name() == "cpu":
-        cpu.sample_rows(*arguments, replay)
+        cpu.sample_rows(logits, *limits, *counters, token_ids, logprobs, thresholds, replay)
         return
     if not rows:
         return
     row_blocks = int(blocks_per_row(rows, columns))
     scanned = current().own(Workspace).arrays(rows, -(-columns // TILE_COLUMNS))
-    limits = SamplingLimits(temperature, top_k, top_p, min_p)
     ranks = sample_rank(columns, scan.EXPECTED), sample_rank(columns, scan.EXPECTED_IF_FEW)
     kernel = scan_kernel(min(2, access_length(columns, logits)))
     inputs = logits, logits.reshape(-1), limits, np.int32(row_blocks), *ranks
     launch(kernel, rows * row_blocks, SCAN_THREADS, *inputs, scanned)
-    counters = Counters(keys, sample_index, position)
     launch(draw_kernel, rows, DRAW_THREADS, logits, limits, counters, token_ids, logprobs, thresholds, scanned)
     if thresholds.shape[0] > 0:
         launch(kept_logprobs_kernel, rows, ROW_THREADS, logits, temperature, thresholds, replay, token_ids, logprobs)

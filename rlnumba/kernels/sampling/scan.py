@@ -47,7 +47,11 @@ LANE_MAXIMA = MAXIMA // 32
 
 
 class SamplingLimits(NamedTuple):
-    """Temperature and filters of each row, (rows,), as ops.sample takes them."""
+    """Temperature and filters of each row, (rows,).
+
+    temperature float32, 0 for greedy; top_k int32, 0 for off; top_p float32 in (0, 1], 1 for off; min_p float32 in
+    [0, 1], 0 for off.
+    """
 
     temperature: object
     top_k: object

@@ -33,7 +33,7 @@ LONG_SIGNATURES = {
     "rlnumba/data/pairs.py:load_pairs": 9,
     "rlnumba/trainers/trainer.py:PromptTrainer.__init__": 13,
 }
-LONG_OPERATORS = 15
+LONG_OPERATORS = 16
 
 # Names that several classes have: how many.
 SHARED_NAMES = {"Batch": 2, "Layout": 2, "TrainerState": 2, "Workspace": 3}

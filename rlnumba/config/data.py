@@ -10,6 +10,8 @@ from rlnumba.errors import ConfigError
 
 # Begins the name of a dataset of reasoning-gym in data.train and data.eval.
 GYM = "gym:"
+# Begins the name of a taskset of verifiers there.
+VERIFIERS = "verifiers:"
 # The ends of names of files of rows, and what an id of a dataset of the hub looks like.
 ROW_FILES = (".jsonl", ".json", ".parquet", ".csv")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -39,6 +41,7 @@ def _any_path(is_one):
 
 BOTH, EVAL = ("data.train", "data.eval"), ("data.eval",)
 OF_HUB, OF_GYM = "a dataset of the hub", "a dataset of reasoning-gym"
+OF_VERIFIERS, IS_OF_VERIFIERS = "a taskset of verifiers", _any_path(lambda path: path.startswith(VERIFIERS))
 IS_OF_HUB, IS_OF_GYM = _any_path(is_of_hub), _any_path(lambda path: path.startswith(GYM))
 
 
@@ -49,9 +52,10 @@ class DataConfig(Section):
     section = "data"
     train: str | None = key(
         None,
-        "Training rows: a .jsonl, .json, .parquet or .csv file, the id of a dataset of the hub, or `gym:NAME` of "
-        "reasoning-gym; several with commas between them. The columns are in docs/data.md. It must be set unless "
-        "`environment.factory` and `train.max_steps` are: the environment then makes the prompts.",
+        "Training rows: a .jsonl, .json, .parquet or .csv file, the id of a dataset of the hub, `gym:NAME` of "
+        "reasoning-gym, or `verifiers:NAME` of verifiers; several with commas between them. The columns are in "
+        "docs/data.md. It must be set unless `environment.factory` and `train.max_steps` are: the environment makes "
+        "the prompts.",
     )
     eval: str | None = key(None, "Held-out rows of the same columns, evaluated every `train.eval_steps`.")
     train_weights: list[float] | None = key(
@@ -75,6 +79,17 @@ class DataConfig(Section):
     eval_gym: dict[str, typing.Any] = key(
         {}, "Those of `eval` that differ, `[data.eval_gym]`; its seed: the first that training has not (seed + size).",
         of="generates", needs=KeyCondition(EVAL, OF_GYM, IS_OF_GYM),
+    )  # fmt: skip
+    verifiers: dict[str, typing.Any] = key(
+        {},
+        "Of `verifiers:NAME`: the keys of its environment, and `select` and `client`; a table `[data.verifiers]`. "
+        "docs/agents.md.",
+        of="generates",
+        needs=KeyCondition(BOTH, OF_VERIFIERS, IS_OF_VERIFIERS),
+    )
+    eval_verifiers: dict[str, typing.Any] = key(
+        {}, "Those of `eval` that differ, `[data.eval_verifiers]`.",
+        of="generates", needs=KeyCondition(EVAL, OF_VERIFIERS, IS_OF_VERIFIERS),
     )  # fmt: skip
     prompt_column: str | None = key(None, "Column of the prompt; None: `prompt`, else `question`.")
     completion_column: str | None = key(None, "Column of the completion; None: `completion`.", of="has_completions")
@@ -117,3 +132,8 @@ class DataConfig(Section):
         """Whether all training rows are problems of reasoning-gym, which have scorers of their own."""
         paths = paths_of_rows(self.train) if self.train else []
         return bool(paths) and all(path.startswith(GYM) for path in paths)
+
+    @property
+    def has_tasks(self):
+        """Whether training rows or held-out ones are tasks of verifiers, which its harness plays."""
+        return any(IS_OF_VERIFIERS(value) for value in (self.train, self.eval))

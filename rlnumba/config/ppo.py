@@ -120,6 +120,8 @@ class PPORun(PromptRun):
 
     trainer = "ppo"
     purpose = "Reinforcement learning with Proximal Policy Optimization and a critic."
+    # Advantages go from a token to the one before it.
+    takes_branches = False
 
     train: PPOConfig = PPOConfig()
     critic: CriticConfig = CriticConfig()

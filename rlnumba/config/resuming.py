@@ -27,7 +27,7 @@ SECTIONS = {
 
 KEYS = {
     FREE: """
-        output_dir data.eval data.eval_split data.eval_gym
+        output_dir data.eval data.eval_split data.eval_gym data.eval_verifiers
         train.save_steps train.save_total_limit train.save_only_model train.save_strategy train.eval_steps
         train.eval_strategy train.eval_on_start train.logging_steps train.logging_strategy train.log_completions
         train.log_completions_tokens train.num_completions_to_print train.log_token_values train.report_to

@@ -220,6 +220,8 @@ class PromptRun(Run):
     """A file of a trainer on prompts and rewards."""
 
     generates = has_questions = True
+    # Whether a completion may have several conversations, each of which is a sequence of its own.
+    takes_branches = True
 
     rewards: RewardsConfig
     eval: EvalConfig = EvalConfig()
@@ -241,8 +243,9 @@ class PromptRun(Run):
 
     @property
     def has_episodes(self):
-        """Whether a completion may have several turns, with tools, in an environment or by rollout.func: bool."""
-        return bool(self.tools.funcs or self.environment.specs or self.rollout.func)
+        """Whether a completion may have several turns, with tools, in an environment, of a task of verifiers or by
+        rollout.func: bool."""
+        return bool(self.tools.funcs or self.environment.specs or self.rollout.func or self.data.has_tasks)
 
     @property
     def has_other_logprobs(self):
@@ -251,7 +254,7 @@ class PromptRun(Run):
 
     def _check_rollout(self, plan):
         """Raise ConfigError for what does not go with rollout.func. plan: GenerationPlan."""
-        if self.tools.funcs or self.environment.specs:
+        if self.tools.funcs or self.environment.specs or self.data.has_tasks:
             raise ConfigError(
                 "rollout.func draws the completions: it takes the place of tools.funcs and of the environment"
             )
@@ -276,7 +279,9 @@ class PromptRun(Run):
         if self.data.train is None and (plan.difficulty_weights is not None or plan.solved_at is not None):
             name = "no_resampling_pass_rate" if plan.difficulty_weights is None else "difficulty_weights"
             raise ConfigError(f"train.{name} chooses among the rows of data.train, which is not set")
-        if not self.rewards.funcs and not self.environment.specs:
+        if self.data.has_tasks and (self.tools.funcs or self.environment.specs):
+            raise ConfigError("tools and an environment do not go with tasks of verifiers, whose harness has its own")
+        if not (self.rewards.funcs or self.environment.specs or self.data.has_tasks):
             if not self.data.has_scorers:
                 raise ConfigError("rewards.funcs must name at least one reward function")
             object.__setattr__(self, "rewards", replace(self.rewards, funcs=["gym"]))

@@ -13,6 +13,7 @@ import numpy as np
 from rlnumba.config.data import RESERVED_VARIABLES, ROW_FILES, is_of_hub, paths_of_rows
 from rlnumba.data.formats import DECODER, csv_rows, json_cell, json_rows, kind_of, parquet_rows
 from rlnumba.data.gym import gym_rows, is_gym
+from rlnumba.data.verifiers import is_taskset, task_rows
 from rlnumba.errors import ConfigError, UserError, missing, shown
 
 READERS = dict(zip(ROW_FILES, (json_rows, json_rows, parquet_rows, csv_rows), strict=True))
@@ -40,7 +41,12 @@ def read_dataset(path, data, for_eval=None, cells=None):
     paths = paths_of_rows(str(path))
     split = data.eval_split if for_eval else data.split
     parts = [
-        gym_rows(each, data, for_eval) if is_gym(each) else read_rows(each, data.name, split, cells) for each in paths
+        gym_rows(each, data, for_eval)
+        if is_gym(each)
+        else task_rows(each, data, for_eval)
+        if is_taskset(each)
+        else read_rows(each, data.name, split, cells)
+        for each in paths
     ]
     if data.train_weights is not None and not for_eval:
         if len(data.train_weights) != len(parts):

@@ -16,6 +16,9 @@ each is a coroutine over an EpisodeRollout:
             await rollout.complete(context)
         return messages                                           in the Completion of the whole episode
 
+What an episode returns is the value in the Completion of its turns; or it is the Completion, of several conversations
+(`EpisodeRollout.fork`).
+
 `step` advances the coroutines in its own thread. One that waits for a Future occupies nothing but the blocks of the
 cache that its next turn begins with; where all wait, `step` sleeps until a Future is done.
 
@@ -24,6 +27,7 @@ the weights do. Given out without them, here or elsewhere, it is drawn afresh. A
 unfinished episodes of an interrupted group begin again, with the same draws.
 """
 
+import copy
 import threading
 import time
 import types
@@ -80,10 +84,20 @@ class TurnId(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One more turn that an episode asks for."""
+    """One more turn that an episode asks for. first_context: that of its conversation's first turn."""
 
     context: list[int]
     params: SamplingParams
+    first_context: list[int]
+
+
+class Row(NamedTuple):
+    """A conversation as it is trained on: its first context, all token ids up to the last drawn one, and the turns'
+    Completions with the number of tokens before each. Those of an EpisodeRollout are a Row."""
+
+    first_context: list[int]
+    token_ids: list[int]
+    turns: list[tuple[int, Completion]]
 
 
 @types.coroutine
@@ -134,7 +148,7 @@ class EpisodeRollout:
         if self.turns:
             # Those of the first context are the prompt's.
             params = replace(params, prompt_logprobs=None)
-        completion = await _suspend(Turn(context, params))
+        completion = await _suspend(Turn(context, params, self.first_context))
         self.turns.append((len(context), completion))
         self.token_ids = context + completion.token_ids
         return completion
@@ -145,44 +159,70 @@ class EpisodeRollout:
             await _suspend(future)
         return future.result()
 
+    def fork(self, number=0):
+        """Another conversation of the rollout, with no tokens yet: an EpisodeRollout.
+
+        number: how many of the rollout's begin with the same tokens, so that each has draws of its own. One turn of all
+        conversations is drawn at a time, and the episode returns `completion_of` those that are trained on.
+        """
+        other = copy.copy(self)
+        other.token_ids, other.first_context, other.turns = [], None, []
+        if number:
+            seed = np.random.SeedSequence((self.params.seed, number)).generate_state(1, np.uint64)[0]
+            other.params = replace(self.params, seed=int(seed))
+        return other
+
     def completion(self, value):
         """The Completion of the whole episode. value: what its coroutine returned. Raises ValueError without a turn."""
         if not self.turns:
             raise ValueError(f"episode: rollout {self.index} of group {self.number} has ended without a turn")
-        first, (_, last) = len(self.first_context), self.turns[-1]
-        total, params = len(self.token_ids) - first, self.params
+        return self.completion_of([self], value)
+
+    def completion_of(self, rows, value):
+        """The Completion of an episode whose Rows these are, at least one, with a turn each.
+
+        Its tokens are those after the first row's first context, and then all of the other rows', each of which is a
+        sequence of its own in training; the first contexts of these count as the environment's.
+        """
+        lengths = [len(row.token_ids) for row in rows]
+        first, params = len(rows[0].first_context), self.params
+        total, offset = sum(lengths) - first, -first
         mask, has_logprobs = np.zeros(total, bool), params.logprobs is True or params.num_logprobs >= 0
         logprobs = None if params.logprobs is None else np.zeros(total if has_logprobs else 0, np.float32)
         versions, thresholds = np.zeros(total, np.int32), None
         top_logprobs = [None] * total if params.num_logprobs >= 0 else None
         if params.logit_thresholds:
             thresholds = np.full(total, -np.inf, np.float32)
-        for length, turn in self.turns:
-            begin, end = length - first, length - first + turn.num_tokens
-            mask[begin:end] = True
-            versions[begin:end] = turn.array("policy_versions")
-            versions[end:] = versions[end - 1]
-            if has_logprobs:
-                logprobs[begin:end] = turn.array("logprobs")
-            if thresholds is not None:
-                thresholds[begin:end] = turn.thresholds
-            if top_logprobs is not None:
-                top_logprobs[begin:end] = turn.top_logprobs
-        contexts = sum(length for length, _ in self.turns)
+        for row, row_length in zip(rows, lengths, strict=True):
+            for length, turn in row.turns:
+                begin, end = offset + length, offset + length + turn.num_tokens
+                mask[begin:end] = True
+                versions[begin:end] = turn.array("policy_versions")
+                versions[end:] = versions[end - 1]
+                if has_logprobs:
+                    logprobs[begin:end] = turn.array("logprobs")
+                if thresholds is not None:
+                    thresholds[begin:end] = turn.thresholds
+                if top_logprobs is not None:
+                    top_logprobs[begin:end] = turn.top_logprobs
+            offset += row_length
+        turns = [each for row in rows for each in row.turns]
+        last, contexts = turns[-1][1], sum(length for length, _ in turns)
+        record = EpisodeRecord(rows[0].first_context, len(turns), contexts, value, lengths if len(rows) > 1 else ())
         return Completion(
-            token_ids=np.array(self.token_ids[first:], np.int32),
+            token_ids=np.concatenate([np.array(row.token_ids, np.int32) for row in rows])[first:],
             logprobs=logprobs,
             finish_reason=last.finish_reason,
-            text="".join(turn.text for _, turn in self.turns),
+            text="".join(turn.text for _, turn in turns),
             policy_versions=versions,
             thresholds=thresholds,
             index=self.index,
             stop_reason=last.stop_reason,
-            num_cached_tokens=sum(turn.num_cached_tokens for _, turn in self.turns),
+            num_cached_tokens=sum(turn.num_cached_tokens for _, turn in turns),
             mask=None if mask.all() else mask,
-            episode=EpisodeRecord(self.first_context, len(self.turns), contexts, value),
+            episode=record,
             top_logprobs=top_logprobs,
-            prompt_logprobs=self.turns[0][1].prompt_logprobs,
+            prompt_logprobs=turns[0][1].prompt_logprobs,
         )
 
 
@@ -328,7 +368,9 @@ class Episodes:
         except StopIteration as end:
             del self._episodes[episode.turn_id]
             self.engine.release_retained(episode.turn_id)
-            self._finish(*episode.turn_id, episode.rollout.completion(end.value))
+            value = end.value
+            completion = value if isinstance(value, Completion) else episode.rollout.completion(value)
+            self._finish(*episode.turn_id, completion)
             return
         if not isinstance(wish, Turn | Future):
             raise TypeError(f"an episode awaits complete and wait of its rollout alone, got {type(wish).__qualname__}")
@@ -340,8 +382,7 @@ class Episodes:
 
     def _add_turn(self, episode):
         """Add the turn that an episode waits for to the engine."""
-        (context, params), index = episode.waits_for, episode.turn_id.index
-        first_context = episode.rollout.first_context
+        (context, params, first_context), index = episode.waits_for, episode.turn_id.index
         self.engine.add_request(
             episode.turn_id, context, params, episode.adapter_id, [index], first_context, episode.cache_salt
         )

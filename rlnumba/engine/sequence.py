@@ -196,13 +196,15 @@ class EpisodeRecord:
     """The record of an episode.
 
     prompt_token_ids: its first context; num_turns: of the policy; num_context_tokens: sum of the lengths of all turns'
-    contexts; value: what its coroutine returned.
+    contexts; value: what its coroutine returned. row_lengths: where it has several conversations, each of which is a
+    sequence of its own, the tokens of each, prompt included; () for one.
     """
 
     prompt_token_ids: list[int]
     num_turns: int
     num_context_tokens: int
     value: object = None
+    row_lengths: list[int] = ()
 
 
 @dataclass

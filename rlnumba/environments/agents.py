@@ -120,6 +120,8 @@ def load_agents(run, tokenizer):
         function = _found(_given.get().rollout or run.rollout.func, "rollout.func")
         _check_callable(function, "rollout.func")
         return RolloutFunction(run, _needed(tokenizer, run, "rollout.func needs"), function)
+    if run.data.has_tasks:
+        return _taskset_agents(run, _needed(tokenizer, run, "tasks of verifiers need"))
     if run.deploy.num_infer_gpus:
         # Before anything is loaded, for objects that other processes cannot have.
         AgentsSetup.of(run)
@@ -140,6 +142,17 @@ def _needed(tokenizer, run, needs):
     if tokenizer is None:
         raise UserError(f"{run.model}: {needs} a tokenizer, and the folder has no tokenizer.json")
     return tokenizer
+
+
+def _taskset_agents(run, tokenizer):
+    """The TasksetAgents of a run on tasks of verifiers."""
+    try:
+        from rlnumba.environments.tasksets import TasksetAgents
+    except ModuleNotFoundError as error:
+        if error.name.split(".")[0] == "rlnumba":
+            raise
+        raise UserError(f"verifiers: needs {error.name}; pip install 'rlnumba[verifiers]'") from error
+    return TasksetAgents(run, tokenizer)
 
 
 def _found(each, key):

@@ -75,11 +75,11 @@ class Episode:
         self.agents, self.row = agents, row
 
     def __reduce__(self):
-        return Episode, (None, self.row)
+        return type(self), (None, self.row)
 
     def played_by(self, agents):
         """The same with other Agents."""
-        return Episode(agents, self.row)
+        return type(self)(agents, self.row)
 
     async def __call__(self, rollout):
         """Play one rollout: its Transcript."""

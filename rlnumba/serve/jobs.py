@@ -40,6 +40,7 @@ class Times:
 
 class ApiJob:
     """Prompts with their SamplingParams, a GroupRequest each. streams: whether each step's tokens are wanted.
+    session_id: the request's X-Session-ID, which names a rollout of an agent; an engine does not need it.
 
     Choices are prompt-major: completion i of prompt p is choice p n + i. adapter: the name of one, or None.
     """
@@ -56,7 +57,7 @@ class ApiJob:
         self.unfinished = len(prompts) * self.n
         self.accepted = asyncio.get_running_loop().create_future()
         # Its Booking, which the job's end gives back.
-        self.places = None
+        self.places = self.session_id = None
 
     @property
     def num_choices(self):

@@ -123,7 +123,7 @@ class Service:
             places.book_tokens(sum(map(len, prompts)))
             streams = answer.stream.streams
             job = ApiJob(answer.request_id, prompts, params, streams, answer.cache_salt, answer.adapter)
-            job.places = places
+            job.places, job.session_id = places, request.headers.get("x-session-id")
             answer.begin(job)
             self.engine_loop.submit(job)
             if streams:

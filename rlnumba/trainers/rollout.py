@@ -92,7 +92,8 @@ class Rollouts:
 
     token_ids (sum of S,) i32: prompt and completion of each sequence; prompt_lengths, completion_lengths (B,) i32;
     drawn (sum of completion_lengths,) bool: which tokens of the completions were drawn, or of length 0 where all were;
-    target_lengths (B,) i32: drawn tokens of each;
+    target_lengths (B,) i32: drawn tokens of each; num_rows (B,) i32, row_lengths (sum of num_rows,) i32: a completion
+    of several conversations has a row of each, a sequence of its own to the model; by default it is one row;
     loss_mask (T,) f32, 0 or 1; rollout_logprobs (T,) f32, the sampler's; advantages (T,) f32; old_logprobs and
     ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere; thresholds (T,) f32: the smallest
     logit that the sampler's filters kept, or of length 0 where all are trained. on_policy: see MicroStep.
@@ -117,10 +118,14 @@ class Rollouts:
     correction_mean: float = 1.0
     drawn: np.ndarray = field(default_factory=partial(np.empty, 0, bool))
     target_lengths: np.ndarray | None = None
+    num_rows: np.ndarray | None = None
+    row_lengths: np.ndarray | None = None
 
     def __post_init__(self):
         if self.target_lengths is None:
             self.target_lengths = self.completion_lengths
+        if self.num_rows is None:
+            self.num_rows, self.row_lengths = np.ones_like(self.completion_lengths), self.lengths
 
     @staticmethod
     def of(samples, mask_truncated):
@@ -136,6 +141,10 @@ class Rollouts:
         thresholds = [each.drawn("thresholds") for each in completions if each.thresholds is not None]
         masked = np.array([mask_truncated and sample.truncated for sample in samples])
         no_ids, nothing = np.empty(0, np.int32), np.empty(0, np.float32)
+        rows = [
+            (each.episode and each.episode.row_lengths) or [length]
+            for each, length in zip(completions, lengths.sum(axis=1), strict=True)
+        ]
         return Rollouts(
             token_ids=np.concatenate([no_ids, *chain.from_iterable(ids)]),
             prompt_lengths=np.ascontiguousarray(lengths[:, 0]),
@@ -148,6 +157,8 @@ class Rollouts:
             thresholds=np.concatenate([nothing, *thresholds]),
             drawn=np.concatenate([np.empty(0, bool), *masks]),
             target_lengths=target_lengths,
+            num_rows=np.array(list(map(len, rows)), np.int32),
+            row_lengths=np.array(list(chain.from_iterable(rows)), np.int32),
         )
 
     def part(self, first, count, on_policy=False):
@@ -161,8 +172,9 @@ class Rollouts:
         parts = {"token_ids": self.token_ids[tokens(self.lengths)], "drawn": self.drawn}
         if len(self.drawn):
             parts["drawn"] = self.drawn[tokens(self.completion_lengths)]
-        for name in ("prompt_lengths", "completion_lengths", "target_lengths"):
+        for name in ("prompt_lengths", "completion_lengths", "target_lengths", "num_rows"):
             parts[name] = getattr(self, name)[sequences]
+        parts["row_lengths"] = self.row_lengths[tokens(self.num_rows)]
         for name in ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "thresholds"):
             parts[name] = getattr(self, name)[targets]
         return Rollouts(**parts, on_policy=on_policy, is_stale=self.is_stale)
@@ -210,7 +222,7 @@ class Rollouts:
 
     @property
     def lengths(self):
-        """Tokens of each sequence, (B,) i32."""
+        """Tokens of each prompt and completion, (B,) i32."""
         return self.prompt_lengths + self.completion_lengths
 
     @property
@@ -237,7 +249,7 @@ class Rollouts:
         bounds = np.zeros(len(self.target_lengths) + 1, np.int32)
         np.cumsum(self.target_lengths, out=bounds[1:])
         thresholds = self.thresholds if len(self.thresholds) else None
-        batch = MicroBatch.of(self.token_ids, self.lengths, self.targets, thresholds)
+        batch = MicroBatch.of(self.token_ids, self.row_lengths, self.targets, thresholds)
         names = ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
         of_targets = {name: getattr(self, name) for name in names if len(getattr(self, name))}
         if grammar is not None:

@@ -108,7 +108,7 @@ class Turns:
 
 
 class ServedEngine:
-    """What a Service reads of an engine, of the engine of the run that draws the turns."""
+    """The parts of an engine that a Service reads. The run's engine, which draws the turns, is elsewhere."""
 
     # As many as are asked for are drawn; those of an engine are the run's.
     max_num_seqs, config = 0, EngineConfig()

@@ -109,6 +109,9 @@ class Engine:
     Raises ConfigError if max_model_len is more than the model has positions.
     """
 
+    # Whether it is given episodes, as the engine of several ranks is, and not their turns.
+    plays_episodes = False
+
     def __init__(self, model, tokenizer=None, config=None):
         self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
         self.max_model_len = longest_sequence(model.config, self.config)

@@ -51,7 +51,8 @@ class GroupRequest:
     """The params.n completions of a prompt. number: the group's; version: the oldest weights that may begin it.
 
     done, begun: what an earlier attempt has finished, {index: Completion}, and the Sequences that it has begun.
-    adapter_id, cache_salt: as Engine.add_request has them. episode: None, or the coroutine function of a completion; it
+    adapter_id, cache_salt: as Engine.add_request has them. indices: of the completions that are wanted here, None for
+    all. episode: None, or the coroutine function of a completion; it
     can be pickled where inference processes draw. Its values at the same results of its Futures are always the same.
     params.max_tokens then bounds all tokens after an episode's first context, the environment's among them.
     """
@@ -65,6 +66,7 @@ class GroupRequest:
     adapter_id: int = -1
     episode: Callable | None = None
     cache_salt: str = ""
+    indices: list[int] | None = None
 
     @property
     def completions(self):
@@ -73,7 +75,12 @@ class GroupRequest:
 
     @property
     def is_complete(self):
-        return len(self.done) == self.params.n
+        return len(self.done) == len(self.wanted)
+
+    @property
+    def wanted(self):
+        """Indices of the completions that are wanted here: list or range."""
+        return range(self.params.n) if self.indices is None else self.indices
 
 
 class TurnId(NamedTuple):
@@ -295,6 +302,16 @@ class Episodes:
         return not self.running and not self._complete
 
     @property
+    def num_unfinished(self):
+        """Completions that are to be drawn: int."""
+        return sum(len(each.wanted) - len(each.done) for each in (*self.waiting, *self.running.values()))
+
+    @property
+    def waits_for_futures(self):
+        """Whether an episode waits for a Future: bool."""
+        return any(isinstance(each.waits_for, Future) for each in self._episodes.values())
+
+    @property
     def may_change_weights(self):
         """Whether all groups that the present weights may begin are complete."""
         return self.is_idle and not self._can_begin
@@ -480,11 +497,14 @@ class Episodes:
     def _enter(self, request):
         """Add what is neither done nor begun of a request to the engine."""
         there = {*request.done, *(sequence.index for sequence in request.begun)}
-        missing = [index for index in range(request.params.n) if index not in there]
+        missing = [index for index in request.wanted if index not in there]
         if request.episode is None:
             prompt, params = request.prompt_token_ids, request.params
             adapter_id, salt = request.adapter_id, request.cache_salt
             self.engine.add_request(request.number, prompt, params, adapter_id, missing, cache_salt=salt)
+            return
+        if self.engine.plays_episodes:
+            self.engine.add_episodes(request, missing)
             return
         for index in missing:
             episode = RunningEpisode(request, index, self.engine.max_model_len)

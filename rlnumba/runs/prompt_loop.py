@@ -124,7 +124,7 @@ class TrainerOnPrompts(NamedTuple):
             rewards = rewards_of(run, reward_funcs, agents) if communicator.rank == 0 else None
             check_stops_of(params, base)
             llm = LLM(load_model(model or run.model, run.train.dtype), Tokenizer.from_folder(base), run.engine)
-            ranks, prompts = LedLLM(llm, communicator), load_prompts(run.data.eval, run, llm, True, agents)
+            ranks, prompts = LedLLM(llm, communicator, agents), load_prompts(run.data.eval, run, llm, True, agents)
 
             def draw():
                 drawn = ranks.llm, rewards, prompts, params, TrainerState(0, 0, 0.0), status

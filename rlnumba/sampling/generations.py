@@ -47,7 +47,7 @@ class Generations:
         self.is_ahead, self.is_apart = run.generates_beside, isinstance(llm, LLMOnProcesses)
         self.connected, self.metrics, self.status = None, {}, None
         # Rank 0's LLM of all ranks' engines.
-        ranks = LedLLM(llm, None if self.is_apart else self.communicator)
+        ranks = LedLLM(llm, None if self.is_apart else self.communicator, self.prompts.agents)
         self.leader, self.engine = ranks.llm, ranks.engine
         described = None if self.rewards is None else (self.rewards.names, self.rewards.weights)
         self.names, self.weights = described if self._is_alone else self.communicator.objects(described)[0]
@@ -166,5 +166,7 @@ class Generations:
         """End what is being drawn: ahead of training, or where the run ends early."""
         if self.pipeline is not None and self.pipeline.sampler is not None:
             self.pipeline.sampler.close()
+        if self.engine is not None:
+            self.engine.close()
         if self.pusher is not None:
             self.pusher.close()

@@ -9,6 +9,9 @@
               what has finished, and how many have not -> all ranks
               a rank that has few takes over sequences of one that has many, with the tokens that they have
 
+An episode stays on the rank that begins it, and its tools are called there. If the rewards read its environment, which
+no other process can have, its coroutine is rank 0's, and its turns alone are distributed.
+
 A completion depends on seed, prompt, index and position alone, so which rank draws it, in how many pieces, is no part
 of it, and the ranks draw what one would. Decisions here, but for the first, follow from what all ranks know, and are
 the same on each.
@@ -17,10 +20,11 @@ the same on each.
 import copy
 import heapq
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
-from rlnumba.engine.episodes import run_for
-from rlnumba.engine.sequence import SamplingParams
+from rlnumba.engine.episodes import Episodes, run_for
+from rlnumba.engine.sequence import FinishedCompletion, SamplingParams
 from rlnumba.errors import CommunicationError, SharedError, UserError
 from rlnumba.parallel.launch import launch
 from rlnumba.parallel.placement import placement
@@ -100,13 +104,14 @@ def led(communicator, function, serve, shared=lambda value: value):
 class LedLLM:
     """An LLM on each rank of a Communicator; rank 0 generates with all of them, by `llm`, in a function of `led`.
 
-    llm: this rank's own, which generates alone at other times; the same weights on all ranks.
+    llm: this rank's own, which generates alone at other times; the same weights on all ranks. agents: this rank's
+    Agents, or None.
     """
 
-    def __init__(self, llm, communicator):
+    def __init__(self, llm, communicator, agents=None):
         self.communicator, self.own, self.llm, self.engine = communicator, llm, llm, None
         if communicator is not None and communicator.world_size > 1:
-            self.engine, self.llm = LedEngine(llm.engine, communicator), copy.copy(llm)
+            self.engine, self.llm = LedEngine(llm.engine, communicator, agents), copy.copy(llm)
             self.llm.engine = self.engine
 
     def led(self, function, shared=lambda value: value):
@@ -115,7 +120,11 @@ class LedLLM:
         if self.engine is None:
             value = function()
         else:
-            value = led(self.communicator, function, self.engine.serve, shared)
+            try:
+                value = led(self.communicator, function, self.engine.serve, shared)
+            except BaseException:  # a signal, too
+                self.engine.close()
+                raise
             self.engine.end()
         self.own.sleep()
         return value
@@ -132,21 +141,24 @@ class LedStep(NamedTuple):
     """Rank 0's message that begins a step: requests that are dropped, and then those that are added.
 
     added: (request_id, prompt, params, adapter_id, indices, first_context, cache_salt) of each. dropped also has
-    requests of which blocks are retained.
+    requests of which blocks are retained. episodes: (GroupRequest, indices) of each that consists of episodes.
     """
 
     dropped: list
     added: list
+    episodes: list
 
 
 class LedEngine:
     """The engines of the ranks of a Communicator; see the module's docstring.
 
     On rank 0 it has the interface of an Engine, but that a step returns a RoundOutput; the others `serve` its messages.
+    agents: this rank's Agents, which play the episodes of a run, or None.
     """
 
-    def __init__(self, engine, communicator):
+    def __init__(self, engine, communicator, agents=None):
         self.engine, self.communicator, self.config = engine, communicator, engine.config
+        self.agents, self.episodes = agents, Episodes(engine)
         self._start()
 
     def _start(self):
@@ -156,13 +168,24 @@ class LedEngine:
         # The rank that has drawn the last turn of an episode, and retains its blocks, by request.
         self.homes = {}
         # Rank 0's message at the next step: requests that were added, and dropped.
-        self.added, self.dropped = [], []
+        self.added, self.dropped, self.added_episodes = [], [], []
+        # Whether some of what is unfinished are episodes that ranks play.
+        self.has_episodes = False
         # When this rank's engine has last sampled a token, or has been given the first request.
         self.drawn_at = time.monotonic()
 
     @property
     def has_unfinished(self):
-        return bool(self.unfinished or self.added)
+        return bool(self.unfinished or self.added or self.added_episodes)
+
+    @property
+    def plays_episodes(self):
+        """Whether episodes are given to the ranks whole: bool. On rank 0."""
+        return self.agents is not None and not self.agents.rewards_read_environments
+
+    def add_episodes(self, request, indices):
+        """Queue completions of a GroupRequest of Episodes; no rank begins one before the next step."""
+        self.added_episodes.append((request, indices))
 
     @property
     def policy_version(self):
@@ -194,27 +217,31 @@ class LedEngine:
 
     def step(self):
         """Draw for ROUND_S seconds, or less if the ranks have finished: RoundOutput. Raises as Engine.step."""
-        message = LedStep(self.dropped, self.added)
-        self.dropped, self.added = [], []
+        message = LedStep(self.dropped, self.added, self.added_episodes)
+        self.dropped, self.added, self.added_episodes = [], [], []
         self.communicator.objects(message)
         return self.serve(message)
 
     def serve(self, message):
         """This rank's part in a step: its RoundOutput. message: rank 0's LedStep."""
         for request_id in message.dropped:
+            self.episodes.abort(request_id)
             self.engine.abort(request_id)
             self.unfinished.pop(request_id, None)
             self.homes.pop(request_id, None)
-        if message.added and not self.unfinished:
+        if (message.added or message.episodes) and not self.unfinished:
             self.drawn_at = time.monotonic()
         for request_id, *_, indices, _, _ in message.added:
             self.unfinished[request_id] = len(indices)
+        for request, indices in message.episodes:
+            self.unfinished[request.number] = len(indices)
         self._distribute(message.added)
-        finished, num_tokens = run_for(self.engine, ROUND_S)
-        found = self.communicator.objects(
-            (finished, num_tokens, self.engine.num_unfinished, self._waited_s(num_tokens))
-        )
-        of_ranks, tokens, self.loads, waited_s = map(list, zip(*found, strict=True))
+        self._distribute_episodes(message.episodes)
+        finished, num_tokens, failure = self._draw()
+        found = self.communicator.objects((finished, num_tokens, self._load, self._waited_s(num_tokens), failure))
+        of_ranks, tokens, self.loads, waited_s, failures = map(list, zip(*found, strict=True))
+        if self.communicator.rank == 0 and any(failures):
+            raise UserError(next(filter(None, failures)))
         turns = self.homes.keys()
         self.homes |= {
             each.request_id: rank
@@ -232,9 +259,32 @@ class LedEngine:
         self._balance()
         return RoundOutput(finished, sum(tokens))
 
+    @property
+    def _load(self):
+        """Completions that this rank draws: int."""
+        return self.engine.num_unfinished if self.episodes.is_idle else self.episodes.num_unfinished
+
+    def _draw(self):
+        """(what finished, tokens, the message of an error of an episode or None) of ROUND_S seconds on this rank."""
+        if self.episodes.is_idle:
+            return *run_for(self.engine, ROUND_S), None
+        episodes, until, finished, before = self.episodes, time.monotonic() + ROUND_S, [], self.episodes.num_tokens
+        try:
+            while not episodes.is_idle and (left := until - time.monotonic()) > 0:
+                for request in episodes.step(left):
+                    finished += [FinishedCompletion(request.number, *each) for each in request.done.items()]
+        except CommunicationError:
+            raise
+        except UserError as error:  # rank 0 raises it
+            return finished, episodes.num_tokens - before, str(error)
+        return finished, episodes.num_tokens - before, None
+
     def _waited_s(self, num_tokens):
-        """Seconds since this rank's engine has last sampled a token, or since the first request: float."""
-        if num_tokens:
+        """Seconds since this rank's engine has last sampled a token, or since the first request: float.
+
+        None have passed while a tool is called, which has a time limit of its own.
+        """
+        if num_tokens or self.episodes.waits_for_futures:
             self.drawn_at = time.monotonic()
         return time.monotonic() - self.drawn_at
 
@@ -273,8 +323,25 @@ class LedEngine:
             first += len(indices)
         self.loads = [load + count for load, count in zip(self.loads, counts, strict=True)]
 
+    def _distribute_episodes(self, added):
+        """Let this rank have its range of the episodes that were added since the last step."""
+        rank = self.communicator.rank
+        counts = shares(self.loads, sum(len(indices) for _, indices in added))
+        begin, first = sum(counts[:rank]), 0
+        for request, indices in added:
+            if own := indices[max(begin - first, 0) : max(begin + counts[rank] - first, 0)]:
+                episode = request.episode.played_by(self.agents)
+                fresh = {"version": self.policy_version, "done": {}, "begun": []}
+                self.episodes.submit(replace(request, indices=own, episode=episode, **fresh))
+            first += len(indices)
+        self.loads = [load + count for load, count in zip(self.loads, counts, strict=True)]
+        self.has_episodes |= bool(added)
+
     def _balance(self):
-        """Let ranks with few sequences take over some of those that have many."""
+        """Let ranks with few sequences take over some of those that have many; not of episodes, which stay."""
+        self.has_episodes &= bool(self.unfinished)
+        if self.has_episodes:
+            return
         rank = self.communicator.rank
         few, least_left = (FEW_ON_GPU, LEAST_LEFT_ON_GPU) if device.name() == "cuda" else (1, 1)
         moves = moves_between(self.loads, few)
@@ -293,6 +360,8 @@ class LedEngine:
     def abort(self, request_id):
         """Drop what is unfinished of a request, as Engine.abort does; other ranks do at the next step."""
         self.added = [each for each in self.added if each[0] != request_id]
+        self.added_episodes = [each for each in self.added_episodes if each[0].number != request_id]
+        self.episodes.abort(request_id)
         if self.unfinished.pop(request_id, None) is not None:
             self.engine.abort(request_id)
         self.release_retained(request_id)
@@ -305,15 +374,21 @@ class LedEngine:
 
     def reset(self):
         """Drop all requests and the content of this rank's cache, as Engine.reset does."""
-        self.engine.reset()
+        self.episodes.reset()
         self._start()
 
     def end(self):
         """Drop all requests, on this rank: each calls it after `led`."""
+        for number in list(self.episodes.running):
+            self.episodes.abort(number)
         for request_id in [*self.engine.requests, *self.engine.scheduler.retained.of_request]:
             self.engine.abort(request_id)
         self.engine.outputs.clear()
         self._start()
+
+    def close(self):
+        """End the coroutines of this rank, which draws no more."""
+        self.episodes.end_episodes()
 
     def update_weights(self, version, keep_cache=False):
         """Sample from weights that were changed in place, on this rank; see Engine.update_weights."""

@@ -11,12 +11,15 @@ from dataclasses import replace
 import pytest
 
 from rlnumba.config import AsyncConfig, EnvironmentConfig, LoraConfig
+from rlnumba.environments.episode import Episode
 from rlnumba.environments.pool import EnvironmentFailure
+from rlnumba.errors import SharedError
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.runs import run_folder
+from rlnumba.runs import prompt_loop, run_folder
 from rlnumba.sampling import generations
 from rlnumba.sampling.own import OwnSampler
 from rlnumba.sampling.samples import as_generation
+from rlnumba.trainers.every import TRAINERS
 from tests.parallel import in_threads
 from tests.trainers.runs import metrics_of
 from tests.trainers.test_agents import ENVIRONMENT, TOOLS, agent_run, completions_of, train
@@ -213,3 +216,80 @@ def test_a_run_that_is_killed_in_a_tool_goes_on_with_the_same_weights(tmp_path, 
     whole = elsewhere(run, tmp_path / "whole")
     train(whole)
     assert hash_of(run) == hash_of(whole) and completions_of(run) == completions_of(whole)
+
+
+NOTES_PROCESS = """
+import os
+import threading
+from pathlib import Path
+
+
+class Where:
+    def reset(self, answer):
+        self.answer, self.products = answer, []
+
+    def multiply(self, a: int, b: int) -> int:
+        \"\"\"Multiply.
+
+        Args:
+            a: One.
+            b: Another.
+        \"\"\"
+        self.products.append(a * b)
+        return a * b
+
+    def get_reward(self):
+        return float(self.answer in self.products)
+
+
+def reads(environments, **columns):
+    return [float(len(each.products)) for each in environments]
+"""
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_rollout_is_played_on_the_rank_that_draws_it(reads, tmp_path, monkeypatch):
+    """Unless a reward reads its environment: then rank 0 has them all. The weights are those of one rank."""
+    monkeypatch.setattr(run_folder, "_is_silent", False)
+    file = tmp_path / "where.py"
+    file.write_text(NOTES_PROCESS)
+    keys = {"global_batch_size": 8, "per_device_train_batch_size": 4, "max_steps": 2, "save_strategy": "no"}
+    run = agent_run(tmp_path / "one", tools=False, **keys)
+    run = replace(
+        run,
+        environment=EnvironmentConfig(factory=f"{file}:Where"),
+        rewards=replace(run.rewards, funcs=[f"{file}:reads"] if reads else []),
+    )
+    train(run)
+    played, episode = {0: 0, 1: 0}, Episode.__call__
+
+    def noted(self, rollout):
+        played[ranks_of[self.agents]] += 1
+        return episode(self, rollout)
+
+    ranks_of, load = {}, prompt_loop.load_agents
+
+    def numbered(*arguments):
+        found = load(*arguments)
+        ranks_of[found] = len(ranks_of)
+        return found
+
+    monkeypatch.setattr(prompt_loop, "load_agents", numbered)
+    monkeypatch.setattr(Episode, "__call__", noted)
+    both = replace(run, output_dir=str(tmp_path / "two"), deploy=replace(run.deploy, num_train_gpus=2))
+    in_threads.run(lambda communicator: train(both, communicator=communicator), 2)
+    assert min(played.values()) == (0 if reads else 8) and sum(played.values()) >= 16
+    assert hash_of(run) == hash_of(both) and completions_of(run) == completions_of(both)
+
+
+def test_an_error_of_another_rank_is_one_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(Counted, "refuses", True)
+    (tmp_path / "eval.jsonl").write_text("".join(open(TOOLS / "train.jsonl").readlines()[:8]))
+    run = agent_run(tmp_path / "run", tools=False)
+    run = replace(
+        run,
+        data=replace(run.data, eval=str(tmp_path / "eval.jsonl")),
+        environment=EnvironmentConfig(factory=f"{__name__}:Counted"),
+    )
+    with pytest.raises(SharedError, match=r"eval.jsonl:\d+: environment: Counted.reset\(\) raised ValueError"):
+        in_threads.run(lambda communicator: TRAINERS["grpo"].evaluate(run, None, None, communicator), 2)

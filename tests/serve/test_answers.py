@@ -194,6 +194,13 @@ def test_alternatives_are_those_of_the_distribution(server):
         assert listed[str(token)]["logprob"] == value and listed[str(token)]["rank"] >= 1
 
 
+def test_without_alternatives_a_token_is_listed_alone(server):
+    body = {"prompt": PROMPT, "max_tokens": 3, "seed": 1, "logprobs": 0, "echo": True}
+    found = request(server, "/v1/completions", body).json["choices"][0]["logprobs"]
+    pairs = list(zip(found["tokens"], found["token_logprobs"], strict=True))
+    assert found["top_logprobs"] == [None, *({token: value} for token, value in pairs[1:])]
+
+
 def test_a_sampling_mask_has_the_tokens_that_filters_kept(server):
     """Those with a log-prob above -inf among all; they sum up to 1, and a stream has the same."""
     ids, params = [18, 20, 22], {"seed": 5, "max_tokens": 8, "ignore_eos": True, "logprobs": 20, "temperature": 0.8}

@@ -120,9 +120,11 @@ class CompletionLogprobs:
             offsets.append(self.offset)
             self.offset += len(token)
             listed = row.listed and {self.texts.text(i): finite(each.logprob) for i, each in row.listed.items()}
+            if not self.num_top and row.logprob is not None:
+                # The drawn token alone, as vLLM has it; clients read the list without a look at the number.
+                listed = {token: finite(row.logprob)}
             top.append(listed)
         values = [None if row.logprob is None else finite(row.logprob) for row in rows]
-        top = top if self.num_top else None
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 

@@ -20,8 +20,8 @@ ROW = [rmsnorm.share_row(1000, 2, 8, *budget) for budget in (rmsnorm.FORWARD, rm
 HEAD = rope.HeadShape(128, 8, 8, 4)
 # qkv_split counts heads in 32 bits, rmsnorm_backward rows, add_partials rows and columns; their operators refuse more.
 KERNELS = [
-    (rmsnorm.rmsnorm_kernel(ROW[0], False), [H2, H1, "float32", H2, F1]),
-    (qkv.qkv_split_backward_kernel(HEAD, 5, 2), [H2, H2, H2, F2, F2, I1, H2]),
+    (rmsnorm.rmsnorm_kernel(ROW[0], False, False), [H2, H1, "float32", H2, F1]),
+    (qkv.qkv_split_backward_kernel(HEAD, 5, 2, False), [H2, H2, H2, F2, F2, I1, H2]),
     (swiglu.swiglu_kernel(8, 8, True), [H3, H2]),
     (swiglu.swiglu_backward_kernel(8, 8, True, True), [H2, H3, H3]),
     *((elementwise.elementwise_kernel(op, 8, 8, True), [H1, H1, "float32", H1]) for op in ("add", "scale", "fill")),
@@ -59,7 +59,7 @@ def test_products_have_64_bits(kernel, types):
 @pytest.mark.parametrize(
     "kernel, types, arrays",
     [
-        (rmsnorm.rmsnorm_backward_kernel(ROW[1], 8), [H2, H2, H1, F1, "int64", H2, F2], 3),
+        (rmsnorm.rmsnorm_backward_kernel(ROW[1], 8, False), [H2, H2, H1, F1, "int64", H2, F2], 3),
         (rmsnorm.add_partials_kernel, [F2, "int64", F1, F1], 1),
     ],
     ids=["rmsnorm_backward", "add_partials"],

@@ -1,3 +1,5 @@
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
@@ -31,39 +33,52 @@ REAL = [
 ]
 
 
-def arrays(rng, shape, dtype):
+class Form(NamedTuple):
+    """Options of a model: gates behind query heads, elements of half a head that rotate (0: all), norms of 1 + w."""
+
+    gated: bool = False
+    turned: int = 0
+    unit_offset: bool = False
+
+
+PLAIN = Form()
+# Vectors that rotate, and single elements.
+FORMS = [Form(gated=True), Form(turned=8), Form(turned=3, unit_offset=True), Form(True, 8, True)]
+
+
+def arrays(rng, shape, dtype, form=PLAIN):
     rows, heads, kv_heads, width = shape
     shapes = {
         "dq": (rows, heads, width),
         "dk": (rows, kv_heads, width),
         "dv": (rows, kv_heads, width),
-        "qkv": (rows, (heads + 2 * kv_heads) * width),
+        "qkv": (rows, (heads * (1 + form.gated) + 2 * kv_heads) * width),
     }
     made = {name: rng.standard_normal(size, np.float32) for name, size in shapes.items()}
     made |= {name: rng.uniform(0.5, 1.5, width) for name in ("q_weight", "k_weight")}
     made = {name: array.astype(device.dtype(dtype)) for name, array in made.items()}
-    cos, sin = rope_table(40, width, 10000.0)
+    cos, sin = rope_table(40, 2 * form.turned or width, 10000.0)
     return made | {"cos": cos, "sin": sin, "position_ids": rng.integers(0, 40, rows).astype(np.int32)}
 
 
-def norm_and_rotation(arrays, normed=True):
+def norm_and_rotation(arrays, normed=True, form=PLAIN):
     """(HeadNorm or None, Rotation) of the arrays of a dict."""
-    norm = HeadNorm(arrays["q_weight"], arrays["k_weight"], EPS) if normed else None
+    norm = HeadNorm(arrays["q_weight"], arrays["k_weight"], EPS, form.unit_offset) if normed else None
     return norm, Rotation(arrays["cos"], arrays["sin"], arrays["position_ids"])
 
 
-def run_all(rng, shape, dtype, normed=True):
+def run_all(rng, shape, dtype, normed=True, form=PLAIN):
     rows, heads, kv_heads, width = shape
-    host = arrays(rng, shape, dtype)
+    host = arrays(rng, shape, dtype, form)
     wide = {name: a if name == "position_ids" else a.astype(np.float64) for name, a in host.items()}
     on_device = {name: device.asarray(a) for name, a in host.items()}
     xp, kind = device.xp(), host["qkv"].dtype
     q, k, v = (xp.full(host[name].shape, np.nan, kind) for name in ("dq", "dk", "dv"))
     rstd = xp.full((rows, heads + kv_heads), np.nan, np.float32) if normed else None
-    norm, rotation = norm_and_rotation(on_device, normed)
+    norm, rotation = norm_and_rotation(on_device, normed, form)
     qkv_split(on_device["qkv"], norm, rotation, q, k, v, rstd)
-    wide_norm, wide_rotation = norm_and_rotation(wide, normed)
-    expected = qkv_split_ref(wide["qkv"], wide_norm, wide_rotation, heads, kv_heads)
+    wide_norm, wide_rotation = norm_and_rotation(wide, normed, form)
+    expected = qkv_split_ref(wide["qkv"], wide_norm, wide_rotation, heads, kv_heads, form.gated)
     for name, actual, value in zip(("q", "k", "v", "rstd"), (q, k, v, rstd), expected, strict=True):
         if value is not None:
             assert_close(actual, value, terms=width, what=name)
@@ -73,7 +88,11 @@ def run_all(rng, shape, dtype, normed=True):
     gradients = [on_device[name] for name in ("dq", "dk", "dv")]
     qkv_split_backward(gradients, on_device["qkv"], norm, rotation, rstd, dqkv, *dweights)
     gradients = [wide[name] for name in ("dq", "dk", "dv")]
-    expected = qkv_split_backward_ref(gradients, wide["qkv"], wide_norm, wide_rotation, expected[3])
+    expected = qkv_split_backward_ref(gradients, wide["qkv"], wide_norm, wide_rotation, expected[3], form.gated)
+    gates = np.isnan(expected[0])
+    assert gates.sum() == form.gated * rows * heads * width and (np.isnan(device.to_host(dqkv)) == gates).all()
+    dqkv = np.nan_to_num(device.to_host(dqkv).astype(np.float32)).astype(kind)
+    expected = np.nan_to_num(expected[0]), *expected[1:]
     scale = 5.0 if not normed else 8.0 * np.max(device.to_host(rstd), initial=1.0)
     assert_close(dqkv, expected[0], terms=width, scale=scale, what="dqkv")
     if normed:
@@ -82,22 +101,21 @@ def run_all(rng, shape, dtype, normed=True):
             assert_close(actual, value + 1, terms=terms, scale=np.sqrt(terms) + 3, what=f"d{name}_weight")
 
 
-@pytest.mark.parametrize("normed", [True, False])
-def test_gradient_of_reference(rng, normed):
+@pytest.mark.parametrize("normed, form", [(True, PLAIN), (False, PLAIN), (True, Form(True, 2, True))])
+def test_gradient_of_reference(rng, normed, form):
     rows, heads, kv_heads, width = shape = (3, 2, 1, 6)
-    host = {
-        name: a if name == "position_ids" else a.astype(np.float64) for name, a in arrays(rng, shape, "float32").items()
-    }
-    norm, rotation = norm_and_rotation(host, normed)
+    made = arrays(rng, shape, "float32", form)
+    host = {name: a if name == "position_ids" else a.astype(np.float64) for name, a in made.items()}
+    norm, rotation = norm_and_rotation(host, normed, form)
     douts = [host[name] for name in ("dq", "dk", "dv")]
 
     def loss():
-        outs = qkv_split_ref(host["qkv"], norm, rotation, heads, kv_heads)[:3]
+        outs = qkv_split_ref(host["qkv"], norm, rotation, heads, kv_heads, form.gated)[:3]
         return float(sum(np.sum(out * dout) for out, dout in zip(outs, douts, strict=True)))
 
-    rstd = qkv_split_ref(host["qkv"], norm, rotation, heads, kv_heads)[3]
-    gradients = qkv_split_backward_ref(douts, host["qkv"], norm, rotation, rstd)
-    assert_gradient(loss, gradients[0], host["qkv"], "dqkv")
+    rstd = qkv_split_ref(host["qkv"], norm, rotation, heads, kv_heads, form.gated)[3]
+    gradients = qkv_split_backward_ref(douts, host["qkv"], norm, rotation, rstd, form.gated)
+    assert_gradient(loss, np.nan_to_num(gradients[0]), host["qkv"], "dqkv")
     if normed:
         assert_gradient(loss, gradients[1], host["q_weight"], "dq_weight")
         assert_gradient(loss, gradients[2], host["k_weight"], "dk_weight")
@@ -111,13 +129,37 @@ def test_simulator(rng, dtype, normed):
         run_all(rng, shape, dtype, normed)
 
 
-def run_to_cache(rng, shape, dtype, normed, blocks, block_size=4):
+@pytest.mark.sim
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_in_the_simulator(rng, form):
+    run_all(rng, (2, 3, 1, 48), "bfloat16", True, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_on_the_numpy_device(rng, form):
+    if device.name() == "cpu":
+        run_all(rng, (5, 3, 1, 48), "float32", True, form)
+        run_all(rng, (5, 3, 1, 48), "float32", False, form)
+        run_to_cache(rng, (5, 3, 1, 48), "float32", True, 30, form=form)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", [*FORMS, Form(True, 32, True)])
+def test_forms_on_a_gpu(rng, dtype, form):
+    for shape in ((2, 3, 1, 48), (333, 16, 4, 256)):
+        run_all(rng, shape, dtype, True, form)
+        run_all(rng, shape, dtype, False, form)
+        run_to_cache(rng, shape, dtype, True, 300, 16, form)
+
+
+def run_to_cache(rng, shape, dtype, normed, blocks, block_size=4, form=PLAIN):
     """qkv_split_to_cache against qkv_split and write_kv, bit for bit."""
     rows, heads, kv_heads, width = shape
-    host = arrays(rng, shape, dtype)
+    host = arrays(rng, shape, dtype, form)
     xp, kind = device.xp(), host["qkv"].dtype
     on_device = {name: device.asarray(a) for name, a in host.items()}
-    norm, rotation = norm_and_rotation(on_device, normed)
+    norm, rotation = norm_and_rotation(on_device, normed, form)
     slots = rng.permutation(blocks * block_size)[:rows].astype(np.int32)
     slots[::3] = -1
     slots = device.asarray(slots)
@@ -221,14 +263,14 @@ def test_kernels_compile_for_gpus(compile_offline, element, heads, kv_heads, wid
     for architecture in architectures:
         for normed, cached in ((False, False), (True, False), (True, True)):
             weight = halves if normed else table
-            norm = tuple_type(qkv.HeadNorm, weight, weight, "float32")
+            norm = tuple_type(qkv.NormWeights, weight, weight, "float32")
             types = [halves, norm, table, table, ids, ids, halves, halves, halves, table]
             for most_heads in (1, qkv.SPLIT_HEADS):
-                kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads)
+                kernel = qkv_split_kernel(shape, heads, kv_heads, False, normed, cached, most_heads)
                 troubles += compile_offline(kernel, types, architecture)
-        kernel = qkv_split_backward_kernel(shape, heads, kv_heads)
+        kernel = qkv_split_backward_kernel(shape, heads, kv_heads, False)
         troubles += compile_offline(kernel, [halves] * 3 + [table, table, ids, halves], architecture)
-        kernel = qkv_split_norm_backward_kernel(shape, heads, kv_heads)
+        kernel = qkv_split_norm_backward_kernel(shape, heads, kv_heads, False)
         types = (
             [tuple_type(qkv.HeadGradients, *[halves] * 3)] + [halves] * 3 + [table, table, ids, table, halves, table]
         )

@@ -17,27 +17,28 @@ def arrays(rng, shape, dtype):
     return x, dout, residual, weight
 
 
-def run_all(rng, shape, dtype):
+def run_all(rng, shape, dtype, unit_offset=False):
     x, dout, residual, weight = arrays(rng, shape, dtype)
     wide = [a.astype(np.float64) for a in (x, dout, residual, weight)]
+    wide[3] += unit_offset
     xd, dd, wd = (device.asarray(a.copy()) for a in (x, dout, weight))
     xp, columns = device.xp(), shape[1]
     out, rstd = xp.full(shape, np.nan, x.dtype), xp.full(shape[:1], np.nan, np.float32)
-    rmsnorm(xd, wd, EPS, out, rstd)
+    rmsnorm(xd, wd, EPS, out, rstd, unit_offset)
     expected, expected_rstd = rmsnorm_ref(wide[0], wide[3], EPS)
     assert_close(out, expected, terms=columns, what="out")
     assert_close(rstd, expected_rstd, terms=columns, what="rstd")
 
     dx = device.asarray(residual.copy())
     dweight = xp.ones(columns, np.float32)
-    rmsnorm_backward(dd, xd, wd, rstd, dx, dweight, accumulate=True)
+    rmsnorm_backward(dd, xd, wd, rstd, dx, dweight, accumulate=True, unit_offset=unit_offset)
     expected_dx, expected_dw = rmsnorm_backward_ref(wide[1], wide[0], wide[3], expected_rstd)
     # dx cancels (entirely when D = 1), so its error is that of its terms.
     size = np.max(np.abs(wide[1] * wide[3] * expected_rstd[:, None]), initial=0.0)
     assert_close(dx, expected_dx + wide[2], terms=columns, scale=size + 3, what="dx accumulated")
     assert_close(dweight, expected_dw + 1, terms=shape[0] + 1, scale=np.sqrt(shape[0]) + 3, what="dweight")
     dx.fill(np.nan)
-    rmsnorm_backward(dd, xd, wd, rstd, dx, dweight)
+    rmsnorm_backward(dd, xd, wd, rstd, dx, dweight, unit_offset=unit_offset)
     assert_close(dx, expected_dx, terms=columns, scale=size, what="dx")
 
 
@@ -96,11 +97,17 @@ def test_many_wide_rows(rng, monkeypatch):
     run_all(rng, (3, 600), "float32")
 
 
+@pytest.mark.sim
+def test_unit_offset_in_the_simulator(rng):
+    run_all(rng, (3, 48), "bfloat16", True)
+
+
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("shape", SMALL + [(64, 1024)])
-def test_numpy_device(rng, shape):
+def test_numpy_device(rng, shape, unit_offset):
     if device.name() != "cpu":
         pytest.skip("the reference as operator")
-    run_all(rng, shape, "float32")
+    run_all(rng, shape, "float32", unit_offset)
 
 
 @pytest.mark.gpu
@@ -108,6 +115,7 @@ def test_numpy_device(rng, shape):
 @pytest.mark.parametrize("shape", SMALL + REAL)
 def test_gpu(rng, shape, dtype):
     run_all(rng, shape, dtype)
+    run_all(rng, shape, dtype, unit_offset=True)
 
 
 def test_a_row_depends_on_itself_alone(rng):
@@ -191,10 +199,10 @@ def test_kernels_compile_for_gpus(compile_offline, element, columns):
     )
     x, weight, f32 = f"{element}[:,::1]", f"{element}[::1]", "float32[::1]"
     troubles = []
-    kernel = rmsnorm_module.rmsnorm_backward_kernel(backward, max(1, 256 // backward.threads))
+    kernel = rmsnorm_module.rmsnorm_backward_kernel(backward, max(1, 256 // backward.threads), False)
     for architecture in ((8, 0), (9, 0), (10, 0), (12, 0)):
         for few_rows in (False, True):
-            forward_kernel = rmsnorm_module.rmsnorm_kernel(forward, few_rows)
+            forward_kernel = rmsnorm_module.rmsnorm_kernel(forward, few_rows, False)
             troubles += compile_offline(forward_kernel, [x, weight, "float32", x, f32], architecture)
         troubles += compile_offline(kernel, [x, x, weight, f32, "int64", x, "float32[:,::1]"], architecture)
     assert not troubles, "\n".join(troubles)

@@ -221,7 +221,7 @@ def paged_attention_qkv_sm90(qkv, norm, rotation, caches, sequences, scale, out,
     plan = _plan_of((out.dtype.name, heads, kv_heads, head_dim, block_size), sequences)
     config, (cos, sin, _) = plan.config._replace(fused_qkv=True), rotation
     weights, eps = norm_of(norm)
-    shape = head_shape(cos, sin, qkv, *caches, *weights)
+    shape = head_shape(head_dim, cos, sin, qkv, *caches, *weights)
     # For the weights of a form without norm, any array of the right type.
     norm = [in_halves(weight, shape.half) for weight in weights] or [cos, cos]
     rows, k_rows, v_rows = (in_halves(array, shape.half) for array in (qkv, *caches))

@@ -15,7 +15,9 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 def split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slots, q, k, v, rstd):
     """q, k, v and rstd of qkv_split, k and v of row n in row slots[n] of theirs; -1: they are not written."""
     heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
-    half, normed = width // 2, q_weight.shape[0] > 0
+    half, normed, turned = width // 2, q_weight.shape[0] > 0, cos.shape[1]
+    # Query heads may have gates behind them.
+    step = (qkv.shape[1] // width - 2 * kv_heads) // heads
     for row in range(qkv.shape[0]):
         position, slot = position_ids[row], slots[row]
         if position < 0 or position >= cos.shape[0]:
@@ -23,7 +25,8 @@ def split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slots, q, k, v, 
         if slot < -1 or slot >= k.shape[0]:
             raise ValueError("qkv_split_to_cache: slot_mapping must lie within the caches")
         for head in range(heads + kv_heads if slot >= 0 else heads):
-            x = qkv[row, head * width : (head + 1) * width]
+            place = head * step if head < heads else head + heads * (step - 1)
+            x = qkv[row, place * width : (place + 1) * width]
             weight = q_weight if head < heads else k_weight
             out = q[row, head] if head < heads else k[slot, head - heads]
             scale = _ONE
@@ -35,36 +38,41 @@ def split(qkv, q_weight, k_weight, eps, cos, sin, position_ids, slots, q, k, v, 
                 scale = _ONE / np.sqrt((first_squares + second_squares) / np.float32(width) + eps)
                 if rstd.shape[0] > 0:
                     rstd[row, head] = scale
-            for e in range(half):
-                first, second = x[e], x[half + e]
+            for e in range(turned):
+                first, second = x[e], x[turned + e]
                 if normed:
                     first *= scale * weight[e]
-                    second *= scale * weight[half + e]
+                    second *= scale * weight[turned + e]
                 out[e] = first * cos[position, e] - second * sin[position, e]
-                out[half + e] = second * cos[position, e] + first * sin[position, e]
+                out[turned + e] = second * cos[position, e] + first * sin[position, e]
+            for e in range(2 * turned, width):
+                out[e] = x[e] * (scale * weight[e]) if normed else x[e]
         if slot >= 0:
-            v[slot] = qkv[row, (heads + kv_heads) * width :].reshape((kv_heads, width))
+            v[slot] = qkv[row, (heads * step + kv_heads) * width :].reshape((kv_heads, width))
 
 
 @numba.njit(cache=True, error_model="numpy")
 def split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, dq_weight, dk_weight):
     """dqkv =, dq_weight and dk_weight += of qkv_split_backward."""
     heads, kv_heads, width = dq.shape[1], dk.shape[1], dq.shape[2]
-    half, normed = width // 2, q_weight.shape[0] > 0
+    half, normed, turned = width // 2, q_weight.shape[0] > 0, cos.shape[1]
+    step = (qkv.shape[1] // width - 2 * kv_heads) // heads
     g, dweight = np.empty(width, np.float32), np.zeros((2, width), np.float32)
     for row in range(qkv.shape[0]):
         position = position_ids[row]
         for head in range(heads + kv_heads):
             is_key = 1 if head >= heads else 0
             dout = dk[row, head - heads] if is_key else dq[row, head]
-            dx = dqkv[row, head * width : (head + 1) * width]
-            for e in range(half):
-                g[e] = dout[e] * cos[position, e] + dout[half + e] * sin[position, e]
-                g[half + e] = dout[half + e] * cos[position, e] - dout[e] * sin[position, e]
+            place = head * step if head < heads else head + heads * (step - 1)
+            dx = dqkv[row, place * width : (place + 1) * width]
+            for e in range(turned):
+                g[e] = dout[e] * cos[position, e] + dout[turned + e] * sin[position, e]
+                g[turned + e] = dout[turned + e] * cos[position, e] - dout[e] * sin[position, e]
+            g[2 * turned :] = dout[2 * turned :]
             if not normed:
                 dx[:] = g
                 continue
-            x = qkv[row, head * width : (head + 1) * width]
+            x = qkv[row, place * width : (place + 1) * width]
             weight = k_weight if is_key else q_weight
             scale = rstd[row, head]
             first_sum, second_sum = _ZERO, _ZERO
@@ -76,7 +84,7 @@ def split_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, position_ids, 
                 normalised = x[e] * scale
                 dx[e] = scale * (g[e] * weight[e] - normalised * projection)
                 dweight[is_key, e] += g[e] * normalised
-        dqkv[row, (heads + kv_heads) * width :] = dv[row].reshape(kv_heads * width)
+        dqkv[row, (heads * step + kv_heads) * width :] = dv[row].reshape(kv_heads * width)
     if normed:
         dq_weight += dweight[0]
         dk_weight += dweight[1]

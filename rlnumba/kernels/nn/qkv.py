@@ -1,10 +1,12 @@
 """From the fused projection to rotated q, k and v: split, RMSNorm of each head (Qwen3), rotary embedding.
 
-A row of qkv holds H query heads, HK key heads and HK value heads of E values each. For a query or key head x,
+A row of qkv holds H query heads, HK key heads and HK value heads of E values each; with gated attention (Qwen3.5) each
+query head is followed by its gate, which is left where it is (output_gate.py). For a query or key head x,
 
     rstd = 1 / sqrt(mean(x^2) + eps)        x^ = x * rstd        y = x^ * weight        out = rope(y)
 
-and for a value head out = x. Without norm weights y = x. Backward, with g = rope^-1(dout), u = g * weight:
+and for a value head out = x. Without norm weights y = x; with unit_offset 1 + weight takes the weight's place.
+Backward, with g = rope^-1(dout), u = g * weight:
 
     dx = rstd * (u - x^ * mean(u * x^))     dweight = sum over rows and heads of g * x^
 
@@ -40,7 +42,16 @@ i32 = np.int32
 
 
 class HeadNorm(NamedTuple):
-    """The RMSNorms of query and key heads: q_weight, k_weight (E,) of the heads' dtype, and eps."""
+    """The RMSNorms of query and key heads: q_weight, k_weight (E,) of the heads' dtype, eps, and unit_offset."""
+
+    q_weight: object
+    k_weight: object
+    eps: float
+    unit_offset: bool = False
+
+
+class NormWeights(NamedTuple):
+    """A HeadNorm as kernels get it."""
 
     q_weight: object
     k_weight: object
@@ -48,7 +59,10 @@ class HeadNorm(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """The rotary embedding of N tokens: cos, sin (P, E / 2) float32; position_ids (N,) int32 in [0, P)."""
+    """The rotary embedding of N tokens: cos, sin (P, R / 2) float32; position_ids (N,) int32 in [0, P).
+
+    R is E, or less where a part of a head rotates.
+    """
 
     cos: object
     sin: object
@@ -81,7 +95,7 @@ def head_norm(shape):
     scale, weights, weights_at): values[at : at + 2 * vector] *= scale * weights[weights_at : weights_at + 2 * vector],
     in this order, not rounded.
     """
-    width, vector, lanes = shape.width, shape.vector, shape.lanes
+    width, vector, lanes, unit_offset = shape.width, shape.vector, shape.lanes, shape.unit_offset
     of_head, steps = 2 * vector, lanes.bit_length() - 1
 
     @device_function
@@ -98,7 +112,10 @@ def head_norm(shape):
     @device_function
     def scale_head(values, at, scale, weights, weights_at):
         for j in range(of_head):
-            values[at + j] = values[at + j] * scale * weights[weights_at + j]
+            if unit_offset:
+                values[at + j] = values[at + j] * scale * (np.float32(1.0) + weights[weights_at + j])
+            else:
+                values[at + j] = values[at + j] * scale * weights[weights_at + j]
 
     return head_scale, scale_head
 
@@ -107,9 +124,23 @@ def head_norm(shape):
 HeadGradients = namedtuple("HeadGradients", "dq dk dv")
 
 
+@functools.cache
+def place_function(heads, kv_heads, gated):
+    """The device function (row, head) -> number of a head of row `row` in qkv, whose query heads may have gates."""
+    row_heads = heads * (2 if gated else 1) + 2 * kv_heads
+
+    @device_function
+    def place(row, head):
+        if gated:
+            return i32(row * i32(row_heads) + head + min(head, i32(heads)))
+        return i32(row * i32(row_heads) + head)
+
+    return place
+
+
 @specialize
-def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
-    """The kernel for `heads` query and `kv_heads` key heads of a HeadShape, with or without norm.
+def qkv_split_kernel(shape, heads, kv_heads, gated, normed, cached, most_heads):
+    """The kernel for `heads` query and `kv_heads` key heads of a HeadShape, with or without gates and norm.
 
     cached: k and v are caches, and a token's row in them is its slot. All four versions have the same arguments;
     without norm weights, eps and rstd are not used, with a cache rstd is not, without one slot_mapping is not.
@@ -121,6 +152,7 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
     of_head = 2 * vector
     count = heads_of_group * of_head
     (load_head, store_head, load_angles), (head_scale, scale_head) = head_access(shape), head_norm(shape)
+    place = place_function(heads, kv_heads, gated)
     # With few tokens the time is that of dependent loads: all but the heads are loaded before griddepcontrol.wait.
     loads_before_wait = cached and heads_of_group == 1
     # With narrower heads, more of them a warp, addresses would not leave enough registers.
@@ -129,7 +161,7 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
     @supports_pdl
     @cuda.jit(launch_bounds=(32 * SPLIT_WARPS, shape.blocks_of_sm(resident)))
     def qkv_split_kernel(qkv, norm, cos, sin, position_ids, slot_mapping, q, k, v, rstd):
-        """A warp owns `heads_of_group` heads of a token for each of its groups of lanes; norm: a HeadNorm.
+        """A warp owns `heads_of_group` heads of a token for each of its groups of lanes; norm: NormWeights.
 
         Its groups work on neighbouring heads, so that the warp reads and writes whole lines of memory. Angles are read
         once for all of them. Heads are counted in 32 bits: 64 take one more instruction out of five.
@@ -162,7 +194,7 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
         for i in range(heads_of_group):
             # A group without a head reads the last one.
             head = i32(min(first_head + i32(i * groups), i32(all_heads - 1)))
-            load_head(qkv, i32(row * i32(all_heads) + head), e, values, i * of_head)
+            load_head(qkv, place(row, head), e, values, i * of_head)
         if not loads_before_wait:
             # Angles depend on the load of the position; heads do not.
             compiler_barrier()
@@ -203,7 +235,7 @@ def qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads):
 
 
 @specialize
-def qkv_split_backward_kernel(shape, heads, kv_heads):
+def qkv_split_backward_kernel(shape, heads, kv_heads, gated):
     """The kernel without norm, for `heads` query and `kv_heads` key heads of a HeadShape."""
     vector, lanes, groups = shape.vector, shape.lanes, shape.groups
     rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
@@ -211,6 +243,7 @@ def qkv_split_backward_kernel(shape, heads, kv_heads):
     of_head = 2 * vector
     count = heads_of_group * of_head
     load_head, store_head, load_angles = head_access(shape)
+    place = place_function(heads, kv_heads, gated)
 
     @cuda.jit(launch_bounds=(32 * WARPS, 1))
     def qkv_split_backward_kernel(dq, dk, dv, cos, sin, position_ids, dqkv):
@@ -241,18 +274,20 @@ def qkv_split_backward_kernel(shape, heads, kv_heads):
             if head < rotated:
                 rotate(values, i * of_head, vector, c, s)
             if head < all_heads:
-                store_head(dqkv, row * all_heads + head, e, values, i * of_head)
+                store_head(dqkv, place(i32(row), i32(head)), e, values, i * of_head)
 
     return qkv_split_backward_kernel
 
 
 @functools.cache
-def head_tile_backward(shape, heads, first_head, all_heads):
+def head_tile_backward(shape, heads, first_head, places):
     """The device function of qkv_split_norm_backward_kernel for a tile of the `heads` query or key heads.
 
-    first_head: the first of them among the all_heads of qkv.
+    first_head: the first of them among the heads of rstd; places: in qkv the first one's, from each to the next, and
+    the heads of a row.
     """
-    width, vector, lanes = shape.width, shape.vector, shape.lanes
+    width, vector, lanes, unit_offset = shape.width, shape.vector, shape.lanes, shape.unit_offset
+    first_place, place_step, row_heads = places
     of_head, steps = 2 * vector, lanes.bit_length() - 1
     load_head, store_head, load_angles = head_access(shape)
 
@@ -272,7 +307,7 @@ def head_tile_backward(shape, heads, first_head, all_heads):
             dweight[i] = np.float32(0.0)
         row = i32(cuda.blockIdx.x * WARPS + cuda.threadIdx.y)
         dout_head = i32(row * i32(heads) + head)
-        qkv_head = i32(row * i32(all_heads) + i32(first_head) + head)
+        qkv_head = i32(row * i32(row_heads) + i32(first_place) + head * i32(place_step))
         position = position_ids[np.uint64(min(row, rows - i32(1)))]
         while row < rows:
             load_head(dout, dout_head, e, g, 0)
@@ -285,6 +320,9 @@ def head_tile_backward(shape, heads, first_head, all_heads):
             compiler_barrier()
             # From L1 each time: keeping it in registers would cost a resident block.
             load_head(weight, 0, e, weights, 0)
+            if unit_offset:
+                for i in range(of_head):
+                    weights[i] += np.float32(1.0)
             for i in range(vector):
                 s[i] = -s[i]
             rotate(g, 0, vector, c, s)
@@ -301,22 +339,24 @@ def head_tile_backward(shape, heads, first_head, all_heads):
                     x[i] = scale * (g[i] * weights[i] - x[i] * projection)
                 store_head(dqkv, qkv_head, e, x, 0)
             dout_head = i32(dout_head + row_step * i32(heads))
-            qkv_head = i32(qkv_head + row_step * i32(all_heads))
+            qkv_head = i32(qkv_head + row_step * i32(row_heads))
 
     return tile_backward
 
 
 @specialize
-def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
+def qkv_split_norm_backward_kernel(shape, heads, kv_heads, gated):
     """The kernel with norm, for `heads` query and `kv_heads` key heads of a HeadShape."""
     vector, lanes, groups = shape.vector, shape.lanes, shape.groups
-    rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
+    step = 2 if gated else 1
+    first_key, first_value, row_heads = step * heads, step * heads + kv_heads, step * heads + 2 * kv_heads
     q_tiles, k_tiles = -(-heads // groups), -(-kv_heads // groups)
     spread, of_head = groups.bit_length() - 1, 2 * vector
     load_head, store_head, _ = head_access(shape)
-    _, store_partial, _ = head_access(shape._replace(access=shape.table_access))
-    q_backward = head_tile_backward(shape, heads, 0, all_heads)
-    k_backward = head_tile_backward(shape, kv_heads, heads, all_heads)
+    # Partial sums are float32, of which a vector has half as many; their rows lie where those of the tables do.
+    _, store_partial, _ = head_access(shape._replace(access=1 if shape.rotary else shape.table_access))
+    q_backward = head_tile_backward(shape, heads, 0, (0, step, row_heads))
+    k_backward = head_tile_backward(shape, kv_heads, heads, (first_key, 1, row_heads))
 
     @cuda.jit(launch_bounds=(32 * WARPS, shape.blocks_of_sm(RESIDENT)))
     def qkv_split_norm_backward_kernel(
@@ -342,7 +382,7 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
             for row in range(cuda.blockIdx.x * WARPS + warp, position_ids.shape[0], cuda.gridDim.x * WARPS):
                 if head < kv_heads:
                     load_head(gradients.dv, row * kv_heads + head, e, dweight, 0)
-                    store_head(dqkv, row * all_heads + rotated + head, e, dweight, 0)
+                    store_head(dqkv, row * row_heads + first_value + head, e, dweight, 0)
             return
         griddepcontrol_launch_dependents()
         for step in range(spread):
@@ -362,6 +402,17 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads):
     return qkv_split_norm_backward_kernel
 
 
+def is_gated(qkv, heads, kv_heads, width):
+    """Whether the query heads of qkv, whose shape was checked, have gates."""
+    return qkv.shape[1] > (heads + 2 * kv_heads) * width
+
+
+def shape_of(norm, rotation, width, *arrays):
+    """The HeadShape of a call with these arrays and the norm's weights."""
+    shape = head_shape(width, rotation.cos, rotation.sin, *arrays, *norm_of(norm)[0])
+    return shape._replace(unit_offset=norm is not None and norm.unit_offset)
+
+
 def norm_of(norm):
     """((q_weight, k_weight), eps) of a HeadNorm, ((), 0) of None."""
     return ((), 0.0) if norm is None else (norm[:2], float(norm.eps))
@@ -371,6 +422,8 @@ def check_projection(op, qkv, q, kv_heads, norm, rotation):
     """Check what all operators that read or write qkv share, for heads q (N, H, E) that are known to be right."""
     rows, heads, width = q.shape
     all_heads = heads + 2 * kv_heads
+    if qkv.shape[-1:] == ((all_heads + heads) * width,):
+        all_heads += heads
     check(op, "qkv", qkv, (rows, all_heads * width), (q.dtype,))
     if rows * all_heads >= MOST_HEADS:
         raise ValueError(f"{op}: qkv must have fewer than {MOST_HEADS} heads, got {rows * all_heads}")
@@ -388,9 +441,9 @@ def _split(qkv, norm, rotation, slot_mapping, heads, rstd):
     (q, k, v), (cos, sin, position_ids), (weights, eps) = heads, rotation, norm_of(norm)
     rows, heads, width = q.shape
     kv_heads = k.shape[1]
-    normed, cached = norm is not None, slot_mapping is not None
+    normed, cached, gated = norm is not None, slot_mapping is not None, is_gated(qkv, heads, kv_heads, width)
     if device.name() == "cpu":
-        weights = weights or (_EMPTY, _EMPTY)
+        weights = [weight + 1 for weight in weights] if normed and norm.unit_offset else weights or (_EMPTY, _EMPTY)
         slots = slot_mapping if cached else np.arange(rows, dtype=np.int32)
         rstd = rstd if normed and not cached else _EMPTY_ROWS
         qkv_cpu.split(qkv, *weights, np.float32(eps), cos, sin, position_ids, slots, q, k, v, rstd)
@@ -398,23 +451,24 @@ def _split(qkv, norm, rotation, slot_mapping, heads, rstd):
     if not rows:
         return
     all_heads = heads + 2 * kv_heads
-    shape = head_shape(cos, sin, qkv, q, k, v, *weights)
+    shape = shape_of(norm, rotation, width, qkv, q, k, v)
     # Few tokens are spread over more warps.
     most_heads = 1 if rows * shape.share(all_heads, 1)[1] <= FEW_SPLIT_WARPS else SPLIT_HEADS
     blocks = -(-rows * shape.share(all_heads, most_heads)[1] // SPLIT_WARPS)
     # For what a version does not use, any array of the right type.
-    norm = HeadNorm(*([in_halves(weight, shape.half) for weight in weights] or [cos, cos]), eps)
+    norm = NormWeights(*([in_halves(weight, shape.half) for weight in weights] or [cos, cos]), eps)
     slots, rstd = slot_mapping if cached else position_ids, rstd if normed and not cached else cos
     qkv, q, k, v = (in_halves(array, shape.half) for array in (qkv, q, k, v))
     arguments = qkv, norm, cos, sin, position_ids, slots, q, k, v, rstd
-    kernel = qkv_split_kernel(shape, heads, kv_heads, normed, cached, most_heads)
+    kernel = qkv_split_kernel(shape, heads, kv_heads, gated, normed, cached, most_heads)
     launch(kernel, blocks, (32, SPLIT_WARPS), *arguments, pdl=ALWAYS)
 
 
 def qkv_split(qkv, norm, rotation, q, k, v, rstd):
     """Split qkv into heads, normalise query and key heads if there is a norm, and rotate them.
 
-    qkv (N, (H + 2 HK) E) as [q heads | k heads | v heads]; norm: a HeadNorm with weights of the same dtype, or None
+    qkv (N, (H + 2 HK) E) as [q heads | k heads | v heads], or (N, (2 H + 2 HK) E) where a gate follows each query head,
+    which is not read; norm: a HeadNorm with weights of the same dtype, or None
     (then rstd is not used, and may be None); rotation: a Rotation. q (N, H, E), k, v (N, HK, E) of qkv's dtype and rstd
     (N, H + HK) float32 are written. E is even and at most 256. Raises ValueError for other arrays. Source: q_norm and
     k_norm of transformers' Qwen3Attention, rope as rope.py.
@@ -450,9 +504,10 @@ def qkv_split_to_cache(qkv, norm, rotation, slot_mapping, q, caches):
 def qkv_split_backward(gradients, qkv, norm, rotation, rstd, dqkv, dq_weight, dk_weight):
     """The gradient of qkv_split: dqkv =, and if there is a norm dq_weight, dk_weight +=.
 
-    gradients: (dq, dk, dv). dq (N, H, E), dk, dv (N, HK, E), qkv and dqkv (N, (H + 2 HK) E) and the norm's weights (E,)
-    of one dtype; rstd as the forward wrote it; dq_weight, dk_weight (E,) float32, None without a norm, or where it is
-    not trained. Raises ValueError for other arrays.
+    gradients: (dq, dk, dv). dq (N, H, E), dk, dv (N, HK, E), qkv and dqkv (N, (H + 2 HK) E), or with gates, which are
+    neither read nor written, (N, (2 H + 2 HK) E), and the norm's weights (E,) of one dtype; rstd as the forward wrote
+    it; dq_weight, dk_weight (E,) float32, None without a norm, or where it is not trained. Raises ValueError for other
+    arrays.
     """
     op, (dq, dk, dv), (cos, sin, position_ids) = "qkv_split_backward", gradients, rotation
     rows, heads, width = check(op, "dq", dq, (None, None, None), FLOATS)
@@ -461,6 +516,7 @@ def qkv_split_backward(gradients, qkv, norm, rotation, rstd, dqkv, dq_weight, dk
     check_projection(op, qkv, dq, kv_heads, norm, rotation)
     check(op, "dqkv", dqkv, qkv.shape, (qkv.dtype,))
     normed, trained, (weights, _) = norm is not None, dq_weight is not None, norm_of(norm)
+    gated = is_gated(qkv, heads, kv_heads, width)
     if normed:
         check(op, "rstd", rstd, (rows, heads + kv_heads), F32)
     if normed and trained:
@@ -471,16 +527,18 @@ def qkv_split_backward(gradients, qkv, norm, rotation, rstd, dqkv, dq_weight, dk
             rstd = _EMPTY_ROWS
         elif not trained:
             dq_weight, dk_weight = np.zeros((2, width), np.float32)
+        if normed and norm.unit_offset:
+            weights = [weight + 1 for weight in weights]
         qkv_cpu.split_backward(*gradients, qkv, *weights, *rotation, rstd, dqkv, dq_weight, dk_weight)
         return
     if not rows:
         return
-    shape = head_shape(cos, sin, *gradients, qkv, dqkv, *weights)
+    shape = shape_of(norm, rotation, width, *gradients, qkv, dqkv)
     dq, dk, dv, qkv, dqkv = (in_halves(array, shape.half) for array in (dq, dk, dv, qkv, dqkv))
     if not normed:
         warps = rows * shape.share(heads + 2 * kv_heads)[1]
         block_warps = WARPS if warps > FEW_WARPS else 1
-        kernel = qkv_split_backward_kernel(shape, heads, kv_heads)
+        kernel = qkv_split_backward_kernel(shape, heads, kv_heads, gated)
         launch(kernel, -(-warps // block_warps), (32, block_warps), dq, dk, dv, cos, sin, position_ids, dqkv)
         return
     q_tiles, k_tiles = -(-heads // shape.groups), -(-kv_heads // shape.groups)
@@ -490,30 +548,44 @@ def qkv_split_backward(gradients, qkv, norm, rotation, rstd, dqkv, dq_weight, dk
     weights = [in_halves(weight, shape.half) for weight in weights]
     partial_halves = in_halves(partials, shape.half)
     arguments = HeadGradients(dq, dk, dv), qkv, *weights, cos, sin, position_ids, rstd, dqkv, partial_halves
-    launch(qkv_split_norm_backward_kernel(shape, heads, kv_heads), (blocks, tiles), (32, WARPS), *arguments)
+    kernel = qkv_split_norm_backward_kernel(shape, heads, kv_heads, gated)
+    launch(kernel, (blocks, tiles), (32, WARPS), *arguments)
     if trained:
         add_partials(partials, dq_weight, q_tiles * blocks, dk_weight)
 
 
-def qkv_split_ref(qkv, norm, rotation, heads, kv_heads):
+def _without_gates(qkv, heads, kv_heads, gated):
+    """(the heads of qkv but for gates, a copy (N, H + 2 HK, E) if there are any; the numbers of these heads in qkv)."""
+    numbers = np.arange(heads + 2 * kv_heads) + (np.minimum(np.arange(heads + 2 * kv_heads), heads) if gated else 0)
+    row_heads = len(numbers) + (heads if gated else 0)
+    return qkv.reshape(len(qkv), row_heads, qkv.shape[1] // row_heads)[:, numbers], numbers
+
+
+def qkv_split_ref(qkv, norm, rotation, heads, kv_heads, gated=False):
     """(q, k, v, rstd) of qkv_split, in qkv's precision; rstd is None without norm."""
-    rows, width = qkv.shape[0], qkv.shape[1] // (heads + 2 * kv_heads)
-    x, v = np.split(qkv.reshape(rows, heads + 2 * kv_heads, width), [heads + kv_heads], axis=1)
+    split, _ = _without_gates(qkv, heads, kv_heads, gated)
+    rows, width = len(split), split.shape[2]
+    x, v = np.split(split, [heads + kv_heads], axis=1)
     rstd = None
     if norm is not None:
-        weights = np.tile(np.repeat([norm.q_weight, norm.k_weight], [heads, kv_heads], axis=0), (rows, 1))
+        weights = np.tile(np.repeat(_norm_weights(norm), [heads, kv_heads], axis=0), (rows, 1))
         normed, rstd = rmsnorm_ref(x.reshape(-1, width), weights, norm.eps)
         x, rstd = normed.reshape(x.shape), rstd.reshape(rows, heads + kv_heads)
     q, k = np.split(rope_ref(x, *rotation), [heads], axis=1)
     return q, k, v, rstd
 
 
-def qkv_split_backward_ref(gradients, qkv, norm, rotation, rstd):
-    """(dqkv, dq_weight, dk_weight) of qkv_split_backward, in qkv's precision; None without norm."""
+def _norm_weights(norm):
+    """What q and k are multiplied by."""
+    return [weight + 1 if norm.unit_offset else weight for weight in norm[:2]]
+
+
+def qkv_split_backward_ref(gradients, qkv, norm, rotation, rstd, gated=False):
+    """(dqkv, dq_weight, dk_weight) of qkv_split_backward, in qkv's precision; None without norm, gates' dqkv NaN."""
     dq, dk, dv = gradients
-    rows, heads, width = dq.shape
-    q_weight, k_weight = (None, None) if norm is None else norm[:2]
-    split = qkv.reshape(rows, heads + 2 * dk.shape[1], width)
+    _, heads, width = dq.shape
+    q_weight, k_weight = (None, None) if norm is None else _norm_weights(norm)
+    split, numbers = _without_gates(qkv, heads, dk.shape[1], gated)
     dheads, dweights = [], [None, None]
     for i, (dout, weight, first) in enumerate(((dq, q_weight, 0), (dk, k_weight, heads))):
         dx, part = rope_ref(dout, *rotation, inverse=True), slice(first, first + dout.shape[1])
@@ -521,4 +593,6 @@ def qkv_split_backward_ref(gradients, qkv, norm, rotation, rstd):
             x, scale = split[:, part].reshape(-1, width), rstd[:, part].reshape(-1)
             dx, dweights[i] = rmsnorm_backward_ref(dx.reshape(-1, width), x, weight, scale)
         dheads.append(dx.reshape(dout.shape))
-    return np.concatenate([*dheads, dv], axis=1).reshape(qkv.shape), *dweights
+    dqkv = np.full((len(qkv), qkv.shape[1] // width, width), np.nan, qkv.dtype)
+    dqkv[:, numbers] = np.concatenate([*dheads, dv], axis=1)
+    return dqkv.reshape(qkv.shape), *dweights

@@ -5,6 +5,8 @@
     with g = dout * weight and x^ = x * rstd:
     dx = rstd * (g - x^ * mean(g * x^))     dweight = sum over rows of dout * x^
 
+With unit_offset, 1 + weight takes the place of weight (Qwen3.5, Gemma).
+
 x, out, dout, dx (N, D) and weight (D,) in float32, float16 or bfloat16; rstd (N,) and dweight (D,) float32, as is all
 arithmetic. A row's sum of squares has one order whatever N is, so a row's result does not depend on the other rows.
 
@@ -141,8 +143,20 @@ def normalise_function(layout):
     return normalise
 
 
+@functools.cache
+def add_one_function(count):
+    """The device function that adds 1 to `count` values."""
+
+    @device_function
+    def add_one(values):
+        for i in range(count):
+            values[i] += np.float32(1.0)
+
+    return add_one
+
+
 @specialize
-def rmsnorm_kernel(layout, few_rows):
+def rmsnorm_kernel(layout, few_rows, unit_offset):
     """The kernel for rows of a RowLayout. few_rows: launched with PDL, it loads the weight before griddepcontrol.wait.
 
     With 16,384 rows this order costs 3 us.
@@ -150,7 +164,7 @@ def rmsnorm_kernel(layout, few_rows):
     _, vector, access, threads = layout
     chunks, values_count = layout.chunks, layout.chunks * vector
     load, store = vector_access(vector, access, not layout.full)
-    normalise = normalise_function(layout)
+    normalise, add_one = normalise_function(layout), add_one_function(values_count)
     # Narrow accesses need more registers for addresses, and are slow anyway.
     resident = max(RESIDENT_THREADS // max(threads, FORWARD_BLOCK), 1) if access == vector else 1
 
@@ -175,6 +189,8 @@ def rmsnorm_kernel(layout, few_rows):
         if not few_rows:
             for chunk in range(chunks):
                 load(weight, first + chunk * threads * vector, weights, chunk * vector)
+        if unit_offset:
+            add_one(weights)
         scale = normalise(values, weights, eps, sums)
         for chunk in range(chunks):
             store(out_row, first + chunk * threads * vector, values, chunk * vector)
@@ -185,12 +201,13 @@ def rmsnorm_kernel(layout, few_rows):
 
 
 @specialize
-def rmsnorm_backward_kernel(layout, lines):
+def rmsnorm_backward_kernel(layout, lines, unit_offset):
     """The kernel for rows of a RowLayout, of which a block has `lines` at a time."""
     columns, vector, access, threads = layout
     chunks, values_count, warps = layout.chunks, layout.chunks * vector, threads // 32
     exchange_threads = max((lines - 1) * threads, 1)
     load, store = vector_access(vector, access, not layout.full)
+    add_one = add_one_function(values_count)
     # Narrow accesses need more registers for addresses, and are slow anyway.
     resident = layout.resident(lines) if access == vector else 1
 
@@ -216,6 +233,8 @@ def rmsnorm_backward_kernel(layout, lines):
             dweight[i] = np.float32(0.0)
         for chunk in range(chunks):
             load(weight, first + chunk * threads * vector, weights, chunk * vector)
+        if unit_offset:
+            add_one(weights)
         parity, top = i32(0), i32(cuda.blockIdx.x * lines)
         while top < rows:
             # All lines reach the barrier; one without a row computes the last row again and discards it.
@@ -347,24 +366,24 @@ def _row_layout(budget, *arrays):
     return share_row(columns, arrays[0].itemsize, access_length(columns, *arrays), *budget)
 
 
-def rmsnorm(x, weight, eps, out, rstd):
-    """out = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), row by row.
+def rmsnorm(x, weight, eps, out, rstd, unit_offset=False):
+    """out = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), row by row; with unit_offset, of 1 + weight.
 
     x (N, D), weight (D,) of one floating dtype; out (N, D) of x's dtype and rstd (N,) float32 are written. Raises
     ValueError for other arrays, or more than MAX_COLUMNS columns. Source: Zhang and Sennrich 2019, eq. 4.
     """
     rows, _ = _check_rows("rmsnorm", x, weight, rstd, out=out)
     if device.name() == "cpu":
-        out[...], rstd[...] = rmsnorm_ref(x, weight, eps)
+        out[...], rstd[...] = rmsnorm_ref(x, weight + 1 if unit_offset else weight, eps)
         return
     layout, few_rows = _row_layout(FORWARD, x, weight, out), rows <= FEW_ROWS
     # Only rows of one warp share a block: those of several use the block's barrier.
     lines = 1 if few_rows or layout.threads > 32 else FORWARD_BLOCK // 32
-    kernel = rmsnorm_kernel(layout, few_rows)
+    kernel = rmsnorm_kernel(layout, few_rows, unit_offset)
     launch(kernel, -(-rows // lines), (layout.threads, lines), x, weight, float(eps), out, rstd)
 
 
-def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):
+def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False, unit_offset=False):
     """The gradient of rmsnorm: dx = (or += if accumulate), dweight +=.
 
     dout, x, dx (N, D) and weight (D,) of one floating dtype; rstd (N,) of the forward; dweight (D,) float32, or None
@@ -376,6 +395,7 @@ def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):
     if rows >= MOST_ROWS:
         raise ValueError(f"rmsnorm_backward: x must have fewer than {MOST_ROWS} rows, got {rows}")
     if device.name() == "cpu":
+        weight = weight + 1 if unit_offset else weight
         row_gradient, weight_gradient = rmsnorm_backward_ref(dout, x, weight, rstd)
         dx[...] = dx + row_gradient if accumulate else row_gradient
         if dweight is not None:
@@ -386,7 +406,8 @@ def rmsnorm_backward(dout, x, weight, rstd, dx, dweight, accumulate=False):
     blocks = min(-(-rows // lines), PROCESSORS * layout.resident(lines))
     partials = device.xp().empty((blocks, columns), np.float32)
     arguments = dout, x, weight, rstd, int(accumulate), dx, partials
-    launch(rmsnorm_backward_kernel(layout, lines), blocks, (layout.threads, lines), *arguments, pdl=ALWAYS)
+    kernel = rmsnorm_backward_kernel(layout, lines, unit_offset)
+    launch(kernel, blocks, (layout.threads, lines), *arguments, pdl=ALWAYS)
     if blocks and dweight is not None:
         add_partials(partials, dweight)
 

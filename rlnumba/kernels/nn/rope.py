@@ -4,6 +4,8 @@
     out[e]       = x[e] cos - x[e + E/2] sin
     out[e + E/2] = x[e + E/2] cos + x[e] sin                         backward: the same with -sin
 
+With tables of R/2 < E/2 columns (partial_rotary_factor) the first R elements turn as a head of R, the others stay.
+
 x and out (N, H, E) in float32, float16 or bfloat16; tables (P, E/2) float32; arithmetic float32. The frequencies are
 theta^(-2e/E), changed by the scaling rule of the model's config.json; tables agree with Hugging Face transformers'
 modeling_rope_utils, whose every step is float32 as here.
@@ -17,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.checks import F32, check
-from rlnumba.kernels.ptx.warp import access_length, device_function, vector_access
+from rlnumba.kernels.ptx.warp import access_length, device_function, narrow, vector_access, widen
 from rlnumba.runtime.device import cuda
 
 # With this width a half of a head of float32 has as many vectors as a warp has lanes.
@@ -80,13 +82,17 @@ class HeadShape(NamedTuple):
     """A head's layout over a group of lanes: lane t has elements t * vector .. (t + 1) * vector - 1 of either half.
 
     So the two elements of a rotation are in one lane. width: E; vector: elements of 16 bytes; access, table_access:
-    elements that one access to heads, or to the tables, moves.
+    elements that one access to heads, or to the tables, moves. rotary: R where a head rotates in part, else 0; the
+    halves are then of the head in another order, elements e and e + R/2 first. unit_offset: a norm of heads multiplies
+    by 1 + weight.
     """
 
     width: int
     vector: int
     access: int
     table_access: int
+    rotary: int = 0
+    unit_offset: bool = False
 
     @property
     def half(self):
@@ -117,10 +123,17 @@ class HeadShape(NamedTuple):
         return -(-heads // (self.groups * warps)), warps
 
 
-def head_shape(cos, sin, *arrays):
-    """The HeadShape of tables (P, E/2) and of arrays of heads of one dtype, weights of a head among them."""
-    half, itemsize = cos.shape[1], arrays[0].itemsize
-    return HeadShape(2 * half, 16 // itemsize, access_length(half, *arrays), access_length(half, cos, sin))
+def head_shape(width, cos, sin, *arrays):
+    """The HeadShape of heads of `width` elements, of tables (P, R/2), and of arrays of one dtype, weights among them.
+
+    A rotation of a part moves single elements unless whole vectors rotate, and others do not.
+    """
+    half, turned, vector = width // 2, cos.shape[1], 16 // arrays[0].itemsize
+    access, rotary = access_length(half, *arrays), 0
+    if turned < half:
+        rotary = 2 * turned
+        access = access if access == vector and half % vector == turned % vector == 0 else 1
+    return HeadShape(width, vector, access, access_length(turned, cos, sin), rotary)
 
 
 def in_halves(array, half):
@@ -136,6 +149,8 @@ def head_access(shape):
     second half. head: its number in all of the array. store_head(array, head, e, values, at): the reverse.
     load_angles(cos, sin, position, e, c, s): c[:vector], s[:vector] = its part of the tables.
     """
+    if shape.rotary:
+        return _partly_rotated_access(shape)
     vector = shape.vector
     load, store = vector_access(vector, shape.access, shape.bounded)
     load_table, _ = vector_access(vector, shape.table_access, shape.bounded)
@@ -162,6 +177,58 @@ def head_access(shape):
     return load_head, store_head, load_angles
 
 
+def _partly_rotated_access(shape):
+    """head_access of a head that rotates in part: element e of the first half is at e, that of the second at e + R/2,
+    for e < R/2; the others follow in their order."""
+    vector, half, turned = shape.vector, shape.half, shape.rotary // 2
+    load, store = vector_access(vector, vector)
+    # Vectors that are one access, or single elements.
+    count, length = (1, vector) if shape.access == vector else (vector, 1)
+
+    @device_function
+    def place(e, is_second):
+        """The place in a head of element e of either half."""
+        if is_second:
+            return e + turned if e < turned else e + half
+        return e if e < turned else e + turned
+
+    @device_function
+    def load_head(array, head, e, values, at):
+        for i in range(2 * count):
+            first, into = e + i % count * length, at + i // count * vector + i % count * length
+            at_head = place(min(first, half - 1), i >= count)
+            row, column = np.uint64(2 * head + at_head // half), at_head % half
+            if length == 1:
+                values[into] = widen(array[row][np.uint64(column)]) if first < half else np.float32(0.0)
+            elif first < half:
+                load(array[row], column, values, into)
+            else:
+                for j in range(length):
+                    values[into + j] = np.float32(0.0)
+
+    @device_function
+    def store_head(array, head, e, values, at):
+        for i in range(2 * count):
+            first, source = e + i % count * length, at + i // count * vector + i % count * length
+            if first < half:
+                at_head = place(first, i >= count)
+                row, column = np.uint64(2 * head + at_head // half), at_head % half
+                if length == 1:
+                    array[row][np.uint64(column)] = narrow(values[source], array)
+                else:
+                    store(array[row], column, values, source)
+
+    @device_function
+    def load_angles(cos, sin, position, e, c, s):
+        row = np.uint64(position)
+        for i in range(vector):
+            inside = e + i < turned
+            c[i] = cos[row, np.uint64(e + i)] if inside else np.float32(1.0)
+            s[i] = sin[row, np.uint64(e + i)] if inside else np.float32(0.0)
+
+    return load_head, store_head, load_angles
+
+
 @device_function
 def rotate(values, at, count, c, s):
     """Turn the pairs (values[at + i], values[at + count + i]) by angles of cosine c[i] and sine s[i], i < count.
@@ -180,8 +247,10 @@ def check_tables(op, head_dim, cos, sin):
         raise ValueError(f"{op}: head_dim must be even, got {head_dim}")
     if not 0 < head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"{op}: head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}")
-    positions, _ = check(op, "cos", cos, (None, head_dim // 2), F32)
-    check(op, "sin", sin, (positions, head_dim // 2), F32)
+    positions, columns = check(op, "cos", cos, (None, None), F32)
+    if not 0 < columns <= head_dim // 2:
+        raise ValueError(f"{op}: cos must have 1 to {head_dim // 2} columns, half of head_dim, got {columns}")
+    check(op, "sin", sin, (positions, columns), F32)
 
 
 def rope_table(max_positions, head_dim, theta, scaling=None):
@@ -253,5 +322,6 @@ def rope_ref(x, cos, sin, position_ids, inverse=False):
     """x (N, H, E) rotated by the angles of its positions, in x's precision; inverse=True is the gradient."""
     c = cos[position_ids][:, None, :]
     s = sin[position_ids][:, None, :] * x.dtype.type(-1 if inverse else 1)
-    first, second = np.split(x, 2, axis=-1)
-    return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+    turned = cos.shape[1]
+    first, second, rest = np.split(x, [turned, 2 * turned], axis=-1)
+    return np.concatenate([first * c - second * s, second * c + first * s, rest], axis=-1)

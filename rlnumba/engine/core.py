@@ -87,8 +87,14 @@ class GrammarError(PromptError):
 def longest_sequence(model_config, engine_config):
     """The most tokens of a sequence: max_model_len, or without it the model's num_positions.
 
-    Raises ConfigError if max_model_len is more than the model has positions.
+    Raises ConfigError if max_model_len is more than the model has positions, and for a model that the engine does not
+    run.
     """
+    if model_config.has_linear_attention:
+        raise ConfigError(
+            f"a {model_config.model_type} model cannot generate text: its linear attention is trained (sft, dpo, kto, "
+            "reward) and scored, but the engine has no cache for its state"
+        )
     positions = model_config.num_positions
     longest = engine_config.max_model_len or positions
     if longest > positions:

@@ -1,8 +1,9 @@
 """The shape of a model, read from a Hugging Face folder's config.json and generation_config.json.
 
-Three model types share one transformer and differ in the fields below: qwen3 (per-head norm of q and k), qwen2
-(bias on q, k and v) and llama (also the model_type of SmolLM2 and TinyStories models). A key for something that this
-transformer does not compute raises an error that names it; it is never ignored.
+Four model types share one transformer and differ in the fields below: qwen3 (per-head norm of q and k), qwen2
+(bias on q, k and v), llama (also the model_type of SmolLM2 and TinyStories models), and qwen3_5_text (linear attention
+in most layers, gates, norms of 1 + weight), which is also the text model in a qwen3_5 of vision and language. A key for
+something that this transformer does not compute raises an error that names it; it is never ignored.
 """
 
 import functools
@@ -12,11 +13,17 @@ from pathlib import Path
 
 from rlnumba.errors import UserError
 from rlnumba.kernels.attention.ops import MAX_HEAD_DIM
+from rlnumba.kernels.delta_rule.inputs import TAPS
 from rlnumba.kernels.nn.rope import ROPE_TYPES, RopeScaling
 from rlnumba.model.blocks.every import layers_of
 from rlnumba.runtime import device
 
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+}
 # The heads that read the hidden states: a language-model head, a head of one output ("score": a reward model, a
 # critic), or, in a policy that shares its trunk with its critic, both. The second is transformers'
 # ...ForSequenceClassification.
@@ -24,6 +31,8 @@ LM_HEAD, SCORE_HEAD = ("lm",), ("score",)
 HEADS = (LM_HEAD, SCORE_HEAD, LM_HEAD + SCORE_HEAD)
 
 ROPE_FIELDS = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+# Of positions in pictures: text has the same number on each axis.
+MROPE_FIELDS = ("mrope_section", "mrope_interleaved")
 # The fields of RopeScaling, but for its first one, rope_type.
 SCALING_FIELDS = tuple(field.name for field in fields(RopeScaling))[1:]
 # Keys of config.json that are fields under the same name, in the order in which they are written.
@@ -31,6 +40,40 @@ SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
+
+# Sizes of linear attention.
+LINEAR_SIZES = (
+    *("linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
+)
+LAYER_TYPES = ("full_attention", "linear_attention")
+# The model whose config.json has the text model's keys in text_config, and the text model's type.
+WITH_TEXT_CONFIG = {"qwen3_5": "qwen3_5_text"}
+# Keys of such a config.json that count where text_config does not have them.
+OF_BOTH = (
+    *("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"),
+    *("architectures", "heads", "id2label", "num_labels", "quantization_config"),
+)
+# Values of keys that a config.json of the type may lack: those of transformers' class.
+QWEN3_5_TEXT = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 12288,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "attn_output_gate": True,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 
 _REQUIRED = object()
 
@@ -41,7 +84,8 @@ class ModelConfig:
 
     attention_bias: a bias on the q, k, v projections; o_bias: one on the attention's output projection.
     rope_scaling: None, or how the rotary frequencies are stretched. dtype: that of the checkpoint's tensors. heads: one
-    of HEADS.
+    of HEADS. layer_types: one of LAYER_TYPES for each layer, () if all have full attention; the sizes of linear
+    attention are 0 without it. norm_offset: whether norms multiply by 1 + weight.
     """
 
     model_type: str
@@ -66,6 +110,28 @@ class ModelConfig:
     pad_token_id: int | None = None
     dtype: str = "float32"
     heads: tuple[str, ...] = LM_HEAD
+    partial_rotary_factor: float = 1.0
+    norm_offset: bool = False
+    attn_output_gate: bool = False
+    layer_types: tuple[str, ...] = ()
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+
+    @property
+    def layer_kinds(self):
+        """One of LAYER_TYPES for each layer: tuple."""
+        return self.layer_types or ("full_attention",) * self.num_hidden_layers
+
+    @property
+    def has_linear_attention(self):
+        return "linear_attention" in self.layer_types
+
+    @property
+    def rotary_dim(self):
+        """The first elements of a head, which rotate."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def blocks(self):
@@ -108,10 +174,14 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw, source="config.json"):
         """The config in a dict as json reads it from config.json; `source` names the file in errors."""
+        raw = _text_config(raw, source)
         model_type = _get(raw, "model_type", str, source)
         if model_type not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
+            known = ", ".join((*ARCHITECTURES, *WITH_TEXT_CONFIG))
             raise UserError(f"{source}: model_type {model_type!r} is not supported (supported: {known})")
+        is_hybrid = model_type == "qwen3_5_text"
+        if is_hybrid:
+            raw = {**QWEN3_5_TEXT, **{key: value for key, value in raw.items() if value is not None}}
         _refuse_unsupported(raw, model_type, source)
         sizes = {name: _count(raw, name, source) for name in SIZES[:5]}
         heads = sizes["num_attention_heads"]
@@ -127,6 +197,7 @@ class ModelConfig:
             raise UserError(f"{source}: head_dim must be even and at most {MAX_HEAD_DIM}, got {head_dim}")
         bias = _get(raw, "attention_bias", bool, source, False)
         theta, scaling = _rope(raw, source)
+        partial = _partial_rotary_factor(raw, head_dim, is_hybrid, source)
         dtype = _get(raw, "dtype", str, source, _get(raw, "torch_dtype", str, source, "float32"))
         if dtype not in device.DTYPES:
             raise UserError(f"{source}: dtype {dtype!r} is not supported (supported: {', '.join(device.DTYPES)})")
@@ -140,7 +211,7 @@ class ModelConfig:
             rope_scaling=scaling,
             max_position_embeddings=_count(raw, "max_position_embeddings", source),
             tie_word_embeddings=_get(raw, "tie_word_embeddings", bool, source, False),
-            qk_norm=model_type == "qwen3",
+            qk_norm=model_type in ("qwen3", "qwen3_5_text"),
             attention_bias=model_type == "qwen2" or bias,
             o_bias=model_type != "qwen2" and bias,
             mlp_bias=model_type == "llama" and _get(raw, "mlp_bias", bool, source, False),
@@ -149,6 +220,8 @@ class ModelConfig:
             pad_token_id=_get(raw, "pad_token_id", int, source, None),
             dtype=dtype,
             heads=_heads(raw, source),
+            partial_rotary_factor=partial,
+            **(_hybrid_fields(raw, source) if is_hybrid else {}),
         )
 
     def to_dict(self):
@@ -180,11 +253,16 @@ class ModelConfig:
             "pad_token_id": self.pad_token_id,
             "torch_dtype": self.dtype,
         }
+        if self.model_type == "qwen3_5_text":
+            raw["rope_parameters"]["partial_rotary_factor"] = self.partial_rotary_factor
+            names = ("partial_rotary_factor", "attn_output_gate", *LINEAR_SIZES)
+            raw.update({name: getattr(self, name) for name in names})
+            raw.update(layer_types=list(self.layer_kinds), linear_conv_kernel_dim=TAPS)
         if self.model_type != "qwen2":
             raw["attention_bias"] = self.attention_bias
         if self.model_type == "llama":
             raw["mlp_bias"] = self.mlp_bias
-        else:
+        elif self.model_type != "qwen3_5_text":
             raw.update(use_sliding_window=False, sliding_window=None, max_window_layers=self.num_hidden_layers)
         if self.heads == SCORE_HEAD:
             raw.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
@@ -279,6 +357,61 @@ def _heads(raw, source):
     return SCORE_HEAD
 
 
+def _text_config(raw, source):
+    """The keys of the text model: raw itself, or its text_config where it is one of vision and language."""
+    outer = raw.get("model_type")
+    if outer not in WITH_TEXT_CONFIG:
+        return raw
+    inner = raw.get("text_config")
+    if not isinstance(inner, dict):
+        raise UserError(f"{source}: a {outer} model needs text_config, an object, got {inner!r}")
+    of_both = {key: raw[key] for key in OF_BOTH if raw.get(key) is not None}
+    inner = {key: value for key, value in inner.items() if value is not None}
+    return {**of_both, "model_type": WITH_TEXT_CONFIG[outer], **inner}
+
+
+def _partial_rotary_factor(raw, head_dim, is_supported, source):
+    """The part of a head that rotates: 1.0, or a fraction where the model type has one."""
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    partial = _get({**raw, **rope}, "partial_rotary_factor", float, source, 1.0)
+    if partial != 1.0 and not is_supported:
+        raise UserError(f"{source}: partial_rotary_factor {partial} is not supported")
+    rotary = int(head_dim * partial)
+    if not 0.0 < partial <= 1.0 or rotary < 2 or rotary % 2:
+        raise UserError(
+            f"{source}: partial_rotary_factor must be in (0, 1] and leave an even number of the {head_dim} elements of "
+            f"a head, got {partial}"
+        )
+    return partial
+
+
+def _hybrid_fields(raw, source):
+    """The fields of ModelConfig that a model with linear attention has beside the others: dict."""
+    layers = raw["num_hidden_layers"]
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        interval = _count(raw, "full_attention_interval", source)
+        kinds = [LAYER_TYPES[0] if (i + 1) % interval == 0 else LAYER_TYPES[1] for i in range(layers)]
+    if len(kinds) != layers:
+        raise UserError(f"{source}: layer_types must have num_hidden_layers {layers} entries, got {len(kinds)}")
+    sizes = {name: _count(raw, name, source) for name in LINEAR_SIZES}
+    key_heads, value_heads = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
+    if value_heads % key_heads:
+        raise UserError(
+            f"{source}: linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}"
+        )
+    for name in LINEAR_SIZES[2:]:
+        if sizes[name] > MAX_HEAD_DIM:
+            raise UserError(f"{source}: {name} must be at most {MAX_HEAD_DIM}, got {sizes[name]}")
+    taps = _count(raw, "linear_conv_kernel_dim", source)
+    if taps != TAPS:
+        raise UserError(f"{source}: linear_conv_kernel_dim {taps} is not supported (supported: {TAPS})")
+    for key, wanted in (("attn_output_gate", True), ("attention_bias", False)):
+        if _get(raw, key, bool, source, wanted) is not wanted:
+            raise UserError(f"{source}: {key} {raw[key]} is not supported in a {raw['model_type']} model")
+    return {"norm_offset": True, "attn_output_gate": True, "layer_types": tuple(kinds), **sizes}
+
+
 def _refuse_unsupported(raw, model_type, source):
     activation = _get(raw, "hidden_act", str, source, "silu")
     if activation != "silu":
@@ -291,9 +424,11 @@ def _refuse_unsupported(raw, model_type, source):
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list):
         raise UserError(f"{source}: layer_types must be a list, got {kinds!r}")
-    other = {str(kind) for kind in kinds if kind != "full_attention"}
+    supported = LAYER_TYPES if model_type == "qwen3_5_text" else LAYER_TYPES[:1]
+    other = {str(kind) for kind in kinds if kind not in supported}
     if other:
-        raise UserError(f"{source}: layer_types {', '.join(sorted(other))} is not supported (full_attention only)")
+        only = " and ".join(supported)
+        raise UserError(f"{source}: layer_types {', '.join(sorted(other))} is not supported ({only} only)")
     if model_type == "llama":
         slides = raw.get("sliding_window") is not None
     else:
@@ -317,14 +452,12 @@ def _rope(raw, source):
     parent = raw.get("rope_parameters") or {}
     where = f"{source}: {key}"
     theta = _positive({**raw, **parent, **rope}, "rope_theta", source, 10000.0)
-    partial = _get({**raw, **rope}, "partial_rotary_factor", float, source, 1.0)
-    if partial != 1.0:
-        raise UserError(f"{source}: partial_rotary_factor {partial} is not supported")
     kind = _get(rope, "rope_type", str, where, _get(rope, "type", str, where, "default"))
     if kind not in ("default", *ROPE_TYPES):
         raise UserError(f"{where}: rope_type {kind!r} is not supported (supported: default, {', '.join(ROPE_TYPES)})")
+    known = (*ROPE_FIELDS, *SCALING_FIELDS, *(MROPE_FIELDS if raw["model_type"] == "qwen3_5_text" else ()))
     for field, value in rope.items():
-        if field not in (*ROPE_FIELDS, *SCALING_FIELDS) and value is not None:
+        if field not in known and value is not None:
             raise UserError(f"{where}: {field} is not supported")
     if kind == "default":
         return theta, None

@@ -75,7 +75,7 @@ class Transformer:
         self.lm_head, self.adapter = weights.lm_head, adapter
         self.blocks = weights.config.blocks
         self.generation_config = generation_config or {}
-        cos, sin = rope_table(config.num_positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        cos, sin = rope_table(config.num_positions, config.rotary_dim, config.rope_theta, config.rope_scaling)
         self.rope = device.asarray(cos), device.asarray(sin)
 
     @property
@@ -146,7 +146,7 @@ class Transformer:
             else:
                 tape.layers.append(self._layer(index, x, w, ctx, y, tape.modules))
             x = y
-        rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd)
+        rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd, config.norm_offset)
         tape.last = x, rstd
         return hidden
 
@@ -187,7 +187,7 @@ class Transformer:
         with memory.scope():
             x, rstd = tape.last
             dx = memory.empty(x.shape, self.dtype)
-            rmsnorm_backward(dhidden, x, weights.norm, rstd, dx, grads.norm)
+            rmsnorm_backward(dhidden, x, weights.norm, rstd, dx, grads.norm, unit_offset=self.config.norm_offset)
             for index, blocks in reversed(list(enumerate(self.blocks))):
                 w, saved = weights.layer(index), tape.layers.pop()
                 with memory.scope():
@@ -352,6 +352,8 @@ def check_shard(shard, config):
     """Raise ConfigError if a model cannot be cut like this on this device."""
     if shard.count == 1:
         return
+    if config.has_linear_attention:
+        raise ConfigError(f"tensor_parallel_size {shard.count}: a {config.model_type} model cannot be cut")
     if device.name() == "sim":
         raise ConfigError(f"tensor_parallel_size {shard.count} needs GPUs, or --device cpu, where a rank is a process")
     shard.check(config, device.name() == "cuda")

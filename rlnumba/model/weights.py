@@ -11,6 +11,7 @@ import copy
 import json
 import math
 import os
+import re
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from rlnumba.errors import UserError
-from rlnumba.model.config import read_json
+from rlnumba.model.config import WITH_TEXT_CONFIG, read_json
 from rlnumba.model.parameter import Parameter, placed
 from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tensor_file import create_tensors, open_tensors, write_tensors
@@ -33,6 +34,9 @@ SHARD_BYTES = 5_000_000_000
 
 # The one of the seed's random streams that a new score head is drawn from.
 HEAD_STREAM = 0x5C02E
+
+# What a checkpoint has beside the text model: encoders of images, and layers that predict several tokens.
+OTHER_MODELS = ("model.visual.", "visual.", "mtp.")
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -156,7 +160,8 @@ class Weights:
             if p.decays:
                 _assign(weights[p.name], 0.02 * generator.standard_normal(p.shape, dtype=np.float32))
             elif p.name.endswith("norm"):
-                weights[p.name].fill(1)
+                # A norm of linear attention's heads has no offset.
+                weights[p.name].fill(0 if config.norm_offset and not p.name.endswith("gated_norm") else 1)
         return weights
 
 
@@ -185,6 +190,12 @@ def load_weights(folder, config, dtype=None, heads=None, shard=WHOLE, make_weigh
     return weights
 
 
+def _text_model(files, config):
+    """The {tensor name: Stored} of a text model, which may be a part of one of vision and language."""
+    if config.model_type not in WITH_TEXT_CONFIG.values():
+        return files
+    kept = {name: stored for name, stored in files.items() if not name.startswith(OTHER_MODELS)}
+    return {re.sub(r"^model\.language_model\.", "model.", name): stored for name, stored in kept.items()}
 class StoredWeights:
     """The tensors of a folder's *.safetensors, found to be those of a model: {name: Stored}, without their values.
 
@@ -194,7 +205,7 @@ class StoredWeights:
 
     def __init__(self, folder, config):
         folder, self.config = Path(folder), config
-        files = _open_checkpoint(folder)
+        files = _text_model(_open_checkpoint(folder), config)
         self.tied_head = None
         if config.tie_word_embeddings and "lm_head.weight" in files:
             self.tied_head = _take_tied_head(files)

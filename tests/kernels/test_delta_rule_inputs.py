@@ -36,11 +36,10 @@ def bounds(lengths):
 def random_inputs(rng, count, heads, dtype="float64"):
     """(projected, InputWeights) on the host; some heads forget beyond the bound."""
     kind = np.dtype(dtype) if dtype == "float64" else device.dtype(dtype)
-    gate = np.float64 if dtype == "float64" else np.float32
     projected = rng.standard_normal((count, heads.columns))
     a_log = np.where(np.arange(heads.value_heads) == 0, 5.0, rng.standard_normal(heads.value_heads))
     conv, dt_bias = 0.5 * rng.standard_normal((heads.channels, TAPS)), rng.standard_normal(heads.value_heads)
-    return projected.astype(kind), InputWeights(conv.astype(kind), a_log.astype(gate), dt_bias.astype(gate))
+    return projected.astype(kind), InputWeights(conv.astype(kind), a_log.astype(kind), dt_bias.astype(kind))
 
 
 def on_device(arrays):
@@ -138,7 +137,7 @@ def check_gated_norm(rng, count, heads, dtype):
     projected, weights = random_inputs(rng, count, heads, dtype)
     o = rng.standard_normal((count, heads.value_heads, heads.value_dim)).astype(operand_dtype(projected.dtype))
     dout, weight = rng.standard_normal(o.shape).astype(projected.dtype), rng.standard_normal(heads.value_dim)
-    xp, weight = device.xp(), weight.astype(np.float32)
+    xp, weight = device.xp(), weight.astype(projected.dtype)
     out, rstd = xp.full(o.shape, np.nan, projected.dtype), xp.full(o.shape[:2], np.nan, np.float32)
     arrays = [device.asarray(x) for x in (o, projected, weight, dout)]
     gated_norm(*arrays[:2], heads, arrays[2], EPS, out, rstd)

@@ -5,9 +5,9 @@
     with g = dout silu(z) weight and o^ = o rstd:      do = rstd (g - o^ mean(g o^))
     dz = dout o^ weight s(z) (1 + z (1 - s(z)))        dweight = sum over tokens and heads of dout silu(z) o^
 
-o (N, HV, V): operands (arithmetic.py); z: columns of the projection (inputs.py); weight (V,) float32. A head's sum of
-squares has one order. The result is rounded once, where transformers rounds o, its norm and the product: it is nearer
-to exact arithmetic than theirs. Source: transformers' Qwen3_5RMSNormGated; Yang et al. 2024, section 3.4.
+o (N, HV, V): operands (arithmetic.py); z: columns of the projection (inputs.py); weight (V,) of the model's dtype. A
+head's sum of squares has one order. The result is rounded once, where transformers rounds o, its norm and the product:
+it is nearer to exact arithmetic than theirs. Source: transformers' Qwen3_5RMSNormGated; Yang et al. 2024, section 3.4.
 """
 
 import numpy as np
@@ -51,7 +51,7 @@ def gated_norm_kernel(dim):
             e = i * 32 + lane
             if e < dim:
                 z = widen(projected[t, column + head * dim + e])
-                out[t, head, e] = narrow(values[i] * scale * weight[e] * (z * sigmoid(z)), out)
+                out[t, head, e] = narrow(values[i] * scale * widen(weight[e]) * (z * sigmoid(z)), out)
         if lane == 0:
             rstd[t, head] = scale
 
@@ -86,14 +86,14 @@ def gated_norm_backward_kernel(dim):
                     gates[i] = widen(projected[t, column + head * dim + e])
                     gradients[i], values[i] = widen(dout[t, head, e]), widen(o[t, head, e]) * scale
                     activated = gradients[i] * (gates[i] * sigmoid(gates[i]))
-                    product = cuda.fma(activated * weight[e], values[i], product)
+                    product = cuda.fma(activated * widen(weight[e]), values[i], product)
                     totals[i] = cuda.fma(activated, values[i], totals[i])
             mean = warp_sum(product) / np.float32(dim)
             for i in range(count):
                 e = i * 32 + lane
                 if e < dim:
                     s = sigmoid(gates[i])
-                    upstream = gradients[i] * weight[e]
+                    upstream = gradients[i] * widen(weight[e])
                     do[t, head, e] = narrow(scale * (upstream * (gates[i] * s) - values[i] * mean), do)
                     dz = upstream * values[i] * s * (one + gates[i] * (one - s))
                     dprojected[t, column + head * dim + e] = narrow(dz, dprojected)
@@ -114,7 +114,7 @@ def _check(op, o, projected, heads, weight, rstd):
     """(N, HV, V), the shape of o."""
     shape = check(op, "o", o, (None, heads.value_heads, heads.value_dim), (operand_dtype(projected.dtype),))
     check(op, "projected", projected, (shape[0], heads.columns), FLOATS)
-    check(op, "weight", weight, (heads.value_dim,), F32)
+    check(op, "weight", weight, (heads.value_dim,), (projected.dtype,))
     check(op, "rstd", rstd, shape[:2], F32)
     return shape
 
@@ -123,7 +123,7 @@ def gated_norm(o, projected, heads, weight, eps, out, rstd):
     """out = o rstd weight silu(z), a head at a time.
 
     o (N, HV, V) operands; projected (N, columns) of a floating dtype, of which DeltaRuleHeads `heads` say where z is;
-    weight (V,) float32; out (N, HV, V) of projected's dtype and rstd (N, HV) float32 are written. Raises ValueError for
+    weight (V,), out (N, HV, V) of projected's dtype and rstd (N, HV) float32 are written. Raises ValueError for
     other shapes, dtypes or layouts.
     """
     shape = _check("gated_norm", o, projected, heads, weight, rstd)

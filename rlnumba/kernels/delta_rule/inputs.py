@@ -70,7 +70,7 @@ class DeltaRuleHeads(NamedTuple):
 
 
 class InputWeights(NamedTuple):
-    """Parameters, or their float32 gradients: conv (channels, 4) of the model's dtype; a_log, dt_bias (HV,) float32."""
+    """Parameters, or their float32 gradients: conv (channels, 4), a_log and dt_bias (HV,) of the model's dtype."""
 
     conv: object
     a_log: object
@@ -86,6 +86,13 @@ class ConvCache(NamedTuple):
 
     rows: object
     page_rows: object
+
+
+def empty_tokens(count, heads, dtype, empty, operand):
+    """Tokens of DeltaRuleHeads in a model's dtype, of which q and k have the dtype `operand`; empty(shape, dtype)."""
+    keys, values = (count, heads.key_heads, heads.key_dim), (count, heads.value_heads, heads.value_dim)
+    kinds = (keys, operand), (keys, operand), (values, dtype), (values[:2], np.float32), (values[:2], np.float32)
+    return Tokens(*(empty(shape, kind) for shape, kind in kinds))
 
 
 @device_function
@@ -177,7 +184,7 @@ def delta_rule_inputs_kernel(heads, is_paged):
             if lane == 0:
                 tokens.beta[t, head] = rounded(sigmoid(widen(projected[t, gates + head])), projected)
                 a = widen(projected[t, gates + value_heads + head])
-                log_decay = log_decay_of(a, weights.a_log[head], weights.dt_bias[head])
+                log_decay = log_decay_of(a, widen(weights.a_log[head]), widen(weights.dt_bias[head]))
                 tokens.log_decay[t, head] = max(log_decay, LEAST_LOG_DECAY)
             return
         factor = inverse_sqrt(warp_sum(squares) + EPS)
@@ -304,15 +311,16 @@ def gates_gradient_kernel(projected, weights, gradients, column, dprojected, par
     if head >= heads:
         return
     of_a_log, of_dt_bias = zero, zero
+    a_log, dt_bias = widen(weights.a_log[head]), widen(weights.dt_bias[head])
     for t in range(first, min(first + TOKENS, projected.shape[0])):
         beta = rounded(sigmoid(widen(projected[t, column + head])), projected)
         db = gradients.beta[t, head] * beta * (one - beta)
         dprojected[t, column + head] = narrow(db, dprojected)
         a = widen(projected[t, column + heads + head])
-        log_decay, da = log_decay_of(a, weights.a_log[head], weights.dt_bias[head]), zero
+        log_decay, da = log_decay_of(a, a_log, dt_bias), zero
         if log_decay >= LEAST_LOG_DECAY:
             a_gradient = gradients.log_decay[t, head]
-            da = -a_gradient * exp2(weights.a_log[head] * LOG2_E) * sigmoid(a + weights.dt_bias[head])
+            da = -a_gradient * exp2(a_log * LOG2_E) * sigmoid(a + dt_bias)
             of_a_log = cuda.fma(a_gradient, log_decay, of_a_log)
         of_dt_bias += da
         dprojected[t, column + heads + head] = narrow(da, dprojected)
@@ -324,7 +332,7 @@ def _check(op, projected, weights, heads, cu_seqlens):
     """N, the number of tokens."""
     tokens, _ = check(op, "projected", projected, (None, heads.columns), FLOATS)
     check(op, "conv", weights.conv, (heads.channels, TAPS), (projected.dtype,))
-    check_all(op, (heads.value_heads,), F32, a_log=weights.a_log, dt_bias=weights.dt_bias)
+    check_all(op, (heads.value_heads,), (projected.dtype,), a_log=weights.a_log, dt_bias=weights.dt_bias)
     check_bounds(op, "cu_seqlens", cu_seqlens)
     return tokens
 

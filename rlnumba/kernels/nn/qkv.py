@@ -576,7 +576,7 @@ def qkv_split_ref(qkv, norm, rotation, heads, kv_heads, gated=False):
 
 
 def _norm_weights(norm):
-    """What q and k are multiplied by."""
+    """The factors of q and of k: list."""
     return [weight + 1 if norm.unit_offset else weight for weight in norm[:2]]
 
 

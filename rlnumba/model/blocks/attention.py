@@ -2,6 +2,7 @@
 
     out = x + o_proj(attention(rope(norm?(q, k)), v)),  q | k | v = qkv_proj(rmsnorm(x))
 
+With attn_output_gate (Qwen3.5) a gate follows each query head in q, and o_proj reads attention(...) sigmoid(gate).
 A backward overwrites the gradient of the block's output with that of its input: `dx` is that of out on entry.
 Source: the modelling code of transformers for Qwen3, Qwen2 and Llama.
 """
@@ -10,9 +11,11 @@ from typing import NamedTuple
 
 from rlnumba.kernels.attention.ops import attention, attention_backward, attention_backward_nbytes
 from rlnumba.kernels.attention.sequences import PackedSequences
+from rlnumba.kernels.delta_rule.inputs import delta_rule_inputs, empty_tokens
+from rlnumba.kernels.delta_rule.ops import delta_rule
+from rlnumba.kernels.nn.output_gate import output_gate, output_gate_backward
 from rlnumba.kernels.nn.qkv import HeadNorm, qkv_split, qkv_split_backward
-from rlnumba.kernels.nn.rmsnorm import rmsnorm_backward
-from rlnumba.model.blocks.block import F32, Block, CacheArray, normed_rows, scope_of
+from rlnumba.model.blocks.block import F32, Block, CacheArray, norm_backward, normed_rows, scope_of
 from rlnumba.model.blocks.projection import project, project_backward, project_to_residual, reduce
 from rlnumba.model.shard import Shard
 from rlnumba.runtime.arena import HeapAllocator
@@ -31,14 +34,17 @@ class AttentionWeights(NamedTuple):
 
     def head_norm(self, config):
         """The HeadNorm of queries and keys, or None."""
-        return None if self.q_norm is None else HeadNorm(self.q_norm, self.k_norm, config.rms_norm_eps)
+        return (
+            None if self.q_norm is None else HeadNorm(self.q_norm, self.k_norm, config.rms_norm_eps, config.norm_offset)
+        )
 
 
 class SavedAttention(NamedTuple):
     """The block's input and the outputs of its operators, None where the backward computes them again.
 
-    x, normed (N, D); rstd (N,) f32; qkv (N, (H + 2 HK) E); q, attended (N, H, E); k, v (N, HK, E); head_rstd
-    (N, H + HK) f32. xas: what `reduce` returned for qkv and o.
+    x, normed (N, D); rstd (N,) f32; qkv (N, (H + 2 HK) E), with gates (N, (2 H + 2 HK) E); q, attended (N, H, E);
+    k, v (N, HK, E); head_rstd (N, H + HK) f32; gated (N, H, E), attended without gates. xas: what `reduce` returned for
+    qkv and o.
     """
 
     x: object
@@ -50,6 +56,7 @@ class SavedAttention(NamedTuple):
     v: object
     head_rstd: object
     attended: object
+    gated: object
     xas: tuple | None
 
 
@@ -79,6 +86,12 @@ class PackedAttention:
         k, v, rstd = empty((N, HK, E), q.dtype), empty((N, HK, E), q.dtype), empty((N, H + HK), F32)
         qkv_split(qkv, w.head_norm(ctx.config), ctx.rotation, q, k, v, rstd)
         return k, v, rstd
+
+    def delta_rule(self, layer, projected, weights, heads, memory, out):
+        """projected (N, columns) -> out (N, HV, V), written in place; weights: InputWeights; heads: DeltaRuleHeads."""
+        tokens = empty_tokens(len(out), heads, projected.dtype, memory.empty, out.dtype)
+        delta_rule_inputs(projected, weights, heads, self.sequences.cu_seqlens, tokens)
+        delta_rule(tokens, self.sequences.cu_seqlens, out)
 
     def forward(self, layer, qkv, w, ctx, out):
         """qkv (N, (H + 2 HK) E) -> out (N, H, E), written in place; returns (q, k, v, rstd), of qkv_norm_rope."""
@@ -115,7 +128,7 @@ class Attention(Block):
 
     def matrices(self, config):
         D, q, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-        rows = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+        rows = (("q_proj", q * (2 if config.attn_output_gate else 1)), ("k_proj", kv), ("v_proj", kv))
         qkv = tuple((f"self_attn.{name}", heads * config.head_dim) for name, heads in rows)
         return [
             *self.matrix("qkv", D, qkv, Shard.own_rows, config.attention_bias),
@@ -128,8 +141,9 @@ class Attention(Block):
 
     def forward(self, x, w, ctx, out, recomputed=()):
         config, empty, N = ctx.config, ctx.memory.empty, x.shape[0]
-        H, HK, E = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        rstd, qkv, attended = empty((N,), F32), empty((N, (H + 2 * HK) * E), x.dtype), empty((N, H, E), x.dtype)
+        H, E = config.num_attention_heads, config.head_dim
+        rstd, qkv, attended = empty((N,), F32), empty((N, len(w.qkv)), x.dtype), empty((N, H, E), x.dtype)
+        gated = empty((N, H, E), x.dtype) if config.attn_output_gate else attended
         if "rope" in recomputed:
             ctx.attention.reserve(self.layer, H, N)
         with scope_of(ctx, "norm", recomputed):
@@ -137,28 +151,32 @@ class Attention(Block):
             qkv_xa = project(self.layer, "qkv", normed, w, ctx, qkv)
         with scope_of(ctx, "rope", recomputed):
             rotated = ctx.attention.forward(self.layer, qkv, w, ctx, attended)
-            o_xa = project_to_residual(self.layer, "o", attended.reshape(N, H * E), w, ctx, out, x)
+            if config.attn_output_gate:
+                output_gate(attended, qkv, gated)
+            o_xa = project_to_residual(self.layer, "o", gated.reshape(N, H * E), w, ctx, out, x)
         normed = None if "norm" in recomputed else normed
         rotated = [None] * len(rotated) if "rope" in recomputed else rotated
-        return SavedAttention(x, normed, rstd, qkv, *rotated, attended, None if recomputed else (qkv_xa, o_xa))
+        return SavedAttention(x, normed, rstd, qkv, *rotated, attended, gated, None if recomputed else (qkv_xa, o_xa))
 
     def backward(self, dx, w, grads, ctx, saved):
         layer, x, qkv, attended = self.layer, saved.x, saved.qkv, saved.attended
-        empty, flat = ctx.memory.empty, attended.reshape(x.shape[0], -1)
+        empty, flat = ctx.memory.empty, saved.gated.reshape(x.shape[0], -1)
         q, k, v, head_rstd = saved.q, saved.k, saved.v, saved.head_rstd
         if q is None:
             q = empty(attended.shape, x.dtype)
             k, v, head_rstd = ctx.attention.qkv_norm_rope(layer, qkv, w, ctx, q)
         o_xa = reduce(layer, "o", flat, ctx) if saved.xas is None else saved.xas[1]
-        dflat = project_backward(layer, "o", dx, flat, o_xa, w, grads, ctx)
+        dattended = project_backward(layer, "o", dx, flat, o_xa, w, grads, ctx).reshape(attended.shape)
         gradients = tuple(empty(array.shape, x.dtype) for array in (q, k, v))
-        ctx.attention.backward(layer, dflat.reshape(attended.shape), (q, k, v), attended, gradients)
         dqkv, norm = empty(qkv.shape, x.dtype), w.head_norm(ctx.config)
+        if ctx.config.attn_output_gate:
+            output_gate_backward(dattended, attended, qkv, dattended, dqkv)
+        ctx.attention.backward(layer, dattended, (q, k, v), attended, gradients)
         qkv_split_backward(gradients, qkv, norm, ctx.rotation, head_rstd, dqkv, grads.q_norm, grads.k_norm)
         normed = normed_rows(x, w.input_norm, saved.rstd, ctx) if saved.normed is None else saved.normed
         qkv_xa = reduce(layer, "qkv", normed, ctx) if saved.xas is None else saved.xas[0]
         dnormed = project_backward(layer, "qkv", dqkv, normed, qkv_xa, w, grads, ctx)
-        rmsnorm_backward(dnormed, x, w.input_norm, saved.rstd, dx, grads.input_norm, accumulate=True)
+        norm_backward(dnormed, x, w.input_norm, saved.rstd, dx, grads.input_norm, ctx)
 
     def products(self, config):
         return config.hidden_size * self._head_columns(config)
@@ -172,8 +190,9 @@ class Attention(Block):
         return 2 * config.hidden_size + self._head_columns(config)
 
     def _head_columns(self, config):
-        """Columns of q, k, v and the attended heads together."""
-        return 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+        """Columns of q with its gates, k, v and the attended heads, with and without gates, together."""
+        query_heads = config.num_attention_heads * (4 if config.attn_output_gate else 2)
+        return (query_heads + 2 * config.num_key_value_heads) * config.head_dim
 
     def operator_bytes(self, config, dtype, tokens, sequences):
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim

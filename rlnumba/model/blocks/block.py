@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.config.schema import RECOMPUTE_MODULES
-from rlnumba.kernels.nn.rmsnorm import rmsnorm
+from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
 from rlnumba.model.low_rank import LoraContext
 from rlnumba.model.parameter import Parameter
 
@@ -131,14 +131,14 @@ class Block:
 
     def matrix(self, name, columns, sources, cut, bias=False):
         """[Parameter] of a matrix and, with `bias`, of its bias; sources: ((name in the layer, rows), ...), fused."""
-        found = [self._parameter(name, (columns,), True, ".weight", sources, cut)]
-        return found + ([self._parameter(f"{name}_bias", (), False, ".bias", sources, cut)] if bias else [])
+        found = [self.parameter(name, (columns,), True, ".weight", sources, cut)]
+        return found + ([self.parameter(f"{name}_bias", (), False, ".bias", sources, cut)] if bias else [])
 
     def vector(self, name, source, size):
         """The Parameter of a vector that every rank has whole."""
-        return self._parameter(name, (), False, ".weight", ((source, size),))
+        return self.parameter(name, (), False, ".weight", ((source, size),))
 
-    def _parameter(self, name, columns, decays, suffix, sources, *cut):
+    def parameter(self, name, columns, decays, suffix, sources, *cut):
         at = f"model.layers.{self.layer}"
         rows = tuple((f"{at}.{source}{suffix}", count) for source, count in sources)
         return Parameter(f"{at}.{name}", (sum(n for _, n in sources), *columns), decays, rows, self.layer, *cut)
@@ -151,7 +151,7 @@ class Block:
 def norm_rows(x, weight, ctx, out, rstd):
     """out (N, D) = rmsnorm(x), whole rows on every rank; rstd (N,) is written, but not of several ranks."""
     if ctx.ranks is None:
-        rmsnorm(x, weight, ctx.config.rms_norm_eps, out, rstd)
+        rmsnorm(x, weight, ctx.config.rms_norm_eps, out, rstd, ctx.config.norm_offset)
     else:
         ctx.ranks.rmsnorm(x, weight, ctx.config.rms_norm_eps, out, ctx.memory)
 
@@ -161,6 +161,11 @@ def normed_rows(x, weight, rstd, ctx):
     normed = ctx.memory.empty((x.shape[0], len(weight)), x.dtype)
     norm_rows(x, weight, ctx, normed, rstd)
     return normed
+
+
+def norm_backward(dnormed, x, weight, rstd, dx, dweight, ctx):
+    """dx (N, D) += the gradient of x of norm_rows, from that of its result; dweight += that of the weight."""
+    rmsnorm_backward(dnormed, x, weight, rstd, dx, dweight, accumulate=True, unit_offset=ctx.config.norm_offset)
 
 
 def scope_of(ctx, name, recomputed):

@@ -1,9 +1,11 @@
 """The list of blocks of each layer: the one place that says which kinds a model consists of."""
 
 from rlnumba.model.blocks.attention import Attention
+from rlnumba.model.blocks.linear_attention import LinearAttention
 from rlnumba.model.blocks.mlp import Mlp
 
 
 def layers_of(config):
     """The blocks of each layer of a ModelConfig, in the order in which the residual stream goes through them: tuple."""
-    return tuple((Attention(layer), Mlp(layer)) for layer in range(config.num_hidden_layers))
+    mixers = {"full_attention": Attention, "linear_attention": LinearAttention}
+    return tuple((mixers[kind](layer), Mlp(layer)) for layer, kind in enumerate(config.layer_kinds))

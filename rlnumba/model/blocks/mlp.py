@@ -9,9 +9,8 @@ Source: the modelling code of transformers for Qwen3, Qwen2 and Llama.
 from typing import NamedTuple
 
 from rlnumba.kernels.gemm.ops import linear_backward_input, linear_swiglu
-from rlnumba.kernels.nn.rmsnorm import rmsnorm_backward
 from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward
-from rlnumba.model.blocks.block import F32, Block, normed_rows, scope_of
+from rlnumba.model.blocks.block import F32, Block, norm_backward, normed_rows, scope_of
 from rlnumba.model.blocks.projection import (
     project,
     project_backward,
@@ -107,7 +106,7 @@ class Mlp(Block):
         normed = normed_rows(x, w.post_norm, saved.rstd, ctx) if saved.normed is None else saved.normed
         gate_up_xa = reduce(layer, "gate_up", normed, ctx) if saved.xas is None else saved.xas[0]
         dnormed = project_backward(layer, "gate_up", dgate_up, normed, gate_up_xa, w, grads, ctx)
-        rmsnorm_backward(dnormed, x, w.post_norm, saved.rstd, dx, grads.post_norm, accumulate=True)
+        norm_backward(dnormed, x, w.post_norm, saved.rstd, dx, grads.post_norm, ctx)
 
     def products(self, config):
         return 3 * config.hidden_size * config.intermediate_size

@@ -1,0 +1,169 @@
+"""Linear attention with the gated delta rule: its block of a layer, forward with its backward under it.
+
+    out = x + out_proj(gated_norm(delta_rule(q, k, v, beta, decay), z)),
+    q | k | v | z | b | a = in_proj(rmsnorm(x)),  q, k, v, beta, decay by a convolution, norms and gates
+
+The rule and its state: kernels/delta_rule. A backward overwrites the gradient of the block's output with that of its
+input: `dx` is that of out on entry. Source: transformers' Qwen3_5GatedDeltaNet; Yang et al. 2024, Gated Delta Networks.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK, operand_dtype
+from rlnumba.kernels.delta_rule.gated_norm import gated_norm, gated_norm_backward
+from rlnumba.kernels.delta_rule.inputs import (
+    TAPS,
+    DeltaRuleHeads,
+    InputWeights,
+    delta_rule_inputs,
+    delta_rule_inputs_backward,
+    empty_tokens,
+)
+from rlnumba.kernels.delta_rule.ops import delta_rule_backward
+from rlnumba.model.blocks.block import F32, Block, norm_backward, normed_rows, scope_of
+from rlnumba.model.blocks.projection import project, project_backward, project_to_residual, reduce
+from rlnumba.model.shard import Shard
+
+
+class LinearAttentionWeights(NamedTuple):
+    """The views of the block's parameters, or their gradients; None where there is none."""
+
+    input_norm: object = None
+    in_proj: object = None
+    in_proj_bias: object = None
+    conv: object = None
+    a_log: object = None
+    dt_bias: object = None
+    gated_norm: object = None
+    out_proj: object = None
+    out_proj_bias: object = None
+
+    def inputs(self):
+        """The InputWeights, or None where they are not trained."""
+        return None if self.conv is None else InputWeights(self.conv.reshape(-1, TAPS), self.a_log, self.dt_bias)
+
+
+class SavedLinearAttention(NamedTuple):
+    """The block's input and the outputs of its operators, None where the backward computes them again.
+
+    x, normed (N, D); rstd (N,) f32; projected (N, columns of DeltaRuleHeads); o (N, HV, V) operands; gated (N, HV V);
+    head_rstd (N, HV) f32. xas: what `reduce` returned for in_proj and out_proj.
+    """
+
+    x: object
+    normed: object
+    rstd: object
+    projected: object
+    o: object
+    gated: object
+    head_rstd: object
+    xas: tuple | None
+
+
+def heads_of(config):
+    """The DeltaRuleHeads of a ModelConfig."""
+    return DeltaRuleHeads(
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+    )
+
+
+class LinearAttention(Block):
+    """Gated DeltaNet."""
+
+    NORM = "input_norm", "input_layernorm"
+    Weights, Saved = LinearAttentionWeights, SavedLinearAttention
+    PROJECTIONS, RECOMPUTED = ("in_proj", "out_proj"), ("norm",)
+    OPERATORS = {  # noqa: RUF012
+        "normed": "input rmsnorm",
+        "projected": "in_proj",
+        "o": "delta rule",
+    }
+    OUTPUT = "out_proj"
+    # The norm, the projection, its convolution, the rule, the gated norm, the projection to the stream.
+    LAUNCHES = 6
+
+    def matrices(self, config):
+        D, heads = config.hidden_size, heads_of(config)
+        rows = (
+            ("in_proj_qkv", heads.channels),
+            ("in_proj_z", heads.values),
+            ("in_proj_b", heads.value_heads),
+            ("in_proj_a", heads.value_heads),
+        )
+        conv = (("linear_attn.conv1d", heads.channels),)
+        return [
+            *self.matrix("in_proj", D, tuple((f"linear_attn.{name}", count) for name, count in rows), Shard.all_rows),
+            self.parameter("conv", (1, TAPS), True, ".weight", conv),
+            self.parameter("a_log", (), True, "", (("linear_attn.A_log", heads.value_heads),)),
+            *self.matrix("out_proj", heads.values, (("linear_attn.out_proj", D),), Shard.all_rows),
+        ]
+
+    def vectors(self, config):
+        heads = heads_of(config)
+        return [
+            self.parameter("dt_bias", (), False, "", (("linear_attn.dt_bias", heads.value_heads),)),
+            self.vector("gated_norm", "linear_attn.norm", heads.value_dim),
+        ]
+
+    def forward(self, x, w, ctx, out, recomputed=()):
+        layer, empty, N, heads = self.layer, ctx.memory.empty, x.shape[0], heads_of(ctx.config)
+        rstd, projected = empty((N,), F32), empty((N, heads.columns), x.dtype)
+        o = empty((N, heads.value_heads, heads.value_dim), operand_dtype(x.dtype))
+        with scope_of(ctx, "norm", recomputed):
+            normed = normed_rows(x, w.input_norm, rstd, ctx)
+            in_xa = project(layer, "in_proj", normed, w, ctx, projected)
+        with ctx.memory.scope():
+            ctx.attention.delta_rule(layer, projected, w.inputs(), heads, ctx.memory, o)
+        gated, head_rstd = empty((N, heads.values), x.dtype), empty(o.shape[:2], F32)
+        eps = ctx.config.rms_norm_eps
+        gated_norm(o, projected, heads, w.gated_norm, eps, gated.reshape(o.shape), head_rstd)
+        out_xa = project_to_residual(layer, "out_proj", gated, w, ctx, out, x)
+        normed = None if "norm" in recomputed else normed
+        xas = None if recomputed else (in_xa, out_xa)
+        return SavedLinearAttention(x, normed, rstd, projected, o, gated, head_rstd, xas)
+
+    def backward(self, dx, w, grads, ctx, saved):
+        layer, x, projected, o, heads = self.layer, saved.x, saved.projected, saved.o, heads_of(ctx.config)
+        empty, N, cu_seqlens, gated = ctx.memory.empty, len(x), ctx.attention.sequences.cu_seqlens, saved.gated
+        out_xa = reduce(layer, "out_proj", gated, ctx) if saved.xas is None else saved.xas[1]
+        dgated = project_backward(layer, "out_proj", dx, gated, out_xa, w, grads, ctx).reshape(o.shape)
+        do, dprojected = empty(o.shape, x.dtype), empty(projected.shape, x.dtype)
+        gradients = do, dprojected
+        gated_norm_backward(dgated, (o, projected), heads, w.gated_norm, saved.head_rstd, gradients, grads.gated_norm)
+        tokens = empty_tokens(N, heads, x.dtype, empty, operand_dtype(x.dtype))
+        delta_rule_inputs(projected, w.inputs(), heads, cu_seqlens, tokens)
+        dtokens = empty_tokens(N, heads, x.dtype, empty, x.dtype)
+        delta_rule_backward(do, tokens, cu_seqlens, dtokens)
+        delta_rule_inputs_backward(dtokens, projected, w.inputs(), heads, cu_seqlens, dprojected, grads.inputs())
+        normed = normed_rows(x, w.input_norm, saved.rstd, ctx) if saved.normed is None else saved.normed
+        in_xa = reduce(layer, "in_proj", normed, ctx) if saved.xas is None else saved.xas[0]
+        dnormed = project_backward(layer, "in_proj", dprojected, normed, in_xa, w, grads, ctx)
+        norm_backward(dnormed, x, w.input_norm, saved.rstd, dx, grads.input_norm, ctx)
+
+    def products(self, config):
+        heads = heads_of(config)
+        return config.hidden_size * (heads.columns + heads.values)
+
+    def cost(self, lengths, config):
+        heads, tokens = heads_of(config), lengths.sum()
+        # Reading the state twice, adding to it once; products of a block's tokens, half of them.
+        state = 3 * heads.values * heads.key_dim
+        in_block = BLOCK // 2 * (2 * heads.value_heads * heads.key_dim + 2 * heads.values)
+        return super().cost(lengths, config) + tokens * (state + in_block)
+
+    def row_elements(self, config):
+        heads = heads_of(config)
+        return 2 * config.hidden_size + heads.columns + heads.channels + 3 * heads.values
+
+    def operator_bytes(self, config, dtype, tokens, sequences):
+        heads = heads_of(config)
+        blocks = tokens // BLOCK + sequences
+        # The states at the begin of each block and their gradients; errors, rows and dv; dq and dk by value head.
+        states = 2 * blocks * heads.values * heads.key_dim
+        rows = tokens * (3 * heads.values + 2 * heads.value_heads * heads.key_dim + heads.channels)
+        return np.dtype(np.float32).itemsize * (states + rows)

@@ -1,0 +1,69 @@
+"""Runs of a Qwen3.5 model: on ranks, with adapters, and what cannot be done with one."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from rlnumba.config.lora import LoraConfig
+from rlnumba.config.schema import EngineConfig
+from rlnumba.engine.core import longest_sequence
+from rlnumba.errors import ConfigError
+from rlnumba.model.config import ModelConfig
+from rlnumba.model.shard import Shard
+from rlnumba.model.transformer import Transformer, check_shard, load_model, save_model
+from rlnumba.model.weights import Weights
+from rlnumba.runtime import device
+from rlnumba.trainers.sft import run_sft
+from tests.parallel import in_threads
+from tests.trainers.runs import GOLDEN, MODEL, metrics_of, sft_run
+from tests.trainers.test_resume import hash_of
+
+pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="what a run does with such a model, not its kernels")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A folder of random weights with the tokenizer of the golden rows."""
+    raw, tokens = (json.loads((GOLDEN / name / "config.json").read_text()) for name in ("qwen3_5", "tiny-qwen3"))
+    names = ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")
+    config = ModelConfig.from_dict({**raw, **{name: tokens.get(name) for name in names}})
+    folder = tmp_path_factory.mktemp("hybrid")
+    save_model(Transformer(config, Weights.random(config, seed=1)), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder)
+    return folder
+
+
+def run_of(hybrid, folder, **train):
+    batches = {"global_batch_size": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    settings = {"max_steps": 3, "learning_rate": 1e-2, **batches, **train}
+    return dataclasses.replace(sft_run(folder, **settings), model=str(hybrid))
+
+
+def test_two_ranks_end_with_the_weights_of_one(hybrid, tmp_path):
+    run = run_of(hybrid, tmp_path / "one")
+    run_sft(run)
+    losses = [line["loss"] for line in metrics_of(run) if "loss" in line]
+    assert losses[-1] < losses[0]
+    deploy = dataclasses.replace(run.deploy, num_train_gpus=2)
+    both = dataclasses.replace(run, output_dir=str(tmp_path / "two"), deploy=deploy)
+    in_threads.run(lambda communicator: run_sft(both, communicator=communicator), 2)
+    assert hash_of(run) == hash_of(both)
+
+
+def test_an_adapter_is_trained(hybrid, tmp_path):
+    run = dataclasses.replace(run_of(hybrid, tmp_path, gradient_checkpointing=True), lora=LoraConfig(r=2))
+    run_sft(run)
+    losses = [line["loss"] for line in metrics_of(run) if "loss" in line]
+    assert losses[-1] < losses[0]
+    assert load_model(tmp_path / "final", base=str(hybrid)).adapter is not None
+
+
+def test_what_it_cannot_do_is_one_line(hybrid):
+    config = ModelConfig.from_folder(hybrid)
+    with pytest.raises(ConfigError, match="a qwen3_5_text model cannot generate text"):
+        longest_sequence(config, EngineConfig())
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2: a qwen3_5_text model cannot be cut"):
+        check_shard(Shard(0, 2), config)

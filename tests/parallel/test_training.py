@@ -86,6 +86,7 @@ def test_batches_are_numbered_by_their_cost():
 
     class Config:
         hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim = 8, 16, 4, 2, 4
+        attn_output_gate = False
         blocks = ((Attention(0), Mlp(0)),)
 
     # As many tokens: the longer sequence is the costlier one; equal ones keep their order.

@@ -22,6 +22,8 @@ from rlnumba.kernels.checks import F32, check
 from rlnumba.kernels.ptx.warp import access_length, device_function, narrow, vector_access, widen
 from rlnumba.runtime.device import cuda
 
+i32 = np.int32
+
 # With this width a half of a head of float32 has as many vectors as a warp has lanes.
 MAX_HEAD_DIM = 256
 # Heads that a group of lanes owns at most, all loaded before the first is used: 128 bytes a lane.
@@ -186,18 +188,21 @@ def _partly_rotated_access(shape):
     count, length = (1, vector) if shape.access == vector else (vector, 1)
 
     @device_function
-    def place(e, is_second):
-        """The place in a head of element e of either half."""
+    def place(head, e, is_second):
+        """(row, column) in an array of halves of element e of either half of a head."""
         if is_second:
-            return e + turned if e < turned else e + half
-        return e if e < turned else e + turned
+            at = i32(e + i32(turned)) if e < turned else i32(e + i32(half))
+        else:
+            at = i32(e) if e < turned else i32(e + i32(turned))
+        if at >= half:
+            return np.uint64(2 * head + 1), i32(at - i32(half))
+        return np.uint64(2 * head), at
 
     @device_function
     def load_head(array, head, e, values, at):
         for i in range(2 * count):
             first, into = e + i % count * length, at + i // count * vector + i % count * length
-            at_head = place(min(first, half - 1), i >= count)
-            row, column = np.uint64(2 * head + at_head // half), at_head % half
+            row, column = place(head, min(first, half - 1), i >= count)
             if length == 1:
                 values[into] = widen(array[row][np.uint64(column)]) if first < half else np.float32(0.0)
             elif first < half:
@@ -211,8 +216,7 @@ def _partly_rotated_access(shape):
         for i in range(2 * count):
             first, source = e + i % count * length, at + i // count * vector + i % count * length
             if first < half:
-                at_head = place(first, i >= count)
-                row, column = np.uint64(2 * head + at_head // half), at_head % half
+                row, column = place(head, first, i >= count)
                 if length == 1:
                     array[row][np.uint64(column)] = narrow(values[source], array)
                 else:

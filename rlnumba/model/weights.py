@@ -196,6 +196,8 @@ def _text_model(files, config):
         return files
     kept = {name: stored for name, stored in files.items() if not name.startswith(OTHER_MODELS)}
     return {re.sub(r"^model\.language_model\.", "model.", name): stored for name, stored in kept.items()}
+
+
 class StoredWeights:
     """The tensors of a folder's *.safetensors, found to be those of a model: {name: Stored}, without their values.
 

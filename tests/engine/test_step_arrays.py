@@ -150,7 +150,7 @@ def test_large_steps_and_long_contexts_are_no_graphs():
 def config_of(hidden_size, intermediate_size, heads, kv_heads, head_dim):
     return SimpleNamespace(
         hidden_size=hidden_size, intermediate_size=intermediate_size, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head_dim, blocks=[[Attention(0), Mlp(0)]] * 3,
+        num_key_value_heads=kv_heads, head_dim=head_dim, attn_output_gate=False, blocks=[[Attention(0), Mlp(0)]] * 3,
     )  # fmt: skip
 
 

@@ -9,9 +9,14 @@ import sys
 
 import pytest
 
+from rlnumba.environments.formats import detect_format
+from rlnumba.environments.schema import tool_schema
+from rlnumba.environments.turns import check_turns
+from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.runs.planning.plan import Plan
 
-BENCH = pathlib.Path(__file__).parent.parent / "bench"
+ROOT = pathlib.Path(__file__).parent.parent
+BENCH = ROOT / "bench"
 NAMES = sorted(path.stem for path in BENCH.glob("*.py") if "import cupy" not in path.read_text())
 # The timers need CuPy.
 NAMES.remove("decode_step")
@@ -169,3 +174,28 @@ def test_the_table_of_the_course_says_what_each_step_gained(imported):
     ]
     names = [module.__name__.split(".")[-1] for kind in ("gemm", "attention") for module in course.steps(kind)]
     assert names[0] == "gemm_1_threads" and names[-1].startswith("attention_3")
+
+
+def test_the_curve_of_the_calculator(imported, tmp_path, capsys):
+    """Its runs are made, train, and are drawn: a step of each, by a model that has never seen the task."""
+    tool_curve, tools = imported("tool_curve"), ROOT / "examples" / "tools"
+    options = ["--steps", "1", "--sft-steps", "1", "--completions", "8", "--held-out", "4", "--no-template"]
+    tool_curve.main(tool_curve.parse(["--model", str(tools / "model"), "--output", str(tmp_path), *options]))
+    assert set(tool_curve.curves(tmp_path)) == {"with the calculator", "without a tool"}
+    assert (tmp_path / "tool_curve.png").stat().st_size > 10_000
+    assert "with the calculator: held-out accuracy 0.000 -> 0.000" in capsys.readouterr().out
+
+
+def test_the_template_of_the_calculator_shows_tools(imported, tmp_path):
+    example = imported("tool_curve").load_example()
+    example.write_model(ROOT / "tests" / "golden" / "tokenizer", tmp_path)
+    tokenizer, schemas = Tokenizer.from_folder(tmp_path), [tool_schema(example.calculate)]
+    assert detect_format(tokenizer, schemas).name == "hermes"
+    check_turns(tokenizer, schemas=schemas)
+    row = example.supervised("12*34-567", calls=True)["messages"]
+    text = tokenizer.apply_chat_template(row, tools=schemas, tokenize=False)
+    assert '<tool_call>\n{"name": "calculate", "arguments": {"expression": "12*34-567"}}\n</tool_call>' in text
+    assert example.calculate(" -(2+3)*4//3 ") == "-7"
+    for wrong in ("2**9", "f(1)", "1.5", "1" * 101):
+        with pytest.raises(ValueError):
+            example.calculate(wrong)

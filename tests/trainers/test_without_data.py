@@ -124,3 +124,16 @@ def test_the_samples_at_the_end_are_episodes(make, tmp_path, capsys):
     prompts = [line["prompt"][0]["content"] for line in completions_of(run) if line["index"] == 0]
     assert {each.strip("'") for each in shown[0::3]} <= set(prompts) and len(set(shown[0::3])) == 4
     assert any(re.search(r"^'multiply\(a=\d+, b=\d+\) -> (\d+) \1'$", each) for each in shown) == (make is agent_run)
+
+
+def test_the_game_of_the_example(tmp_path, monkeypatch):
+    monkeypatch.chdir(TOOLS.parents[1])
+    options = {"output_dir": str(tmp_path / "run"), "train.max_steps": "2", "train.per_device_train_batch_size": "16"}
+    run = load_run("grpo", "examples/guess.toml", options.items())
+    train(run)
+    for line in completions_of(run):
+        guesses = [call["function"] for m in line["completion"] for call in m.get("tool_calls") or ()]
+        answers = [message["content"] for message in line["completion"] if message["role"] == "tool"]
+        assert line["prompt"] == [{"role": "user", "content": "Guess a number from 1 to 3."}]
+        assert line["environment"] == "Guess" and {each["name"] for each in guesses} <= {"guess"}
+        assert line["reward"] == line["Guess"] == float("right" in answers) and len(answers) <= 2

@@ -6,7 +6,7 @@
 Makes the data of examples/calculator/make.py, trains the supervised model of examples/calculator/sft.toml and then
 examples/calculator.toml, and the same again without [tools], from the same supervised model. FOLDER gets the runs and
 tool_curve.png: the mean reward of each step, and the accuracy of greedy answers to held-out questions. --steps and
---sft-steps shorten the runs, --completions and --held-out make their batches smaller; with --no-template the model's
+--sft-steps shorten the runs, --completions and --eval-rows make their batches smaller; with --no-template the model's
 own chat template has to show tools.
 """
 
@@ -106,7 +106,7 @@ def parse(arguments=None):
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--sft-steps", type=int, default=60)
     parser.add_argument("--completions", type=int, default=128)
-    parser.add_argument("--held-out", type=int, default=256)
+    parser.add_argument("--eval-rows", type=int, default=256)
     parser.add_argument("--template", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args(arguments)
 
@@ -116,7 +116,7 @@ def main(arguments):
         draw(arguments.draw)
         return
     example = load_example()
-    example.make(arguments.model, arguments.output, arguments.template, arguments.held_out)
+    example.make(arguments.model, arguments.output, arguments.template, arguments.eval_rows)
     for name, run in runs_of(arguments).items():
         train(name, run)
     draw(arguments.output)

@@ -179,7 +179,7 @@ def test_the_table_of_the_course_says_what_each_step_gained(imported):
 def test_the_curve_of_the_calculator(imported, tmp_path, capsys):
     """Its runs are made, train, and are drawn: a step of each, by a model that has never seen the task."""
     tool_curve, tools = imported("tool_curve"), ROOT / "examples" / "tools"
-    options = ["--steps", "1", "--sft-steps", "1", "--completions", "8", "--held-out", "4", "--no-template"]
+    options = ["--steps", "1", "--sft-steps", "1", "--completions", "8", "--eval-rows", "4", "--no-template"]
     tool_curve.main(tool_curve.parse(["--model", str(tools / "model"), "--output", str(tmp_path), *options]))
     assert set(tool_curve.curves(tmp_path)) == {"with the calculator", "without a tool"}
     assert (tmp_path / "tool_curve.png").stat().st_size > 10_000

@@ -23,7 +23,7 @@ sys.path.append(str(HERE))
 
 from calculator import calculate  # noqa: E402
 
-SFT_ROWS, PROMPTS, HELD_OUT = 2_000, 2_000, 256
+SFT_ROWS, PROMPTS, EVAL_ROWS = 2_000, 2_000, 256
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 You may call a function, as <tool_call>
@@ -65,9 +65,9 @@ def supervised(expression, calls):
     return {"messages": [user(expression), *turns, {"role": "assistant", "content": value}]}
 
 
-def write_rows(folder, num_held_out=HELD_OUT):
+def write_rows(folder, num_eval=EVAL_ROWS):
     """sft.jsonl, train.jsonl and eval.jsonl, with no expression in two of them."""
-    every = questions(SFT_ROWS + PROMPTS + num_held_out, seed=0)
+    every = questions(SFT_ROWS + PROMPTS + num_eval, seed=0)
     schemas = [tool_schema(calculate)]
     rows = [supervised(each, i % 4 == 0) | {"tools": schemas} for i, each in enumerate(every[:SFT_ROWS])]
     prompts = [{"prompt": [user(each)], "answer": int(calculate(each))} for each in every[SFT_ROWS:]]
@@ -85,10 +85,10 @@ def write_model(source, folder):
     (folder / "chat_template.jinja").unlink(missing_ok=True)
 
 
-def make(source, folder, has_own_template=True, num_held_out=HELD_OUT):
+def make(source, folder, has_own_template=True, num_eval=EVAL_ROWS):
     """All of it, in `folder`. has_own_template: whether TEMPLATE takes the place of the model's."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_rows(folder, num_held_out)
+    write_rows(folder, num_eval)
     if has_own_template:
         write_model(source, folder / "model")
     else:

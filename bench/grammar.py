@@ -1,0 +1,129 @@
+"""How much longer a decode step takes with the masks of grammars, and how long the parts of the host take.
+
+    python bench/grammar.py                                  64 sequences of random weights, Qwen3-0.6B's shape on a GPU
+    python bench/grammar.py --model FOLDER --rows 64         a model with its own tokenizer
+    python bench/grammar.py --device cpu --steps 20
+
+All sequences follow a JSON schema that they do not complete; beside them are printed steps without a grammar, and steps
+in which one sequence of all has one. Without --model the vocabulary is one of random words, as many as the model has.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from report import row
+from shapes import SHAPES, random_model
+
+from rlnumba.config import EngineConfig
+from rlnumba.engine import Engine, SamplingParams
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import load_model
+from rlnumba.runtime import device
+
+SCHEMA = {
+    "type": "array",
+    "minItems": 10_000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 40},
+            "kind": {"enum": ["a", "b", "both"]},
+            "size": {"type": "number"},
+            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+        },
+        "required": ["name", "kind", "size", "tags"],
+        "additionalProperties": False,
+    },
+}
+CHARACTERS = [chr(code) for code in range(32, 127)]
+EOS = "<end>"
+
+
+def random_tokenizer(vocab_size):
+    """A Tokenizer of all printable ASCII characters and random words of them."""
+    generator, words = np.random.default_rng(0), dict.fromkeys([EOS, *CHARACTERS])
+    while len(words) < vocab_size:
+        letters = generator.choice(CHARACTERS, (vocab_size, int(generator.integers(2, 9))))
+        words |= dict.fromkeys(map("".join, letters))
+    vocabulary = {word: i for i, word in enumerate(list(words)[:vocab_size])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.add_special_tokens([EOS])
+    with tempfile.TemporaryDirectory() as folder:
+        backend.save(str(Path(folder) / "tokenizer.json"))
+        (Path(folder) / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+        return Tokenizer(folder)
+
+
+def step_time(engine, rows, num_grammars, steps):
+    """Median milliseconds of a decode step of so many sequences, some of which have a grammar."""
+    free = SamplingParams(max_tokens=steps + 30, ignore_eos=True)
+    ruled = SamplingParams(max_tokens=steps + 30, structured_outputs={"json": SCHEMA, "disable_any_whitespace": True})
+    for number in range(rows):
+        engine.add_request(number, [5 + number % 50] * 32, ruled if number < num_grammars else free)
+    while engine.step().num_tokens < rows:
+        pass
+    for _ in range(5):
+        engine.step()
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - started)
+    engine.reset()
+    return 1e3 * statistics.median(times)
+
+
+def timed(grammars, name, times):
+    """Have a method of Grammars add the seconds of each call to times."""
+    method = getattr(grammars, name)
+
+    def called(*arguments):
+        started = time.perf_counter()
+        found = method(*arguments)
+        times.append(time.perf_counter() - started)
+        return found
+
+    setattr(grammars, name, called)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--model", help="a Hugging Face folder; default: random weights and words")
+    parser.add_argument("--shape", choices=tuple(SHAPES))
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--steps", type=int, help="that are timed; default 200 on a GPU, else 20")
+    arguments = parser.parse_args()
+    steps = arguments.steps or (200 if device.select(arguments.device) == "cuda" else 20)
+    if arguments.model:
+        model, tokenizer = load_model(arguments.model), Tokenizer(arguments.model)
+    else:
+        model = random_model(arguments.shape)
+        tokenizer = random_tokenizer(model.config.vocab_size)
+    engine = Engine(model, tokenizer, EngineConfig(max_num_seqs=arguments.rows, max_model_len=steps + 64))
+    started = time.perf_counter()
+    engine.grammars.check(SamplingParams(structured_outputs={"json": SCHEMA, "disable_any_whitespace": True}))
+    row("tokenizer and schema, once", f"{time.perf_counter() - started:.2f} s")
+    masks, taken = [], []
+    timed(engine.grammars, "allowed", masks)
+    timed(engine.grammars, "advance", taken)
+    for _ in range(2):  # the first round compiles kernels and captures graphs
+        found = {count: step_time(engine, arguments.rows, count, steps) for count in (0, 1, arguments.rows)}
+    plain = found[0]
+    row(f"decode step of {arguments.rows} sequences, no grammar", f"{plain:.2f} ms")
+    row("the same, one of them with a grammar", f"{found[1]:.2f} ms, {found[1] / plain:.2f} x")
+    what = "the same, all with a grammar"
+    row(what, f"{found[arguments.rows]:.2f} ms, {found[arguments.rows] / plain:.2f} x", "<= 1.15 x")
+    parts = (1e3 * statistics.median(times[-steps:]) for times in (masks, taken))
+    row("of that on the host: masks, and the tokens that were drawn", "{:.2f} ms, {:.2f} ms".format(*parts))
+
+
+if __name__ == "__main__":
+    main()

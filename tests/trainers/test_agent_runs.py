@@ -107,8 +107,6 @@ def test_a_run_that_goes_on_says_which_tools_have_changed(tmp_path, capsys):
         "rlnumba: environment.factory: Secret has changed, from step 2",
         "rlnumba: tools.funcs: multiply has changed, from step 2",
     ]
-    train(longer, resume=True)
-    assert "has changed" not in capsys.readouterr().err
 
 
 def test_groups_that_are_not_needed_give_their_environments_back(tmp_path, monkeypatch):
@@ -205,12 +203,12 @@ def test_a_run_that_is_killed_in_a_tool_goes_on_with_the_same_weights(tmp_path, 
     """On two ranks, too."""
     # Ranks in threads: the second one silences the whole process.
     monkeypatch.setattr(run_folder, "_is_silent", False)
-    keys = {"global_batch_size": 8, "per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 1}
+    keys = {"global_batch_size": 8, "per_device_train_batch_size": 4, "max_steps": 3, "save_steps": 1}
     run = run_with_tool(tmp_path / "killed", 8, 0, **keys)
     process = start("grpo", run)
     process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
-    assert 0 < lines_written(run) < 4
+    assert 0 < lines_written(run) < 3
     train_on = replace(run, deploy=replace(run.deploy, num_train_gpus=2))
     in_threads.run(lambda communicator: train(train_on, True, communicator), 2)
     whole = elsewhere(run, tmp_path / "whole")
@@ -253,7 +251,7 @@ def test_a_rollout_is_played_on_the_rank_that_draws_it(reads, tmp_path, monkeypa
     monkeypatch.setattr(run_folder, "_is_silent", False)
     file = tmp_path / "where.py"
     file.write_text(NOTES_PROCESS)
-    keys = {"global_batch_size": 8, "per_device_train_batch_size": 4, "max_steps": 2, "save_strategy": "no"}
+    keys = {"global_batch_size": 8, "per_device_train_batch_size": 4, "max_steps": 1, "save_strategy": "no"}
     run = agent_run(tmp_path / "one", tools=False, **keys)
     run = replace(
         run,
@@ -278,7 +276,7 @@ def test_a_rollout_is_played_on_the_rank_that_draws_it(reads, tmp_path, monkeypa
     monkeypatch.setattr(Episode, "__call__", noted)
     both = replace(run, output_dir=str(tmp_path / "two"), deploy=replace(run.deploy, num_train_gpus=2))
     in_threads.run(lambda communicator: train(both, communicator=communicator), 2)
-    assert min(played.values()) == (0 if reads else 8) and sum(played.values()) >= 16
+    assert min(played.values()) == (0 if reads else 4) and sum(played.values()) >= 8
     assert hash_of(run) == hash_of(both) and completions_of(run) == completions_of(both)
 
 

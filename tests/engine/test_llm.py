@@ -956,7 +956,10 @@ def test_wrong_forms_are_named():
         (lambda: llm.generate({"prompt": "a", "multi_modal_data": {}}), "got a dict of prompt, multi_modal_data"),
         (lambda: llm.generate("a", {"temperature": 0}), "params must be SamplingParams, or a list of them, got dict"),
         (lambda: llm.generate("a", SamplingParams(), sampling_params=SamplingParams()), "both are given"),
-        (lambda: llm.generate("a", lora_request=1), "generate has no lora_request: give adapters"),
+        (
+            lambda: llm.generate("a", lora_request=1),
+            "an adapter is a name or a LoRARequest, or a list of them, got int",
+        ),
         (lambda: llm.generate("a", use_tqmd=False), "generate has no use_tqmd; did you mean use_tqdm?"),
         (lambda: llm.generate("a", SamplingParams())[0]["logprobs"], r"an output has \['text'\] and \['token_ids'\]"),
         (lambda: LLM(FOLDER, tensor_parallel_size=2), "LLM takes no tensor_parallel_size: .*rlnumba generate --tp"),

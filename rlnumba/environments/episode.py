@@ -92,9 +92,13 @@ class Episode:
                 transcript.class_name = instance.class_name
                 transcript.environment = row.environment or instance.class_name
             context = await self._reset(rollout, instance, transcript)
-            await self._play(rollout, instance, transcript, context)
-            if instance is not None and instance.has_reward:
+            if instance is not None and instance.is_lost:
+                await draw_nothing(rollout, transcript)
+            else:
+                await self._play(rollout, instance, transcript, context)
+            if instance is not None and instance.has_reward and not instance.is_lost:
                 await self._reward(rollout, instance, transcript)
+            transcript.is_lost = instance is not None and instance.is_lost
             if agents.rewards_read_environments:
                 # It is given back when the rewards have read it.
                 agents.keep(transcript, instance)
@@ -114,6 +118,8 @@ class Episode:
         try:
             observation = await rollout.wait(instance.reset(row.values, row.seed, episode_id))
         except EnvironmentFailure as error:
+            if instance.is_lost:
+                return list(row.prompt_token_ids)
             raise EnvironmentFailure(f"{row.where}: {error}" if row.where else str(error)) from error
         transcript.reset_s = time.monotonic() - began
         if observation is None:
@@ -156,6 +162,8 @@ class Episode:
                 transcript.ended = ITERATIONS
                 return
             results = await self._execute(rollout, instance, toolset, parsed)
+            if instance is not None and instance.is_lost:
+                return
             transcript.add_results([result for result in results if result.name != UNREADABLE])
             messages = [result.message for result in results]
             suffix = suffix_ids(
@@ -218,8 +226,15 @@ class Episode:
                 )
             transcript.reward = value
         except EnvironmentFailure as error:
-            transcript.reward_error = str(error)
+            transcript.reward_error = None if instance.is_lost else str(error)
         transcript.reward_s = time.monotonic() - began
+
+
+async def draw_nothing(rollout, transcript):
+    """Draw one token after the prompt of an episode that cannot be played, because a completion has one."""
+    turn = await rollout.complete(list(rollout.prompt_token_ids), 1)
+    transcript.turns, transcript.is_lost = 1, True
+    transcript.completion, transcript.ended = [{"role": "assistant", "content": turn.text}], turn.finish_reason
 
 
 def encode(tokenizer, prompt, template, schemas):

@@ -14,8 +14,9 @@ of websockets and databases are not thread-safe.
 import inspect
 import threading
 from concurrent.futures import Future
+from contextlib import contextmanager
 
-from rlnumba.environments.calls import ToolRun, ToolThread
+from rlnumba.environments.calls import ToolRun, ToolThread, is_async
 from rlnumba.errors import UserError, shown
 
 # Arguments of `reset` that OpenEnv's environments have, which the run gives where the row does not.
@@ -49,11 +50,12 @@ def accepted(method, row):
 
 
 class Instance:
-    """An environment with its ToolThread. name: its factory's, None for the only one."""
+    """An environment with its ToolThread. name: its factory's, None for the only one. is_lost: whether a method has
+    raised ConnectionError, after which the instance is not used again."""
 
     def __init__(self, name, environment, worker, caller, timeout_s):
         self.name, self.environment, self.worker = name, environment, worker
-        self.caller, self.timeout_s = caller, timeout_s
+        self.caller, self.timeout_s, self.is_lost = caller, timeout_s, False
 
     @property
     def class_name(self):
@@ -81,7 +83,8 @@ class Instance:
 
     def call(self, tool, arguments):
         """The ToolRun of a tool of its class."""
-        return ToolRun(tool, method_of(self.environment, tool), arguments, self.worker)
+        method = method_of(self.environment, tool)
+        return ToolRun(tool, method and self._watched(method, method), arguments, self.worker)
 
     def close(self):
         """Begin `close`, if there is one, and end the thread: Future of None."""
@@ -95,7 +98,32 @@ class Instance:
         return closed
 
     def _run(self, name, call, method):
-        return _named(self.caller.run(call, self.worker, self.timeout_s, method), f"{self.class_name}.{name}()")
+        call = self._watched(call, method)
+        return _named(self.caller.run(call, self.worker, self.timeout_s), f"{self.class_name}.{name}()")
+
+    def _watched(self, call, method):
+        """A function that calls `call`, which is async where `method` is, and notes a connection that is lost."""
+        if is_async(method):
+
+            async def watched(**arguments):
+                with self._noting():
+                    return await call(**arguments)
+
+        else:
+
+            def watched(**arguments):
+                with self._noting():
+                    return call(**arguments)
+
+        return watched
+
+    @contextmanager
+    def _noting(self):
+        try:
+            yield
+        except ConnectionError:
+            self.is_lost = True
+            raise
 
 
 def _named(future, what):
@@ -175,9 +203,9 @@ class EnvironmentPool:
             self.give_back(taken.result())
 
     def give_back(self, instance):
-        """A rollout has ended. An instance whose thread was abandoned is not used again."""
+        """A rollout has ended. An instance whose thread was abandoned, or that is lost, is not used again."""
         with self._lock:
-            if not self._is_closed and not instance.worker.is_abandoned:
+            if not (self._is_closed or instance.worker.is_abandoned or instance.is_lost):
                 self._free[instance.name].append(instance)
                 return
         self._close([instance])

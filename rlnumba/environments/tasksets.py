@@ -20,7 +20,7 @@ from rlnumba.data.prompts import PromptTools
 from rlnumba.data.verifiers import TASK, is_taskset, open_taskset
 from rlnumba.engine.episodes import Row
 from rlnumba.environments.calls import EventLoop
-from rlnumba.environments.episode import Episode
+from rlnumba.environments.episode import Episode, draw_nothing
 from rlnumba.environments.transcript import LENGTH, STOP, CallRecord, Transcript
 from rlnumba.errors import UserError
 from rlnumba.serve.rollouts import RolloutServer, Turns
@@ -228,9 +228,7 @@ class TaskEpisode(Episode):
         trace, rows = self._trained(episode, conversations)
         transcript = self._transcript(episode, trace, has_rows=bool(rows))
         if not rows:
-            # A completion has a token; this one has no reward.
-            turn = await rollout.complete(rollout.prompt_token_ids, 1)
-            transcript.turns, transcript.completion = 1, [{"role": "assistant", "content": turn.text}]
+            await draw_nothing(rollout, transcript)
             return rollout.completion(transcript)
         return rollout.completion_of(rows, transcript)
 
@@ -271,6 +269,7 @@ class TaskEpisode(Episode):
             errors = [*episode.errors, *(error for each in episode.traces for error in each.errors)]
             text = f"{errors[0].type}: {' '.join(errors[0].message.split())}" if errors else "no turn was asked for"
             self.agents.note_failure(self.row.where, text)
+            found.is_lost = True
         else:
             found.reward = trace.reward
         return found

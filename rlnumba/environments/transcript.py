@@ -28,7 +28,8 @@ class Transcript:
     calls had. malformed: whether a turn had a call that cannot be read. class_name: the environment's; reward:
     get_reward's, None without one, or its failure as `reward_error`. instance: the environment, where rewards read it;
     give_back: what then gives it back. columns: those that a rollout function has returned beside the completion, for
-    the rewards; None of an Episode.
+    the rewards; None of an Episode. is_lost: whether the episode could not be played to its end, so that no function
+    gives it a reward.
     """
 
     prompt: list
@@ -47,6 +48,7 @@ class Transcript:
     instance: Any = None
     give_back: Any = None
     columns: dict | None = None
+    is_lost: bool = False
 
     def add_results(self, results: list[CallResult]):
         """Note the CallResults of one turn."""

@@ -207,6 +207,8 @@ def transcript_of(completion):
 def as_generation(chosen, completions, scores, weights, tokenizer):
     """The Generation of Prompts with a list of Completions each, all of one length, and the Scores of these all."""
     n = len(completions[0])
+    transcripts = [transcript_of(completion) for group in completions for completion in group]
+    scores.values[[each is not None and each.is_lost for each in transcripts]] = np.nan
     weighted = np.where(np.isnan(scores.values).all(axis=1), np.nan, np.nansum(scores.values * weights, axis=1))
     pad_token_id = tokenizer.pad_token_id if tokenizer else None
     samples = []
@@ -322,6 +324,8 @@ def tool_metrics(groups, tool_names):
     for name in ("reset_s", "reward_s"):
         seconds = [value for each in transcripts if (value := getattr(each, name)) is not None]
         found |= {f"env/{name}": _mean(seconds)} if seconds else {}
+    if any(each.is_lost for each in transcripts):
+        found["env/lost_frac"] = share(lambda each: each.is_lost)
     if "env/reset_s" in found:
         prompts = [[sample.prompt_token_ids for sample in group] for group in groups]
         found["env/group_prompts_differ_frac"] = _mean([ids != group[0] for group in prompts for ids in group])

@@ -12,6 +12,8 @@ from rlnumba.environments.episode import with_observation
 from rlnumba.environments.pool import EnvironmentFailure
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.rewards.calling import Scores
+from rlnumba.sampling.samples import as_generation, tool_metrics
 from tests.environments.scripted import agents_with, play
 
 MODEL = pathlib.Path(__file__).parents[2] / "examples" / "tools" / "model"
@@ -363,3 +365,52 @@ def test_a_template_without_tools_is_refused(tokenizer, monkeypatch):
     with pytest.raises(UserError, match="the chat template drops the tools' schemas"):
         agents_with(tokenizer, [multiply])
     assert issubclass(ConfigError, UserError)
+
+
+class Remote:
+    """A client of a game elsewhere, whose connection is lost where the row says so."""
+
+    def reset(self, lost_at=None):
+        self.lost_at = lost_at
+        return self._answer("reset", "begun")
+
+    def step(self, x: int) -> str:
+        """Go on.
+
+        Args:
+            x: How far.
+        """
+        return self._answer("step", "gone on")
+
+    def get_reward(self):
+        return self._answer("get_reward", 1.0)
+
+    def _answer(self, method, value):
+        if self.lost_at == method:
+            raise ConnectionResetError("no route")
+        return value
+
+
+@pytest.mark.parametrize(
+    "lost_at, texts, turns",
+    [
+        ("reset", ["x"], 1),
+        ("step", [call("step", '{"x": 1}')], 1),
+        ("get_reward", [call("step", '{"x": 1}'), "end"], 2),
+    ],
+)
+def test_a_lost_connection_costs_one_rollout(tokenizer, lost_at, texts, turns):
+    """It has no reward by any function, and the next rollout has another instance."""
+    agents = agents_with(tokenizer, factories={None: Remote})
+    completion, _ = play(tokenizer, episode_of(agents, {"lost_at": lost_at}, ""), texts)
+    lost = completion.episode.value
+    assert lost.is_lost and lost.reward is None and lost.reward_error is None and lost.turns == turns
+    other, _ = play(tokenizer, episode_of(agents, {}, ""), ["end"])
+    assert not other.episode.value.is_lost and other.episode.value.reward == 1.0
+    scores = Scores(np.array([[0.5, np.nan], [0.5, 1.0]]))
+    chosen = [Prompt([{"role": "user", "content": ""}], [1], {}, "")]
+    generation = as_generation(chosen, [[completion, other]], scores, np.ones(2), tokenizer)
+    assert np.isnan(generation.samples[0].reward) and generation.samples[1].reward == 1.5
+    assert np.isnan(generation.samples[0].values).all()
+    assert tool_metrics(generation.groups, [])["env/lost_frac"] == 0.5
+    agents.close()

@@ -162,3 +162,44 @@ def test_failures_name_the_class_and_the_method(caller):
 def test_required_parameters():
     assert required_parameters(Recorder().reset) == ["question"]
     assert required_parameters(Failing().reset) == []
+
+
+class Client:
+    """A client whose connection is lost in the method that `at` names."""
+
+    async def reset(self, at=None):
+        self.at = at
+        return self.use("reset", "begun")
+
+    def step(self, x):
+        return self.use("step", x)
+
+    async def look(self):
+        return self.use("look", "seen")
+
+    def get_reward(self):
+        return self.use("get_reward", 1.0)
+
+    def use(self, name, value):
+        if self.at == name:
+            raise ConnectionResetError("gone")
+        return value
+
+
+@pytest.mark.parametrize("at", ["reset", "step", "look", "get_reward", None])
+def test_an_instance_whose_connection_is_lost_is_not_used_again(caller, at):
+    pool = EnvironmentPool({None: Client}, caller, 5.0)
+    instance = pool.take(None).result(5)
+    begun = instance.reset({"at": at}, 0, "e")
+    if at == "reset":
+        with pytest.raises(EnvironmentFailure, match=r"Client.reset\(\) raised ConnectionResetError: gone"):
+            begun.result(5)
+    else:
+        assert begun.result(5) == "begun"
+        calls = [instance.call("step", {"x": 3}), instance.call("look", {})]
+        assert [result.failed for result in caller.submit(calls).result(5)] == [at == "step", at == "look"]
+        assert (instance.get_reward().exception(5) is None) == (at != "get_reward")
+    assert instance.is_lost == (at is not None)
+    pool.give_back(instance)
+    assert (pool.take(None).result(5) is instance) == (at is None)
+    pool.close()

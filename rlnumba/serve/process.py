@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
 
 import click
@@ -39,6 +40,8 @@ class ServerThread:
             server_header=False, proxy_headers=False, backlog=BACKLOG, timeout_graceful_shutdown=LAST_WRITES_S,
         )  # fmt: skip
         self.server, self.bound, self.loop = uvicorn.Server(config), bound, None
+        # Lists of events that are not yet delivered, and whether the thread has been told of them.
+        self.events, self.is_woken = deque(), False
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="server", daemon=True)
 
     async def _serve(self):
@@ -54,8 +57,21 @@ class ServerThread:
             time.sleep(0.005)
 
     def deliver(self, events):
-        """Call functions in the server's thread. events: list of (function, argument)."""
-        self.loop.call_soon_threadsafe(_call_all, events)
+        """Call functions in the server's thread. events: list of (function, argument).
+
+        A thread that has been woken and is late is not woken again: each time the caller would give up Python's lock.
+        """
+        self.events.append(events)
+        if not self.is_woken:
+            self.is_woken = True
+            self.loop.call_soon_threadsafe(self._call_all)
+
+    def _call_all(self):
+        # Before the queue is read: what comes while it is read, and is not found, wakes again.
+        self.is_woken = False
+        while self.events:
+            for function, argument in self.events.popleft():
+                function(argument)
 
     @property
     def is_alive(self):
@@ -65,11 +81,6 @@ class ServerThread:
         """Close all connections once their answers are written, and wait for the thread."""
         self.server.should_exit = True
         self.thread.join(LAST_WRITES_S + 1)
-
-
-def _call_all(events):
-    for function, argument in events:
-        function(argument)
 
 
 class Ending:

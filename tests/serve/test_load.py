@@ -99,15 +99,41 @@ def test_many_clients_each_get_an_answer(server):
     assert len(found) == 40 and set(found) <= {(200, None, 1), (429, "1", 0)} and (200, None, 1) in found
 
 
+async def never(*message):
+    await asyncio.sleep(60)
+
+
 def test_a_client_that_reads_nothing_is_dropped():
+    """Whether the piece that it does not read is a token or a comment."""
     streams = pytest.importorskip("rlnumba.serve.protocol.streams")
-    service = SimpleNamespace(settings=ServerSettings(("a",), "", unread_s=0.01))
+    service = SimpleNamespace(settings=ServerSettings(("a",), "", unread_s=0.01, heartbeat_s=0.01))
+    for sends_token in (True, False):
+        stream = streams.EventStream(service, None, None)
+        stream.sent = 0.0
+        work = stream._send(never, {}) if sends_token else never()
+        with pytest.raises(streams.ClientGone):
+            asyncio.run(streams.until_gone(never, work, stream._watch(never)))
 
-    async def send():
-        await streams.EventStream(service, None, None)._within(asyncio.sleep(60))
 
-    with pytest.raises(streams.ClientGone):
-        asyncio.run(send())
+def test_a_stream_without_a_token_sends_comments():
+    streams, sent = pytest.importorskip("rlnumba.serve.protocol.streams"), []
+    service = SimpleNamespace(settings=ServerSettings(("a",), "", heartbeat_s=0.02))
+
+    async def send(message):
+        sent.append(message.get("body"))
+
+    async def a_second_without_a_token():
+        stream = streams.EventStream(service, None, None)
+        watch = asyncio.ensure_future(stream._watch(send))
+        await asyncio.sleep(0.05)
+        assert not sent  # before the answer has begun
+        await stream._send(send, streams.body_of(b"first"))
+        while len(sent) < 3:
+            await asyncio.sleep(0.01)
+        watch.cancel()
+
+    asyncio.run(asyncio.wait_for(a_second_without_a_token(), 20))
+    assert sent[:3] == [b"first", streams.COMMENT, streams.COMMENT]
 
 
 def test_a_scrape_is_what_was_sent(server):

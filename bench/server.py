@@ -384,6 +384,14 @@ class Fuzzing:
             self.idle.append(connection)
 
 
+async def go_on(port):
+    """Let a server go on that a random request has paused or put to sleep."""
+    while True:
+        for path in ("/wake_up", "/resume"):
+            await http_client.ask(port, "POST", path, http_client.JSON)
+        await asyncio.sleep(0.02)
+
+
 def trouble_of(method, answer):
     """What is wrong with an answer to a fuzzed request, "" if nothing is."""
     if answer.status >= 500:
@@ -407,12 +415,13 @@ def trouble_of(method, answer):
 def measure_fuzz(arguments):
     """The part fuzz."""
     options = "--max-body-bytes", str(1 << 20), "--served-model-name", "org/tiny"
-    options += "--allow-runtime-lora", "--lora-root", str(ROOT / "tests/golden/lora")
+    options += "--dev-endpoints", "--allow-runtime-lora", "--lora-root", str(ROOT / "tests/golden/lora")
     with Server(arguments, *options) as server:
 
         async def everything():
-            fuzzing = Fuzzing(server, arguments.seed)
+            fuzzing, going_on = Fuzzing(server, arguments.seed), asyncio.ensure_future(go_on(server.port))
             await in_workers(arguments.fuzz, fuzzing.work)
+            going_on.cancel()
             for connection in fuzzing.idle:
                 connection.close()
             return fuzzing, await server.end_of_part(1024)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlnumba.errors import UserError, missing
+from rlnumba.errors import UserError, missing, shown
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.hub import read_config
 from rlnumba.model.lora import TENSORS, Adapter, is_adapter, read_adapter
@@ -56,10 +56,13 @@ class WeightFolders:
 
     def read(self, folder=None):
         """The NewWeights of a folder, by default of the model's own. Raises UserError."""
-        folder = self.folder if folder is None else Path(folder).expanduser()
-        if not folder.is_dir():
-            raise UserError(missing(str(folder), "folder"))
-        return self._read_model(folder) if self.adapter is None else self._read_adapter(folder)
+        try:
+            folder = self.folder if folder is None else Path(os.path.expanduser(folder))
+            if not folder.is_dir():
+                raise UserError(missing(str(folder), "folder"))
+            return self._read_model(folder) if self.adapter is None else self._read_adapter(folder)
+        except OSError as error:  # a name that is too long, or a file that may not be read
+            raise UserError(f"{shown(str(error.filename or folder))}: {error.strerror}") from None
 
     def _read_model(self, folder):
         if is_adapter(folder):

@@ -40,7 +40,7 @@ class ServerThread:
             server_header=False, proxy_headers=False, backlog=BACKLOG, timeout_graceful_shutdown=LAST_WRITES_S,
         )  # fmt: skip
         self.server, self.bound, self.loop = uvicorn.Server(config), bound, None
-        # Lists of events that are not yet delivered, and whether the thread has been told of them.
+        # Lists of events that are not yet delivered, and whether the thread is on its way to them.
         self.events, self.is_woken = deque(), False
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="server", daemon=True)
 

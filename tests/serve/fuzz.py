@@ -96,11 +96,29 @@ GATED_KEYS = {
         "load_inplace": (True, False), "is_3d_lora_weight": (True, False),
     },
     "/v1/unload_lora_adapter": {"lora_name": ("a", "b", "none", ""), "lora_int_id": (1, "a")},
+    "/abort_requests": {"request_ids": ([], ["mine"], ["a", "é"], [1])},
+    "/start_weight_update": {"is_checkpoint_format": (True, "a")},
+    "/update_weights": {
+        "weight_dir": (None, "none", "~no user/x", "", "/", "\x00", "a" * 5000),
+        "weight_version": (1, "a", -1, "\n", True, 2**70),
+        "update_info": ({"weight_dir": None}, {}, {"weight_dir": 3}, []),
+    },
+    "/finish_weight_update": {"weight_version": (1, "a", True)},
+    "/update_weight_version": {"new_version": (7, "b", "")},
 }  # fmt: skip
+# Routes whose values are in the query, each with some.
+QUERIES = {
+    "/pause": ("", "?mode=wait", "?mode=keep&clear_cache=false", "?mode=a", "?clear_cache=2"),
+    "/sleep": ("", "?level=2", "?level=9&mode=keep"), "/resume": ("",), "/wake_up": ("", "?tags=weights"),
+    "/reset_prefix_cache": ("",), "/init_weight_transfer_engine": ("",),
+}  # fmt: skip
+CONTROL_GETS = ("/is_paused", "/weight_info", "/is_sleeping", "/server_info", "/get_world_size")
 GATED_GOOD = {
+    "/abort_requests": {"request_ids": ["mine"]}, "/start_weight_update": {}, "/update_weights": {"weight_dir": None},
+    "/finish_weight_update": {}, "/update_weight_version": {"new_version": 1}, **dict.fromkeys(QUERIES, {}),
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "all_linear/final"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
-}
+}  # fmt: skip
 OTHER_PATHS = ("/", "/v1", "/v1/completions/", "//v1/models", "/V1/models", "/docs", "/v1/%00", "/v1/models/%ff",
                "/v1/models/a/b?c=%zz", "/metrics?x=1", "/" + "a" * 4000)  # fmt: skip
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "FOO")
@@ -127,6 +145,7 @@ class Fuzz:
     def __init__(self, seed, opens_gated=False):
         self.draw = random.Random(seed)
         self.keys, self.good = KEYS | GATED_KEYS, GOOD | (GATED_GOOD if opens_gated else {})
+        self.gets = (*GETS, *CONTROL_GETS, "/server_info?config_format=json") if opens_gated else GETS
 
     def request(self):
         """The next FuzzRequest."""
@@ -140,10 +159,11 @@ class Fuzz:
             return FuzzRequest(method, path, headers, self.bytes({}) if method == "POST" else b"")
         if kind < 0.1:
             return FuzzRequest(
-                "GET", draw.choice(GETS).replace("{name:path}", draw.choice(("org/tiny", "x"))), headers, b""
+                "GET", draw.choice(self.gets).replace("{name:path}", draw.choice(("org/tiny", "x"))), headers, b""
             )
         path = draw.choice(DRAWING if draw.random() < 0.6 else tuple(self.good))
-        return FuzzRequest("POST", path, headers, self.bytes(self.body(path)))
+        query = draw.choice(QUERIES.get(path, ("",)))
+        return FuzzRequest("POST", path + query, headers, self.bytes(self.body(path)))
 
     def body(self, path):
         """The JSON of a body: dict."""

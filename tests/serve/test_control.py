@@ -279,7 +279,8 @@ def test_start_and_finish(controlled, trained):
     post(controlled, "/start_weight_update")
     post(controlled, "/update_weights", {"weight_dir": None})
     post(controlled, "/start_weight_update")
-    assert post(controlled, "/update_weights", {"weight_dir": "none"}).status == 400
+    for name in ("none", "", "a" * 5000, "a\x00b", "~no user/a"):
+        assert post(controlled, "/update_weights", {"weight_dir": name}).status == 400
     assert post(controlled, "/finish_weight_update").status == 400
     assert request(controlled, "/weight_info").json["weight_version"] == "a" and text_of(controlled) == new
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.serve.conftest import NAME, request
-from tests.serve.fuzz import GATED_GOOD, GETS, Fuzz
+from tests.serve.fuzz import CONTROL_GETS, GATED_GOOD, GETS, Fuzz
 from tests.serve.fuzz import GOOD as FUZZED
 
 COMPLETION = {"prompt": "ab", "max_tokens": 2}
@@ -260,8 +260,8 @@ def test_every_route_is_fuzzed(server):
 
     assert {route.path for route in make_app(server.service).app.routes} == {*GETS, *FUZZED}
     service = copy.copy(server.service)
-    service.settings = dataclasses.replace(service.settings, lora_root="")
-    assert {route.path for route in make_app(service).app.routes} == {*GETS, *FUZZED, *GATED_GOOD}
+    service.settings = dataclasses.replace(service.settings, lora_root="", dev_endpoints=True)
+    assert {route.path for route in make_app(service).app.routes} == {*GETS, *FUZZED, *GATED_GOOD, *CONTROL_GETS}
 
 
 def test_no_request_makes_the_server_fail(server, capsys):

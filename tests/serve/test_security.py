@@ -9,7 +9,7 @@ from rlnumba.engine.core import Engine
 from rlnumba.errors import ConfigError
 from rlnumba.model.transformer import load_model
 from tests.serve.conftest import MODEL, NAME, Reply, connect, request, running
-from tests.serve.fuzz import GATED_GOOD, GETS, GOOD
+from tests.serve.fuzz import CONTROL_GETS, GATED_GOOD, GETS, GOOD
 
 BODY = {"prompt": "ab", "max_tokens": 1}
 
@@ -23,8 +23,8 @@ def locked(tokenizer):
 
 
 OPEN = ["/health", "/ping"]
-ROUTES = [path.replace("{name:path}", NAME) for path in (*GETS, *GOOD, *GATED_GOOD) if path not in OPEN]
-ROUTES += ["/pause", "/update_weights", "/docs", "/", "/health/x"]
+ROUTES = [path.replace("{name:path}", NAME) for path in (*GETS, *GOOD, *GATED_GOOD, *CONTROL_GETS) if path not in OPEN]
+ROUTES += ["/docs", "/", "/health/x"]
 
 
 @pytest.mark.parametrize("path", [*ROUTES, "/v1/completions/", "//v1/models", "/V1/models"])

@@ -47,7 +47,8 @@ def play(tokenizer, episode, texts, max_tokens=96, index=0, max_model_len=MAX_MO
             continue
         contexts.append(wish.context)
         text = texts.pop(0)
-        ids = tokenizer.encode(text.removesuffix("~")) + [tokenizer.eos_token_id] * (not text.endswith("~"))
+        ids = tokenizer.encode(text.removesuffix("~"), add_special_tokens=False)
+        ids += [tokenizer.eos_token_id] * (not text.endswith("~"))
         drawn = ids[: wish.params.max_tokens]
         reason = "stop" if drawn[-1] == tokenizer.eos_token_id else "length"
         value = Completion(drawn, [-0.5] * len(drawn), reason, text, [3] * len(drawn))

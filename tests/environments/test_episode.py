@@ -1,6 +1,7 @@
 """Episodes of scripted turns: contexts, masks, ends, what becomes of calls, and environments."""
 
 import copy
+import json
 import pathlib
 
 import numpy as np
@@ -14,6 +15,7 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.rewards.calling import Scores
 from rlnumba.sampling.samples import as_generation, tool_metrics
+from tests.environments.golden import FOLDER, tokenizer_with
 from tests.environments.scripted import agents_with, play
 
 MODEL = pathlib.Path(__file__).parents[2] / "examples" / "tools" / "model"
@@ -176,6 +178,33 @@ def test_results_without_room_are_dropped_whole(tokenizer, room, ended, turns):
     # The same by the longest sequence.
     limits = {"max_tokens": 99, "max_model_len": len(contexts[0]) + used + room}
     assert played(tokenizer, texts, limits=limits)[1].ended == ended
+
+
+LOOP = json.loads((FOLDER / "tool_loop.json").read_text())
+
+
+@pytest.mark.parametrize("record", LOOP["records"], ids=lambda record: "{} {}".format(*next(iter(record.items()))))
+def test_limits_are_those_of_trls_loop(record):
+    """To the token; but results that leave no room for a further token are dropped here, and kept there."""
+    tokenizer, limit = tokenizer_with("qwen3"), record.get("max_completion_length")
+    used, roles, ids, mask = LOOP["num_call_and_result"], record["roles"], record["ids"], record["mask"]
+    limits = {"max_tokens": limit, "max_model_len": 10_000}
+    if limit is None:
+        prompt = played(tokenizer, [LOOP["last"]], limits={"max_tokens": 99, "max_model_len": 10_000})[2][0]
+        limit = record["max_model_len"]
+        limits = {"max_tokens": 9_000, "max_model_len": len(prompt) + limit}
+        # The scripted turns of TRL's loop are not cut by the engine.
+        ids, mask = ids[:limit], mask[:limit]
+    elif limit == used:
+        assert len(ids) == used and roles == ["assistant", "tool"]
+        end = mask.index(0)
+        roles, ids, mask = roles[:1], ids[:end], mask[:end]
+    texts = [LOOP["call"], LOOP["last"]] if limit > used else [LOOP["call"]]
+    completion, transcript, _ = played(tokenizer, texts, limits=limits)
+    drawn = np.ones(len(ids)) if completion.mask is None else completion.mask
+    assert list(completion.token_ids) == ids and list(drawn) == mask
+    assert [message["role"] for message in transcript.completion] == roles
+    assert (transcript.ended == "overflow") == (limit <= used)
 
 
 class Guess:

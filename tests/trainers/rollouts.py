@@ -24,7 +24,7 @@ def single(prompts, trainer):
 
 
 def spoiled(prompts, trainer):
-    return CHANGE["of"](returned(trainer.generate(prompts, max_tokens=4)))
+    return CHANGE["of"](returned(trainer.generate(prompts, max_tokens=12)))
 
 
 def two_turns(prompts, trainer):

@@ -70,15 +70,17 @@ def test_turns_with_a_mask(tmp_path):
 
 def test_other_log_probs_are_not_those_of_the_weights(tmp_path, monkeypatch):
     """They are trained on by the forward's, and the difference is in the metrics."""
+    # The second step is not on-policy: it reads the log-probs before the first.
+    keys = {"vllm_importance_sampling_correction": False, "num_iterations": 2, "max_steps": 2}
 
     def other(found):
         return found | {"logprobs": [[[-1.0]] * len(ids) for ids in found["completion_ids"]]}
 
     monkeypatch.setitem(rollouts.CHANGE, "of", other)
-    run = function_run(tmp_path / "run", "spoiled", vllm_importance_sampling_correction=False)
+    run = function_run(tmp_path / "run", "spoiled", **keys)
     train(run)
     monkeypatch.setitem(rollouts.CHANGE, "of", rollouts.same)
-    exact = function_run(tmp_path / "exact", "spoiled", vllm_importance_sampling_correction=False)
+    exact = function_run(tmp_path / "exact", "spoiled", **keys)
     train(exact)
     assert metrics_of(run)[0]["sampling/sampling_logp_difference/max"] > 0.01
     assert hash_of(run) == hash_of(exact)
@@ -133,11 +135,11 @@ def drawing():
         (lambda found: found | {"completion_ids": [[3] * 97] * 8}, "97 tokens, and train.max_completion_length is 96"),
         (
             lambda found: found | {"prompt_ids": [[3] * 127] * 8},
-            "127 prompt_ids and . completion_ids, and a sequence has",
+            r"127 prompt_ids and \d+ completion_ids, and a sequence has",
         ),
         (
             lambda found: found | {"logprobs": [[-1.0]] * 8},
-            r"logprobs must have a value for each of \d completion_ids, got 1",
+            r"logprobs must have a value for each of \d+ completion_ids, got 1",
         ),
         (
             lambda found: found | {"logprobs": [[None] * len(x) for x in found["logprobs"]]},

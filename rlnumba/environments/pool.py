@@ -12,6 +12,7 @@ of websockets and databases are not thread-safe.
 """
 
 import inspect
+import sys
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -49,9 +50,16 @@ def accepted(method, row):
     return {p.name: row[p.name] for p in parameters if p.kind is not p.POSITIONAL_ONLY and p.name in row}
 
 
+def connection_errors():
+    """The classes of errors after which a client is of no more use: ConnectionError, and websockets' own, if it is
+    imported."""
+    websockets = sys.modules.get("websockets.exceptions")
+    return (ConnectionError,) if websockets is None else (ConnectionError, websockets.ConnectionClosed)
+
+
 class Instance:
     """An environment with its ToolThread. name: its factory's, None for the only one. is_lost: whether a method has
-    raised ConnectionError, after which the instance is not used again."""
+    raised one of connection_errors, after which the instance is not used again."""
 
     def __init__(self, name, environment, worker, caller, timeout_s):
         self.name, self.environment, self.worker = name, environment, worker
@@ -121,7 +129,7 @@ class Instance:
     def _noting(self):
         try:
             yield
-        except ConnectionError:
+        except connection_errors():
             self.is_lost = True
             raise
 

@@ -1,8 +1,10 @@
 """Environments: an instance for each live rollout, its thread, what reset gets, and failures that name the class."""
 
 import asyncio
+import sys
 import threading
 import time
+import types
 
 import pytest
 
@@ -184,6 +186,24 @@ class Client:
         if self.at == name:
             raise ConnectionResetError("gone")
         return value
+
+
+def test_websockets_have_an_error_of_their_own(caller, monkeypatch):
+    class ConnectionClosed(Exception):
+        pass
+
+    class Closed(Client):
+        def use(self, name, value):
+            raise ConnectionClosed
+
+    module = types.SimpleNamespace(ConnectionClosed=ConnectionClosed)
+    pool = EnvironmentPool({None: Closed}, caller, 5.0)
+    for is_imported in (False, True):
+        monkeypatch.setitem(sys.modules, "websockets.exceptions", module if is_imported else None)
+        instance = pool.take(None).result(5)
+        assert caller.submit([instance.call("step", {"x": 3})]).result(5)[0].failed
+        assert instance.is_lost == is_imported
+    pool.close()
 
 
 @pytest.mark.parametrize("at", ["reset", "step", "look", "get_reward", None])

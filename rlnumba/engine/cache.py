@@ -2,9 +2,11 @@
 
     one block       block_size tokens of a sequence, in every layer that keeps something of them
     a pool          the arrays of the layers whose blocks keep the same: k and v (layers, num_blocks, block_size, HK, E)
+    one slot        what a running sequence has beside: the state of linear attention (layers, num_slots, ...)
 
-The blocks of a model say what each of them keeps (model/blocks/block.py, cache_entry); a block of the cache has the
-same number in all pools, so that one BlockManager allocates for all.
+The blocks of a model say what each of them keeps (model/blocks/block.py, cache_entry and slot_entry); a block of the
+cache has the same number in all pools, so that one BlockManager allocates for all, and a slot that of its row in the
+table of running sequences.
 
 The memory is kept where there is enough for both, and lent (runtime/memory.py): an allocation of the trainer's that
 would fail takes as much of it as it lacks. On the GPU its addresses are fixed (runtime/mapped_memory.py), so that
@@ -23,29 +25,52 @@ from rlnumba.runtime.mapped_memory import MappedMemory
 REGION = "kv"
 
 
+# Each array begins at a multiple of so many bytes.
+ALIGNMENT = 256
+
+
 class Pool(NamedTuple):
-    """The layers that keep the same CacheArrays of a block of block_size tokens, and these."""
+    """The layers that keep the same CacheArrays of a block of block_size tokens, or of a slot, and these."""
 
     entry: tuple
     layers: tuple
 
-    def shapes(self, num_blocks):
-        """[(shape, dtype)] of the arrays."""
-        return [((len(self.layers), num_blocks, *array.shape), np.dtype(array.dtype)) for array in self.entry]
+    def shapes(self, count):
+        """[(shape, dtype)] of the arrays of so many blocks or slots."""
+        return [((len(self.layers), count, *array.shape), np.dtype(array.dtype)) for array in self.entry]
 
     @property
     def block_bytes(self):
-        """Bytes of one block, in all of the layers."""
+        """Bytes of one block or slot, in all of the layers."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes(1))
 
 
 def pools_of(config, block_size, dtype):
     """The Pools of a model's cache, in the order of their first layers: list."""
+    return _pools(config, lambda block: block.cache_entry(config, block_size, np.dtype(dtype)))
+
+
+def slot_pools_of(config, dtype):
+    """The Pools of what a running sequence has beside its blocks, as pools_of."""
+    return _pools(config, lambda block: block.slot_entry(config, np.dtype(dtype)))
+
+
+def _pools(config, entry_of):
     layers = {}
     for block in (block for blocks in config.blocks for block in blocks):
-        if entry := block.cache_entry(config, block_size, np.dtype(dtype)):
+        if entry := entry_of(block):
             layers.setdefault((type(block), entry), []).append(block.layer)
     return [Pool(entry, tuple(of_entry)) for (_, entry), of_entry in layers.items()]
+
+
+def slot_bytes_of(config, num_slots, dtype):
+    """Bytes of so many slots in all pools."""
+    return sum(_nbytes(shape, kind) for pool in slot_pools_of(config, dtype) for shape, kind in pool.shapes(num_slots))
+
+
+def _nbytes(shape, dtype):
+    """Bytes of an array, up to where the next one may begin."""
+    return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 def block_bytes_of(config, block_size, dtype):
@@ -57,26 +82,31 @@ class KVCache:
     """The memory of a model's cache. arrays: those of all Pools, (layers, num_blocks, ...) each; None before `take`
     and after `give_back`.
 
-    layers[i]: the views of layer i, (num_blocks, ...) each, in the order of the entry. Raises OutOfMemory from `take`
-    when the GPU has not enough memory left.
+    layers[i]: the views of layer i, (num_blocks, ...) each, in the order of the entry; slots[i]: those of the slots,
+    (num_slots, ...) each, {} without. Raises OutOfMemory from `take` when the GPU has not enough memory left.
     """
 
-    def __init__(self, config, num_blocks, block_size, dtype):
-        self.pools = pools_of(config, block_size, dtype)
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.arrays = self.layers = None
+    def __init__(self, config, num_blocks, block_size, dtype, num_slots=0):
+        self.pools, self.slot_pools = pools_of(config, block_size, dtype), slot_pools_of(config, dtype)
+        self.num_blocks, self.block_size, self.num_slots = num_blocks, block_size, num_slots
+        self.arrays = self.layers = self.slots = None
         self.memory = MappedMemory(REGION, self.nbytes) if device.name() == "cuda" else None
 
     @property
     def nbytes(self):
-        return self.num_blocks * sum(pool.block_bytes for pool in self.pools)
+        return sum(_nbytes(*each) for each in self._shapes())
+
+    def _shapes(self):
+        """[(shape, dtype)] of all arrays."""
+        counts = (self.num_blocks, self.pools), (self.num_slots, self.slot_pools)
+        return [each for count, pools in counts for pool in pools for each in pool.shapes(count)]
 
     def take(self):
         """Allocate the memory, or end `lend`; its content is undefined."""
         memory.take_back(self)
         if self.arrays is not None:
             return
-        shapes = [shape for pool in self.pools for shape in pool.shapes(self.num_blocks)]
+        shapes = self._shapes()
         if self.memory is None:
             # Pages of zeros take no physical memory until they are written.
             self._set([np.zeros(shape, dtype) for shape, dtype in shapes])
@@ -87,20 +117,25 @@ class KVCache:
             arrays, offset = [], 0
             for shape, dtype in shapes:
                 arrays.append(self.memory.array(shape, dtype, offset))
-                offset += arrays[-1].nbytes
+                offset += _nbytes(shape, dtype)
             self._set(arrays)
 
     def _set(self, arrays):
         """Take the arrays of all pools, or None."""
-        self.arrays, self.layers = arrays, None
+        self.arrays = self.layers = self.slots = None
         if arrays is not None:
             remaining = iter(arrays)
-            of_pools = [(pool, [next(remaining) for _ in pool.entry]) for pool in self.pools]
-            self.layers = {
-                layer: tuple(array[place] for array in of_pool)
-                for pool, of_pool in of_pools
-                for place, layer in enumerate(pool.layers)
-            }
+            self.arrays = arrays
+            self.layers, self.slots = (self._views(pools, remaining) for pools in (self.pools, self.slot_pools))
+
+    def _views(self, pools, arrays):
+        """{layer: its part of each array of its pool}; arrays: an iterator over those of the pools."""
+        of_pools = [(pool, [next(arrays) for _ in pool.entry]) for pool in pools]
+        return {
+            layer: tuple(array[place] for array in of_pool)
+            for pool, of_pool in of_pools
+            for place, layer in enumerate(pool.layers)
+        }
 
     def lend(self):
         """Keep the memory until an allocation elsewhere needs it; its content is not needed any more."""
@@ -127,10 +162,10 @@ class KVCache:
 
     def grow(self, num_blocks):
         """Have num_blocks blocks, with the content of those there are. Not on the GPU, where addresses are fixed."""
-        before, old_blocks = self.arrays, self.num_blocks
+        before = self.arrays
         self.give_back()
         self.num_blocks = num_blocks
         if before is not None:
             self.take()
             for array, old in zip(self.arrays, before, strict=True):
-                array[:, :old_blocks] = old
+                array[:, : old.shape[1]] = old

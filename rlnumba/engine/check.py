@@ -14,6 +14,7 @@ from rlnumba.engine.cache import KVCache
 from rlnumba.engine.core import BLOCK_SIZE
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
+from rlnumba.engine.steps.arrays import state_arrays
 from rlnumba.engine.steps.attention import PagedAttention
 from rlnumba.kernels.nn.elementwise import gather_rows
 from rlnumba.model.blocks.attention import PackedAttention
@@ -158,7 +159,7 @@ def _rollout_outputs(model, token_ids, prompt_length, copies):
     """The operators' outputs as the engine computes them: the prompt in one step, then token by token, over a paged
     cache."""
     blocks = -(-len(token_ids) // BLOCK_SIZE)
-    cache = KVCache(model.config, blocks * copies, BLOCK_SIZE, model.dtype)
+    cache = KVCache(model.config, blocks * copies, BLOCK_SIZE, model.dtype, copies)
     cache.take()
     tables = np.arange(blocks * copies, dtype=np.int32).reshape(copies, blocks)
     steps, start = [], 0
@@ -173,6 +174,8 @@ def _rollout_outputs(model, token_ids, prompt_length, copies):
             "cu_seqlens": np.arange(copies + 1, dtype=np.int32) * np.int32(end - start),
             "context_lens": np.full(copies, end, np.int32),
         }
+        if model.config.has_linear_attention:
+            arrays |= state_arrays(np.arange(copies), end)
         arrays = {name: device.asarray(np.ascontiguousarray(array)) for name, array in arrays.items()}
         attention = PagedAttention(cache, model.config, arrays, end - start, end)
         tape = Tape()

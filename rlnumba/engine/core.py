@@ -20,6 +20,7 @@ context: call them in the one that wrote the weights.
 """
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections import deque
@@ -87,19 +88,23 @@ class GrammarError(PromptError):
 def longest_sequence(model_config, engine_config):
     """The most tokens of a sequence: max_model_len, or without it the model's num_positions.
 
-    Raises ConfigError if max_model_len is more than the model has positions, and for a model that the engine does not
-    run.
+    Raises ConfigError if max_model_len is more than the model has positions.
     """
-    if model_config.has_linear_attention:
-        raise ConfigError(
-            f"a {model_config.model_type} model cannot generate text: its linear attention is trained (sft, dpo, kto, "
-            "reward) and scored, but the engine has no cache for its state"
-        )
     positions = model_config.num_positions
     longest = engine_config.max_model_len or positions
     if longest > positions:
         raise ConfigError(f"max_model_len {longest} is more than the model's {positions} positions")
     return longest
+
+
+def engine_config_for(model_config, config):
+    """An EngineConfig with what the engine does for a model: linear attention has one state a sequence, at its end, so
+    that no prefix is shared and no draft is taken back. Raises ConfigError for drafts that were asked for."""
+    if not model_config.has_linear_attention:
+        return config
+    if config.speculative_method == "ngram":
+        raise ConfigError(f"engine.speculative_method ngram: a {model_config.model_type} model takes no draft back")
+    return dataclasses.replace(config, enable_prefix_caching=False, speculative_method="none")
 
 
 def _blocks_wanted_by(sequence):
@@ -119,7 +124,8 @@ class Engine:
     plays_episodes = False
 
     def __init__(self, model, tokenizer=None, config=None):
-        self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
+        self.model, self.tokenizer = model, tokenizer
+        self.config = engine_config_for(model.config, config or EngineConfig())
         self.max_model_len = longest_sequence(model.config, self.config)
         self.take_ends(model.config)
         self.max_num_batched_tokens = self.config.max_num_batched_tokens
@@ -576,6 +582,7 @@ class Engine:
         device.xp().get_default_memory_pool().free_all_blocks()
         free, total = device.memory_info()
         own = self.model.nbytes + self.runner.arena.peak + workspace + memory.allocated("new weights")
+        own += self.runner.slot_bytes
         sharing = device.num_sharing_gpu()
         share = int(total * self.config.gpu_memory_utilization / sharing)
         room = min(share - own, free - GPU_MARGIN_BYTES)

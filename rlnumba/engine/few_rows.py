@@ -12,7 +12,8 @@ from rlnumba.runtime import device
 
 def weights_of(weights):
     """The DecoderWeights of a model's Weights; None of a model that the kernel does not compute."""
-    if any([type(block) for block in blocks] != [Attention, Mlp] for blocks in weights.config.blocks):
+    blocks_differ = any([type(block) for block in blocks] != [Attention, Mlp] for blocks in weights.config.blocks)
+    if blocks_differ or not weights.config.has_plain_heads:
         return None
     layers = [DecoderLayer(*attention, *mlp) for attention, mlp in weights.layers]
     return decoder_weights(weights.flat, weights.embed_tokens, layers, weights.norm, weights.config.rms_norm_eps)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.config import EngineConfig, LoraConfig
-from rlnumba.engine.core import BLOCK_SIZE, longest_sequence
+from rlnumba.engine.core import BLOCK_SIZE, engine_config_for, longest_sequence
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed, tokens_of_group
 from rlnumba.engine.speculation import MAX_NUM_SEQS, longest_verified
-from rlnumba.engine.steps.arrays import decode_state
+from rlnumba.engine.steps.arrays import decode_state, state_arrays
 from rlnumba.engine.steps.shapes import (
     BUCKET_STEP,
     PREFILL_BUCKET_STEP,
@@ -146,6 +146,7 @@ def launch_scores(request, make_model=model_of):
 
 def launch_steps(request, make_model=model_of):
     """Run the steps of all sizes that a Request leads to, inside launches_only. make_model: model_of, or the like."""
+    request = request._replace(engine=engine_config_for(request.model, request.engine))
     engine = request.engine
     limit = longest_sequence(request.model, engine)
     lengths = [min(length, limit) for length in request.prompt_lengths]
@@ -262,6 +263,8 @@ def step_arrays_of(shape, request):
     arrays = {name: zeros(shape.tokens) for name in ("input_ids", "position_ids", "slot_mapping")}
     arrays["block_tables"] = zeros(shape.rows, -(-context_bucket_of(shape.max_context_len) // BLOCK_SIZE))
     arrays |= {"cu_seqlens": zeros(shape.rows + 1), "context_lens": zeros(shape.rows)}
+    if request.model.has_linear_attention:
+        arrays |= state_arrays(zeros(shape.rows), shape.max_context_len)
     if isinstance(request.lora, tuple):
         arrays["adapter_ids"] = zeros(shape.tokens)
     arrays |= {name: np.ones(sampled, np.float32) for name in ("temperature", "top_p", "min_p")}

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.engine.cache import KVCache, block_bytes_of
+from rlnumba.engine.cache import KVCache, block_bytes_of, slot_bytes_of
 from rlnumba.engine.few_rows import FewRowsDecoder
 from rlnumba.engine.requests.logprobs import Listed
 from rlnumba.engine.sampler import SamplingInputs, sample_tokens, score_tokens
@@ -138,6 +138,8 @@ class Runner:
         self.max_prefill_tokens = most_prefill_tokens(model.config, max_num_batched_tokens)
         # Bytes of one block of the cache.
         self.block_bytes = block_bytes_of(model.config, block_size, model.dtype)
+        # Bytes of all slots.
+        self.slot_bytes = slot_bytes_of(model.config, max_num_seqs, model.dtype)
         blocks = [block for blocks in model.blocks for block in blocks]
         # Bytes that are moved in the time in which the kernels of all layers, each a launch, follow each other.
         self.launch_bytes = sum(block.LAUNCHES for block in blocks) * LAUNCH_BYTES
@@ -161,7 +163,8 @@ class Runner:
         self._lead("allocate", num_blocks)
         self.arena.take()
         if self.cache is None:
-            self.cache = KVCache(self.model.config, num_blocks, self.block_size, self.model.dtype)
+            sizes = num_blocks, self.block_size, self.model.dtype, self.max_num_seqs
+            self.cache = KVCache(self.model.config, *sizes)
         elif self.cache.num_blocks < num_blocks:
             self.cache.grow(num_blocks)
         self.cache.take()
@@ -274,7 +277,8 @@ class Runner:
         bucket = shape.of_decode()
         if self.eager:
             bucket = bucket._replace(rows=shape.rows, tokens=shape.rows, sampled=shape.rows)
-        arrays |= decode_arrays(step, table, bucket.max_context_len // self.block_size)
+        blocks = bucket.max_context_len // self.block_size
+        arrays |= decode_arrays(step, table, blocks, self.model.config.has_linear_attention)
         self.begin_decode(arrays, bucket, shape.rows)
         return self.repeat()
 
@@ -346,7 +350,8 @@ class Runner:
             device.synchronize()
 
     def _step_arrays(self, step, table):
-        return step_arrays(step, table, self.block_size, isinstance(self.model.adapter, AdapterStack))
+        with_adapters = isinstance(self.model.adapter, AdapterStack)
+        return step_arrays(step, table, self.block_size, with_adapters, self.model.config.has_linear_attention)
 
     def _reserve_listings(self, arrays):
         """Have room for what the arrays of a step list."""

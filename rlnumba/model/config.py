@@ -129,6 +129,11 @@ class ModelConfig:
         return "linear_attention" in self.layer_types
 
     @property
+    def has_plain_heads(self):
+        """Whether heads are as in kernels that make them inside attention: no gates or offset, rotated as a whole."""
+        return not (self.attn_output_gate or self.norm_offset) and self.partial_rotary_factor == 1.0
+
+    @property
     def rotary_dim(self):
         """The first elements of a head, which rotate."""
         return int(self.head_dim * self.partial_rotary_factor)

@@ -115,9 +115,8 @@ def check_cuts(rng, lengths, heads, dtype, longest=90):
         order = [b for b in rng.permutation(count) if position[b] < lengths[b]]
         begins = position[order]
         ends = np.minimum(begins + rng.integers(1, longest, len(order)), np.array(lengths)[order])
-        state_lens = np.where(hits[order] > 0, hits[order], np.maximum(begins - 1, 0) // BLOCK * BLOCK)
         rows = np.concatenate([first[b] + np.arange(i, j) for b, i, j in zip(order, begins, ends, strict=True)])
-        arrays = bounds(ends - begins), begins, state_lens, tables[order], order
+        arrays = bounds(ends - begins), ends, tables[order], order, hits[order] > 0
         sequences = StateSequences(*(device.asarray(np.array(x, np.int32)) for x in arrays))
         tokens = empty_tokens(len(rows), heads, expected.q.dtype, projected.dtype)
         arguments = device.asarray(projected[rows]), on_device(weights), heads, sequences, tokens

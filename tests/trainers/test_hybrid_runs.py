@@ -7,17 +7,16 @@ import shutil
 import pytest
 
 from rlnumba.config.lora import LoraConfig
-from rlnumba.config.schema import EngineConfig
-from rlnumba.engine.core import longest_sequence
 from rlnumba.errors import ConfigError
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import Transformer, check_shard, load_model, save_model
 from rlnumba.model.weights import Weights
 from rlnumba.runtime import device
+from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.sft import run_sft
 from tests.parallel import in_threads
-from tests.trainers.runs import GOLDEN, MODEL, metrics_of, sft_run
+from tests.trainers.runs import GOLDEN, MODEL, grpo_run, metrics_of, sft_run
 from tests.trainers.test_resume import hash_of
 
 pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="what a run does with such a model, not its kernels")
@@ -61,9 +60,22 @@ def test_an_adapter_is_trained(hybrid, tmp_path):
     assert load_model(tmp_path / "final", base=str(hybrid)).adapter is not None
 
 
-def test_what_it_cannot_do_is_one_line(hybrid):
+def test_grpo_on_two_ranks_is_that_of_one(hybrid, tmp_path):
+    """Rollouts and training agree exactly, so that no importance weight differs from 1."""
+    keys = {"max_steps": 2, "max_completion_length": 70, "global_batch_size": 8, "num_generations": 4}
+    keys |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    run = dataclasses.replace(grpo_run(tmp_path / "one", **keys), model=str(hybrid))
+    TRAINERS["grpo"].train(run)
+    lines = [line for line in metrics_of(run) if "reward" in line]
+    assert [line["sampling/sampling_logp_difference/max"] for line in lines] == [0.0, 0.0]
+    both = dataclasses.replace(
+        run, output_dir=str(tmp_path / "two"), deploy=dataclasses.replace(run.deploy, num_train_gpus=2)
+    )
+    in_threads.run(lambda communicator: TRAINERS["grpo"].train(both, communicator=communicator), 2)
+    assert hash_of(run) == hash_of(both)
+
+
+def test_it_is_not_cut(hybrid):
     config = ModelConfig.from_folder(hybrid)
-    with pytest.raises(ConfigError, match="a qwen3_5_text model cannot generate text"):
-        longest_sequence(config, EngineConfig())
     with pytest.raises(ConfigError, match="tensor_parallel_size 2: a qwen3_5_text model cannot be cut"):
         check_shard(Shard(0, 2), config)

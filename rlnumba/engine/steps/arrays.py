@@ -5,6 +5,7 @@ import numpy as np
 from rlnumba.engine.requests.logprobs import scored_spans
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.decode_state import DecodeState
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK as STATE_BLOCK
 
 # The fields of SamplingInputs that are columns of the sequence table under the same name.
 TABLE_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "philox_key", "sample_index")
@@ -15,12 +16,23 @@ def max_group_size_of(step):
     return 1 if step.prefix_groups is None else step.prefix_groups.max_group_size
 
 
-def step_arrays(step, table, block_size, with_adapters=False):
+def state_arrays(rows, max_context_len):
+    """The arrays of StateSequences for sequences whose slots are the rows (B,), each with its slot's page alone.
+
+    max_context_len: a bound of their contexts.
+    """
+    rows = rows.astype(np.int32)
+    tables = np.repeat(rows[:, None], -(-max_context_len // STATE_BLOCK), axis=1)
+    return {"state_tables": tables, "state_slots": rows, "resumed": np.zeros(len(rows), np.int32)}
+
+
+def step_arrays(step, table, block_size, with_adapters=False, with_states=False):
     """{name: array} of a step of B sequences and N tokens, D of them sampled, for the model, the cache and the sampler.
 
     Tokens have input_ids, position_ids, slot_mapping (N,) int32, and with_adapters adapter_ids. Sequences have
-    block_tables (B, W), cu_seqlens (B + 1,), context_lens (B,) int32, in the order of step.rows, and in a step with
-    prefix groups shared_prefix_lens, group_sizes (B,) int32. Sampled tokens have the fields of SamplingInputs.
+    block_tables (B, W), cu_seqlens (B + 1,), context_lens (B,) int32, in the order of step.rows, with_states those of
+    state_arrays, and in a step with prefix groups shared_prefix_lens, group_sizes (B,) int32. Sampled tokens have the
+    fields of SamplingInputs.
     """
     rows, counts = step.rows, step.counts
     ends = np.cumsum(counts)
@@ -42,6 +54,8 @@ def step_arrays(step, table, block_size, with_adapters=False):
         "cu_seqlens": cu_seqlens,
         "context_lens": context_lens.astype(np.int32),
     }
+    if with_states:
+        arrays |= state_arrays(rows, int(context_lens.max()))
     if with_adapters:
         arrays["adapter_ids"] = table.adapter_slot[token_rows]
     groups = step.prefix_groups
@@ -120,13 +134,13 @@ def rule_arrays(table, sampled, allowed=None):
     return arrays if allowed is None else arrays | {"allowed": allowed}
 
 
-def decode_arrays(step, table, max_blocks):
+def decode_arrays(step, table, max_blocks, with_states=False):
     """{name: array} that a decode step has beside or instead of step_arrays': the other fields of DecodeState.
 
     The block tables have their first max_blocks columns, with blocks for tokens to come.
     """
     rows = step.rows
-    return {
+    return (state_arrays(rows, max_blocks * table.block_size) if with_states else {}) | {
         "block_tables": table.block_tables[rows, :max_blocks],
         "live": np.ones(len(rows), np.int32),
         "stop_ids": table.stop_ids[rows],

@@ -2,6 +2,9 @@
 
 from rlnumba.kernels.attention.paged import fuses_qkv, paged_attention, paged_attention_qkv, plan_paged_attention
 from rlnumba.kernels.attention.sequences import PagedSequences, SharedPrefixes
+from rlnumba.kernels.delta_rule.arithmetic import StateCache, StateSequences
+from rlnumba.kernels.delta_rule.inputs import ConvCache, delta_rule_inputs, empty_tokens
+from rlnumba.kernels.delta_rule.ops import paged_delta_rule
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
 
 
@@ -28,9 +31,12 @@ class PagedAttention:
         sequences = sequences_of(arrays, max_seqlen_q, max_context_len, max_group_size)
         kv_heads, head_dim = config.num_key_value_heads, config.head_dim
         heads = (cache.arrays[0].dtype.name, config.num_attention_heads, kv_heads, head_dim, cache.block_size)
-        self.fuses_qkv = max_seqlen_q == 1 and fuses_qkv(*heads[:4])
+        self.fuses_qkv = max_seqlen_q == 1 and config.has_plain_heads and fuses_qkv(*heads[:4])
         # Made once, because it is the same for all layers with attention.
         self.sequences = sequences._replace(plan=plan_paged_attention(*heads, sequences))
+        if config.has_linear_attention:
+            names = "cu_seqlens", "context_lens", "state_tables", "state_slots", "resumed"
+            self.state_sequences = StateSequences(*(arrays[name] for name in names))
 
     def forward(self, layer, qkv, w, ctx, out):
         """The same as PackedAttention.forward, but k and v are written to the layer's cache and read there.
@@ -46,9 +52,21 @@ class PagedAttention:
         paged_attention(q, caches, self.sequences, self.scale, out)
         return q, *caches, None
 
+    def delta_rule(self, layer, projected, weights, heads, memory, out):
+        """The same as PackedAttention.delta_rule, from and to the states in the sequences' slots."""
+        states, key_rows, value_rows, decay_sums, conv_rows, page_rows = self.cache.slots[layer]
+        tokens = empty_tokens(len(out), heads, projected.dtype, memory.empty, out.dtype)
+        delta_rule_inputs(projected, weights, heads, self.state_sequences, tokens, ConvCache(conv_rows, page_rows))
+        cache = StateCache(states, key_rows, value_rows, decay_sums)
+        paged_delta_rule(tokens, self.state_sequences, cache, out)
+
 
 class NullAttention:
     """An attention backend that computes nothing, for a forward pass that only sizes the arena."""
+
+    def delta_rule(self, layer, projected, weights, heads, memory, out):
+        empty_tokens(len(out), heads, projected.dtype, memory.empty, out.dtype)
+        out.fill(0)
 
     def forward(self, layer, qkv, w, ctx, out):
         ctx.memory.empty(out.shape, out.dtype)

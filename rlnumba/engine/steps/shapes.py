@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK as STATE_BLOCK
+
 # Padding costs at most half of a small batch and 15 rows of a large one; nano-vllm's choice.
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 16
@@ -30,7 +32,7 @@ PADDING = dict.fromkeys((*OF_NOTHING, "num_logprobs"), -1) | {"group_sizes": 1}
 # Arrays with an entry for each token, and for each sequence; those that padding does not lengthen so. The others have
 # an entry for each sampled token; in decode all of these are as many.
 OF_TOKENS = ("input_ids", "position_ids", "slot_mapping", "adapter_ids")
-OF_SEQUENCES = ("block_tables", "context_lens")
+OF_SEQUENCES = ("block_tables", "context_lens", "state_tables", "state_slots", "resumed")
 OF_STEP = ("cu_seqlens", "num_steps")
 
 
@@ -112,6 +114,7 @@ def pad_step(arrays, shape, block_size):
     padded = arrays | {"cu_seqlens": np.concatenate([arrays["cu_seqlens"], arrays["cu_seqlens"][-1] + added])}
     counts = dict.fromkeys(OF_TOKENS, shape.tokens) | dict.fromkeys(OF_SEQUENCES, shape.rows)
     widths = {"block_tables": shape.max_context_len // block_size, "history": shape.max_context_len}
+    widths["state_tables"] = shape.max_context_len // STATE_BLOCK
     for name, array in arrays.items():
         size = counts.get(name, shape.sampled), *((widths[name],) if name in widths else array.shape[1:])
         if size != array.shape and name not in OF_STEP:

@@ -75,7 +75,7 @@ def _delta_rule(tokens, sequences, cache, is_paged, block_states, errors, out):
     at the begin of each block and r, for the backward; empty where they are not asked for.
     """
     q, k, v, beta, log_decay = tokens
-    cu_seqlens, starts, state_lens, state_tables, slots = sequences
+    cu_seqlens, context_lens, state_tables, slots, resumed = sequences
     states, key_rows, value_rows, decay_sums = cache
     _, heads, value_dim = v.shape
     key_dim, ratio = k.shape[2], heads // k.shape[1]
@@ -87,9 +87,13 @@ def _delta_rule(tokens, sequences, cache, is_paged, block_states, errors, out):
         decays, weights = np.empty(SUMS, np.float32), np.empty(BLOCK, np.float32)
         row, scratch = np.empty(value_dim, np.float32), _exp_scratch()
         begin, end, block, filled, slot = cu_seqlens[b], cu_seqlens[b + 1], 0, 0, 0
+        if is_paged and context_lens[b] == 0:
+            out[begin:end, head] = ZERO
+            end = begin
         if is_paged and begin < end:
-            block, slot = state_lens[b] // BLOCK, slots[b]
-            filled = starts[b] - state_lens[b]
+            start, slot = context_lens[b] - (end - begin), slots[b]
+            block = start // BLOCK if resumed[b] == 1 or start == 0 else (start - 1) // BLOCK
+            filled = start - block * BLOCK
             if block > 0:
                 state[:] = states[state_tables[b, block - 1], head, 0]
             for j in range(filled):
@@ -136,12 +140,13 @@ def _delta_rule(tokens, sequences, cache, is_paged, block_states, errors, out):
 
 
 @numba.njit(cache=True, parallel=True)
-def _store_key_rows(k, cu_seqlens, starts, slots, key_rows):
+def _store_key_rows(k, cu_seqlens, context_lens, slots, key_rows):
     """The keys of each sequence's open block, into its slot: after all heads have read those of the block before."""
     for b in numba.prange(cu_seqlens.shape[0] - 1):
-        end = starts[b] + cu_seqlens[b + 1] - cu_seqlens[b]
-        for position in range(max(starts[b], (end - 1) // BLOCK * BLOCK), end):
-            key_rows[slots[b], position % BLOCK] = k[cu_seqlens[b] + position - starts[b]]
+        end = context_lens[b]
+        start = end - (cu_seqlens[b + 1] - cu_seqlens[b])
+        for position in range(max(start, (end - 1) // BLOCK * BLOCK), end):
+            key_rows[slots[b], position % BLOCK] = k[cu_seqlens[b] + position - start]
 
 
 def _nothing(*dimensions):
@@ -152,7 +157,7 @@ def _nothing(*dimensions):
 def _packed(cu_seqlens):
     """(StateSequences, StateCache) of packed sequences, as plain tuples: no cache."""
     none = np.empty(0, np.int32)
-    return (cu_seqlens, none, none, np.empty((0, 0), np.int32), none), (
+    return (cu_seqlens, none, np.empty((0, 0), np.int32), none, none), (
         _nothing(5),
         _nothing(4),
         _nothing(4),
@@ -168,7 +173,7 @@ def delta_rule(tokens, cu_seqlens, out):
 def paged_delta_rule(tokens, sequences, cache, out):
     """The operator paged_delta_rule on the CPU."""
     _delta_rule(tuple(tokens), tuple(sequences), tuple(cache), True, _nothing(4), _nothing(3), out)
-    _store_key_rows(tokens.k, sequences.cu_seqlens, sequences.starts, sequences.slots, cache.key_rows)
+    _store_key_rows(tokens.k, sequences.cu_seqlens, sequences.context_lens, sequences.slots, cache.key_rows)
 
 
 @numba.njit(cache=True, parallel=True, fastmath={"contract"})

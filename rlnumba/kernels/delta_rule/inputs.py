@@ -25,6 +25,7 @@ import numpy as np
 
 from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all, check_bounds, unused
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK, LEAST_LOG_DECAY, StateSequences, Tokens, operand_dtype
+from rlnumba.kernels.delta_rule.simt import state_blocks
 from rlnumba.kernels.nn.elementwise import accumulate
 from rlnumba.kernels.nn.rmsnorm import add_partials
 from rlnumba.kernels.nn.swiglu import sigmoid
@@ -34,6 +35,8 @@ from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
 TAPS = 4
+# Rows of a slot of ConvCache where no token is taken back.
+CONV_ROWS = 4
 EPS = np.float32(1e-6)
 LOG2_E = np.float32(1.4426950408889634)
 # Warps of a block, each with a head of a token; tokens of a tile of the backward, and its threads.
@@ -145,8 +148,13 @@ def delta_rule_inputs_kernel(heads, is_paged):
             return
         b = sequence_of(sequences.cu_seqlens, t)
         begin, start, state_len, slot, page = sequences.cu_seqlens[b], 0, 0, 0, -1
+        if t >= sequences.cu_seqlens[b + 1]:
+            return
         if is_paged:
-            start, state_len, slot = sequences.starts[b], sequences.state_lens[b], sequences.slots[b]
+            start, slot = sequences.context_lens[b] - (sequences.cu_seqlens[b + 1] - begin), sequences.slots[b]
+            state_len = state_blocks(start, sequences.resumed[b]) * BLOCK
+            if sequences.context_lens[b] == 0:
+                return
         position, is_value = start + t - begin, unit >= 2 * key_heads
         # The page of a boundary also keeps the rows before it.
         stores = is_paged and position > state_len and position % BLOCK == 0
@@ -164,7 +172,7 @@ def delta_rule_inputs_kernel(heads, is_paged):
                     if row >= begin:
                         x = widen(projected[row, channel])
                     elif is_paged and before >= 0:
-                        if start == state_len:
+                        if start == state_len and start > 0:
                             source = sequences.state_tables[b, start // BLOCK - 1]
                             x = widen(cache.page_rows[source, before - start + TAPS - 1, channel])
                         else:
@@ -208,8 +216,10 @@ def store_conv_rows_kernel(projected, sequences, rows):
     """
     b = cuda.blockIdx.x
     begin, end = sequences.cu_seqlens[b], sequences.cu_seqlens[b + 1]
+    if sequences.context_lens[b] == 0:
+        return
     for t in range(max(begin, end - rows.shape[1]), end):
-        row = (sequences.starts[b] + t - begin) % rows.shape[1]
+        row = (sequences.context_lens[b] - end + t) % rows.shape[1]
         for channel in range(cuda.threadIdx.x, rows.shape[2], cuda.blockDim.x):
             rows[sequences.slots[b], row, channel] = projected[t, channel]
 
@@ -353,14 +363,14 @@ def delta_rule_inputs(projected, weights, heads, sequences, tokens, cache=None):
     """
     op = "delta_rule_inputs"
     if cache is None:
-        sequences = StateSequences(sequences, unused(), unused(), unused(2), unused())
+        sequences = StateSequences(sequences, unused(), unused(2), unused(), unused())
     count = _check(op, projected, weights, heads, sequences.cu_seqlens)
     _check_tokens(op, tokens, count, heads, operand_dtype(projected.dtype), projected.dtype)
     if cache is not None:
         check(op, "rows", cache.rows, (None, None, heads.channels), (projected.dtype,))
         check(op, "page_rows", cache.page_rows, (None, TAPS - 1, heads.channels), (projected.dtype,))
         sequence_count = len(sequences.cu_seqlens) - 1
-        places = {"starts": sequences.starts, "state_lens": sequences.state_lens, "slots": sequences.slots}
+        places = {"context_lens": sequences.context_lens, "slots": sequences.slots, "resumed": sequences.resumed}
         check_all(op, (sequence_count,), I32, **places)
     if device.name() == "cpu":
         x = projected[:, : heads.channels]
@@ -433,7 +443,10 @@ def _paged_taps(x, sequences, cache):
     """_packed_taps of new tokens; the cache is read, and then has the last of them and the rows before boundaries."""
     taps, bounds = np.zeros((len(x), TAPS, x.shape[1]), x.dtype), sequences.cu_seqlens
     for b, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        start, state_len, slot = sequences.starts[b], sequences.state_lens[b], sequences.slots[b]
+        if sequences.context_lens[b] == 0:
+            continue
+        start, slot = sequences.context_lens[b] - (end - begin), sequences.slots[b]
+        state_len = start if sequences.resumed[b] else max(start - 1, 0) // BLOCK * BLOCK
         rows, table = cache.rows[slot], sequences.state_tables[b]
         before = np.zeros((TAPS - 1, x.shape[1]), x.dtype)
         positions = start - (TAPS - 1) + np.arange(TAPS - 1)

@@ -50,6 +50,12 @@ def decay_between(later, earlier):
 
 
 @device_function
+def state_blocks(start, resumed):
+    """Blocks of a sequence, whose new tokens begin at position `start`, that the state has which is read."""
+    return start // BLOCK if resumed == 1 or start == 0 else (start - 1) // BLOCK
+
+
+@device_function
 def as_operand(value, operands):
     """A float32 rounded to the dtype of `operands`, as float32; saturates, but for NaN."""
     if value > LARGEST_OPERAND:
@@ -111,9 +117,15 @@ def delta_rule_kernel(key_dim, is_half, is_paged, is_saved):
         block, filled, slot, page = 0, 0, 0, -1
         if begin == end:
             return
+        if is_paged and sequences.context_lens[b] == 0:
+            if owned:
+                for t in range(begin, end):
+                    out[t, head, column] = narrow(zero, out)
+            return
         if is_paged:
-            block, slot = sequences.state_lens[b] // BLOCK, sequences.slots[b]
-            filled = sequences.starts[b] - sequences.state_lens[b]
+            start, slot = sequences.context_lens[b] - (end - begin), sequences.slots[b]
+            block = state_blocks(start, sequences.resumed[b])
+            filled = start - block * BLOCK
             page = sequences.state_tables[b, block - 1] if block > 0 else -1
         for e in range(warp, key_dim, 2):
             value = zero
@@ -204,10 +216,10 @@ def store_open_block_kernel(k, log_decay, sequences, key_rows, decay_sums):
     A block of threads owns a sequence.
     """
     b = cuda.blockIdx.x
-    begin, end, start = sequences.cu_seqlens[b], sequences.cu_seqlens[b + 1], sequences.starts[b]
-    if begin == end:
+    begin, end = sequences.cu_seqlens[b], sequences.cu_seqlens[b + 1]
+    if begin == end or sequences.context_lens[b] == 0:
         return
-    slot, offset = sequences.slots[b], start - begin
+    slot, offset = sequences.slots[b], sequences.context_lens[b] - end
     first = max(begin, (end - 1 + offset) // BLOCK * BLOCK - offset)
     heads, key_dim = k.shape[1], k.shape[2]
     for t in range(first, end):
@@ -238,7 +250,7 @@ def _launch(tokens, sequences, cache, saved, out):
 
 
 def _packed(cu_seqlens):
-    return StateSequences(cu_seqlens, unused(), unused(), unused(2), unused())
+    return StateSequences(cu_seqlens, unused(), unused(2), unused(), unused())
 
 
 def delta_rule(tokens, cu_seqlens, out):

@@ -41,7 +41,7 @@ class ForwardContext:
 
 
 class CacheArray(NamedTuple):
-    """One array of a block's cache entry: its name, the shape of what block_size tokens have, and the dtype."""
+    """One array of a block's cache: its name, the shape of what block_size tokens or a sequence have, and the dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -127,6 +127,10 @@ class Block:
 
     def cache_entry(self, config, block_size, dtype):
         """The CacheArrays of block_size tokens: tuple, empty for a block that reads one token at a time."""
+        return ()
+
+    def slot_entry(self, config, dtype):
+        """The CacheArrays of one running sequence: tuple, empty for a block whose cache has all of its tokens."""
         return ()
 
     def matrix(self, name, columns, sources, cut, bias=False):

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.delta_rule.arithmetic import BLOCK, operand_dtype
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK, operand_dtype, planes_of
 from rlnumba.kernels.delta_rule.gated_norm import gated_norm, gated_norm_backward
 from rlnumba.kernels.delta_rule.inputs import (
+    CONV_ROWS,
     TAPS,
     DeltaRuleHeads,
     InputWeights,
@@ -22,7 +23,7 @@ from rlnumba.kernels.delta_rule.inputs import (
     empty_tokens,
 )
 from rlnumba.kernels.delta_rule.ops import delta_rule_backward
-from rlnumba.model.blocks.block import F32, Block, norm_backward, normed_rows, scope_of
+from rlnumba.model.blocks.block import F32, Block, CacheArray, norm_backward, normed_rows, scope_of
 from rlnumba.model.blocks.projection import project, project_backward, project_to_residual, reduce
 from rlnumba.model.shard import Shard
 
@@ -144,6 +145,18 @@ class LinearAttention(Block):
         in_xa = reduce(layer, "in_proj", normed, ctx) if saved.xas is None else saved.xas[0]
         dnormed = project_backward(layer, "in_proj", dprojected, normed, in_xa, w, grads, ctx)
         norm_backward(dnormed, x, w.input_norm, saved.rstd, dx, grads.input_norm, ctx)
+
+    def slot_entry(self, config, dtype):
+        heads, operand = heads_of(config), operand_dtype(dtype)
+        state = heads.value_heads, planes_of(operand), heads.key_dim, heads.value_dim
+        return (
+            CacheArray("states", state, operand),
+            CacheArray("key_rows", (BLOCK, heads.key_heads, heads.key_dim), operand),
+            CacheArray("value_rows", (BLOCK, heads.value_heads, heads.value_dim), operand),
+            CacheArray("decay_sums", (BLOCK, heads.value_heads), F32),
+            CacheArray("conv_rows", (CONV_ROWS, heads.channels), dtype),
+            CacheArray("page_rows", (TAPS - 1, heads.channels), dtype),
+        )
 
     def products(self, config):
         heads = heads_of(config)

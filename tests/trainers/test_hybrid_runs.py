@@ -12,6 +12,7 @@ from rlnumba.model.config import ModelConfig
 from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import Transformer, check_shard, load_model, save_model
 from rlnumba.model.weights import Weights
+from rlnumba.runs import run_folder
 from rlnumba.runtime import device
 from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.sft import run_sft
@@ -33,6 +34,12 @@ def hybrid(tmp_path_factory):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _console(monkeypatch):
+    """A rank in a thread silences its process."""
+    monkeypatch.setattr(run_folder, "_is_silent", False)
 
 
 def run_of(hybrid, folder, **train):

@@ -15,7 +15,7 @@ from rlnumba.kernels.delta_rule.arithmetic import BLOCK
 SUMS = BLOCK + LANES
 
 
-@numba.njit(fastmath={"contract"}, inline="always")
+@numba.njit(cache=True, fastmath={"contract"})
 def _row_decays(sums, row, last, scratch, decays):
     """decays[j] = exp(G_last - G_j) for j <= row, else 0; decays[BLOCK] = exp(G_last). sums: -G, 0 from BLOCK on."""
     n, n_bits, y, y_bits = scratch
@@ -26,7 +26,7 @@ def _row_decays(sums, row, last, scratch, decays):
             decays[j] = y[lane] if j <= row or j == BLOCK else ZERO
 
 
-@numba.njit(fastmath={"contract"}, inline="always")
+@numba.njit(cache=True, fastmath={"contract"})
 def _products(vector, keys, out):
     """out[j] = vector . keys[:, j] for the tokens of a block; keys (K, BLOCK)."""
     for j in range(BLOCK):
@@ -36,7 +36,7 @@ def _products(vector, keys, out):
             out[j] = out[j] + vector[e] * keys[e, j]
 
 
-@numba.njit(fastmath={"contract"}, inline="always")
+@numba.njit(cache=True, fastmath={"contract"})
 def _read_state(vector, state, out):
     """out = state^T vector, a chain over the key's axis for each column."""
     for c in range(out.shape[0]):
@@ -46,7 +46,7 @@ def _read_state(vector, state, out):
             out[c] = out[c] + vector[e] * state[e, c]
 
 
-@numba.njit(fastmath={"contract"}, inline="always")
+@numba.njit(cache=True, fastmath={"contract"})
 def _add_rows(weights, rows, count, out):
     """out += sum over the first `count` rows of weights[j] * rows[j]."""
     for j in range(count):
@@ -54,7 +54,7 @@ def _add_rows(weights, rows, count, out):
             out[c] = out[c] + weights[j] * rows[j, c]
 
 
-@numba.njit(fastmath={"contract"}, inline="always")
+@numba.njit(cache=True, fastmath={"contract"})
 def _fold(state, keys, rows, sums, scratch, decays):
     """The state after a full block, in place; decays is scratch."""
     _row_decays(sums, BLOCK - 1, -sums[BLOCK - 1], scratch, decays)
@@ -139,14 +139,13 @@ def _delta_rule(tokens, sequences, cache, is_paged, block_states, errors, out):
             filled += 1
 
 
-@numba.njit(cache=True, parallel=True)
 def _store_key_rows(k, cu_seqlens, context_lens, slots, key_rows):
     """The keys of each sequence's open block, into its slot: after all heads have read those of the block before."""
-    for b in numba.prange(cu_seqlens.shape[0] - 1):
-        end = context_lens[b]
-        start = end - (cu_seqlens[b + 1] - cu_seqlens[b])
-        for position in range(max(start, (end - 1) // BLOCK * BLOCK), end):
-            key_rows[slots[b], position % BLOCK] = k[cu_seqlens[b] + position - start]
+    counts = np.diff(cu_seqlens)
+    owners, ends = np.repeat(np.arange(len(counts)), counts), np.repeat(context_lens, counts)
+    positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[1:] - context_lens, counts)
+    kept = (positions >= (ends - 1) // BLOCK * BLOCK) & (ends > 0)
+    key_rows[slots[owners[kept]], positions[kept] % BLOCK] = k[: cu_seqlens[-1]][kept]
 
 
 def _nothing(*dimensions):

@@ -2,11 +2,12 @@
 
     one block       block_size tokens of a sequence, in every layer that keeps something of them
     a pool          the arrays of the layers whose blocks keep the same: k and v (layers, num_blocks, block_size, HK, E)
-    one slot        what a running sequence has beside: the state of linear attention (layers, num_slots, ...)
+    one page        a state of linear attention at a block's end (layers, num_pages, ...)
+    one slot        what linear attention has of a running sequence's last tokens (layers, num_slots, ...)
 
-The blocks of a model say what each of them keeps (model/blocks/block.py, cache_entry and slot_entry); a block of the
-cache has the same number in all pools, so that one BlockManager allocates for all, and a slot that of its row in the
-table of running sequences.
+The blocks of a model say what each of them keeps (model/blocks/block.py: cache_entry, page_entry, slot_entry); a block
+of the cache has the same number in all pools, so that one BlockManager allocates for all, StatePages for pages
+(blocks/state_pages.py), and a slot has the number of its row in the table of running sequences.
 
 The memory is kept where there is enough for both, and lent (runtime/memory.py): an allocation of the trainer's that
 would fail takes as much of it as it lacks. On the GPU its addresses are fixed (runtime/mapped_memory.py), so that
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.engine.blocks.state_pages import num_pages_for
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.mapped_memory import MappedMemory
 
@@ -50,8 +52,13 @@ def pools_of(config, block_size, dtype):
     return _pools(config, lambda block: block.cache_entry(config, block_size, np.dtype(dtype)))
 
 
+def page_pools_of(config, dtype):
+    """The Pools of a page, as pools_of."""
+    return _pools(config, lambda block: block.page_entry(config, np.dtype(dtype)))
+
+
 def slot_pools_of(config, dtype):
-    """The Pools of what a running sequence has beside its blocks, as pools_of."""
+    """The Pools of a slot, as pools_of."""
     return _pools(config, lambda block: block.slot_entry(config, np.dtype(dtype)))
 
 
@@ -63,9 +70,10 @@ def _pools(config, entry_of):
     return [Pool(entry, tuple(of_entry)) for (_, entry), of_entry in layers.items()]
 
 
-def slot_bytes_of(config, num_slots, dtype):
-    """Bytes of so many slots in all pools."""
-    return sum(_nbytes(shape, kind) for pool in slot_pools_of(config, dtype) for shape, kind in pool.shapes(num_slots))
+def state_bytes_of(config, num_slots, dtype):
+    """Bytes of the slots of so many sequences and of the pages that belong to these."""
+    counts = (num_slots, slot_pools_of(config, dtype)), (num_pages_for(num_slots), page_pools_of(config, dtype))
+    return sum(_nbytes(*each) for count, pools in counts for pool in pools for each in pool.shapes(count))
 
 
 def _nbytes(shape, dtype):
@@ -82,14 +90,16 @@ class KVCache:
     """The memory of a model's cache. arrays: those of all Pools, (layers, num_blocks, ...) each; None before `take`
     and after `give_back`.
 
-    layers[i]: the views of layer i, (num_blocks, ...) each, in the order of the entry; slots[i]: those of the slots,
-    (num_slots, ...) each, {} without. Raises OutOfMemory from `take` when the GPU has not enough memory left.
+    layers[i]: the views of layer i, (num_blocks, ...) each, in the order of the entry; pages[i] and slots[i]: those of
+    its pages and slots, (num_pages, ...) and (num_slots, ...) each, {} without. Raises OutOfMemory from `take` when the
+    GPU has not enough memory left.
     """
 
-    def __init__(self, config, num_blocks, block_size, dtype, num_slots=0):
-        self.pools, self.slot_pools = pools_of(config, block_size, dtype), slot_pools_of(config, dtype)
-        self.num_blocks, self.block_size, self.num_slots = num_blocks, block_size, num_slots
-        self.arrays = self.layers = self.slots = None
+    def __init__(self, config, num_blocks, block_size, dtype, num_slots=0, num_pages=0):
+        self.pools = pools_of(config, block_size, dtype)
+        self.page_pools, self.slot_pools = page_pools_of(config, dtype), slot_pools_of(config, dtype)
+        self.num_blocks, self.block_size, self.num_slots, self.num_pages = num_blocks, block_size, num_slots, num_pages
+        self.arrays = self.layers = self.pages = self.slots = None
         self.memory = MappedMemory(REGION, self.nbytes) if device.name() == "cuda" else None
 
     @property
@@ -98,7 +108,7 @@ class KVCache:
 
     def _shapes(self):
         """[(shape, dtype)] of all arrays."""
-        counts = (self.num_blocks, self.pools), (self.num_slots, self.slot_pools)
+        counts = (self.num_blocks, self.pools), (self.num_pages, self.page_pools), (self.num_slots, self.slot_pools)
         return [each for count, pools in counts for pool in pools for each in pool.shapes(count)]
 
     def take(self):
@@ -122,11 +132,12 @@ class KVCache:
 
     def _set(self, arrays):
         """Take the arrays of all pools, or None."""
-        self.arrays = self.layers = self.slots = None
+        self.arrays = self.layers = self.pages = self.slots = None
         if arrays is not None:
             remaining = iter(arrays)
             self.arrays = arrays
-            self.layers, self.slots = (self._views(pools, remaining) for pools in (self.pools, self.slot_pools))
+            all_pools = self.pools, self.page_pools, self.slot_pools
+            self.layers, self.pages, self.slots = (self._views(pools, remaining) for pools in all_pools)
 
     def _views(self, pools, arrays):
         """{layer: its part of each array of its pool}; arrays: an iterator over those of the pools."""

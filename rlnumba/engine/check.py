@@ -14,8 +14,8 @@ from rlnumba.engine.cache import KVCache
 from rlnumba.engine.core import BLOCK_SIZE
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
-from rlnumba.engine.steps.arrays import state_arrays
 from rlnumba.engine.steps.attention import PagedAttention
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK as STATE_BLOCK
 from rlnumba.kernels.nn.elementwise import gather_rows
 from rlnumba.model.blocks.attention import PackedAttention
 from rlnumba.model.transformer import Tape, pack, score
@@ -159,7 +159,7 @@ def _rollout_outputs(model, token_ids, prompt_length, copies):
     """The operators' outputs as the engine computes them: the prompt in one step, then token by token, over a paged
     cache."""
     blocks = -(-len(token_ids) // BLOCK_SIZE)
-    cache = KVCache(model.config, blocks * copies, BLOCK_SIZE, model.dtype, copies)
+    cache = KVCache(model.config, blocks * copies, BLOCK_SIZE, model.dtype, copies, copies)
     cache.take()
     tables = np.arange(blocks * copies, dtype=np.int32).reshape(copies, blocks)
     steps, start = [], 0
@@ -175,7 +175,9 @@ def _rollout_outputs(model, token_ids, prompt_length, copies):
             "context_lens": np.full(copies, end, np.int32),
         }
         if model.config.has_linear_attention:
-            arrays |= state_arrays(np.arange(copies), end)
+            rows = np.arange(copies, dtype=np.int32)
+            pages = np.repeat(rows[:, None], -(-end // STATE_BLOCK), axis=1)
+            arrays |= {"state_tables": pages, "state_slots": rows, "resumed_at": np.full(copies, -1, np.int32)}
         arrays = {name: device.asarray(np.ascontiguousarray(array)) for name, array in arrays.items()}
         attention = PagedAttention(cache, model.config, arrays, end - start, end)
         tape = Tape()

@@ -31,7 +31,8 @@ import numpy as np
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine.adapters import AdapterSlots
-from rlnumba.engine.block_manager import BlockManager
+from rlnumba.engine.blocks.block_manager import BlockManager
+from rlnumba.engine.blocks.state_pages import pages_for
 from rlnumba.engine.requests.grammars import DamagedGrammars, Grammars, NoTokenLeft
 from rlnumba.engine.requests.logprobs import entries, record_listed
 from rlnumba.engine.requests.stops import (
@@ -98,13 +99,13 @@ def longest_sequence(model_config, engine_config):
 
 
 def engine_config_for(model_config, config):
-    """An EngineConfig with what the engine does for a model: linear attention has one state a sequence, at its end, so
-    that no prefix is shared and no draft is taken back. Raises ConfigError for drafts that were asked for."""
+    """An EngineConfig with what the engine does for a model: linear attention takes no draft back. Raises ConfigError
+    for drafts that were asked for."""
     if not model_config.has_linear_attention:
         return config
     if config.speculative_method == "ngram":
         raise ConfigError(f"engine.speculative_method ngram: a {model_config.model_type} model takes no draft back")
-    return dataclasses.replace(config, enable_prefix_caching=False, speculative_method="none")
+    return dataclasses.replace(config, speculative_method="none")
 
 
 def _blocks_wanted_by(sequence):
@@ -153,13 +154,15 @@ class Engine:
         # Blocks that the unfinished sequences need together, and the most that one of them needs.
         self.blocks_wanted = self.most_blocks = 0
         options = self.max_num_batched_tokens, self.config.enable_prefix_caching, policy_version
+        table = SequenceTable(self.max_num_seqs, BLOCK_SIZE)
         self.scheduler = Scheduler(
-            SequenceTable(self.max_num_seqs, BLOCK_SIZE),
+            table,
             blocks,
             *options,
             # Not a bound method, which would make a cycle and keep the cache's memory until a garbage collection.
             partial(has_stop_string, self.tokenizer),
             sharing(*self.runner.heads),
+            pages_for(self.model.config, table),
         )
         self.run_ahead = RunAhead(self.scheduler, self.runner, self.config.async_scheduling)
         # Computed, and recorded, but not yet returned by `step`.
@@ -582,7 +585,7 @@ class Engine:
         device.xp().get_default_memory_pool().free_all_blocks()
         free, total = device.memory_info()
         own = self.model.nbytes + self.runner.arena.peak + workspace + memory.allocated("new weights")
-        own += self.runner.slot_bytes
+        own += self.runner.state_bytes
         sharing = device.num_sharing_gpu()
         share = int(total * self.config.gpu_memory_utilization / sharing)
         room = min(share - own, free - GPU_MARGIN_BYTES)

@@ -15,7 +15,7 @@ from rlnumba.engine.core import BLOCK_SIZE, engine_config_for, longest_sequence
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed, tokens_of_group
 from rlnumba.engine.speculation import MAX_NUM_SEQS, longest_verified
-from rlnumba.engine.steps.arrays import decode_state, state_arrays
+from rlnumba.engine.steps.arrays import decode_state
 from rlnumba.engine.steps.shapes import (
     BUCKET_STEP,
     PREFILL_BUCKET_STEP,
@@ -31,6 +31,7 @@ from rlnumba.engine.steps.shapes import (
 )
 from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.decode_state import edit_decode_state
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK as STATE_BLOCK
 from rlnumba.kernels.gemm.scheduler import tokens_of_choice
 from rlnumba.kernels.ptx.wgmma import ROWS
 from rlnumba.model.adapter_stack import AdapterStack
@@ -264,7 +265,8 @@ def step_arrays_of(shape, request):
     arrays["block_tables"] = zeros(shape.rows, -(-context_bucket_of(shape.max_context_len) // BLOCK_SIZE))
     arrays |= {"cu_seqlens": zeros(shape.rows + 1), "context_lens": zeros(shape.rows)}
     if request.model.has_linear_attention:
-        arrays |= state_arrays(zeros(shape.rows), shape.max_context_len)
+        tables = zeros(shape.rows, -(-shape.max_context_len // STATE_BLOCK))
+        arrays |= {"state_tables": tables, "state_slots": zeros(shape.rows), "resumed_at": zeros(shape.rows)}
     if isinstance(request.lora, tuple):
         arrays["adapter_ids"] = zeros(shape.tokens)
     arrays |= {name: np.ones(sampled, np.float32) for name in ("temperature", "top_p", "min_p")}

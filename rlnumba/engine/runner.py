@@ -10,8 +10,8 @@ decode steps, `repeat` each of the others, without an upload and before the resu
 
 On the GPU steps are replayed as graphs, all but those that compute so many tokens that the host is the faster one.
 Their arrays are padded to a StepShape (steps/shapes.py). The first step of a shape, a largest size of prefix groups
-(prefix_groups.py) and the arrays that penalties and thresholds add runs as it is, which compiles kernels and allocates
-what they need; the second is captured, and replayed from then on.
+(blocks/prefix_groups.py) and the arrays that penalties and thresholds add runs as it is, which compiles kernels and
+allocates what they need; the second is captured, and replayed from then on.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.engine.cache import KVCache, block_bytes_of, slot_bytes_of
+from rlnumba.engine.blocks.state_pages import num_pages_for
+from rlnumba.engine.cache import KVCache, block_bytes_of, state_bytes_of
 from rlnumba.engine.few_rows import FewRowsDecoder
 from rlnumba.engine.requests.logprobs import Listed
 from rlnumba.engine.sampler import SamplingInputs, sample_tokens, score_tokens
@@ -138,8 +139,8 @@ class Runner:
         self.max_prefill_tokens = most_prefill_tokens(model.config, max_num_batched_tokens)
         # Bytes of one block of the cache.
         self.block_bytes = block_bytes_of(model.config, block_size, model.dtype)
-        # Bytes of all slots.
-        self.slot_bytes = slot_bytes_of(model.config, max_num_seqs, model.dtype)
+        # Bytes of all states of linear attention.
+        self.state_bytes = state_bytes_of(model.config, max_num_seqs, model.dtype)
         blocks = [block for blocks in model.blocks for block in blocks]
         # Bytes that are moved in the time in which the kernels of all layers, each a launch, follow each other.
         self.launch_bytes = sum(block.LAUNCHES for block in blocks) * LAUNCH_BYTES
@@ -163,7 +164,8 @@ class Runner:
         self._lead("allocate", num_blocks)
         self.arena.take()
         if self.cache is None:
-            sizes = num_blocks, self.block_size, self.model.dtype, self.max_num_seqs
+            slots = self.max_num_seqs, num_pages_for(self.max_num_seqs)
+            sizes = num_blocks, self.block_size, self.model.dtype, *slots
             self.cache = KVCache(self.model.config, *sizes)
         elif self.cache.num_blocks < num_blocks:
             self.cache.grow(num_blocks)

@@ -16,7 +16,8 @@ every sequence ends. None of this changes a text: a token's value depends on the
 The first sequence of a prompt (of its n completions) to be admitted is the prefix leader: the others match its full
 blocks in the cache and compute only the tail, in the same step if that has room for the leader's whole prompt (in every
 layer keys and values are written before attention reads any), else once the prompt is computed. A step in which
-all running sequences lack one token is ordered by prefix groups, if attention can make use of them (prefix_groups.py).
+all running sequences lack one token is ordered by prefix groups, if attention can make use of them
+(blocks/prefix_groups.py).
 """
 
 from collections import deque
@@ -27,9 +28,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.engine.block_manager import RetainedBlocks, block_hash
-from rlnumba.engine.prefix_groups import PrefixGroups, find_prefix_groups
+from rlnumba.engine.blocks.block_manager import RetainedBlocks, block_hash
+from rlnumba.engine.blocks.prefix_groups import PrefixGroups, find_prefix_groups
 from rlnumba.engine.sequence import Sequence
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK as STATE_BLOCK
+
+# Steps that may compute a token of a sequence which has ended, before the device knows.
+MOST_IN_FLIGHT = 3
 
 
 class EndConditions(NamedTuple):
@@ -101,10 +106,19 @@ class Scheduler:
     step; not smaller than the table has rows. prefix_caching: whether blocks are hashed and matched;
     policy_version: that of the weights that tokens are sampled from, which salts the hashes. has_stop_string(sequence,
     completion ids so far): called after each token of a sequence with stop strings. sharing: attention's PrefixSharing.
+    pages: the StatePages of a model with linear attention, or None.
     """
 
     def __init__(
-        self, table, blocks, budget, prefix_caching=True, policy_version=0, has_stop_string=None, sharing=None
+        self,
+        table,
+        blocks,
+        budget,
+        prefix_caching=True,
+        policy_version=0,
+        has_stop_string=None,
+        sharing=None,
+        pages=None,
     ):
         if budget < table.num_rows:
             raise ValueError(f"scheduler: {budget} tokens a step for {table.num_rows} sequences")
@@ -113,6 +127,7 @@ class Scheduler:
         self.prefix_caching, self.policy_version = prefix_caching, policy_version
         self.has_stop_string = has_stop_string
         self.sharing = sharing if sharing and sharing.sizes else None
+        self.pages = pages
         self.waiting: deque[Sequence] = deque()
         # The sequences that wait for a prefix leader to compute their prompt, by prompt.
         self.waiting_on_prefix: dict[bytes, list[Sequence]] = {}
@@ -169,7 +184,8 @@ class Scheduler:
             missing = int(table.length[row] - table.num_computed[row])
             added.append(min(missing, budget))
             budget -= added[-1]
-            if sequence.is_prefix_leader and added[-1] == missing:
+            # A state is not there before the step has ended.
+            if sequence.is_prefix_leader and added[-1] == missing and self.pages is None:
                 self._share_prompt(sequence)
         self.matched = None, []
         if rows:
@@ -248,6 +264,8 @@ class Scheduler:
             completes_block = computed // size > step.starts // size
             if completes_block.any():
                 self._register(step.rows[completes_block], computed[completes_block])
+        if self.pages is not None:
+            self.pages.note(step.rows, computed)
         if self.waiting_on_prefix:
             prompt_length = table.prompt_length[step.rows]
             for row in step.rows[(step.starts < prompt_length) & (computed >= prompt_length)].tolist():
@@ -311,6 +329,8 @@ class Scheduler:
         """Make no cached block match any more; those of running sequences stay with them."""
         self.retained.release_all()
         self.blocks.forget_hashes()
+        if self.pages is not None:
+            self.pages.forget()
 
     def preempt_all(self):
         """Send all running sequences back to the front of the queue, the oldest first."""
@@ -421,6 +441,9 @@ class Scheduler:
                 hashes = hashes[: len(sequence.prompt_listings) // size]
         # The blocks that were acquired are matched again: others of a request need not be compared.
         matched = self.matched[1] if self.matched[0] is hashes else blocks.match(hashes, sequence.token_ids)
+        if self.pages is not None:
+            # A sequence resumes where its state is.
+            matched = matched[: self.pages.match(hashes, len(matched)) * self.pages.ratio]
         needed = -(-length // size) - len(matched)
         # A free block for each running sequence, which will need one soon, keeps admission from causing preemption.
         reserve = len(self.running) + num_admitted
@@ -460,8 +483,13 @@ class Scheduler:
         table.num_computed[row] = len(matched) * size
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = len(matched) * size
-        # At least one token of the prompt is computed by each sequence, for the logits of the first completion token.
-        if len(matched) >= (len(sequence.prompt) - 1) // size or not self.prefix_caching:
+        if self.pages is None:
+            # At least one token of the prompt is computed by each sequence, for the logits of the first completion
+            # token.
+            leads = self.prefix_caching and len(matched) < (len(sequence.prompt) - 1) // size
+        else:
+            leads = self.pages.begin(row, hashes, len(matched) // self.pages.ratio, len(sequence.prompt))
+        if not leads:
             self.release_waiters(sequence)
         elif not sequence.is_prefix_leader:
             sequence.is_prefix_leader = True
@@ -520,10 +548,17 @@ class Scheduler:
         token_ids = table.token_ids[row, : table.length[row]]
         hashes = self._hashes(token_ids, (len(token_ids) - 1) // self.blocks.block_size, self._salt(sequence))
         self.retained.retain(sequence.request_id, self.blocks.match(hashes, token_ids))
+        # The last computed token is the one before the last; steps in flight must not have begun another state.
+        computed = len(token_ids) - 1
+        states = (computed - 1) // STATE_BLOCK
+        if self.pages is not None and states and (computed - 1 + MOST_IN_FLIGHT) // STATE_BLOCK == states:
+            self.pages.keep_own(row, hashes[states * self.pages.ratio - 1])
 
     def _vacate(self, row):
         """Take a sequence off its row and release its blocks, the last first: the first are the likeliest to match."""
         table = self.table
         self.blocks.release(table.block_tables[row, : table.num_blocks[row]].tolist()[::-1])
+        if self.pages is not None:
+            self.pages.end(row)
         self.free_rows.append(row)
         return table.take(row, self.policy_version)

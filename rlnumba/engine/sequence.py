@@ -18,6 +18,7 @@ from rlnumba.engine.requests.logprobs import ALL
 from rlnumba.engine.requests.structured_outputs import StructuredOutputsParams
 from rlnumba.engine.requests.token_rules import place_of, widened
 from rlnumba.errors import ConfigError, shown
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK as STATE_BLOCK
 
 # Logits divided by less might overflow float32. vLLM treats lower temperatures as 0.
 LOWEST_TEMPERATURE = 1e-5
@@ -443,6 +444,9 @@ class SequenceTable:
         self.logprobs = np.empty((R, max_length), np.float32)
         self.thresholds = np.empty((R, max_length), np.float32)
         self.block_tables = np.zeros((R, width), np.int32)
+        # Pages of linear attention's states, and where a sequence begins at one (blocks/state_pages.py).
+        self.state_tables = np.zeros((R, -(-max_length // STATE_BLOCK)), np.int32)
+        self.resumed_at = np.full(R, -1)
         self.last_hash = np.zeros(R, np.uint64)
         self.stop_ids = np.full((R, 0), -1, np.int32)
         # As TokenRules, of the rows with has_bias, has_allowed and has_bad_words; others change nothing.
@@ -470,7 +474,7 @@ class SequenceTable:
         if length > self.max_length:
             # At least twice as long, so that requests of rising lengths copy the table a few times only.
             wide = SequenceTable(self.num_rows, self.block_size, max(length, 2 * self.max_length))
-            for name in ("token_ids", "logprobs", "thresholds", "block_tables"):
+            for name in ("token_ids", "logprobs", "thresholds", "block_tables", "state_tables"):
                 old, new = getattr(self, name), getattr(wide, name)
                 new[:, : old.shape[1]] = old
                 setattr(self, name, new)

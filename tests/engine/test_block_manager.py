@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlnumba.engine.block_manager import BlockManager, block_hash
+from rlnumba.engine.blocks.block_manager import BlockManager, block_hash
 
 IDS = np.arange(12, dtype=np.int32).reshape(3, 4)
 

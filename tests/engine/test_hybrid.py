@@ -7,7 +7,7 @@ import pytest
 
 from rlnumba.config import EngineConfig
 from rlnumba.config.lora import LoraConfig
-from rlnumba.engine.cache import slot_bytes_of
+from rlnumba.engine.cache import state_bytes_of
 from rlnumba.engine.check import Agreement, check_agreement
 from rlnumba.engine.core import Engine
 from rlnumba.engine.llm import LLM
@@ -94,12 +94,74 @@ def test_a_slot_is_used_again(model):
     assert_same_bits(completion.array("logprobs"), expected[1])
 
 
-def test_the_cache_has_a_slot_a_sequence(model):
+def test_the_cache_has_slots_and_pages(model):
     llm = LLM(model, config=EngineConfig(max_num_seqs=3))
     llm.generate([[5, 6]], SamplingParams(max_tokens=2))
-    slots = llm.engine.runner.cache.slots
-    assert sorted(slots) == [0, 1, 2] and {array.shape[0] for layer in slots.values() for array in layer} == {3}
-    assert slot_bytes_of(model.config, 3, "float32") >= sum(a.nbytes for layer in slots.values() for a in layer)
+    cache = llm.engine.runner.cache
+    assert sorted(cache.slots) == sorted(cache.pages) == [0, 1, 2]
+    assert {array.shape[0] for layer in cache.slots.values() for array in layer} == {3}
+    assert {array.shape[0] for layer in cache.pages.values() for array in layer} == {7}
+    arrays = [array for of_layer in (cache.slots, cache.pages) for layer in of_layer.values() for array in layer]
+    assert state_bytes_of(model.config, 3, "float32") >= sum(array.nbytes for array in arrays)
+
+
+def computed_tokens(engine):
+    """The tokens that an Engine computes until nothing is left, and its finished completions."""
+    count, finished, schedule = 0, [], engine.scheduler.schedule
+
+    def counted(admits=True):
+        nonlocal count
+        step = schedule(admits)
+        count += 0 if step is None else step.num_tokens
+        return step
+
+    engine.scheduler.schedule = counted
+    while engine.has_unfinished:
+        finished += engine.step().finished
+    engine.scheduler.schedule = schedule
+    return count, finished
+
+
+def test_completions_of_a_prompt_begin_at_its_last_state(model):
+    """Each computes what follows the last multiple of a block, and has the bits that it has without sharing."""
+    rng = np.random.default_rng(3)
+    params = SamplingParams(max_tokens=70, ignore_eos=True, n=4)
+    for length in (BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 30):
+        prompt = rng.integers(3, 144, length).tolist()
+        alone = LLM(model, config=EngineConfig(enable_prefix_caching=False))
+        expected = tokens_and_logprobs(alone.generate([prompt], params))
+        engine = Engine(model, config=EngineConfig(async_scheduling=False))
+        engine.add_request("group", prompt, params)
+        count, finished = computed_tokens(engine)
+        tail = (length - 1) % BLOCK + 1 if length > BLOCK else length
+        assert count == length + 3 * tail + 4 * 69
+        for each in finished:
+            ids, logprobs = expected[each.index]
+            assert each.completion.token_ids == ids
+            assert_same_bits(each.completion.array("logprobs"), logprobs)
+
+
+def test_a_page_is_taken_from_the_prompt_used_longest_ago(model):
+    """More prompts than pages: what is found again has its bits, what is not is computed."""
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(3, 144, 2 * BLOCK + 5).tolist() for _ in range(6)]
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    llm = LLM(model, config=EngineConfig(max_num_seqs=2, num_gpu_blocks_override=100))
+    first = [llm.generate([prompt], params)[0].completions[0] for prompt in prompts]
+    again = [llm.generate([prompt], params)[0].completions[0] for prompt in prompts[::-1]][::-1]
+    assert [each.num_cached_tokens for each in again] == [0, 0, *[2 * BLOCK] * 4]
+    for each, other in zip(first, again, strict=True):
+        assert each.token_ids == other.token_ids
+        assert_same_bits(each.array("logprobs"), other.array("logprobs"))
+
+
+def test_states_of_other_weights_are_not_found(model):
+    llm = LLM(model)
+    prompt, params = list(range(3, 103)), SamplingParams(max_tokens=2, ignore_eos=True)
+    llm.generate([prompt], params)
+    assert llm.generate([prompt], params)[0].completions[0].num_cached_tokens == BLOCK
+    llm.engine.reset_prefix_cache()
+    assert llm.generate([prompt], params)[0].completions[0].num_cached_tokens == 0
 
 
 def test_drafts_are_refused(model):

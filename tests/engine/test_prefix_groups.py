@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlnumba.engine.prefix_groups import MIN_SAVED_SHARE, find_prefix_groups
+from rlnumba.engine.blocks.prefix_groups import MIN_SAVED_SHARE, find_prefix_groups
 from rlnumba.kernels.attention.paged import PrefixSharing
 
 BLOCK = 4

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlnumba.engine import scheduler as scheduler_module
-from rlnumba.engine.block_manager import BlockManager
+from rlnumba.engine.blocks.block_manager import BlockManager
 from rlnumba.engine.scheduler import Scheduler, blocks_needed
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
 from rlnumba.kernels.attention.paged import PrefixSharing

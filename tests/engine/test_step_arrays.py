@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlnumba.engine.prefix_groups import PrefixGroups
+from rlnumba.engine.blocks.prefix_groups import PrefixGroups
 from rlnumba.engine.scheduler import SchedulerOutput
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
 from rlnumba.engine.steps.arrays import decode_arrays, step_arrays

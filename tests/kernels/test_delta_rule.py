@@ -108,8 +108,8 @@ class Paged:
         rows = np.concatenate([self.rows(b, i, j) for b, i, j in zip(order, begins, ends, strict=True)])
         tokens = on_device((changed or self.tokens)._make(x[rows] for x in changed or self.tokens))
         out = device.xp().full(tokens.v.shape, np.nan, tokens.q.dtype)
-        resumed = np.zeros(len(order)) if resumed is None else resumed
-        arrays = bounds(np.subtract(ends, begins)), ends, self.tables[order], self.slots[order], resumed
+        resumed_at = np.full(len(order), -1) if resumed is None else np.where(resumed, begins, -1)
+        arrays = bounds(np.subtract(ends, begins)), ends, self.tables[order], self.slots[order], resumed_at
         sequences = StateSequences(*(device.asarray(np.array(x, np.int32)) for x in arrays))
         paged_delta_rule(tokens, sequences, self.cache, out)
         if changed is None:

@@ -16,14 +16,14 @@ def max_group_size_of(step):
     return 1 if step.prefix_groups is None else step.prefix_groups.max_group_size
 
 
-def state_arrays(rows, max_context_len):
-    """The arrays of StateSequences for sequences whose slots are the rows (B,), each with its slot's page alone.
-
-    max_context_len: a bound of their contexts.
-    """
-    rows = rows.astype(np.int32)
-    tables = np.repeat(rows[:, None], -(-max_context_len // STATE_BLOCK), axis=1)
-    return {"state_tables": tables, "state_slots": rows, "resumed": np.zeros(len(rows), np.int32)}
+def state_arrays(table, rows, max_context_len):
+    """The arrays of StateSequences for sequences in these rows of the table, with contexts of up to max_context_len."""
+    tables = table.state_tables[rows, : -(-max_context_len // STATE_BLOCK)]
+    return {
+        "state_tables": tables,
+        "state_slots": rows.astype(np.int32),
+        "resumed_at": table.resumed_at[rows].astype(np.int32),
+    }
 
 
 def step_arrays(step, table, block_size, with_adapters=False, with_states=False):
@@ -55,7 +55,7 @@ def step_arrays(step, table, block_size, with_adapters=False, with_states=False)
         "context_lens": context_lens.astype(np.int32),
     }
     if with_states:
-        arrays |= state_arrays(rows, int(context_lens.max()))
+        arrays |= state_arrays(table, rows, int(context_lens.max()))
     if with_adapters:
         arrays["adapter_ids"] = table.adapter_slot[token_rows]
     groups = step.prefix_groups
@@ -140,7 +140,7 @@ def decode_arrays(step, table, max_blocks, with_states=False):
     The block tables have their first max_blocks columns, with blocks for tokens to come.
     """
     rows = step.rows
-    return (state_arrays(rows, max_blocks * table.block_size) if with_states else {}) | {
+    return (state_arrays(table, rows, max_blocks * table.block_size) if with_states else {}) | {
         "block_tables": table.block_tables[rows, :max_blocks],
         "live": np.ones(len(rows), np.int32),
         "stop_ids": table.stop_ids[rows],

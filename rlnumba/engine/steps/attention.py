@@ -35,7 +35,7 @@ class PagedAttention:
         # Made once, because it is the same for all layers with attention.
         self.sequences = sequences._replace(plan=plan_paged_attention(*heads, sequences))
         if config.has_linear_attention:
-            names = "cu_seqlens", "context_lens", "state_tables", "state_slots", "resumed"
+            names = "cu_seqlens", "context_lens", "state_tables", "state_slots", "resumed_at"
             self.state_sequences = StateSequences(*(arrays[name] for name in names))
 
     def forward(self, layer, qkv, w, ctx, out):
@@ -54,7 +54,8 @@ class PagedAttention:
 
     def delta_rule(self, layer, projected, weights, heads, memory, out):
         """The same as PackedAttention.delta_rule, from and to the states in the sequences' slots."""
-        states, key_rows, value_rows, decay_sums, conv_rows, page_rows = self.cache.slots[layer]
+        states, page_rows = self.cache.pages[layer]
+        key_rows, value_rows, decay_sums, conv_rows = self.cache.slots[layer]
         tokens = empty_tokens(len(out), heads, projected.dtype, memory.empty, out.dtype)
         delta_rule_inputs(projected, weights, heads, self.state_sequences, tokens, ConvCache(conv_rows, page_rows))
         cache = StateCache(states, key_rows, value_rows, decay_sums)

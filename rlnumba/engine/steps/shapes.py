@@ -32,7 +32,7 @@ PADDING = dict.fromkeys((*OF_NOTHING, "num_logprobs"), -1) | {"group_sizes": 1}
 # Arrays with an entry for each token, and for each sequence; those that padding does not lengthen so. The others have
 # an entry for each sampled token; in decode all of these are as many.
 OF_TOKENS = ("input_ids", "position_ids", "slot_mapping", "adapter_ids")
-OF_SEQUENCES = ("block_tables", "context_lens", "state_tables", "state_slots", "resumed")
+OF_SEQUENCES = ("block_tables", "context_lens", "state_tables", "state_slots", "resumed_at")
 OF_STEP = ("cu_seqlens", "num_steps")
 
 

@@ -75,7 +75,7 @@ def _delta_rule(tokens, sequences, cache, is_paged, block_states, errors, out):
     at the begin of each block and r, for the backward; empty where they are not asked for.
     """
     q, k, v, beta, log_decay = tokens
-    cu_seqlens, context_lens, state_tables, slots, resumed = sequences
+    cu_seqlens, context_lens, state_tables, slots, resumed_at = sequences
     states, key_rows, value_rows, decay_sums = cache
     _, heads, value_dim = v.shape
     key_dim, ratio = k.shape[2], heads // k.shape[1]
@@ -92,7 +92,7 @@ def _delta_rule(tokens, sequences, cache, is_paged, block_states, errors, out):
             end = begin
         if is_paged and begin < end:
             start, slot = context_lens[b] - (end - begin), slots[b]
-            block = start // BLOCK if resumed[b] == 1 or start == 0 else (start - 1) // BLOCK
+            block = start // BLOCK if start == resumed_at[b] or start == 0 else (start - 1) // BLOCK
             filled = start - block * BLOCK
             if block > 0:
                 state[:] = states[state_tables[b, block - 1], head, 0]

@@ -84,7 +84,8 @@ class ConvCache(NamedTuple):
     """Columns of the channels before a sequence's new tokens, of the model's dtype.
 
     rows (slots, R, channels): position p is in row p % R, R at least 3 and the tokens of a call that may be taken back.
-    page_rows (pages, 3, channels): the three tokens before the boundary of each page of states.
+    page_rows (pages, 3, channels): the three tokens before the boundary of each page of states, read by sequences that
+    resume there, as long as their convolution reaches back so far.
     """
 
     rows: object
@@ -152,7 +153,7 @@ def delta_rule_inputs_kernel(heads, is_paged):
             return
         if is_paged:
             start, slot = sequences.context_lens[b] - (sequences.cu_seqlens[b + 1] - begin), sequences.slots[b]
-            state_len = state_blocks(start, sequences.resumed[b]) * BLOCK
+            state_len = state_blocks(start, sequences.resumed_at[b]) * BLOCK
             if sequences.context_lens[b] == 0:
                 return
         position, is_value = start + t - begin, unit >= 2 * key_heads
@@ -172,9 +173,10 @@ def delta_rule_inputs_kernel(heads, is_paged):
                     if row >= begin:
                         x = widen(projected[row, channel])
                     elif is_paged and before >= 0:
-                        if start == state_len and start > 0:
-                            source = sequences.state_tables[b, start // BLOCK - 1]
-                            x = widen(cache.page_rows[source, before - start + TAPS - 1, channel])
+                        if before < sequences.resumed_at[b]:
+                            resumed_at = sequences.resumed_at[b]
+                            source = sequences.state_tables[b, resumed_at // BLOCK - 1]
+                            x = widen(cache.page_rows[source, before - resumed_at + TAPS - 1, channel])
                         else:
                             x = widen(cache.rows[slot, before % cache.rows.shape[1], channel])
                     if page >= 0 and tap < TAPS - 1:
@@ -370,7 +372,7 @@ def delta_rule_inputs(projected, weights, heads, sequences, tokens, cache=None):
         check(op, "rows", cache.rows, (None, None, heads.channels), (projected.dtype,))
         check(op, "page_rows", cache.page_rows, (None, TAPS - 1, heads.channels), (projected.dtype,))
         sequence_count = len(sequences.cu_seqlens) - 1
-        places = {"context_lens": sequences.context_lens, "slots": sequences.slots, "resumed": sequences.resumed}
+        places = {"context_lens": sequences.context_lens, "slots": sequences.slots, "resumed_at": sequences.resumed_at}
         check_all(op, (sequence_count,), I32, **places)
     if device.name() == "cpu":
         x = projected[:, : heads.channels]
@@ -446,14 +448,16 @@ def _paged_taps(x, sequences, cache):
         if sequences.context_lens[b] == 0:
             continue
         start, slot = sequences.context_lens[b] - (end - begin), sequences.slots[b]
-        state_len = start if sequences.resumed[b] else max(start - 1, 0) // BLOCK * BLOCK
+        state_len = start if start == sequences.resumed_at[b] else max(start - 1, 0) // BLOCK * BLOCK
         rows, table = cache.rows[slot], sequences.state_tables[b]
         before = np.zeros((TAPS - 1, x.shape[1]), x.dtype)
         positions = start - (TAPS - 1) + np.arange(TAPS - 1)
-        if begin < end and start and start == state_len:
-            before[:] = cache.page_rows[table[start // BLOCK - 1]]
-        else:
-            before[positions >= 0] = rows[positions[positions >= 0] % len(rows)]
+        resumed_at = sequences.resumed_at[b]
+        for i, position in enumerate(positions):
+            if 0 <= position < resumed_at:
+                before[i] = cache.page_rows[table[resumed_at // BLOCK - 1], position - resumed_at + TAPS - 1]
+            elif position >= 0:
+                before[i] = rows[position % len(rows)]
         whole = np.concatenate([before, x[begin:end]])
         for tap in range(TAPS):
             taps[begin:end, tap] = whole[tap : tap + end - begin]

@@ -60,7 +60,7 @@ def paged_delta_rule(tokens, sequences, cache, out):
     op = "paged_delta_rule"
     _, key_heads, heads, key_dim, value_dim = _check_tokens(op, tokens)
     count, operand = check_bounds(op, "cu_seqlens", sequences.cu_seqlens), (tokens.q.dtype,)
-    places = {"context_lens": sequences.context_lens, "slots": sequences.slots, "resumed": sequences.resumed}
+    places = {"context_lens": sequences.context_lens, "slots": sequences.slots, "resumed_at": sequences.resumed_at}
     check_all(op, (count,), I32, **places)
     check(op, "state_tables", sequences.state_tables, (count, None), I32)
     check(op, "states", cache.states, (None, heads, planes_of(tokens.q.dtype), key_dim, value_dim), operand)

@@ -50,9 +50,9 @@ def decay_between(later, earlier):
 
 
 @device_function
-def state_blocks(start, resumed):
+def state_blocks(start, resumed_at):
     """Blocks of a sequence, whose new tokens begin at position `start`, that the state has which is read."""
-    return start // BLOCK if resumed == 1 or start == 0 else (start - 1) // BLOCK
+    return start // BLOCK if start == resumed_at or start == 0 else (start - 1) // BLOCK
 
 
 @device_function
@@ -124,7 +124,7 @@ def delta_rule_kernel(key_dim, is_half, is_paged, is_saved):
             return
         if is_paged:
             start, slot = sequences.context_lens[b] - (end - begin), sequences.slots[b]
-            block = state_blocks(start, sequences.resumed[b])
+            block = state_blocks(start, sequences.resumed_at[b])
             filled = start - block * BLOCK
             page = sequences.state_tables[b, block - 1] if block > 0 else -1
         for e in range(warp, key_dim, 2):

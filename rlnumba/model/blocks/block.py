@@ -41,7 +41,7 @@ class ForwardContext:
 
 
 class CacheArray(NamedTuple):
-    """One array of a block's cache: its name, the shape of what block_size tokens or a sequence have, and the dtype."""
+    """One array of a block's cache: its name, the shape of what tokens, a state or a sequence have, and the dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -129,8 +129,12 @@ class Block:
         """The CacheArrays of block_size tokens: tuple, empty for a block that reads one token at a time."""
         return ()
 
+    def page_entry(self, config, dtype):
+        """The CacheArrays of a state at a block's end: tuple, empty for a block whose cache has all of its tokens."""
+        return ()
+
     def slot_entry(self, config, dtype):
-        """The CacheArrays of one running sequence: tuple, empty for a block whose cache has all of its tokens."""
+        """The CacheArrays of a running sequence's last tokens, beside a page: tuple, empty where there are no pages."""
         return ()
 
     def matrix(self, name, columns, sources, cut, bias=False):

@@ -146,16 +146,19 @@ class LinearAttention(Block):
         dnormed = project_backward(layer, "in_proj", dprojected, normed, in_xa, w, grads, ctx)
         norm_backward(dnormed, x, w.input_norm, saved.rstd, dx, grads.input_norm, ctx)
 
-    def slot_entry(self, config, dtype):
+    def page_entry(self, config, dtype):
         heads, operand = heads_of(config), operand_dtype(dtype)
         state = heads.value_heads, planes_of(operand), heads.key_dim, heads.value_dim
+        rows = CacheArray("page_rows", (TAPS - 1, heads.channels), dtype)
+        return CacheArray("states", state, operand), rows
+
+    def slot_entry(self, config, dtype):
+        heads, operand = heads_of(config), operand_dtype(dtype)
         return (
-            CacheArray("states", state, operand),
             CacheArray("key_rows", (BLOCK, heads.key_heads, heads.key_dim), operand),
             CacheArray("value_rows", (BLOCK, heads.value_heads, heads.value_dim), operand),
             CacheArray("decay_sums", (BLOCK, heads.value_heads), F32),
             CacheArray("conv_rows", (CONV_ROWS, heads.channels), dtype),
-            CacheArray("page_rows", (TAPS - 1, heads.channels), dtype),
         )
 
     def products(self, config):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlnumba import data
-from rlnumba.engine.cache import block_bytes_of, slot_bytes_of
+from rlnumba.engine.cache import block_bytes_of, state_bytes_of
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, engine_config_for, longest_sequence
 from rlnumba.engine.parallel_size import weights_bytes
 from rlnumba.engine.runner import Runner
@@ -238,7 +238,8 @@ class Planner:
         """
         engine = run.engine
         block_bytes = block_bytes_of(config, BLOCK_SIZE, device.dtype(dtype))
-        slot_bytes = slot_bytes_of(config, min(engine.max_num_seqs, engine.max_num_batched_tokens), device.dtype(dtype))
+        seqs = min(engine.max_num_seqs, engine.max_num_batched_tokens)
+        state_bytes = state_bytes_of(config, seqs, device.dtype(dtype))
         limit = longest_sequence(config, engine)
         needed = [blocks_needed(min(n + run.train.max_completion_length, limit), BLOCK_SIZE) for n in prompts]
         least = max(needed)
@@ -251,8 +252,8 @@ class Planner:
             # Each of the processes that share a GPU has a part of its memory.
             own_bytes = self.total_bytes // self.num_sharing
             share = int(own_bytes * engine.gpu_memory_utilization) - regions["weights"] - regions.get("new weights", 0)
-            own = regions["engine activations"] + regions.get("attention", 0) + slot_bytes
-            room = min(share - own, own_bytes - others - slot_bytes)
+            own = regions["engine activations"] + regions.get("attention", 0) + state_bytes
+            room = min(share - own, own_bytes - others - state_bytes)
             most = engine.max_num_seqs * (blocks_needed(limit, BLOCK_SIZE) + 1)
             blocks = max(min(room // block_bytes, most), 0)
             notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens, engine.gpu_memory_utilization = "
@@ -262,8 +263,8 @@ class Planner:
             wanted = min(wanted, engine.max_num_seqs * (max(needed) + 1))
             blocks = max(least, min(wanted, CPU_CACHE_BYTES // block_bytes))
             notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens"
-        regions["kv"] = blocks * block_bytes + slot_bytes
-        return least * block_bytes + slot_bytes
+        regions["kv"] = blocks * block_bytes + state_bytes
+        return least * block_bytes + state_bytes
 
     def _prompts(self, max_prompt_length):
         """(the lengths of all prompts of a run with `[rewards]`, a list; tokens that all of them begin with)."""

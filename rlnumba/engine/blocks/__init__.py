@@ -1,0 +1,6 @@
+"""The blocks of the cache, and who has them.
+
+- block_manager.py: blocks of keys and values, references to them, and prefixes that are found by hash
+- prefix_groups.py: running sequences whose first blocks are the same, which attention reads once
+- state_pages.py: states of linear attention, and the sequences that resume at them
+"""

@@ -15,7 +15,7 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK
 from rlnumba.model.lora import Adapter
-from rlnumba.model.transformer import load_model
+from rlnumba.model.transformer import load_model, pack, score
 from rlnumba.runtime import device
 from tests.close import assert_same_bits
 
@@ -153,6 +153,23 @@ def test_a_page_is_taken_from_the_prompt_used_longest_ago(model):
     for each, other in zip(first, again, strict=True):
         assert each.token_ids == other.token_ids
         assert_same_bits(each.array("logprobs"), other.array("logprobs"))
+
+
+def test_the_next_turn_begins_at_the_last_state(model):
+    """Of the turn before, completion included; its log-probs are those of training."""
+    engine, params = Engine(model), SamplingParams(max_tokens=40, ignore_eos=True)
+    prompt = np.random.default_rng(5).integers(3, 144, 100).tolist()
+    context = prompt
+    for cached in (0, 2 * BLOCK, 2 * BLOCK):
+        engine.add_request("turn", context, params, first_context=prompt)
+        _, (finished,) = computed_tokens(engine)
+        completion = finished.completion
+        assert completion.num_cached_tokens == cached
+        sequence = [*context, *completion.token_ids]
+        logprobs = device.to_host(score(model, pack([sequence])).logprobs)[len(context) :]
+        assert_same_bits(completion.array("logprobs"), logprobs)
+        context = [*sequence, 7, 8, 9]
+    engine.release_retained("turn")
 
 
 def test_states_of_other_weights_are_not_found(model):

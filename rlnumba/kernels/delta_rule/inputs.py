@@ -24,7 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all, check_bounds, unused
-from rlnumba.kernels.delta_rule.arithmetic import BLOCK, LEAST_LOG_DECAY, StateSequences, Tokens, operand_dtype
+from rlnumba.kernels.delta_rule.arithmetic import (
+    BLOCK,
+    LEAST_LOG_DECAY,
+    LOG2_E,
+    StateSequences,
+    Tokens,
+    operand_dtype,
+)
 from rlnumba.kernels.delta_rule.simt import state_blocks
 from rlnumba.kernels.nn.elementwise import accumulate
 from rlnumba.kernels.nn.rmsnorm import add_partials
@@ -38,7 +45,6 @@ TAPS = 4
 # Rows of a slot of ConvCache where no token is taken back.
 CONV_ROWS = 4
 EPS = np.float32(1e-6)
-LOG2_E = np.float32(1.4426950408889634)
 # Warps of a block, each with a head of a token; tokens of a tile of the backward, and its threads.
 LINES = 4
 TOKENS, THREADS = 64, 128

@@ -148,6 +148,8 @@ def test_forms_on_the_numpy_device(rng, form):
 @pytest.mark.parametrize("form", [*FORMS, Form(True, 32, True)])
 def test_forms_on_a_gpu(rng, dtype, form):
     for shape in ((2, 3, 1, 48), (333, 16, 4, 256)):
+        if 2 * form.turned > shape[-1]:
+            continue
         run_all(rng, shape, dtype, True, form)
         run_all(rng, shape, dtype, False, form)
         run_to_cache(rng, shape, dtype, True, 300, 16, form)

@@ -88,9 +88,9 @@ class TimedEngine:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    def add_request(self, *arguments):
+    def add_request(self, *arguments, **options):
         began = time.perf_counter()
-        prompt = self._engine.add_request(*arguments)
+        prompt = self._engine.add_request(*arguments, **options)
         self._count("adding requests", began)
         return prompt
 

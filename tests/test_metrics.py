@@ -1,6 +1,7 @@
 """What a run writes: lines that are always JSON, files cut back at resume, pictures."""
 
 import json
+import os
 import sys
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from rlnumba.config import load_run
 from rlnumba.errors import UserError
-from rlnumba.reporting import files
+from rlnumba.reporting import files, metrics
 from rlnumba.reporting.files import cut_back, read_metrics, replacing
 from rlnumba.reporting.metrics import MetricsWriter
 from rlnumba.reporting.plots import plot, plot_apart, smooth
@@ -213,6 +214,31 @@ def test_another_process_draws_the_same(tmp_path):
     writer = MetricsWriter(tmp_path, 2, 2, draws_apart=True, report_to=[])
     writer.close()
     assert (tmp_path / "curves.png").read_bytes() == (tmp_path / "here.png").read_bytes()
+
+
+def test_a_run_draws_its_curves_again_apart(tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    for _ in range(2):
+        writer = MetricsWriter(tmp_path, 2, 0, draws_apart=True, report_to=[])
+        writer.log(1, {"loss": 1.0})
+        writer.draw()
+        writer.flush()
+        writer.close()
+        assert (tmp_path / "curves.png").stat().st_size > 1000
+        os.truncate(tmp_path / "curves.png", 0)
+
+
+def test_a_picture_that_fails_does_not_end_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(metrics, "SECONDS_BETWEEN_PLOTS", 0.0)
+    (tmp_path / "curves.png").mkdir()
+    writer = MetricsWriter(tmp_path, 2, 0, report_to=[])
+    for step in (1, 2):
+        writer.log(step, {"loss": 1.0})
+        writer.flush()
+    assert capsys.readouterr().err.count("curves.png was not drawn: ") == 2
+    (tmp_path / "curves.png").rmdir()
+    writer.close()
+    assert (tmp_path / "curves.png").exists()
 
 
 def test_plot_errors(tmp_path):

@@ -90,7 +90,7 @@ class MetricsWriter:
             tracker.log(step, numbers)
         self._console.show(step, metrics)
         if time.monotonic() - self._plotted_at > SECONDS_BETWEEN_PLOTS:
-            self._plot()
+            self._plot_on_the_way()
 
     @contextlib.contextmanager
     def logged_on_interruption(self, step, metrics):
@@ -150,7 +150,15 @@ class MetricsWriter:
 
     def draw(self):
         """Begins to draw curves.png: for a run that has more to do after its last step."""
-        self._background.submit(self._plot)
+        self._background.submit(self._plot_on_the_way)
+
+    def _plot_on_the_way(self):
+        """Draws curves.png; a picture that fails costs the run a line, not its end."""
+        try:
+            self._plot()
+        except UserError as error:
+            self._plotted_at = time.monotonic()
+            self._console.print(f"curves.png was not drawn: {error}")
 
     def _plot(self):
         if read_metrics(self.folder):

@@ -67,13 +67,13 @@ def _series(rows, name):
 
 def plot_apart(run_dirs, output):
     """plot in a process of its own: threads of this one that launch kernels need not wait for Python to draw."""
-    command = [sys.executable, "-m", "rlnumba", "plot", *map(str, run_dirs), "--output", str(output)]
+    command = [sys.executable, "-m", "rlnumba.reporting.plots", *map(str, run_dirs), str(output)]
     # In a session of its own, Ctrl-C in a terminal does not end it.
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     drawn = subprocess.run(command, **streams, text=True, start_new_session=True)
     if drawn.returncode:
         lines = drawn.stderr.splitlines() or [f"drawing ended with exit code {drawn.returncode}"]
-        raise UserError(lines[-1].removeprefix("rlnumba: "))
+        raise UserError(lines[-1])
 
 
 def plot(run_dirs, output):
@@ -148,3 +148,11 @@ def _draw(axis, runs, name, logarithmic):
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
     axis.margins(x=0.01)
+
+
+if __name__ == "__main__":
+    *run_dirs, output = map(Path, sys.argv[1:])
+    try:
+        plot(run_dirs, output)
+    except UserError as error:
+        sys.exit(str(error))

@@ -6,9 +6,12 @@ import pytest
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.few_rows import FewRowsDecoder
 from rlnumba.engine.runner import Runner
+from rlnumba.kernels.experts.ops import Dispatch, Routing, combine, dispatch, gather_rows, route
+from rlnumba.kernels.experts.shared_expert import add_shared_expert
 from rlnumba.kernels.gemm.ops import linear, linear_swiglu
 from rlnumba.kernels.nn.rmsnorm import rmsnorm
-from rlnumba.runtime import device, dispatch
+from rlnumba.runtime import device
+from rlnumba.runtime.dispatch import forced
 from rlnumba.runtime.launch import pdl_scope
 from tests.close import assert_same_bits
 from tests.engine.test_llm import drawn, make_model
@@ -36,11 +39,34 @@ def test_a_layers_gemms_and_norms(rng):
             linear(activated, down, stream, residual=stream)
         return stream
 
-    with dispatch.forced("sm90"):
+    with forced("sm90"):
         expected = chain()
         with pdl_scope():
             overlapped = chain()
     assert_same_bits(overlapped, expected)
+
+
+def test_experts_of_a_layer(rng):
+    """Router, dispatch, rows of experts, their sum and the shared expert, one after the other."""
+    bf16, tokens, num_experts, top_k, columns = device.dtype("bfloat16"), 3, 5, 2, 16
+    scores, x = (rng.standard_normal((tokens, n), np.float32).astype(bf16) for n in (num_experts, columns))
+
+    def chain():
+        """The output of experts that change nothing, plus the shared one."""
+        routing, dispatched = Routing.empty(tokens, top_k, bf16, np.zeros), Dispatch.empty(3, top_k, 5, np.zeros)
+        rows, out = np.zeros((tokens * top_k, columns), bf16), np.zeros((tokens, columns), bf16)
+        route(scores, True, routing)
+        dispatch(routing.experts, dispatched)
+        gather_rows(x, dispatched, rows)
+        combine(rows, routing.weights, dispatched, out)
+        add_shared_expert(x, x[:1], out, x, np.zeros(tokens, np.float32), out)
+        return out
+
+    expected = chain()
+    with pdl_scope():
+        overlapped = chain()
+    assert_same_bits(overlapped, expected)
+    assert np.abs(expected.astype(np.float32)).min() > 0
 
 
 def test_decode_steps_of_the_engine(monkeypatch):
@@ -58,7 +84,7 @@ def test_decode_steps_of_the_engine(monkeypatch):
         with pdl_scope():
             compute(runner, arrays, shape)
 
-    with dispatch.forced("sm90"):
+    with forced("sm90"):
         expected = drawn(LLM(model).generate([[1, 2, 3]], params))
         monkeypatch.setattr(Runner, "compute", overlapped)
         assert drawn(LLM(model).generate([[1, 2, 3]], params)) == expected

@@ -1,0 +1,404 @@
+"""Experts around their GEMMs: router, dispatch, rows gathered and combined, shared expert, load; with gradients."""
+
+import numpy as np
+import pytest
+
+from rlnumba.kernels.experts import ops, routing, rows, shared_expert
+from rlnumba.kernels.experts.ops import (
+    Dispatch,
+    RouterLoad,
+    Routing,
+    add_router_load,
+    combine,
+    combine_backward,
+    dispatch,
+    gather_rows,
+    gather_rows_backward,
+    route,
+    route_backward,
+    router_loss,
+)
+from rlnumba.kernels.experts.reference import (
+    combine_backward_ref,
+    combine_ref,
+    dispatch_ref,
+    route_backward_ref,
+    route_ref,
+    router_load_ref,
+    router_loss_ref,
+    shared_expert_backward_ref,
+    shared_expert_ref,
+    shares_ref,
+)
+from rlnumba.kernels.experts.shared_expert import add_shared_expert, add_shared_expert_backward
+from rlnumba.runtime import device
+from tests.close import assert_close, assert_gradient, assert_same_bits
+
+# Tokens, experts, experts a token, columns of a row.
+SHAPE, ONE, WIDE = (7, 5, 2, 24), (1, 1, 1, 1), (3, 70, 6, 13)
+REAL = [(1, 128, 8, 2048), (64, 256, 8, 2048), (4097, 128, 8, 2048), (16384, 256, 8, 1000), (0, 128, 8, 2048)]
+
+
+@pytest.fixture(params=["operators", pytest.param("kernels", marks=pytest.mark.sim)])
+def each_device():
+    """Runs a test on the device of the process, and in the simulator, too."""
+
+
+def full(shape, dtype, value=np.nan):
+    """An array of the device; integers are -7."""
+    return device.xp().full(shape, -7 if np.dtype(dtype) == np.int32 else value, dtype)
+
+
+def random(rng, shape, dtype):
+    return rng.standard_normal(shape, np.float32).astype(device.dtype(dtype))
+
+
+def wide(*arrays):
+    return [np.asarray(array, np.float64) for array in arrays]
+
+
+def on_device(*arrays):
+    """Copies, which may be overwritten."""
+    return [device.asarray(np.array(array, order="C")) for array in arrays]
+
+
+def routed(scores, top_k, normalise, recorded=None):
+    """The Routing of scores on the host."""
+    routing = Routing.empty(len(scores), top_k, scores.dtype, full)
+    arrays = [None if x is None else device.asarray(x) for x in (scores, recorded)]
+    route(arrays[0], normalise, routing, arrays[1])
+    return routing
+
+
+def dispatched_of(experts, num_experts):
+    """The Dispatch of experts on the host."""
+    dispatched = Dispatch.empty(*experts.shape, num_experts, full)
+    dispatch(device.asarray(experts), dispatched)
+    return dispatched
+
+
+def check_route(rng, shape, dtype, normalise):
+    tokens, num_experts, top_k, _ = shape
+    scores = 2 * random(rng, (tokens, num_experts), dtype)
+    # Ties, which are frequent in 16 bits.
+    scores[::2] = np.round(scores[::2].astype(np.float32)).astype(scores.dtype)
+    routing = routed(scores, top_k, normalise)
+    experts, weights = route_ref(scores.astype(np.float64), top_k, normalise)
+    assert_same_bits(routing.experts, experts, "experts")
+    assert_close(routing.weights, weights, terms=num_experts, what="weights")
+    others = np.argsort(rng.random(scores.shape), axis=1)[:, :top_k].astype(np.int32)
+    others[1::3, 0] = -1
+    replayed = routed(scores, top_k, normalise, others)
+    experts, weights = route_ref(scores.astype(np.float64), top_k, normalise, others)
+    assert_same_bits(replayed.experts, experts, "recorded experts")
+    assert_close(replayed.weights, weights, terms=num_experts, what="weights of recorded experts")
+
+    dweights, slopes = rng.standard_normal((tokens, top_k), np.float32), rng.standard_normal(num_experts, np.float32)
+    for given in (None, slopes):
+        dscores = full(scores.shape, scores.dtype)
+        arguments = *on_device(dweights, scores, experts), normalise, dscores
+        route_backward(*arguments, None if given is None else device.asarray(given))
+        expected = route_backward_ref(*wide(dweights, scores), experts, normalise, given)
+        # Terms of either sign cancel.
+        scale = float(np.max(np.abs(dweights), initial=0)) + (0 if given is None else np.abs(given).max())
+        assert_close(dscores, expected, terms=num_experts, scale=scale, what="dscores")
+
+
+def check_rows(rng, shape, dtype):
+    tokens, num_experts, top_k, columns = shape
+    experts = np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :top_k].astype(np.int32)
+    dispatched = dispatched_of(experts, num_experts)
+    for name, found, expected in zip(Dispatch._fields, dispatched, dispatch_ref(experts, num_experts), strict=True):
+        assert_same_bits(found, expected, name)
+    slot_of = device.to_host(dispatched.slot_of)
+    x, dout, residual = (random(rng, (tokens, columns), dtype) for _ in range(3))
+    rows, weights = random(rng, (tokens * top_k, columns), dtype), random(rng, (tokens, top_k), dtype)
+    gathered = full(rows.shape, x.dtype)
+    gather_rows(device.asarray(x), dispatched, gathered)
+    assert_same_bits(gathered, x[device.to_host(dispatched.row_of)], "gathered")
+
+    def check_sum(run, weights, residual, what):
+        out = full(x.shape, x.dtype)
+        run(out)
+        if dtype != "float32" or weights is None:
+            assert_same_bits(out, combine_ref(rows, weights, slot_of, residual), what)
+        others = [None if array is None else wide(array)[0] for array in (weights, residual)]
+        expected = combine_ref(*wide(rows), others[0], slot_of, others[1])
+        assert_close(out, expected, terms=top_k, scale=20, what=what)
+
+    rows_d, weights_d, residual_d = on_device(rows, weights, residual)
+    check_sum(lambda out: combine(rows_d, weights_d, dispatched, out), weights, None, "combined")
+    check_sum(lambda out: combine(rows_d, weights_d, dispatched, out, residual_d), weights, residual, "with residual")
+    check_sum(lambda out: gather_rows_backward(rows_d, dispatched, out), None, None, "dx")
+
+    dweights = full(weights.shape, np.float32)
+    drows, expected = combine_backward_ref(*wide(dout, rows, weights), slot_of)
+    # The gradient takes the place of the rows.
+    combine_backward(device.asarray(dout), rows_d, weights_d, dispatched, rows_d, dweights)
+    assert_same_bits(rows_d, drows.astype(x.dtype), "drows")
+    assert_close(dweights, expected, terms=columns, scale=10 * np.sqrt(columns), what="dweights")
+
+
+def check_shared_expert(rng, shape, dtype):
+    rows, columns = shape[0], shape[3]
+    x, y, shared, dout, dx = (random(rng, (rows, columns), dtype) for _ in range(5))
+    weight = random(rng, (1, columns), dtype)
+    z, out = full((rows,), np.float32), full(x.shape, x.dtype)
+    arrays = on_device(x, weight, y, shared)
+    add_shared_expert(*arrays, z, out)
+    expected_z, expected = shared_expert_ref(*wide(x, weight, y, shared))
+    assert_close(z, expected_z, dtype=dtype, terms=columns, scale=4 * np.sqrt(columns), what="z")
+    assert_close(out, expected, terms=columns, scale=10, what="out")
+    if dtype != "float32":
+        # z is where it is rounded; the rest follows from it, but for a sigmoid that is nearly halfway.
+        gate = 1 / (1 + np.exp(-device.to_host(z).astype(np.float64)))
+        expected = y + gate.astype(np.float32).astype(x.dtype)[:, None] * shared
+        assert np.sum(device.to_host(out) != expected) <= 0.01 * out.size
+    dweight, dx_d, dout_d = full(weight.shape, np.float32, 1.0), device.asarray(dx.copy()), device.asarray(dout)
+    dshared = arrays[3]
+    add_shared_expert_backward(dout_d, arrays[0], arrays[1], dshared, z, (dshared, dx_d), dweight)
+    zs = device.to_host(z)
+    expected = shared_expert_backward_ref(*wide(dout, x, weight, shared, zs))
+    # The gate is rounded in 16 bits.
+    size = 10 * np.sqrt(columns)
+    assert_close(dshared, expected[0], terms=4, scale=10, what="dshared")
+    assert_close(dx_d, wide(dx)[0] + expected[1], terms=columns, scale=size, what="dx")
+    scale = size * np.sqrt(max(rows, 1))
+    assert_close(dweight, expected[2] + 1, dtype=dtype, terms=columns + rows, scale=scale, what="dweight")
+    before = device.to_host(dweight).copy()
+    add_shared_expert_backward(dout_d, arrays[0], arrays[1], on_device(shared)[0], z, (dshared, dx_d), None)
+    assert_same_bits(dweight, before)
+
+
+def check_load(rng, shape, dtype):
+    tokens, num_experts, top_k, _ = shape
+    counts, shares = full((num_experts,), np.int32), full((num_experts,), np.float32, 0.25)
+    load = RouterLoad(counts, shares)
+    scores = random(rng, (tokens, num_experts), dtype)
+    experts, _ = route_ref(scores, top_k, True)
+    add_router_load(device.asarray(scores), dispatched_of(experts, num_experts), load)
+    expected_counts, expected = router_load_ref(*wide(scores), dispatch_ref(experts, num_experts)[0])
+    assert_same_bits(counts, (expected_counts - 7).astype(np.int32), "counts")
+    assert_close(shares, expected + 0.25, terms=tokens + num_experts, scale=tokens + 1, what="shares")
+    loss, slopes = full((1,), np.float32), full((num_experts,), np.float32)
+    router_loss(load, tokens + 1, 0.5, loss, slopes)
+    expected = router_loss_ref(device.to_host(counts), *wide(device.to_host(shares)), tokens + 1, 0.5)
+    for name, found, wanted in zip(("loss", "slopes"), (loss, slopes), expected, strict=True):
+        size = num_experts * 10 * (1 if name == "loss" else np.abs(wanted).max())
+        assert_close(found, np.reshape(wanted, found.shape), terms=num_experts, scale=size, what=name)
+
+
+def check_all(rng, shape, dtype):
+    check_route(rng, shape, dtype, True)
+    check_route(rng, shape, dtype, False)
+    check_rows(rng, shape, dtype)
+    check_shared_expert(rng, shape, dtype)
+    check_load(rng, shape, dtype)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_gradient_of_router(rng, normalise):
+    scores, upstream = rng.standard_normal((3, 5)), rng.standard_normal((3, 2))
+    experts, _ = route_ref(scores, 2, True)
+    experts[1] = 4, 0
+    counts = np.bincount(experts.reshape(-1), minlength=5)
+
+    def weights_loss():
+        return float(np.sum(route_ref(scores, 2, normalise, experts)[1] * upstream))
+
+    assert_gradient(weights_loss, route_backward_ref(upstream, scores, experts, normalise), scores)
+
+    def whole_loss():
+        return weights_loss() + 0.3 * router_loss_ref(counts, np.sum(shares_ref(scores), axis=0), 3, 1.0)[0]
+
+    slopes = router_loss_ref(counts, np.zeros(5), 3, 0.3)[1]
+    assert_gradient(whole_loss, route_backward_ref(upstream, scores, experts, normalise, slopes), scores)
+
+
+def test_gradients_of_references(rng):
+    experts, upstream = np.array([[0, 3], [4, 1], [3, 1]]), rng.standard_normal((3, 2))
+    slot_of = dispatch_ref(experts, 5)[2]
+    rows, dout = rng.standard_normal((6, 4)), rng.standard_normal((3, 4))
+
+    def combined_loss():
+        return float(np.sum(combine_ref(rows, upstream, slot_of) * dout))
+
+    for array, gradient in zip((rows, upstream), combine_backward_ref(dout, rows, upstream, slot_of), strict=True):
+        assert_gradient(combined_loss, gradient, array)
+    x, row_of, drows = rng.standard_normal((3, 4)), dispatch_ref(experts, 5)[1], rng.standard_normal((6, 4))
+    assert_gradient(lambda: float(np.sum(x[row_of] * drows)), combine_ref(drows, None, slot_of), x)
+    weight, y, shared = rng.standard_normal((1, 4)), rng.standard_normal((3, 4)), rng.standard_normal((3, 4))
+    z, _ = shared_expert_ref(x, weight, y, shared)
+    gradients = shared_expert_backward_ref(dout, x, weight, shared, z)
+    for array, gradient in zip((shared, x, weight), gradients, strict=True):
+        assert_gradient(lambda: float(np.sum(shared_expert_ref(x, weight, y, shared)[1] * dout)), gradient, array)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, ONE, WIDE, (200, 128, 8, 40), (0, 4, 2, 3)])
+def test_numpy_device(rng, shape):
+    if device.name() != "cpu":
+        pytest.skip("the reference as operator")
+    check_all(rng, shape, "float32")
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_simulator(rng, dtype):
+    for shape in (SHAPE, ONE) if dtype != "float16" else (WIDE,):
+        check_all(rng, shape, dtype)
+
+
+@pytest.mark.sim
+def test_simulator_without_tokens(rng):
+    check_all(rng, (0, 3, 2, 8), "bfloat16")
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("tokens, threads", [(150, 1024), (150, 32)])
+def test_sorting_by_several_warps_and_steps(rng, monkeypatch, tokens, threads):
+    """Two steps of 128 choices and some: of three warps, or of one; many choices of one expert, none of another."""
+    monkeypatch.setattr(ops, "SORT_THREADS", threads)
+    experts = np.where(rng.random((tokens, 1)) < 0.7, [[2, 0]], [[3, 2]]).astype(np.int32)
+    dispatched = dispatched_of(experts, 4)
+    for name, found, expected in zip(Dispatch._fields, dispatched, dispatch_ref(experts, 4), strict=True):
+        assert_same_bits(found, expected, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", REAL)
+def test_gpu(rng, shape, dtype):
+    check_all(rng, shape, dtype)
+
+
+@pytest.mark.usefixtures("each_device")
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_order_of_the_chosen():
+    """By descending score, ties by ascending index, also of zeros of either sign; a NaN as -inf, for its row alone."""
+    nan, inf = np.nan, np.inf
+    scores = [[1, 3, 3, 2], [0.0, -0.0, 0.0, -1], [nan, -5, nan, -6], [-inf, nan, 0, -inf], [nan] * 4, [-inf] * 4]
+    experts, weights = map(device.to_host, routed(np.array(scores, np.float32), 3, True))
+    wanted = [[1, 2, 3], [0, 1, 2], [1, 3, 0], [2, 0, 1], [0, 1, 2], [0, 1, 2]]
+    assert experts.tolist() == wanted
+    assert np.isnan(weights[2:]).all() and np.isfinite(weights[:2]).all()
+    assert_close(weights[1], np.full(3, 1 / 3))
+
+
+@pytest.mark.usefixtures("each_device")
+def test_replay_of_the_own_choice_changes_no_bits(rng):
+    scores = random(rng, (6, 9), "float32")
+    routing = routed(scores, 3, True)
+    replayed = routed(scores, 3, True, device.to_host(routing.experts))
+    for found, expected in zip(replayed, routing, strict=True):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.usefixtures("each_device")
+def test_recorded_experts_far_below_the_largest(rng):
+    """Their softmax is 0, so are their weights and gradient; without normalise, too."""
+    scores = np.array([[0, -200, -300, 1]], np.float32)
+    recorded = np.array([[2, 1]], np.int32)
+    for normalise in (False, True):
+        routing = routed(scores, 2, normalise, recorded)
+        assert device.to_host(routing.weights).tolist() == [[0, 0]]
+        dscores = full((1, 4), np.float32)
+        dweights, scores_d = on_device(np.ones((1, 2), np.float32), scores)
+        route_backward(dweights, scores_d, routing.experts, normalise, dscores)
+        assert device.to_host(dscores).tolist() == [[0, 0, 0, 0]]
+
+
+@pytest.mark.usefixtures("each_device")
+def test_a_token_depends_on_itself_alone(rng):
+    """Alone and in reversed order a token has the bits that it has among others."""
+    tokens, num_experts, top_k, columns = (5, 37, 3, 20) if device.name() == "sim" else (65, 128, 8, 136)
+    dtype = "float32" if device.name() == "cpu" else "bfloat16"
+    scores, x = random(rng, (tokens, num_experts), dtype), random(rng, (tokens, columns), dtype)
+    weight, dout = random(rng, (1, columns), dtype), random(rng, (tokens, columns), dtype)
+    dweights = rng.standard_normal((tokens, top_k), np.float32)
+
+    def run(chosen):
+        """What a token's results are, as arrays whose first axis is the tokens'."""
+        count, arrays = len(chosen), on_device(*(array[chosen] for array in (scores, x, dout, dweights)))
+        routing = routed(scores[chosen], top_k, True)
+        dispatched = dispatched_of(device.to_host(routing.experts), num_experts)
+        rows, drows = (full((count * top_k, columns), x.dtype) for _ in range(2))
+        gather_rows(arrays[1], dispatched, rows)
+        out, dx, result = (full((count, columns), x.dtype) for _ in range(3))
+        combine(rows, routing.weights, dispatched, out)
+        of_weights, z = full((count, top_k), np.float32), full((count,), np.float32)
+        combine_backward(arrays[2], rows, routing.weights, dispatched, drows, of_weights)
+        gather_rows_backward(drows, dispatched, dx)
+        dscores, dshared = full((count, num_experts), x.dtype), full((count, columns), x.dtype)
+        route_backward(arrays[3], arrays[0], routing.experts, True, dscores)
+        add_shared_expert(arrays[1], device.asarray(weight), out, arrays[2], z, result)
+        gate_dx, shared = full((count, columns), x.dtype, 0.0), (arrays[1], device.asarray(weight), arrays[1], z)
+        add_shared_expert_backward(arrays[2], *shared, (dshared, gate_dx), None)
+        return *routing, out, of_weights, dx, dscores, z, result, dshared, gate_dx
+
+    together = run(np.arange(tokens))
+    for chosen in ([0], [tokens - 1], np.arange(tokens)[::-1]):
+        for found, expected in zip(run(np.array(chosen)), together, strict=True):
+            assert_same_bits(found, device.to_host(expected)[chosen])
+
+
+@pytest.mark.parametrize("element", ["float32", "uint16"])
+def test_kernels_compile_for_gpus(compile_offline, element):
+    """For rows and experts of Qwen3-30B-A3B and of Qwen3.5-35B-A3B."""
+    if device.name() != "cpu":
+        pytest.skip("compiles without a GPU")
+    X, F1, F2, I1, I2 = f"{element}[:,::1]", "float32[::1]", "float32[:,::1]", "int32[::1]", "int32[:,::1]"
+    kind, vector, word = ("bfloat16", 8, np.uint16) if element == "uint16" else ("float32", 4, np.uint32)
+    W, layout = f"{np.dtype(word)}[:,::1]", (vector, False, 2048 // vector // rows.THREADS)
+    cases = [
+        (rows.dispatch_kernel(8, 4), [I1, "int64", I1, I1, I1]),
+        (rows.gather_rows_kernel(8, word, *layout), [W, I2, W]),
+        (rows.combine_kernel(8, kind, *layout), [X, I2, X, X, X]),
+        (rows.combine_backward_kernel(8, vector, vector, False), [X, X, I2, X, X, F2]),
+        (shared_expert.shared_expert_kernel(kind, vector, False), [X, X, X, X, F1, X]),
+        (shared_expert.shared_expert_backward_kernel(vector, vector, False), [X, X, X, F1, X, X, F1]),
+    ]
+    for num_experts in (128, 256):
+        cases += [
+            (routing.route_kernel(num_experts, 8, True), [X, I2, I2, X]),
+            (routing.route_backward_kernel(num_experts, 8, True), [F2, X, I2, F1, X]),
+            (routing.router_load_kernel(num_experts), [X, I1, I1, F2]),
+        ]
+    troubles = []
+    for kernel, types in cases:
+        for architecture in ((8, 0), (9, 0)):
+            troubles += compile_offline(kernel, types, architecture)
+    assert not troubles, "\n".join(troubles)
+
+
+def test_wrong_arguments_are_named():
+    xp = device.xp()
+    scores, routing = xp.zeros((2, 4), np.float32), Routing.empty(2, 2, np.float32, xp.zeros)
+    with pytest.raises(ValueError, match=r"route: weights must be \(2, 2\) float32, got \(2, 2\) float16"):
+        route(scores, True, routing._replace(weights=xp.zeros((2, 2), np.float16)))
+    with pytest.raises(ValueError, match="route: a token must have 1 to 4 of 4 experts, got 5"):
+        route(scores, True, Routing.empty(2, 5, np.float32, xp.zeros))
+    with pytest.raises(ValueError, match="route: scores must be of 1 to 512 experts, got 513"):
+        route(xp.zeros((2, 513), np.float32), True, routing)
+    dispatched = Dispatch.empty(2, 2, 4, xp.zeros)
+    with pytest.raises(ValueError, match=r"dispatch: experts must be \(2, 2\) int32, got \(2, 3\) int32"):
+        dispatch(xp.zeros((2, 3), np.int32), dispatched)
+    with pytest.raises(ValueError, match=r"combine: rows must be \(4, any\) .*, got \(5, 3\) float32"):
+        combine(xp.zeros((5, 3), np.float32), routing.weights, dispatched, xp.zeros((2, 3), np.float32))
+    if device.name() == "cpu":
+        with pytest.raises(ValueError, match=r"dispatch: experts must be in \[0, 4\), got 4"):
+            dispatch(np.array([[0, 1], [4, 2]], np.int32), dispatched)
+        with pytest.raises(ValueError, match=r"route: recorded must be in \[0, 4\), got -1"):
+            route(scores, True, routing, np.array([[-1, 9], [2, -1]], np.int32))
+
+
+@pytest.mark.sim
+def test_experts_outside_of_the_range():
+    """Kernels give them no memory that is not theirs, and a weight of NaN."""
+    if device.name() == "cpu":
+        pytest.skip("the cpu device raises")
+    recorded = np.array([[1, 4], [0, 2]], np.int32)
+    routing = routed(np.zeros((2, 3), np.float32), 2, False, recorded)
+    weights = device.to_host(routing.weights)
+    assert np.isnan(weights).tolist() == [[False, True], [False, False]]
+    starts, row_of, _ = map(device.to_host, dispatched_of(np.array([[1, 4], [0, -9]], np.int32), 3))
+    assert starts.tolist() == [0, 1, 2, 4] and row_of.tolist() == [1, 0, 0, 1]

@@ -82,6 +82,9 @@ def check_route(rng, shape, dtype, normalise):
     scores = 2 * random(rng, (tokens, num_experts), dtype)
     # Ties, which are frequent in 16 bits.
     scores[::2] = np.round(scores[::2].astype(np.float32)).astype(scores.dtype)
+    # Their exponentials are infinite, or 0, unless the largest is taken off.
+    scores[-1:] += 150
+    scores[1:2] -= 150
     routing = routed(scores, top_k, normalise)
     experts, weights = route_ref(scores.astype(np.float64), top_k, normalise)
     assert_same_bits(routing.experts, experts, "experts")
@@ -149,6 +152,7 @@ def check_shared_expert(rng, shape, dtype):
     expected_z, expected = shared_expert_ref(*wide(x, weight, y, shared))
     assert_close(z, expected_z, dtype=dtype, terms=columns, scale=4 * np.sqrt(columns), what="z")
     assert_close(out, expected, terms=columns, scale=10, what="out")
+    assert_same_bits(z, device.to_host(z).astype(x.dtype).astype(np.float32), "z is rounded")
     if dtype != "float32":
         # z is where it is rounded; the rest follows from it, but for a sigmoid that is nearly halfway.
         gate = 1 / (1 + np.exp(-device.to_host(z).astype(np.float64)))
@@ -262,6 +266,20 @@ def test_sorting_by_several_warps_and_steps(rng, monkeypatch, tokens, threads):
     dispatched = dispatched_of(experts, 4)
     for name, found, expected in zip(Dispatch._fields, dispatched, dispatch_ref(experts, 4), strict=True):
         assert_same_bits(found, expected, name)
+
+
+@pytest.mark.usefixtures("each_device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_order_of_the_sum(dtype):
+    """A token's rows are added in the order of its choices, in float32, whichever experts they are of."""
+    dispatched = dispatched_of(np.array([[5, 3, 4, 0, 2, 1]], np.int32), 6)
+    terms = np.array([[2**26], [1], [-(2**26)], [1], [1], [1]], device.dtype(dtype))
+    rows, weights = np.empty_like(terms), np.ones((1, 6), terms.dtype)
+    rows[device.to_host(dispatched.slot_of)[0]] = terms
+    for run in (lambda *x: combine(x[0], device.asarray(weights), *x[1:]), gather_rows_backward):
+        out = full((1, 1), terms.dtype)
+        run(device.asarray(rows), dispatched, out)
+        assert float(device.to_host(out)[0, 0]) == 3
 
 
 @pytest.mark.gpu

@@ -42,6 +42,7 @@ BENCHES = (
     Bench("logprob", "bench/kernels/logprob.py", 120),
     Bench("sampling", "bench/kernels/sampling.py", 60),
     Bench("memory", "bench/kernels/memory.py", 90),
+    Bench("experts", "bench/kernels/experts.py", 60),
     Bench("launch", "bench/kernels/launch.py", 30),
     Bench("decoder", "bench/kernels/decoder.py", 60),
     Bench("engine", "bench/engine.py --workloads single,fixed\\ 64,fixed\\ 256", 120),

@@ -36,7 +36,7 @@ from tests.close import assert_close, assert_gradient, assert_same_bits
 
 # Tokens, experts, experts a token, columns of a row.
 SHAPE, ONE, WIDE = (7, 5, 2, 24), (1, 1, 1, 1), (3, 70, 6, 13)
-REAL = [(1, 128, 8, 2048), (64, 256, 8, 2048), (4097, 128, 8, 2048), (16384, 256, 8, 1000), (0, 128, 8, 2048)]
+REAL = [(1, 128, 8, 2048), (64, 256, 8, 2048), (1031, 128, 8, 2048), (9000, 256, 8, 72), (0, 128, 8, 2048)]
 
 
 @pytest.fixture(params=["operators", pytest.param("kernels", marks=pytest.mark.sim)])

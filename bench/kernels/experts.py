@@ -32,7 +32,6 @@ from rlnumba.kernels.experts.ops import (
     route,
     route_backward,
 )
-from rlnumba.kernels.experts.shared_expert import add_shared_expert, add_shared_expert_backward
 from rlnumba.runtime import device
 from rlnumba.runtime.launch import pdl_scope
 
@@ -45,10 +44,8 @@ class Layer:
     def __init__(self, tokens, num_experts, top_k, columns):
         dtype, f32 = device.dtype("bfloat16"), np.float32
         scores, dscores = random_array(tokens, num_experts), random_array(tokens, num_experts)
-        x, out, dx, shared = (random_array(tokens, columns) for _ in range(4))
-        rows, weight = random_array(tokens * top_k, columns), random_array(1, columns)
-        dweights, z = cupy.zeros((tokens, top_k), f32), cupy.zeros(tokens, f32)
-        dgate = cupy.zeros((1, columns), f32)
+        x, out, dx = (random_array(tokens, columns) for _ in range(3))
+        rows, dweights = random_array(tokens * top_k, columns), cupy.zeros((tokens, top_k), f32)
         routing = Routing.empty(tokens, top_k, dtype, cupy.empty)
         dispatched = Dispatch.empty(tokens, top_k, num_experts, cupy.empty)
         load = RouterLoad(cupy.zeros(num_experts, np.int32), cupy.zeros(num_experts, f32))
@@ -57,7 +54,6 @@ class Layer:
             "dispatch": (lambda: dispatch(routing.experts, dispatched), [routing.experts, *dispatched]),
             "gather_rows": (lambda: gather_rows(x, dispatched, rows), [x, rows]),
             "combine": (lambda: combine(rows, routing.weights, dispatched, out, x), [rows, x, out]),
-            "add_shared_expert": (lambda: add_shared_expert(x, weight, out, shared, z, out), [x, shared, out, out]),
             "combine_backward": (
                 lambda: combine_backward(x, rows, routing.weights, dispatched, rows, dweights),
                 [x, rows, rows],
@@ -66,10 +62,6 @@ class Layer:
             "route_backward": (
                 lambda: route_backward(dweights, scores, routing.experts, True, dscores),
                 [scores, dscores, routing.experts, dweights],
-            ),
-            "add_shared_expert_backward": (
-                lambda: add_shared_expert_backward(out, x, weight, shared, z, (shared, dx), dgate),
-                [out, x, x, shared, shared, dx, dx],
             ),
             "add_router_load": (lambda: add_router_load(scores, dispatched, load), [scores]),
         }

@@ -1,9 +1,9 @@
-"""Experts around their GEMMs: router, dispatch, rows gathered and combined, shared expert, load; with gradients."""
+"""Experts around their GEMMs: router, dispatch, rows gathered and combined, load; with gradients."""
 
 import numpy as np
 import pytest
 
-from rlnumba.kernels.experts import ops, routing, rows, shared_expert
+from rlnumba.kernels.experts import ops, routing, rows
 from rlnumba.kernels.experts.ops import (
     Dispatch,
     RouterLoad,
@@ -26,11 +26,8 @@ from rlnumba.kernels.experts.reference import (
     route_ref,
     router_load_ref,
     router_loss_ref,
-    shared_expert_backward_ref,
-    shared_expert_ref,
     shares_ref,
 )
-from rlnumba.kernels.experts.shared_expert import add_shared_expert, add_shared_expert_backward
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
 
@@ -134,44 +131,18 @@ def check_rows(rng, shape, dtype):
     check_sum(lambda out: combine(rows_d, weights_d, dispatched, out, residual_d), weights, residual, "with residual")
     check_sum(lambda out: gather_rows_backward(rows_d, dispatched, out), None, None, "dx")
 
+    def accumulate(out):
+        out[...] = residual_d
+        gather_rows_backward(rows_d, dispatched, out, accumulate=True)
+
+    check_sum(accumulate, None, residual, "dx accumulated")
+
     dweights = full(weights.shape, np.float32)
     drows, expected = combine_backward_ref(*wide(dout, rows, weights), slot_of)
     # The gradient takes the place of the rows.
     combine_backward(device.asarray(dout), rows_d, weights_d, dispatched, rows_d, dweights)
     assert_same_bits(rows_d, drows.astype(x.dtype), "drows")
     assert_close(dweights, expected, terms=columns, scale=10 * np.sqrt(columns), what="dweights")
-
-
-def check_shared_expert(rng, shape, dtype):
-    rows, columns = shape[0], shape[3]
-    x, y, shared, dout, dx = (random(rng, (rows, columns), dtype) for _ in range(5))
-    weight = random(rng, (1, columns), dtype)
-    z, out = full((rows,), np.float32), full(x.shape, x.dtype)
-    arrays = on_device(x, weight, y, shared)
-    add_shared_expert(*arrays, z, out)
-    expected_z, expected = shared_expert_ref(*wide(x, weight, y, shared))
-    assert_close(z, expected_z, dtype=dtype, terms=columns, scale=4 * np.sqrt(columns), what="z")
-    assert_close(out, expected, terms=columns, scale=10, what="out")
-    assert_same_bits(z, device.to_host(z).astype(x.dtype).astype(np.float32), "z is rounded")
-    if dtype != "float32":
-        # z is where it is rounded; the rest follows from it, but for a sigmoid that is nearly halfway.
-        gate = 1 / (1 + np.exp(-device.to_host(z).astype(np.float64)))
-        expected = y + gate.astype(np.float32).astype(x.dtype)[:, None] * shared
-        assert np.sum(device.to_host(out) != expected) <= 0.01 * out.size
-    dweight, dx_d, dout_d = full(weight.shape, np.float32, 1.0), device.asarray(dx.copy()), device.asarray(dout)
-    dshared = arrays[3]
-    add_shared_expert_backward(dout_d, arrays[0], arrays[1], dshared, z, (dshared, dx_d), dweight)
-    zs = device.to_host(z)
-    expected = shared_expert_backward_ref(*wide(dout, x, weight, shared, zs))
-    # The gate is rounded in 16 bits.
-    size = 10 * np.sqrt(columns)
-    assert_close(dshared, expected[0], terms=4, scale=10, what="dshared")
-    assert_close(dx_d, wide(dx)[0] + expected[1], terms=columns, scale=size, what="dx")
-    scale = size * np.sqrt(max(rows, 1))
-    assert_close(dweight, expected[2] + 1, dtype=dtype, terms=columns + rows, scale=scale, what="dweight")
-    before = device.to_host(dweight).copy()
-    add_shared_expert_backward(dout_d, arrays[0], arrays[1], on_device(shared)[0], z, (dshared, dx_d), None)
-    assert_same_bits(dweight, before)
 
 
 def check_load(rng, shape, dtype):
@@ -196,7 +167,6 @@ def check_all(rng, shape, dtype):
     check_route(rng, shape, dtype, True)
     check_route(rng, shape, dtype, False)
     check_rows(rng, shape, dtype)
-    check_shared_expert(rng, shape, dtype)
     check_load(rng, shape, dtype)
 
 
@@ -231,11 +201,6 @@ def test_gradients_of_references(rng):
         assert_gradient(combined_loss, gradient, array)
     x, row_of, drows = rng.standard_normal((3, 4)), dispatch_ref(experts, 5)[1], rng.standard_normal((6, 4))
     assert_gradient(lambda: float(np.sum(x[row_of] * drows)), combine_ref(drows, None, slot_of), x)
-    weight, y, shared = rng.standard_normal((1, 4)), rng.standard_normal((3, 4)), rng.standard_normal((3, 4))
-    z, _ = shared_expert_ref(x, weight, y, shared)
-    gradients = shared_expert_backward_ref(dout, x, weight, shared, z)
-    for array, gradient in zip((shared, x, weight), gradients, strict=True):
-        assert_gradient(lambda: float(np.sum(shared_expert_ref(x, weight, y, shared)[1] * dout)), gradient, array)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, ONE, WIDE, (200, 128, 8, 40), (0, 4, 2, 3)])
@@ -331,7 +296,7 @@ def test_a_token_depends_on_itself_alone(rng):
     tokens, num_experts, top_k, columns = (5, 37, 3, 20) if device.name() == "sim" else (65, 128, 8, 136)
     dtype = "float32" if device.name() == "cpu" else "bfloat16"
     scores, x = random(rng, (tokens, num_experts), dtype), random(rng, (tokens, columns), dtype)
-    weight, dout = random(rng, (1, columns), dtype), random(rng, (tokens, columns), dtype)
+    dout = random(rng, (tokens, columns), dtype)
     dweights = rng.standard_normal((tokens, top_k), np.float32)
 
     def run(chosen):
@@ -341,17 +306,13 @@ def test_a_token_depends_on_itself_alone(rng):
         dispatched = dispatched_of(device.to_host(routing.experts), num_experts)
         rows, drows = (full((count * top_k, columns), x.dtype) for _ in range(2))
         gather_rows(arrays[1], dispatched, rows)
-        out, dx, result = (full((count, columns), x.dtype) for _ in range(3))
+        out, dx = (full((count, columns), x.dtype) for _ in range(2))
         combine(rows, routing.weights, dispatched, out)
-        of_weights, z = full((count, top_k), np.float32), full((count,), np.float32)
+        of_weights, dscores = full((count, top_k), np.float32), full((count, num_experts), x.dtype)
         combine_backward(arrays[2], rows, routing.weights, dispatched, drows, of_weights)
         gather_rows_backward(drows, dispatched, dx)
-        dscores, dshared = full((count, num_experts), x.dtype), full((count, columns), x.dtype)
         route_backward(arrays[3], arrays[0], routing.experts, True, dscores)
-        add_shared_expert(arrays[1], device.asarray(weight), out, arrays[2], z, result)
-        gate_dx, shared = full((count, columns), x.dtype, 0.0), (arrays[1], device.asarray(weight), arrays[1], z)
-        add_shared_expert_backward(arrays[2], *shared, (dshared, gate_dx), None)
-        return *routing, out, of_weights, dx, dscores, z, result, dshared, gate_dx
+        return *routing, out, of_weights, dx, dscores
 
     together = run(np.arange(tokens))
     for chosen in ([0], [tokens - 1], np.arange(tokens)[::-1]):
@@ -372,8 +333,6 @@ def test_kernels_compile_for_gpus(compile_offline, element):
         (rows.gather_rows_kernel(8, word, *layout), [W, I2, W]),
         (rows.combine_kernel(8, kind, *layout), [X, I2, X, X, X]),
         (rows.combine_backward_kernel(8, vector, vector, False), [X, X, I2, X, X, F2]),
-        (shared_expert.shared_expert_kernel(kind, vector, False), [X, X, X, X, F1, X]),
-        (shared_expert.shared_expert_backward_kernel(vector, vector, False), [X, X, X, F1, X, X, F1]),
     ]
     for num_experts in (128, 256):
         cases += [

@@ -7,7 +7,6 @@ from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.few_rows import FewRowsDecoder
 from rlnumba.engine.runner import Runner
 from rlnumba.kernels.experts.ops import Dispatch, Routing, combine, dispatch, gather_rows, route
-from rlnumba.kernels.experts.shared_expert import add_shared_expert
 from rlnumba.kernels.gemm.ops import linear, linear_swiglu
 from rlnumba.kernels.nn.rmsnorm import rmsnorm
 from rlnumba.runtime import device
@@ -47,19 +46,18 @@ def test_a_layers_gemms_and_norms(rng):
 
 
 def test_experts_of_a_layer(rng):
-    """Router, dispatch, rows of experts, their sum and the shared expert, one after the other."""
+    """Router, dispatch, rows of experts and their sum, one after the other."""
     bf16, tokens, num_experts, top_k, columns = device.dtype("bfloat16"), 3, 5, 2, 16
     scores, x = (rng.standard_normal((tokens, n), np.float32).astype(bf16) for n in (num_experts, columns))
 
     def chain():
-        """The output of experts that change nothing, plus the shared one."""
+        """The output of experts that change nothing."""
         routing, dispatched = Routing.empty(tokens, top_k, bf16, np.zeros), Dispatch.empty(3, top_k, 5, np.zeros)
         rows, out = np.zeros((tokens * top_k, columns), bf16), np.zeros((tokens, columns), bf16)
         route(scores, True, routing)
         dispatch(routing.experts, dispatched)
         gather_rows(x, dispatched, rows)
         combine(rows, routing.weights, dispatched, out)
-        add_shared_expert(x, x[:1], out, x, np.zeros(tokens, np.float32), out)
         return out
 
     expected = chain()

@@ -218,19 +218,19 @@ def gather_rows(x, dispatched, out):
     launch(kernel, grid, block, x.view(element), dispatched.slot_of, out.view(element))
 
 
-def gather_rows_backward(dout, dispatched, dx):
-    """The gradient of gather_rows: dx[t] = sum over j of dout[slot_of[t, j]], in the order of j, rounded once.
+def gather_rows_backward(dout, dispatched, dx, accumulate=False):
+    """The gradient of gather_rows: dx[t] = (or += if accumulate) sum over j of dout[slot_of[t, j]], in this order.
 
-    dout (T k, D) of a floating dtype; dx (T, D) of the same is written. Raises ValueError for other arrays.
+    dout (T k, D), dx (T, D) of one floating dtype; a sum is rounded before dx is added. ValueError for other arrays.
     """
     op = "gather_rows_backward"
     tokens, top_k, _ = _check_dispatch(op, dispatched)
     _, columns = check(op, "dout", dout, (tokens * top_k, None), FLOATS)
     check(op, "dx", dx, (tokens, columns), (dout.dtype,))
     if device.name() == "cpu":
-        dx[...] = combine_ref(dout, None, dispatched.slot_of)
+        dx[...] = combine_ref(dout, None, dispatched.slot_of, dx if accumulate else None)
         return
-    _combine(dout, None, dispatched, dx, None)
+    _combine(dout, None, dispatched, dx, dx if accumulate else None)
 
 
 def combine(rows, weights, dispatched, out, residual=None):

@@ -106,23 +106,3 @@ def router_loss_ref(counts, shares, num_rows, weight):
     """(loss, slopes) of router_loss."""
     chosen = len(counts) * counts.astype(shares.dtype) / num_rows
     return np.sum(chosen * shares / num_rows), weight * chosen / num_rows
-
-
-def _gate(z, dtype):
-    """The sigmoid of z, rounded to a dtype."""
-    with np.errstate(over="ignore"):
-        return (1 / (1 + np.exp(-z))).astype(dtype)[:, None]
-
-
-def shared_expert_ref(x, weight, y, shared):
-    """(z, out) of add_shared_expert."""
-    z = np.sum(_wide(x) * _wide(weight), axis=1).astype(x.dtype)
-    return _wide(z), y + _gate(_wide(z), x.dtype) * shared
-
-
-def shared_expert_backward_ref(dout, x, weight, shared, z):
-    """(dshared, what is added to dx, what is added to dweight) of add_shared_expert_backward."""
-    gate = _gate(z, x.dtype)
-    s = _wide(gate)
-    dz = np.sum(_wide(dout) * _wide(shared), axis=1, keepdims=True) * s * (1 - s)
-    return dout * gate, dz * _wide(weight), np.sum(dz * _wide(x), axis=0, keepdims=True)

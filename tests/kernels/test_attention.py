@@ -215,13 +215,13 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim):
     config, backward_config = prefill_config(head_dim), prefill_config(head_dim, row_tiles=2)
     compile_sm90 = functools.partial(compile_offline, architecture=(9, 0))
     numbers = [i, "int32", i, i, "float32"]
-    troubles = compile_sm90(attention_kernel(config, False), [x, x, x, *numbers, x, f])
+    troubles = compile_sm90(attention_kernel(config, False, 0), [x, x, x, *numbers, x, f])
     for of_keys in (False, True):
-        kernel = attention_gradient_kernel(backward_config, of_keys)
+        kernel = attention_gradient_kernel(backward_config, of_keys, 0)
         troubles += compile_sm90(kernel, [x, x, x, x, f, f, i, "float32", x, x])
     if head_dim == 48:
         x = "float32[:,:,::1]"
-        troubles += compile_offline(attention_kernel(config, False), [x, x, x, *numbers, x, f], (8, 0))
+        troubles += compile_offline(attention_kernel(config, False, 0), [x, x, x, *numbers, x, f], (8, 0))
     assert not troubles, "\n".join(troubles)
 
 

@@ -140,16 +140,19 @@ def bounds(lengths):
 
 
 class Sequences:
-    """Packed sequences, and the same keys in blocks of a cache: what all forms of attention get."""
+    """Packed sequences, and the same keys in blocks of a cache: what all forms of attention get.
 
-    def __init__(self, rng, lengths, heads, kv_heads, head_dim, dtype="bfloat16", block_size=16):
+    A block of NaN follows those of the sequences.
+    """
+
+    def __init__(self, rng, lengths, heads, kv_heads, head_dim, dtype="bfloat16", block_size=16, window=0):
         tokens, kind = sum(lengths), device.dtype(dtype)
-        self.lengths, self.scale = lengths, head_dim**-0.5
+        self.lengths, self.scale, self.window = lengths, head_dim**-0.5, window
         shapes = [(tokens, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
         self.q, self.k, self.v, self.dout = (rng.standard_normal(shape).astype(kind) for shape in shapes)
         width = -(-max(lengths) // block_size)
         self.tables = rng.permutation(len(lengths) * width).astype(np.int32).reshape(-1, width)
-        shape = (self.tables.size, block_size, kv_heads, head_dim)
+        shape = (self.tables.size + 1, block_size, kv_heads, head_dim)
         self.caches = [np.full(shape, np.nan, kind) for _ in range(2)]
         for b, (start, end) in enumerate(zip(bounds(lengths)[:-1], bounds(lengths)[1:], strict=True)):
             at = np.arange(end - start)
@@ -158,7 +161,7 @@ class Sequences:
 
     def packed(self):
         """The PackedSequences, on the device."""
-        return PackedSequences(device.asarray(bounds(self.lengths)), max(self.lengths))
+        return PackedSequences(device.asarray(bounds(self.lengths)), max(self.lengths), self.window)
 
     def forward(self):
         """(out, lse) of attention, on the device."""
@@ -171,11 +174,21 @@ class Sequences:
     def paged(self, tokens):
         """(out, rows) of paged_attention for the last `tokens` of each sequence; rows: where they are packed."""
         lengths = [min(tokens, length) for length in self.lengths]
-        spans = zip(bounds(self.lengths)[1:], lengths, strict=True)
-        rows = np.concatenate([np.arange(end - length, end) for end, length in spans])
+        return self.chunks([length - n for length, n in zip(self.lengths, lengths, strict=True)], self.lengths)
+
+    def chunks(self, begins, ends, lost=0):
+        """(out, rows) of paged_attention for positions begins[b] .. ends[b] of each sequence b.
+
+        lost: so many columns of the block tables are those of a block of NaN, from the first on.
+        """
+        lengths = np.subtract(ends, begins).tolist()
+        spans = zip(bounds(self.lengths)[:-1], begins, ends, strict=True)
+        rows = np.concatenate([np.arange(start + begin, start + end) for start, begin, end in spans])
         q, *caches = (device.asarray(x) for x in (self.q[rows], *self.caches))
-        arrays = bounds(lengths), np.array(self.lengths, np.int32), self.tables
-        sequences = PagedSequences(*map(device.asarray, arrays), max(lengths), max(self.lengths))
+        tables = self.tables.copy()
+        tables[:, :lost] = tables.size
+        arrays = bounds(lengths), np.array(ends, np.int32), tables
+        sequences = PagedSequences(*map(device.asarray, arrays), max(lengths), max(ends), window=self.window)
         out = device.xp().full(q.shape, np.nan, q.dtype)
         paged_attention.paged_attention(q, caches, sequences, self.scale, out)
         return device.to_host(out), rows
@@ -188,20 +201,20 @@ class Sequences:
         return gradients
 
 
-def run_attention(rng, family, lengths, heads, kv_heads, head_dim, dtype, chunks):
+def run_attention(rng, family, lengths, heads, kv_heads, head_dim, dtype, chunks, window=0):
     """All forms by one family: right, and rollout and training with the same bits."""
     with dispatch.forced(family):
-        case = Sequences(rng, lengths, heads, kv_heads, head_dim, dtype)
+        case = Sequences(rng, lengths, heads, kv_heads, head_dim, dtype, window=window)
         out, lse = case.forward()
         packed = device.to_host(out)
-        expected, expected_lse = attention_ref(case.q, case.k, case.v, bounds(lengths), case.scale)
+        expected, expected_lse = attention_ref(case.q, case.k, case.v, bounds(lengths), case.scale, window)
         longest = max(lengths)
         assert_close(packed, expected, terms=longest, scale=2 * float(np.abs(expected).max()), what="out")
         assert_close(lse, expected_lse, terms=head_dim, scale=2 * float(np.abs(expected_lse).max()), what="lse")
         for tokens in chunks:
             some, rows = case.paged(tokens)
             assert_same_bits(some, packed[rows], f"the last {tokens} tokens against the cache")
-        expected = attention_backward_ref(case.dout, case.q, case.k, case.v, bounds(lengths), case.scale)
+        expected = attention_backward_ref(case.dout, case.q, case.k, case.v, bounds(lengths), case.scale, window)
         for actual, wanted, what in zip(case.gradient(out, lse), expected, ("dq", "dk", "dv"), strict=True):
             # Of probabilities and their gradients rounded to 16 bits.
             size = 4 * float(np.abs(wanted).max()) + 1

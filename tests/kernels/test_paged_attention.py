@@ -367,7 +367,7 @@ def test_kernels_compile_for_gpus(compile_offline, head_dim):
     troubles = []
     for tile in (decode_config(head_dim), prefill_config(head_dim)):
         types = [x, x, x, tables, "int32", lengths, lengths, "float32", x, "float32[:,::1]"]
-        troubles += compile_offline(attention_kernel(tile, True), types, (9, 0))
+        troubles += compile_offline(attention_kernel(tile, True, 0), types, (9, 0))
     assert not troubles, "\n".join(troubles)
 
 

@@ -1,6 +1,6 @@
 """Causal attention over packed sequences with grouped query heads, and its gradient: checks, and choice of kernels.
 
-    s[i, j] = scale * q[i] . k[j]  for j <= i      lse[i] = log sum_j exp(s[i, j])
+    s[i, j] = scale * q[i] . k[j]  for i - window < j <= i      lse[i] = log sum_j exp(s[i, j])
     out[i] = sum_j exp(s[i, j] - lse[i]) * v[j]
 
     p[i, j] = exp(s[i, j] - lse[i])      delta[i] = dout[i] . out[i]
@@ -10,7 +10,8 @@
 
 q, out, dout, dq (N, H, E); k, v, dk, dv (N, HK, E) in float32, float16 or bfloat16; lse, delta (H, N) float32. H is a
 multiple of HK: query head h reads KV head h // (H / HK), and the sums over i run over all query heads of a KV head.
-Sequence b owns the rows cu_seqlens[b] .. cu_seqlens[b + 1].
+Sequence b owns the rows cu_seqlens[b] .. cu_seqlens[b + 1]. window is that of the sequences (sequences.py); 0: a query
+sees all keys up to its own.
 
 Three families of kernels compute it: sm90_forward.py and sm90_backward.py, sm80_forward.py and sm80_backward.py,
 simt.py. They differ by rounding; attention_family says which one a model gets. In each of them
@@ -44,6 +45,11 @@ def attention_family(element, head_dim, gqa_ratio):
     return dispatch.select("attention", IS_SUPPORTED, element, head_dim, gqa_ratio)
 
 
+def family_of_call(element, head_dim, gqa_ratio, window):
+    """attention_family, of a call with this window: simt alone has windows."""
+    return "simt" if window else attention_family(element, head_dim, gqa_ratio)
+
+
 def check_heads(op, q, k, v, scale):
     """(N, H, HK, E) of q (N, H, E) and of k and v (rows, HK, E), or ValueError."""
     tokens, heads, head_dim = check(op, "q", q, (None, None, None), FLOATS)
@@ -58,6 +64,12 @@ def check_heads(op, q, k, v, scale):
     return tokens, heads, kv_heads, head_dim
 
 
+def check_window(op, window):
+    """ValueError unless a window is 0 or a number of keys."""
+    if window < 0:
+        raise ValueError(f"{op}: window must be at least 0, got {window}")
+
+
 def attention(q, k, v, sequences, scale, out, lse):
     """Causal attention of packed sequences with grouped query heads.
 
@@ -68,6 +80,7 @@ def attention(q, k, v, sequences, scale, out, lse):
     """
     op = "attention"
     tokens, heads, kv_heads, head_dim = check_heads(op, q, k, v, scale)
+    check_window(op, sequences.window)
     check(op, "k", k, (tokens, kv_heads, head_dim), (q.dtype,))
     check_bounds(op, "cu_seqlens", sequences.cu_seqlens)
     check(op, "out", out, q.shape, (q.dtype,))
@@ -75,7 +88,7 @@ def attention(q, k, v, sequences, scale, out, lse):
     if device.name() == "cpu":
         cpu.attention(q, k, v, sequences, scale, out, lse)
         return
-    family = attention_family(q.dtype.name, head_dim, heads // kv_heads)
+    family = family_of_call(q.dtype.name, head_dim, heads // kv_heads, sequences.window)
     if family != "simt":
         check_chunks(op, q=q, k=k, v=v, out=out)
     FORWARD[family](q, k, v, sequences, scale, out, lse)
@@ -90,6 +103,7 @@ def attention_backward(dout, inputs, out, lse, sequences, scale, gradients):
     """
     op, (q, k, v), (dq, dk, dv) = "attention_backward", inputs, gradients
     tokens, heads, kv_heads, head_dim = check_heads(op, q, k, v, scale)
+    check_window(op, sequences.window)
     for name, array in (("dout", dout), ("out", out), ("dq", dq)):
         check(op, name, array, q.shape, (q.dtype,))
     for name, array in (("k", k), ("dk", dk), ("dv", dv)):
@@ -99,7 +113,7 @@ def attention_backward(dout, inputs, out, lse, sequences, scale, gradients):
     if device.name() == "cpu":
         cpu.attention_backward(dout, inputs, out, lse, sequences, scale, gradients)
         return
-    family = attention_family(q.dtype.name, head_dim, heads // kv_heads)
+    family = family_of_call(q.dtype.name, head_dim, heads // kv_heads, sequences.window)
     if family != "simt":
         check_chunks(op, dout=dout, q=q, k=k, v=v, out=out, dq=dq, dk=dk, dv=dv)
     BACKWARD[family](dout, inputs, out, lse, sequences, scale, gradients)

@@ -5,7 +5,8 @@ of a key differs: key j of sequence b is row j % block_size of block block_table
 has the bits that `attention` gives it.
 
 q, out (N, H, E); k_cache, v_cache (blocks, block_size, HK, E) in float32, float16 or bfloat16. Query i of
-sequence b has the position context_lens[b] - length + i and sees the keys 0 .. position.
+sequence b has the position context_lens[b] - length + i and sees the keys up to it, with a window the last `window` of
+these. Blocks that no query of a call sees, and whose keys are before sequences.py:first_kept_key, are not read.
 
 Neighbouring sequences with a common prefix may be declared a group. This is a hint: where `sharing` says so, the
 prefix's keys are read once for the group; the bits of a row never depend on it.
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention import sm80_decode, sm90_paged
-from rlnumba.kernels.attention.ops import attention_family, check_heads
+from rlnumba.kernels.attention.ops import attention_family, check_heads, check_window, family_of_call
 from rlnumba.kernels.attention.reference import attention_ref
 from rlnumba.kernels.attention.simt import paged_attention_simt
 from rlnumba.kernels.attention.sm90_decode.config import decode_config as sm90_decode_config
@@ -80,7 +81,7 @@ def plan_paged_attention(element, heads, kv_heads, head_dim, block_size, sequenc
     element: the dtype's name; sequences: PagedSequences. Returns their `plan`, made on the device from what the arrays
     hold then, and good until the next one is made; None where nothing is gained.
     """
-    if attention_family(element, head_dim, heads // kv_heads) != "sm90":
+    if family_of_call(element, head_dim, heads // kv_heads, sequences.window) != "sm90":
         return None
     return sm90_paged.plan_decode((element, heads, kv_heads, head_dim, block_size), sequences)
 
@@ -104,6 +105,7 @@ def _check_cache(op, q, caches, sequences, scale):
     check(op, "v_cache", v_cache, k_cache.shape, FLOATS)
     k, v = (cache.reshape(blocks * block_size, kv_heads, head_dim) for cache in caches)
     check_heads(op, q, k, v, scale)
+    check_window(op, sequences.window)
     count, max_blocks = check(op, "block_tables", sequences.block_tables, (None, None), I32)
     check(op, "cu_seqlens", sequences.cu_seqlens, (count + 1,), I32)
     check(op, "context_lens", sequences.context_lens, (count,), I32)
@@ -136,7 +138,7 @@ def paged_attention(q, caches, sequences, scale, out):
     if device.name() == "cpu":
         attention_cpu.paged_attention(q, k, v, block_size, sequences, scale, out)
         return
-    family = attention_family(q.dtype.name, head_dim, heads // kv_heads)
+    family = family_of_call(q.dtype.name, head_dim, heads // kv_heads, sequences.window)
     if family == "simt":
         paged_attention_simt(q, k, v, block_size, sequences, scale, out)
         return
@@ -174,7 +176,7 @@ def paged_attention_qkv(qkv, norm, rotation, caches, sequences, scale, out):
     check(op, "context_lens", sequences.context_lens, (count,), I32)
     if sequences.max_seqlen_q != 1:
         raise ValueError(f"{op}: max_seqlen_q must be 1, got {sequences.max_seqlen_q}")
-    if fuses_qkv(out.dtype.name, heads, kv_heads, head_dim):
+    if fuses_qkv(out.dtype.name, heads, kv_heads, head_dim) and not sequences.window:
         check_chunks(op, qkv=qkv, k_cache=k_cache, v_cache=v_cache, out=out)
         sm90_paged.paged_attention_qkv_sm90(qkv, norm, rotation, caches, sequences, scale, out)
         return
@@ -183,11 +185,12 @@ def paged_attention_qkv(qkv, norm, rotation, caches, sequences, scale, out):
     paged_attention(q, caches, sequences, scale, out)
 
 
-def paged_attention_ref(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale):
+def paged_attention_ref(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale, window=0):
     """out of paged_attention in float64."""
     keys = [np.arange(context) for context in context_lens]
     block_size = k_cache.shape[1]
     blocks = np.concatenate([table[j // block_size] for table, j in zip(block_tables, keys, strict=True)])
     offsets = np.concatenate(keys) % block_size
     bounds = np.concatenate([[0], np.cumsum(context_lens)])
-    return attention_ref(q, k_cache[blocks, offsets], v_cache[blocks, offsets], cu_seqlens, scale, bounds)[0]
+    k, v = k_cache[blocks, offsets], v_cache[blocks, offsets]
+    return attention_ref(q, k, v, cu_seqlens, scale, window, bounds)[0]

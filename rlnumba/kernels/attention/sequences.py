@@ -6,12 +6,19 @@ cu_seqlens[b + 1]. Bounds are numbers of the host and are not checked, which wou
 
 from typing import NamedTuple
 
+# First keys of the tiles that kernels load are multiples of this: of the tile of simt, sm80 and sm90, and of the cpu's.
+KEPT_MULTIPLE = 64
+
 
 class PackedSequences(NamedTuple):
-    """Packed sequences: cu_seqlens (B + 1,), and max_seqlen, at least the length of the longest."""
+    """Packed sequences: cu_seqlens (B + 1,), and max_seqlen, at least the length of the longest.
+
+    window: a query sees this many keys, the last of which is its own; 0: all up to its own.
+    """
 
     cu_seqlens: object
     max_seqlen: int
+    window: int = 0
 
 
 class SharedPrefixes(NamedTuple):
@@ -34,7 +41,8 @@ class PagedSequences(NamedTuple):
     cu_seqlens (B + 1,) of the queries; context_lens (B,): keys, the new tokens' included, 0 for a row without a
     sequence; block_tables (B, max_blocks). max_seqlen_q, max_context_len: upper bounds. groups: SharedPrefixes or None.
     slot_mapping (N,): the row of the cache for each new token, block * block_size + offset, or -1; for operators that
-    write the cache. plan: of plan_paged_attention for these sequences; None: each call makes its own.
+    write the cache. plan: of plan_paged_attention for these sequences; None: each call makes its own. window: as in
+    PackedSequences; blocks that only hold keys before those of `first_kept_key` are not read.
     """
 
     cu_seqlens: object
@@ -45,8 +53,19 @@ class PagedSequences(NamedTuple):
     groups: SharedPrefixes | None = None
     slot_mapping: object = None
     plan: object = None
+    window: int = 0
 
     @property
     def max_group_size(self):
         """The bound of the groups' sizes, 1 without groups."""
         return 1 if self.groups is None else self.groups.max_group_size
+
+
+def first_kept_key(position, window):
+    """The first key that kernels may load for a query at `position` or later, of a window > 0: ints or arrays.
+
+    Kernels load whole tiles, at multiples of KEPT_MULTIPLE; a masked key is multiplied by zero, so that it must be
+    finite: one of the sequence's own.
+    """
+    first = position - window + 1
+    return (first * (first > 0)) // KEPT_MULTIPLE * KEPT_MULTIPLE

@@ -12,7 +12,8 @@ it is in whatever batch:
 
 Only the maximum is taken across threads, and it is exact in any order. So the bits of a row depend neither on the shape
 of a block, nor on its other rows, nor on where a key is stored: paged attention runs the same kernel. Keys beyond a row
-change nothing: p = 0 and rescale = 1.
+change nothing: p = 0 and rescale = 1. Tiles ahead of a row's window change nothing either, m = -inf: l and acc stay 0;
+a block begins with the first tile that one of its rows sees.
 
 The gradient recomputes p from q, k and lse. Blocks own query rows and pass over the keys, for dq, or own keys and pass
 over the query rows, for dk and dv. Each sum is taken by one thread in the order of the keys or rows.
@@ -236,9 +237,15 @@ def paged_row(block_tables, block_size, sequence, key):
     return np.int64(block_tables[sequence, key // block_size]) * block_size + key % block_size
 
 
+@device_function
+def first_tile_key(position, window):
+    """The first key of the first tile that a query at this position sees of its last `window` keys."""
+    return max(position - window + 1, 0) // TILE_KEYS * TILE_KEYS
+
+
 @specialize
-def attention_kernel(config, paged):
-    """The kernel of a SimtAttentionConfig; paged: keys lie in the blocks of a cache."""
+def attention_kernel(config, paged, window):
+    """The kernel of a SimtAttentionConfig; paged: keys lie in the blocks of a cache; window: of ops.py."""
     _, rows, lanes, threads = config
     rows_per_thread, keys_per_thread = config.rows_per_thread, config.keys_per_thread
     columns, stride = config.columns, config.stride
@@ -261,6 +268,8 @@ def attention_kernel(config, paged):
             new_max = row_max[i]
             for c in range(keys_per_thread):
                 if first_key + c * lanes > position:
+                    scores[i * keys_per_thread + c] = MINUS_INFINITY
+                if window > 0 and first_key + c * lanes <= position - window:
                     scores[i * keys_per_thread + c] = MINUS_INFINITY
                 new_max = max(new_max, scores[i * keys_per_thread + c])
             distance = lanes // 2
@@ -319,7 +328,8 @@ def attention_kernel(config, paged):
             acc[i] = np.float32(0.0)
 
         visible_keys = query_offset + (first_row + valid_rows - 1) // gqa_ratio + 1
-        for tile_start in range(0, visible_keys, TILE_KEYS):
+        first_key = first_tile_key(query_offset + first_row // gqa_ratio, window) if window > 0 else 0
+        for tile_start in range(first_key, visible_keys, TILE_KEYS):
             cuda.syncthreads()
             for i in range(warp_keys):
                 key = min(tile_start + thread // 32 + i * warps, context_len - 1)
@@ -364,9 +374,9 @@ def attention_kernel(config, paged):
 def attention_simt(q, k, v, sequences, scale, out, lse):
     """The operator attention by the simt kernel; the operator has checked the arguments."""
     kv_heads, config = k.shape[1], prefill_config(q.shape[2])
-    cu_seqlens, max_seqlen = sequences
+    cu_seqlens, max_seqlen, window = sequences
     launch(
-        attention_kernel(config, False),
+        attention_kernel(config, False, window),
         blocks_of(kv_heads, cu_seqlens, -(-max_seqlen * (q.shape[1] // kv_heads) // config.rows)), config.threads,
         q, k, v, cu_seqlens, np.int32(0), cu_seqlens, cu_seqlens, float(scale), out, lse,
         shared=config.shared_bytes(),
@@ -380,7 +390,8 @@ def paged_attention_simt(q, k, v, block_size, sequences, scale, out):
     if rows > config.rows:
         config = prefill_config(head_dim)
     launch(
-        attention_kernel(config, True), blocks_of(kv_heads, cu_seqlens, -(-rows // config.rows)), config.threads,
+        attention_kernel(config, True, sequences.window),
+        blocks_of(kv_heads, cu_seqlens, -(-rows // config.rows)), config.threads,
         q, k, v, sequences.block_tables, np.int32(block_size), cu_seqlens, sequences.context_lens, float(scale), out,
         unused(2, np.float32), shared=config.shared_bytes(),
     )  # fmt: skip
@@ -410,7 +421,7 @@ def attention_delta(dout, out):
 
 
 @specialize
-def attention_gradient_kernel(config, of_keys):
+def attention_gradient_kernel(config, of_keys, window):
     """The kernel of dk and dv, if of_keys, or of dq: the same steps, with keys and query rows in each other's place."""
     _, rows, lanes, threads = config
     rows_per_thread, keys_per_thread = config.rows_per_thread, config.keys_per_thread
@@ -457,9 +468,13 @@ def attention_gradient_kernel(config, of_keys):
             load_block(shared, 0, k, v, np.float32(1.0), start, kv_head, 1, first_row, valid_rows)
             begin, end = first_row * gqa_ratio // TILE_KEYS * TILE_KEYS, length * gqa_ratio
             tile_end = end
+            if window > 0:
+                end = min(end, (first_row + valid_rows - 1 + window) * gqa_ratio)
         else:
             load_block(shared, 0, q, dout, scale, start, kv_head, gqa_ratio, first_row, valid_rows)
             begin, end, tile_end = 0, (first_row + valid_rows - 1) // gqa_ratio + 1, length
+            if window > 0:
+                begin = first_tile_key(first_row // gqa_ratio, window)
             for i in range(rows_per_thread):
                 index = first_row + min(thread_row + i, valid_rows - 1)
                 head, token = kv_head * gqa_ratio + index % gqa_ratio, start + index // gqa_ratio
@@ -492,9 +507,13 @@ def attention_gradient_kernel(config, of_keys):
                     at, column = i * keys_per_thread + c, lane + c * lanes
                     if of_keys:
                         is_visible = column < tile_rows and row <= (tile_start + column) // gqa_ratio
+                        if window > 0:
+                            is_visible = is_visible and row > (tile_start + column) // gqa_ratio - window
                         score_lse, score_delta = shared[lse_tile + column], shared[lse_tile + TILE_KEYS + column]
                     else:
                         is_visible = tile_start + column <= row // gqa_ratio
+                        if window > 0:
+                            is_visible = is_visible and tile_start + column > row // gqa_ratio - window
                         score_lse, score_delta = row_lse[i], row_delta[i]
                     p, ds = np.float32(0.0), np.float32(0.0)
                     if is_visible:
@@ -528,12 +547,12 @@ def attention_gradient_kernel(config, of_keys):
 
 def attention_backward_simt(dout, inputs, out, lse, sequences, scale, gradients):
     """The operator attention_backward by the simt kernels; the operator has checked the arguments."""
-    (q, k, v), (dq, dk, dv), (cu_seqlens, max_seqlen) = inputs, gradients, sequences
+    (q, k, v), (dq, dk, dv), (cu_seqlens, max_seqlen, window) = inputs, gradients, sequences
     _, heads, head_dim = q.shape
     kv_heads, config = k.shape[1], prefill_config(head_dim, row_tiles=2)
     shared = config.shared_bytes(row_tiles=2)
     arguments = (dout, q, k, v, lse, attention_delta(dout, out), cu_seqlens, float(scale))
     grid = blocks_of(kv_heads, cu_seqlens, -(-max_seqlen * (heads // kv_heads) // config.rows))
-    launch(attention_gradient_kernel(config, False), grid, config.threads, *arguments, dq, dq, shared=shared)
+    launch(attention_gradient_kernel(config, False, window), grid, config.threads, *arguments, dq, dq, shared=shared)
     grid = blocks_of(kv_heads, cu_seqlens, -(-max_seqlen // config.rows))
-    launch(attention_gradient_kernel(config, True), grid, config.threads, *arguments, dk, dv, shared=shared)
+    launch(attention_gradient_kernel(config, True, window), grid, config.threads, *arguments, dk, dv, shared=shared)

@@ -394,7 +394,7 @@ def totals_shape(config, max_context_len):
 
 def attention_sm80(q, k, v, sequences, scale, out, lse, config=None):
     """The operator attention by the sm80 kernel, arguments checked. config: by default attention_config's."""
-    cu_seqlens, max_seqlen = sequences
+    cu_seqlens, max_seqlen = sequences[:2]
     config = config or attention_config(q.shape[2], q.dtype.name, 0, device.max_shared_bytes())
     prefill_sm80(
         q, k, v, PagedSequences(cu_seqlens, unused(1), unused(2), max_seqlen, max_seqlen), scale, out, lse, config

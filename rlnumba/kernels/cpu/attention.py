@@ -8,7 +8,8 @@ row. There is one compiled loop for training, prefill and decode, and a row's re
 - the sum of exp(s - max) is kept in LANES lanes by key position and added up at the end;
 - a row of out is one chain over the keys, vectorised over e.
 
-Keys are padded to whole tiles of LANES and rows of q and k to a multiple of 4; the padding adds zero.
+Keys are padded to whole tiles of LANES and rows of q and k to a multiple of 4; the padding adds zero. With a window a
+row begins with the tile of LANES that its first key is in, tiles at absolute multiples, and what is ahead adds zero.
 """
 
 import numba
@@ -108,8 +109,22 @@ def _weighted_rows(weights, rows, source, head, count, out):
             )
 
 
+@numba.njit(inline="always")
+def _first_key(count, window):
+    """The first key that a row sees of the first `count` keys."""
+    return max(count - window, 0) if window > 0 else 0
+
+
+@numba.njit(inline="always")
+def _tile_of_first_key(count, window):
+    """(tile, begin, end): the tile of a row's first key; from its begin on, the first key, and the row's end."""
+    first = _first_key(count, window)
+    tile = first // LANES
+    return tile, first - tile * LANES, count - tile * LANES
+
+
 @numba.njit(cache=True, parallel=True, fastmath={"contract"})
-def _attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, scale, out, lse):
+def _attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_seqlen_q, window, scale, out, lse):
     _, kv_heads, head_dim = k.shape
     gqa_ratio = q.shape[1] // kv_heads
     tasks_per_head = (max_seqlen_q + TASK_TOKENS - 1) // TASK_TOKENS
@@ -123,10 +138,12 @@ def _attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_
         last = min(first + TASK_TOKENS, length)
         if first < last:
             visible = max(context - length + last, 0)
+            # The first key of the task's first tile.
+            base = _first_key(context - length + first + 1, window) // LANES * LANES
             # Padding points at the first key: its numbers are finite if the row's result is to be.
-            rows = np.empty((visible + LANES - 1) // LANES * LANES, np.int64)
+            rows = np.empty((visible - base + LANES - 1) // LANES * LANES, np.int64)
             for j in range(rows.shape[0]):
-                key = j if j < visible else 0
+                key = base + j if base + j < visible else base
                 rows[j] = np.int64(block_tables[sequence, key // block_size]) * block_size + key % block_size
             keys = _transpose(rows, k, kv_head)
             scores = np.empty(rows.shape[0], np.float32)
@@ -138,24 +155,26 @@ def _attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_
                 token = start + index // gqa_ratio
                 head = kv_head * gqa_ratio + index % gqa_ratio
                 count = max(context - length + index // gqa_ratio + 1, 0)
-                row_tiles = (count + LANES - 1) // LANES
+                # From here on, keys are counted from the row's first tile: count of them, less those ahead of begin.
+                first_tile, begin, count = _tile_of_first_key(count, window)
+                row_tiles, skipped = (count + LANES - 1) // LANES, first_tile - base // LANES
                 for e in range(head_dim):
                     query[e] = scale * q[token, head, e]
-                _scores(query, keys, row_tiles, scores)
+                _scores(query, keys[skipped:], row_tiles, scores)
                 row_max = np.float32(-np.inf)
                 for j in range(count):
-                    row_max = max(row_max, scores[j])
+                    row_max = max(row_max, scores[j] if j >= begin else row_max)
                 sums[:] = ZERO
                 for tile in range(row_tiles):
                     _exp_tile(scores, row_max, n, n_bits, y, y_bits, tile * LANES)
                     for j in range(LANES):
-                        p = y[j] if tile * LANES + j < count else ZERO
+                        p = y[j] if begin <= tile * LANES + j < count else ZERO
                         scores[tile * LANES + j] = p
                         sums[j] += p
                 total = ZERO
                 for j in range(LANES):
                     total += sums[j]
-                _weighted_rows(scores, rows, v, kv_head, count, acc)
+                _weighted_rows(scores, rows[skipped * LANES :], v, kv_head, count, acc)
                 inverse = np.float32(1.0) / total if total != ZERO else ZERO
                 for e in range(head_dim):
                     out[token, head, e] = acc[e] * inverse
@@ -166,19 +185,19 @@ def _attention(q, k, v, block_tables, block_size, cu_seqlens, context_lens, max_
 def paged_attention(q, k, v, block_size, sequences, scale, out):
     """The operator paged_attention on the CPU, on k and v (rows, HK, E)."""
     cu_seqlens, context_lens, tables, max_seqlen_q = sequences[:4]
-    scale, no_lse = np.float32(scale), np.empty((0, 0), np.float32)
-    _attention(q, k, v, tables, block_size, cu_seqlens, context_lens, max_seqlen_q, scale, out, no_lse)
+    scale, window, no_lse = np.float32(scale), sequences.window, np.empty((0, 0), np.float32)
+    _attention(q, k, v, tables, block_size, cu_seqlens, context_lens, max_seqlen_q, window, scale, out, no_lse)
 
 
 def attention(q, k, v, sequences, scale, out, lse):
     """The operator attention on the CPU: packed keys are blocks of one row."""
-    cu_seqlens, max_seqlen = sequences
+    cu_seqlens, max_seqlen, window = sequences
     rows = cu_seqlens[:-1, None] + np.arange(max_seqlen, dtype=np.int32)
-    _attention(q, k, v, rows, 1, cu_seqlens, np.diff(cu_seqlens), max_seqlen, np.float32(scale), out, lse)
+    _attention(q, k, v, rows, 1, cu_seqlens, np.diff(cu_seqlens), max_seqlen, window, np.float32(scale), out, lse)
 
 
 @numba.njit(cache=True, parallel=True, fastmath={"contract"})
-def _attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv):
+def _attention_backward(dout, q, k, v, out, lse, cu_seqlens, window, scale, dq, dk, dv):
     _, kv_heads, head_dim = k.shape
     gqa_ratio = q.shape[1] // kv_heads
     for task in numba.prange((cu_seqlens.shape[0] - 1) * kv_heads):
@@ -196,33 +215,34 @@ def _attention_backward(dout, q, k, v, out, lse, cu_seqlens, scale, dq, dk, dv):
         dk[start : start + length, kv_head] = ZERO
         dv[start : start + length, kv_head] = ZERO
         for index in range(length * gqa_ratio):
-            count = index // gqa_ratio + 1
+            first_tile, begin, count = _tile_of_first_key(index // gqa_ratio + 1, window)
             token = start + index // gqa_ratio
             head = kv_head * gqa_ratio + index % gqa_ratio
-            row_tiles = (count + LANES - 1) // LANES
+            row_tiles, first = (count + LANES - 1) // LANES, start + first_tile * LANES
             delta = ZERO
             for e in range(head_dim):
                 query[e] = scale * q[token, head, e]
                 gradient[e] = dout[token, head, e]
                 delta += gradient[e] * out[token, head, e]
-            _scores(query, keys, row_tiles, p)
-            _scores(gradient, values, row_tiles, ds)
+            _scores(query, keys[first_tile:], row_tiles, p)
+            _scores(gradient, values[first_tile:], row_tiles, ds)
             # _exp_tile takes arguments <= 0; lse >= the largest score up to rounding, which is harmless.
             for tile in range(row_tiles):
                 _exp_tile(p, lse[head, token], n, n_bits, y, y_bits, tile * LANES)
                 for lane in range(LANES):
                     j = tile * LANES + lane
-                    p[j] = y[lane] if j < count else ZERO
+                    p[j] = y[lane] if begin <= j < count else ZERO
                     ds[j] = p[j] * (ds[j] - delta) * scale
-            _weighted_rows(ds, rows, k, kv_head, count, acc)
+            _weighted_rows(ds, rows[first_tile * LANES :], k, kv_head, count, acc)
             for e in range(head_dim):
                 dq[token, head, e] = acc[e]
-            for j in range(count):
+            for j in range(begin, count):
                 for e in range(head_dim):
-                    dk[start + j, kv_head, e] += ds[j] * q[token, head, e]
-                    dv[start + j, kv_head, e] += p[j] * dout[token, head, e]
+                    dk[first + j, kv_head, e] += ds[j] * q[token, head, e]
+                    dv[first + j, kv_head, e] += p[j] * dout[token, head, e]
 
 
 def attention_backward(dout, inputs, out, lse, sequences, scale, gradients):
     """The operator attention_backward on the CPU; a task owns a KV head of a sequence, rows in their order."""
-    _attention_backward(dout, *inputs, out, lse, sequences.cu_seqlens, np.float32(scale), *gradients)
+    bounds, window = sequences.cu_seqlens, sequences.window
+    _attention_backward(dout, *inputs, out, lse, bounds, window, np.float32(scale), *gradients)

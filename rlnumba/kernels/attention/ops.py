@@ -30,6 +30,8 @@ from rlnumba.kernels.cpu import attention as cpu
 from rlnumba.runtime import device, dispatch
 
 MAX_HEAD_DIM = 256
+# Positions plus a window, times the query heads of a key head, are int32 in kernels.
+MAX_WINDOW = 1 << 24
 
 IS_SUPPORTED = {"sm90": sm90_config.is_supported, "sm80": sm80_tiles.is_supported}
 FORWARD = {"sm90": attention_sm90, "sm80": attention_sm80, "simt": attention_simt}
@@ -46,8 +48,9 @@ def attention_family(element, head_dim, gqa_ratio):
 
 
 def family_of_call(element, head_dim, gqa_ratio, window):
-    """attention_family, of a call with this window: simt alone has windows."""
-    return "simt" if window else attention_family(element, head_dim, gqa_ratio)
+    """attention_family, of a call with this window."""
+    family = attention_family(element, head_dim, gqa_ratio)
+    return "simt" if window and family == "sm90" else family
 
 
 def check_heads(op, q, k, v, scale):
@@ -65,9 +68,9 @@ def check_heads(op, q, k, v, scale):
 
 
 def check_window(op, window):
-    """ValueError unless a window is 0 or a number of keys."""
-    if window < 0:
-        raise ValueError(f"{op}: window must be at least 0, got {window}")
+    """ValueError unless a window is 0 or a number of keys that kernels can count with."""
+    if not 0 <= window <= MAX_WINDOW:
+        raise ValueError(f"{op}: window must be 0 to {MAX_WINDOW}, got {window}")
 
 
 def attention(q, k, v, sequences, scale, out, lse):

@@ -41,7 +41,7 @@ class Sm80GradientConfig(NamedTuple):
     """of_keys: the kernel of dk and dv, whose blocks own keys, else of dq, whose blocks own rows; 16 of them a warp.
 
     stages: tiles of rows, or of keys, in shared memory; tile_rows: of such a tile. in_registers: what the block owns
-    stays in registers, and its shared memory is reused for the tiles.
+    stays in registers, and its shared memory is reused for the tiles. window: of sequences.py.
     """
 
     head_dim: int
@@ -51,6 +51,7 @@ class Sm80GradientConfig(NamedTuple):
     stages: int
     tile_rows: int = TILE_KEYS
     in_registers: bool = False
+    window: int = 0
 
     @property
     def threads(self):
@@ -121,45 +122,62 @@ def row_tile_function(head_dim, rows, threads):
     return load_row_tile
 
 
-@device_function
-def softmax_backward_of_keys(scores, gradients, lse, tile_rows, row, full, first_key, gqa_ratio, scale_log2, lane):
-    """p^T replaces s^T, ds^T replaces dp^T. lse: address of the lse of `row`; delta follows tile_rows later."""
-    address = lse + ((lane & i32(3)) << i32(3))
-    for block in range(WIDTH // 8):
-        low_lse, high_lse = load_pair(address + block * 32)
-        low_delta, high_delta = load_pair(address + block * 32 + tile_rows * 4)
-        low_lse, high_lse = low_lse * f32(LOG2_E), high_lse * f32(LOG2_E)
-        for half in range(2):
-            at = 4 * block + 2 * half
-            scores[at] = exp2(cuda.fma(scores[at], scale_log2, -low_lse))
-            scores[at + 1] = exp2(cuda.fma(scores[at + 1], scale_log2, -high_lse))
-            if row < full:
-                first_visible = i32(i32(first_key + half * 8 + (lane >> i32(2))) * gqa_ratio)
-                column = i32(row + block * 8 + ((lane & i32(3)) << i32(1)))
-                if column < first_visible:
-                    scores[at] = f32(0.0)
-                if i32(column + i32(1)) < first_visible:
-                    scores[at + 1] = f32(0.0)
-            gradients[at] = scores[at] * (gradients[at] - low_delta)
-            gradients[at + 1] = scores[at + 1] * (gradients[at + 1] - high_delta)
+@functools.cache
+def softmax_backward_functions(window):
+    """(of_keys, of_rows): the device functions by which scores become probabilities, and their gradients."""
 
+    @device_function
+    def softmax_backward_of_keys(scores, gradients, lse, tile_rows, row, full, first_key, gqa_ratio, scale_log2, lane):
+        """p^T replaces s^T, ds^T replaces dp^T. lse: address of the lse of `row`; delta follows tile_rows later."""
+        address = lse + ((lane & i32(3)) << i32(3))
+        for block in range(WIDTH // 8):
+            low_lse, high_lse = load_pair(address + block * 32)
+            low_delta, high_delta = load_pair(address + block * 32 + tile_rows * 4)
+            low_lse, high_lse = low_lse * f32(LOG2_E), high_lse * f32(LOG2_E)
+            for half in range(2):
+                at = 4 * block + 2 * half
+                scores[at] = exp2(cuda.fma(scores[at], scale_log2, -low_lse))
+                scores[at + 1] = exp2(cuda.fma(scores[at + 1], scale_log2, -high_lse))
+                if row < full:
+                    first_visible = i32(i32(first_key + half * 8 + (lane >> i32(2))) * gqa_ratio)
+                    column = i32(row + block * 8 + ((lane & i32(3)) << i32(1)))
+                    if column < first_visible:
+                        scores[at] = f32(0.0)
+                    if i32(column + i32(1)) < first_visible:
+                        scores[at + 1] = f32(0.0)
+                # From the row on that is `window` tokens behind the key, rows do not see it.
+                if window > 0 and i32(row + i32(WIDTH)) > i32(i32(first_key + i32(window)) * gqa_ratio):
+                    end = i32(i32(first_key + i32(window + half * 8) + (lane >> i32(2))) * gqa_ratio)
+                    column = i32(row + block * 8 + ((lane & i32(3)) << i32(1)))
+                    if column >= end:
+                        scores[at] = f32(0.0)
+                    if i32(column + i32(1)) >= end:
+                        scores[at + 1] = f32(0.0)
+                gradients[at] = scores[at] * (gradients[at] - low_delta)
+                gradients[at + 1] = scores[at + 1] * (gradients[at + 1] - high_delta)
 
-@device_function
-def softmax_backward_of_rows(scores, gradients, lse, delta, position, first_position, key, scale_log2, lane):
-    """ds in place of dp. lse, delta, position: of the thread's two rows; first_position: of the warp's first."""
-    for i in range(WIDTH // 2):
-        half = i % 4 // 2
-        p = exp2(cuda.fma(scores[i], scale_log2, -lse[half]))
-        if i32(key + i32(WIDTH - 1)) > first_position:
-            if i32(key + i32(i // 4 * 8 + i % 2) + ((lane & i32(3)) << i32(1))) > position[half]:
-                p = f32(0.0)
-        gradients[i] = p * (gradients[i] - delta[half])
+    @device_function
+    def softmax_backward_of_rows(scores, gradients, lse, delta, position, first_position, key, scale_log2, lane):
+        """ds in place of dp. lse, delta, position: of the thread's two rows; first_position: of the warp's first."""
+        for i in range(WIDTH // 2):
+            half = i % 4 // 2
+            p = exp2(cuda.fma(scores[i], scale_log2, -lse[half]))
+            if i32(key + i32(WIDTH - 1)) > first_position:
+                if i32(key + i32(i // 4 * 8 + i % 2) + ((lane & i32(3)) << i32(1))) > position[half]:
+                    p = f32(0.0)
+            # A warp's rows are within 16 positions.
+            if window > 0 and key < i32(first_position + i32(16 - window)):
+                if i32(key + i32(window + i // 4 * 8 + i % 2) + ((lane & i32(3)) << i32(1))) <= position[half]:
+                    p = f32(0.0)
+            gradients[i] = p * (gradients[i] - delta[half])
+
+    return softmax_backward_of_keys, softmax_backward_of_rows
 
 
 @specialize
 def sm80_gradient_kernel(config):
     """The kernel of a Sm80GradientConfig: the same steps, with keys and rows in each other's place."""
-    head_dim, element, of_keys, _, stages, tile_rows, in_registers = config
+    head_dim, element, of_keys, _, stages, tile_rows, in_registers, window = config
     threads, rows, columns, pitch = config.threads, config.rows, config.columns, sm80_tiles.line_pitch(head_dim)
     column_blocks, column_steps, score_count = config.column_blocks, columns // 16, WIDTH // 2
     acc_count, fragment_words = columns // 2, 4 * (sm80_tiles.padded(head_dim) // 16 if in_registers else 1)
@@ -174,6 +192,8 @@ def sm80_gradient_kernel(config):
         sm80_tiles.store_rows_function(head_dim, columns, 16, element),
     )
     wait_for_tile, wait_for_all = sm80.cp_async_wait_group(stages - 1), sm80.cp_async_wait_group(0)
+    softmax_backward_of_keys, softmax_backward_of_rows = softmax_backward_functions(window)
+    first_key_of = sm80_tiles.first_key_function(window, tile_rows)
 
     @device_function
     def load_tile(target, sources, lse, delta, cu_seqlens, column, end, sequence, kv_head, thread):
@@ -231,6 +251,11 @@ def sm80_gradient_kernel(config):
             # Row r sees key j if r >= gqa_ratio j: from `full` on, rows see all of the warp's keys, before `none` none.
             none, full = i32(warp_first_row * gqa_ratio), i32(i32(warp_first_row + i32(15)) * gqa_ratio)
             visible_end = end
+            if window > 0:
+                # The rows that are `window` tokens behind a key, and those after them, do not see it.
+                last_key = i32(first_row + valid_rows - i32(1))
+                end = min(end, i32(i32(last_key + i32(window)) * gqa_ratio))
+                visible_end = min(end, i32(i32(warp_first_row + i32(15 + window)) * gqa_ratio))
         else:
             copy_rows(base, q_source, first_row, valid_rows, ratio, row_bytes, thread)
             copy_rows(base + rows * pitch, dout_source, first_row, valid_rows, ratio, row_bytes, thread)
@@ -240,6 +265,9 @@ def sm80_gradient_kernel(config):
             none, first_position = i32(0), i32(warp_first_row // gqa_ratio)
             last_row = i32(first_row + min(i32(warp_row + i32(15)), i32(valid_rows - i32(1))))
             visible_end = i32(last_row // gqa_ratio + i32(1))
+            if window > 0:
+                begin, none = first_key_of(first_row // gqa_ratio), i32(first_position - i32(window - 1))
+                sources = k_source + np.int64(begin) * key_bytes, v_source + np.int64(begin) * key_bytes
         if warp_row >= valid_rows:
             visible_end = i32(0)
         tiles = i32(i32(i32(end - begin) + i32(tile_rows - 1)) // i32(tile_rows))
@@ -348,7 +376,8 @@ def attention_backward_sm80(dout, inputs, out, lse, sequences, scale, gradients,
 
     configs: of the kernel of dk and dv, and of that of dq; None: dkv_config's and dq_config's.
     """
-    (q, k, v), (dq, dk, dv), (cu_seqlens, max_seqlen), (for_dkv, for_dq) = inputs, gradients, sequences[:2], configs
+    (q, k, v), (dq, dk, dv), (for_dkv, for_dq) = inputs, gradients, configs
+    cu_seqlens, max_seqlen, window = sequences
     _, heads, head_dim = q.shape
     kv_heads, element, limit = k.shape[1], q.dtype.name, device.max_shared_bytes()
     arguments = (dout, q, k, v, lse, attention_delta(dout, out), cu_seqlens, float(scale))
@@ -357,5 +386,5 @@ def attention_backward_sm80(dout, inputs, out, lse, sequences, scale, gradients,
         (for_dq or dq_config(head_dim, element, limit), max_seqlen * (heads // kv_heads), (dq, dq)),
     ):
         grid = blocks_of(kv_heads * config.column_blocks, cu_seqlens, -(-rows // config.rows))
-        kernel = sm80_gradient_kernel(config)
+        kernel = sm80_gradient_kernel(config._replace(window=window))
         launch(kernel, grid, config.threads, *arguments, *outputs, shared=config.shared_bytes)

@@ -43,13 +43,30 @@ DECODE_BLOCK_BYTES = SYSTEM_BYTES + 6 * 1024
 
 
 class Sm80DecodeConfig(NamedTuple):
-    """The constants of the kernel; fields as in Sm80AttentionConfig."""
+    """The constants of the kernel; fields as in Sm80AttentionConfig.
+
+    With a window `segment` is the most keys that a block loads: from the first tile that its first row sees to the last
+    key of its last row.
+    """
 
     head_dim: int
     element: str
     stages: int = 2
     block_size: int = 16
     segment: int = softmax.SEGMENT_KEYS
+    window: int = 0
+
+    @property
+    def multiple(self):
+        """The first key that a block loads is a multiple of this, where a tile and a block of the cache begin."""
+        return max(softmax.TILE_KEYS, self.block_size)
+
+    def with_window(self, window):
+        """This config for a window, or for none."""
+        if not window:
+            return self
+        keys = window + DECODE_ROWS + self.multiple
+        return self._replace(window=window, segment=-(-keys // self.multiple) * self.multiple)
 
     @property
     def shared_bytes(self):
@@ -58,7 +75,7 @@ class Sm80DecodeConfig(NamedTuple):
 
 
 @functools.cache
-def decode_softmax_functions(element):
+def decode_softmax_functions(element, window):
     """(publish_max, online_softmax_step, add_sums): a softmax step of 16 rows, with barriers between the three."""
     pack, p_pitch = cvt_pack(element), sm80_tiles.line_pitch(softmax.TILE_KEYS)
 
@@ -69,6 +86,8 @@ def decode_softmax_functions(element):
             for block in range(2):
                 for i in range(2):
                     if key + block * 8 + i > position[half]:
+                        scores[4 * block + 2 * half + i] = softmax.MINUS_INFINITY
+                    if window > 0 and key + block * 8 + i <= position[half] - window:
                         scores[4 * block + 2 * half + i] = softmax.MINUS_INFINITY
             at = 2 * half
             warp_max = softmax.quad_max(max(max(scores[at], scores[at + 1]), max(scores[at + 4], scores[at + 5])))
@@ -138,7 +157,7 @@ def pv_function(head_dim, element):
 @specialize
 def sm80_decode_kernel(config):
     """The kernel of a Sm80DecodeConfig."""
-    head_dim, element, stages, block_size, segment = config
+    head_dim, element, stages, block_size, segment, window = config
     threads, pitch = 32 * DECODE_WARPS, sm80_tiles.line_pitch(head_dim)
     steps = sm80_tiles.padded(head_dim) // 16
     q_words, warp_steps = 4 * steps, -(-steps // DECODE_WARPS)
@@ -152,7 +171,8 @@ def sm80_decode_kernel(config):
     copy_rows, copy_keys = sm80_tiles.copy_functions(head_dim, DECODE_ROWS, threads, block_size)
     load_kv_tile, read_sequence = sm80_tiles.kv_tile_function(copy_keys), sm80_tiles.sequence_function(head_dim, True)
     load_q, qk, _ = sm80_tiles.gemm_functions(head_dim, element, softmax.TILE_KEYS // DECODE_WARPS, 1, True)
-    publish_max, online_softmax_step, add_sums = decode_softmax_functions(element)
+    publish_max, online_softmax_step, add_sums = decode_softmax_functions(element, window)
+    first_key_of = sm80_tiles.first_key_function(window, config.multiple)
     pv, pack = pv_function(head_dim, element), cvt_pack(element)
     wait_for_tile, wait_for_all = cp_async_wait_group(2 * (stages - 1)), cp_async_wait_group(0)
     out_chunks = head_dim // 8
@@ -204,6 +224,8 @@ def sm80_decode_kernel(config):
         visible_keys = i32(0)
         if context_len > 0:
             visible_keys = i32(i32(query_offset + i32(i32(first_row + valid_rows) - 1) // gqa_ratio) + 1)
+        if window > 0:
+            first_key = first_key_of(i32(query_offset + first_row // gqa_ratio))
         if segment_index > 0 and first_key >= visible_keys:
             return
         segment_keys = min(i32(visible_keys - first_key), i32(segment))
@@ -259,12 +281,12 @@ def sm80_decode_kernel(config):
             token, head = i32(first_row + row) // gqa_ratio, kv_head * gqa_ratio + i32(first_row + row) % gqa_ratio
             inverse = f32(1.0) / sums[half] if sums[half] != f32(0.0) else f32(0.0)
             index = (segment_index * q.shape[0] + start + token) * heads + head
-            is_whole, line = visible_keys <= segment, base + row * i32(pitch)
+            is_whole, line = window > 0 or visible_keys <= segment, base + row * i32(pitch)
             if is_whole or row < valid_rows:
                 store_row(is_whole, acc, inverse, line, partial, index, warp * warp_steps, half, lane)
             if not is_whole and row < valid_rows and thread < 32 and (lane & i32(3)) == 0:
                 weights[index, 0], weights[index, 1] = row_max[half], sums[half]
-        if visible_keys <= segment:
+        if window > 0 or visible_keys <= segment:
             cuda.syncthreads()
             for index in range(thread, valid_rows * i32(out_chunks), threads):
                 row, chunk = i32(index) // i32(out_chunks), i32(index) % i32(out_chunks)
@@ -353,8 +375,8 @@ def paged_attention_sm80(q, k, v, block_size, sequences, scale, out, config=None
         return
     if count > MAX_SEQUENCES:
         raise ValueError(f"paged_attention: at most {MAX_SEQUENCES} sequences can be decoded at once, got {count}")
-    config = config or decode_config(*kind)
-    segments = max(-(-sequences.max_context_len // config.segment), 1)
+    config = (config or decode_config(*kind)).with_window(sequences.window)
+    segments = 1 if sequences.window else max(-(-sequences.max_context_len // config.segment), 1)
     rows = segments * tokens * heads if segments > 1 else 1
     columns = sm80_tiles.padded(head_dim)
     flat = current().own(Workspace).float_array(rows * (columns + 2))

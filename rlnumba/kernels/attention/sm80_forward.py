@@ -23,6 +23,7 @@ from rlnumba.kernels.attention.sm80_tiles import (
     BLOCK_BYTES,
     batch_of,
     copy_functions,
+    first_key_function,
     gemm_functions,
     kv_tile_function,
     line_pitch,
@@ -53,7 +54,8 @@ class Sm80AttentionConfig(NamedTuple):
     """element: "float16" or "bfloat16"; each of `warps` warps owns warp_rows rows.
 
     stages: tiles of keys, and of values, in shared memory. q_in_registers: the rows of q stay there, and their space is
-    reused for keys. block_size: of the cache, 0 for packed sequences. segment: SEGMENT_KEYS, smaller in tests.
+    reused for keys. block_size: of the cache, 0 for packed sequences. segment: SEGMENT_KEYS, smaller in tests. window:
+    of sequences.py, with one segment.
     """
 
     head_dim: int
@@ -64,10 +66,15 @@ class Sm80AttentionConfig(NamedTuple):
     q_in_registers: bool = False
     block_size: int = 0
     segment: int = softmax.SEGMENT_KEYS
+    window: int = 0
 
     @property
     def threads(self):
         return 32 * self.warps
+
+    def with_window(self, window):
+        """This config for a window, or for none."""
+        return self._replace(window=window, segment=softmax.ONE_SEGMENT) if window else self
 
     @property
     def rows(self):
@@ -215,7 +222,7 @@ def epilogue_functions(config):
 @specialize
 def sm80_attention_kernel(config):
     """The kernel of a Sm80AttentionConfig."""
-    head_dim, _, _, warp_rows, stages, q_in_registers, block_size, segment = config
+    head_dim, _, _, warp_rows, stages, q_in_registers, block_size, segment, window = config
     threads, rows, pitch = config.threads, config.rows, line_pitch(head_dim)
     steps, blocks = padded(head_dim) // 16, warp_rows // 16
     row_count, score_count, acc_count = 2 * blocks, blocks * softmax.TILE_KEYS // 2, config.accumulators
@@ -227,7 +234,8 @@ def sm80_attention_kernel(config):
     copy_rows, copy_keys = copy_functions(head_dim, rows, threads, block_size)
     load_kv_tile = kv_tile_function(copy_keys)
     load_q, qk, pv = gemm_functions(head_dim, config.element, softmax.TILE_KEYS, blocks, q_in_registers)
-    apply_causal_mask, online_softmax_step = softmax_functions(blocks)
+    apply_mask, online_softmax_step = softmax_functions(blocks, window)
+    first_key_of = first_key_function(window, softmax.TILE_KEYS)
     add_segment, load_total = segment_functions(config)
     (rescale_rows, epilogue), read_sequence = epilogue_functions(config), sequence_function(head_dim, bool(block_size))
     wait_for_tile, wait_for_all = sm80.cp_async_wait_group(2 * (stages - 1)), sm80.cp_async_wait_group(0)
@@ -238,7 +246,7 @@ def sm80_attention_kernel(config):
             index = i32(warp_first_row + i32(i32(row * 8) + (lane >> i32(2))))
             position = i32(block_values[QUERY_OFFSET] + index // block_values[GQA_RATIO])
             mask_offset[row] = i32(i32(position - tile_start) - ((lane & i32(3)) << i32(1)))
-        apply_causal_mask(scores, mask_offset)
+        apply_mask(scores, mask_offset)
 
     @device_function
     def softmax_and_pv(scores, acc, row_max, sums, rescale, scale, values, lane):
@@ -292,6 +300,9 @@ def sm80_attention_kernel(config):
         if context_len == 0:
             visible_keys = i32(0)
         tiles = i32((visible_keys + softmax.TILE_KEYS - 1) // softmax.TILE_KEYS)
+        first_tile = i32(0)
+        if window > 0:
+            first_tile = first_key_of(i32(query_offset + first_row // gqa_ratio)) // i32(softmax.TILE_KEYS)
 
         base = shared_address(cuda.shared.array(0, np.uint8))
         k_source, v_source = address_of(k) + k_offset, address_of(v) + k_offset
@@ -315,15 +326,18 @@ def sm80_attention_kernel(config):
         # cp.async groups alternate, K0 V0 K1 V1 ..., `stages` tiles ahead. Packed keys are contiguous, so their address
         # advances with the tiles.
         next_tile = np.int64(0) if block_size else np.int64(softmax.TILE_KEYS) * key_bytes
+        if window > 0:
+            k_source += first_tile * next_tile
+            v_source += first_tile * next_tile
         for j in range(stages):
-            target = base + k_tiles + j * tile_bytes
-            load_kv_tile(target, k_source, batch.block_tables, table, j, tiles, context_len, key_bytes, thread)
+            tile, target = first_tile + j, base + k_tiles + j * tile_bytes
+            load_kv_tile(target, k_source, batch.block_tables, table, tile, tiles, context_len, key_bytes, thread)
             k_source += next_tile
             if j + 1 < stages:
                 target = base + v_tiles + j * tile_bytes
-                load_kv_tile(target, v_source, batch.block_tables, table, j, tiles, context_len, key_bytes, thread)
+                load_kv_tile(target, v_source, batch.block_tables, table, tile, tiles, context_len, key_bytes, thread)
                 v_source += next_tile
-        stage = tile = i32(0)
+        stage, tile = i32(0), i32(first_tile)
         while tile < tiles:
             # After this, the keys are in shared memory, and no warp still reads the values of the previous tile.
             wait_for_tile()
@@ -334,9 +348,16 @@ def sm80_attention_kernel(config):
             v_source += next_tile
             tile_start = i32(tile * i32(softmax.TILE_KEYS))
             is_visible = tile_start < i32(first_position + i32(warp_rows))
+            if window > 0:
+                # Tiles ahead of the windows of all its rows are not the warp's.
+                is_visible = is_visible and i32(tile_start + i32(softmax.TILE_KEYS - 1 + window)) > first_position
             if is_visible:
                 qk(scores, q_fragments, warp_lines, base + k_tiles + stage * i32(tile_bytes), lane)
-                if i32(tile_start + i32(softmax.TILE_KEYS - 1)) > first_position:
+                is_masked = i32(tile_start + i32(softmax.TILE_KEYS - 1)) > first_position
+                if window > 0:
+                    # The warp's last row is less than warp_rows behind its first.
+                    is_masked = is_masked or i32(tile_start + i32(window - warp_rows)) < first_position
+                if is_masked:
                     mask_scores(scores, mask_offset, block_values, i32(first_row + warp_row), tile_start, lane)
             # After this, the values are in shared memory, and no warp still reads the keys.
             wait_for_tile()
@@ -394,11 +415,10 @@ def totals_shape(config, max_context_len):
 
 def attention_sm80(q, k, v, sequences, scale, out, lse, config=None):
     """The operator attention by the sm80 kernel, arguments checked. config: by default attention_config's."""
-    cu_seqlens, max_seqlen = sequences[:2]
+    cu_seqlens, max_seqlen, window = sequences
     config = config or attention_config(q.shape[2], q.dtype.name, 0, device.max_shared_bytes())
-    prefill_sm80(
-        q, k, v, PagedSequences(cu_seqlens, unused(1), unused(2), max_seqlen, max_seqlen), scale, out, lse, config
-    )  # fmt: skip
+    sequences = PagedSequences(cu_seqlens, unused(1), unused(2), max_seqlen, max_seqlen, window=window)
+    prefill_sm80(q, k, v, sequences, scale, out, lse, config)
 
 
 def prefill_sm80(q, k, v, sequences, scale, out, lse, config):
@@ -411,6 +431,7 @@ def prefill_sm80(q, k, v, sequences, scale, out, lse, config):
     # The longest y of a grid. To lay all blocks along x would take registers that this kernel lacks.
     if count > 65_535:
         raise ValueError(f"attention: at most 65535 sequences can be computed at once, got {count}")
+    config = config.with_window(sequences.window)
     totals = current().own(Workspace).segment_totals(*totals_shape(config, sequences.max_context_len))
     launch(
         sm80_attention_kernel(config),

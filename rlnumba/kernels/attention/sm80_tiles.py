@@ -42,6 +42,20 @@ def line_pitch(columns):
     return padded(columns) * 2 + sm80.CHUNK
 
 
+@functools.cache
+def first_key_function(window, multiple):
+    """The device function of the first key, a multiple of this, that is loaded for a query at `position`."""
+
+    @device_function
+    def first_key(position):
+        if window > 0:
+            return i32(max(i32(position - i32(window - 1)), i32(0)) // i32(multiple) * i32(multiple))
+        else:
+            return i32(0)
+
+    return first_key
+
+
 # Sequences of a launch: bounds of their queries; for the cache flat block tables, keys, and blocks of a table.
 Batch = namedtuple("Batch", "cu_seqlens block_tables context_lens max_blocks")
 
@@ -222,16 +236,18 @@ def lane_sum(p, first):
 
 
 @functools.cache
-def softmax_functions(blocks):
-    """(apply_causal_mask, online_softmax_step) of a tile of TILE_KEYS keys and `blocks` times 16 rows of a warp."""
+def softmax_functions(blocks, window):
+    """(apply_mask, online_softmax_step) of a tile of TILE_KEYS keys and `blocks` times 16 rows of a warp."""
 
     @device_function
-    def apply_causal_mask(scores, mask_offset):
-        """Set scores beyond the diagonal to -inf. mask_offset[row]: its position less the lane's first key."""
+    def apply_mask(scores, mask_offset):
+        """Set scores that a row does not see to -inf. mask_offset[row]: its position less the lane's first key."""
         for i in range(blocks):
             for block in range(TILE_KEYS // 8):
                 for j in range(4):
                     if block * 8 + j % 2 > mask_offset[2 * i + j // 2]:
+                        scores[(i * (TILE_KEYS // 8) + block) * 4 + j] = MINUS_INFINITY
+                    if window > 0 and block * 8 + j % 2 <= mask_offset[2 * i + j // 2] - window:
                         scores[(i * (TILE_KEYS // 8) + block) * 4 + j] = MINUS_INFINITY
 
     @device_function
@@ -255,7 +271,7 @@ def softmax_functions(blocks):
                 second = lane_sum(scores, at + 16) + lane_sum(scores, at + 24)
                 sums[row] = cuda.fma(sums[row], rescale[row], first + second)
 
-    return apply_causal_mask, online_softmax_step
+    return apply_mask, online_softmax_step
 
 
 @functools.cache

@@ -25,6 +25,8 @@ i32, f32 = np.int32, np.float32
 # Keys of a tile, and of a segment: both are parts of the arithmetic, see sm90_forward.py.
 TILE_KEYS = 64
 SEGMENT_KEYS = 1024
+# The segment of a row with a window: all of its keys.
+ONE_SEGMENT = 1 << 24
 # Powers of two by which a probability may exceed 1 before the row maximum is updated.
 RESCALE_THRESHOLD = f32(8.0)
 MINUS_INFINITY = f32(-np.inf)

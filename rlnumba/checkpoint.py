@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from rlnumba.errors import UserError
-from rlnumba.model.config import read_json
+from rlnumba.model.config_values import read_json
 from rlnumba.model.tensor_file import read_arrays, write_tensors
 from rlnumba.model.transformer import host_copy, save_model
 from rlnumba.model.weights import write_json

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlnumba.errors import ConfigError
-from rlnumba.model.config import read_json
+from rlnumba.model.config_values import read_json
 
 # Key there -> SamplingParams' name.
 WHERE_SAMPLED = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}

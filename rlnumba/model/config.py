@@ -7,7 +7,6 @@ something that this transformer does not compute raises an error that names it; 
 """
 
 import functools
-import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from rlnumba.kernels.attention.ops import MAX_HEAD_DIM
 from rlnumba.kernels.delta_rule.inputs import TAPS
 from rlnumba.kernels.nn.rope import ROPE_TYPES, RopeScaling
 from rlnumba.model.blocks.every import layers_of
+from rlnumba.model.config_values import REQUIRED, count, get, positive, read_json
 from rlnumba.runtime import device
 
 ARCHITECTURES = {
@@ -74,8 +74,6 @@ QWEN3_5_TEXT = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
-
-_REQUIRED = object()
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,7 @@ class ModelConfig:
     def from_dict(cls, raw, source="config.json"):
         """The config in a dict as json reads it from config.json; `source` names the file in errors."""
         raw = _text_config(raw, source)
-        model_type = _get(raw, "model_type", str, source)
+        model_type = get(raw, "model_type", str, source)
         if model_type not in ARCHITECTURES:
             known = ", ".join((*ARCHITECTURES, *WITH_TEXT_CONFIG))
             raise UserError(f"{source}: model_type {model_type!r} is not supported (supported: {known})")
@@ -188,22 +186,22 @@ class ModelConfig:
         if is_hybrid:
             raw = {**QWEN3_5_TEXT, **{key: value for key, value in raw.items() if value is not None}}
         _refuse_unsupported(raw, model_type, source)
-        sizes = {name: _count(raw, name, source) for name in SIZES[:5]}
+        sizes = {name: count(raw, name, source) for name in SIZES[:5]}
         heads = sizes["num_attention_heads"]
         # The default of transformers' own class for this model type applies if a key is absent.
-        kv_heads = _count(raw, "num_key_value_heads", source, heads if model_type == "llama" else _REQUIRED)
+        kv_heads = count(raw, "num_key_value_heads", source, heads if model_type == "llama" else REQUIRED)
         default = 128 if model_type == "qwen3" else sizes["hidden_size"] // heads
-        head_dim = _count(raw, "head_dim", source, default)
+        head_dim = count(raw, "head_dim", source, default)
         if heads % kv_heads:
             raise UserError(
                 f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
         if head_dim % 2 or head_dim > MAX_HEAD_DIM:
             raise UserError(f"{source}: head_dim must be even and at most {MAX_HEAD_DIM}, got {head_dim}")
-        bias = _get(raw, "attention_bias", bool, source, False)
+        bias = get(raw, "attention_bias", bool, source, False)
         theta, scaling = _rope(raw, source)
         partial = _partial_rotary_factor(raw, head_dim, is_hybrid, source)
-        dtype = _get(raw, "dtype", str, source, _get(raw, "torch_dtype", str, source, "float32"))
+        dtype = get(raw, "dtype", str, source, get(raw, "torch_dtype", str, source, "float32"))
         if dtype not in device.DTYPES:
             raise UserError(f"{source}: dtype {dtype!r} is not supported (supported: {', '.join(device.DTYPES)})")
         return cls(
@@ -211,18 +209,18 @@ class ModelConfig:
             **sizes,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=_positive(raw, "rms_norm_eps", source),
+            rms_norm_eps=positive(raw, "rms_norm_eps", source),
             rope_theta=theta,
             rope_scaling=scaling,
-            max_position_embeddings=_count(raw, "max_position_embeddings", source),
-            tie_word_embeddings=_get(raw, "tie_word_embeddings", bool, source, False),
+            max_position_embeddings=count(raw, "max_position_embeddings", source),
+            tie_word_embeddings=get(raw, "tie_word_embeddings", bool, source, False),
             qk_norm=model_type in ("qwen3", "qwen3_5_text"),
             attention_bias=model_type == "qwen2" or bias,
             o_bias=model_type != "qwen2" and bias,
-            mlp_bias=model_type == "llama" and _get(raw, "mlp_bias", bool, source, False),
+            mlp_bias=model_type == "llama" and get(raw, "mlp_bias", bool, source, False),
             eos_token_ids=_token_ids(raw, source),
-            bos_token_id=_get(raw, "bos_token_id", int, source, None),
-            pad_token_id=_get(raw, "pad_token_id", int, source, None),
+            bos_token_id=get(raw, "bos_token_id", int, source, None),
+            pad_token_id=get(raw, "pad_token_id", int, source, None),
             dtype=dtype,
             heads=_heads(raw, source),
             partial_rotary_factor=partial,
@@ -290,49 +288,6 @@ class ModelConfig:
 _layers_of = functools.lru_cache(layers_of)
 
 
-def read_json(path):
-    """The object in a JSON file; UserError naming the file if it is missing, damaged, or not an object."""
-    path = Path(path)
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file (a Hugging Face model folder has one)") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: expected a JSON object, got {type(raw).__name__}")
-    return raw
-
-
-def _get(raw, key, kind, source, default=_REQUIRED):
-    """raw[key], of the given type; an absent or null key takes the default, or is an error without one."""
-    value = raw.get(key)
-    if value is None:
-        if default is _REQUIRED:
-            raise UserError(f"{source}: missing key {key!r}")
-        return default
-    accepted = (int, float) if kind is float else kind
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise UserError(f"{source}: {key} must be {kind.__name__}, got {value!r}")
-    return kind(value)
-
-
-def _count(raw, key, source, default=_REQUIRED):
-    value = _get(raw, key, int, source, default)
-    if value is not None and value < 1:
-        raise UserError(f"{source}: {key} must be at least 1, got {value}")
-    return value
-
-
-def _positive(raw, key, source, default=_REQUIRED):
-    value = _get(raw, key, float, source, default)
-    if value is not None and not 0.0 < value < float("inf"):
-        raise UserError(f"{source}: {key} must be positive, got {value}")
-    return value
-
-
 def _token_ids(raw, source):
     """eos_token_id, an int, a list of ints or null, as a tuple."""
     ids = raw.get("eos_token_id")
@@ -356,9 +311,9 @@ def _heads(raw, source):
         return LM_HEAD
     labels = raw.get("id2label")
     # transformers writes id2label unless there are two labels.
-    count = len(labels) if isinstance(labels, dict) else _count(raw, "num_labels", source, 2)
-    if count != 1:
-        raise UserError(f"{source}: {classifier} with {count} labels is not supported (num_labels must be 1)")
+    num_labels = len(labels) if isinstance(labels, dict) else count(raw, "num_labels", source, 2)
+    if num_labels != 1:
+        raise UserError(f"{source}: {classifier} with {num_labels} labels is not supported (num_labels must be 1)")
     return SCORE_HEAD
 
 
@@ -378,7 +333,7 @@ def _text_config(raw, source):
 def _partial_rotary_factor(raw, head_dim, is_supported, source):
     """The part of a head that rotates: 1.0, or a fraction where the model type has one."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    partial = _get({**raw, **rope}, "partial_rotary_factor", float, source, 1.0)
+    partial = get({**raw, **rope}, "partial_rotary_factor", float, source, 1.0)
     if partial != 1.0 and not is_supported:
         raise UserError(f"{source}: partial_rotary_factor {partial} is not supported")
     rotary = int(head_dim * partial)
@@ -395,11 +350,11 @@ def _hybrid_fields(raw, source):
     layers = raw["num_hidden_layers"]
     kinds = raw.get("layer_types")
     if kinds is None:
-        interval = _count(raw, "full_attention_interval", source)
+        interval = count(raw, "full_attention_interval", source)
         kinds = [LAYER_TYPES[0] if (i + 1) % interval == 0 else LAYER_TYPES[1] for i in range(layers)]
     if len(kinds) != layers:
         raise UserError(f"{source}: layer_types must have num_hidden_layers {layers} entries, got {len(kinds)}")
-    sizes = {name: _count(raw, name, source) for name in LINEAR_SIZES}
+    sizes = {name: count(raw, name, source) for name in LINEAR_SIZES}
     key_heads, value_heads = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
     if value_heads % key_heads:
         raise UserError(
@@ -408,17 +363,17 @@ def _hybrid_fields(raw, source):
     for name in LINEAR_SIZES[2:]:
         if sizes[name] > MAX_HEAD_DIM:
             raise UserError(f"{source}: {name} must be at most {MAX_HEAD_DIM}, got {sizes[name]}")
-    taps = _count(raw, "linear_conv_kernel_dim", source)
+    taps = count(raw, "linear_conv_kernel_dim", source)
     if taps != TAPS:
         raise UserError(f"{source}: linear_conv_kernel_dim {taps} is not supported (supported: {TAPS})")
     for key, wanted in (("attn_output_gate", True), ("attention_bias", False)):
-        if _get(raw, key, bool, source, wanted) is not wanted:
+        if get(raw, key, bool, source, wanted) is not wanted:
             raise UserError(f"{source}: {key} {raw[key]} is not supported in a {raw['model_type']} model")
     return {"norm_offset": True, "attn_output_gate": True, "layer_types": tuple(kinds), **sizes}
 
 
 def _refuse_unsupported(raw, model_type, source):
-    activation = _get(raw, "hidden_act", str, source, "silu")
+    activation = get(raw, "hidden_act", str, source, "silu")
     if activation != "silu":
         raise UserError(f"{source}: hidden_act {activation!r} is not supported (supported: silu)")
     if raw.get("quantization_config") is not None:
@@ -438,10 +393,10 @@ def _refuse_unsupported(raw, model_type, source):
         slides = raw.get("sliding_window") is not None
     else:
         # Qwen layers below max_window_layers attend to everything; released checkpoints carry an unused window.
-        slides = _get(raw, "use_sliding_window", bool, source, False) and raw.get("sliding_window", 4096) is not None
+        slides = get(raw, "use_sliding_window", bool, source, False) and raw.get("sliding_window", 4096) is not None
         slides = slides and not raw.get("layer_types")
-        full = _get(raw, "max_window_layers", int, source, 28)
-        slides = slides and full < _count(raw, "num_hidden_layers", source)
+        full = get(raw, "max_window_layers", int, source, 28)
+        slides = slides and full < count(raw, "num_hidden_layers", source)
     if slides:
         raise UserError(f"{source}: sliding_window {raw.get('sliding_window', 4096)} is not supported")
 
@@ -456,8 +411,8 @@ def _rope(raw, source):
     rope = raw.get(key) or {}
     parent = raw.get("rope_parameters") or {}
     where = f"{source}: {key}"
-    theta = _positive({**raw, **parent, **rope}, "rope_theta", source, 10000.0)
-    kind = _get(rope, "rope_type", str, where, _get(rope, "type", str, where, "default"))
+    theta = positive({**raw, **parent, **rope}, "rope_theta", source, 10000.0)
+    kind = get(rope, "rope_type", str, where, get(rope, "type", str, where, "default"))
     if kind not in ("default", *ROPE_TYPES):
         raise UserError(f"{where}: rope_type {kind!r} is not supported (supported: default, {', '.join(ROPE_TYPES)})")
     known = (*ROPE_FIELDS, *SCALING_FIELDS, *(MROPE_FIELDS if raw["model_type"] == "qwen3_5_text" else ()))
@@ -470,8 +425,8 @@ def _rope(raw, source):
     if kind in ("llama3", "yarn"):
         # A key of the whole model goes first, as in transformers. Without any, the model was trained with all
         # positions.
-        positions = _count(raw, "max_position_embeddings", source)
-        original = _count(raw, "original_max_position_embeddings", source, settings["original_max_position_embeddings"])
+        positions = count(raw, "max_position_embeddings", source)
+        original = count(raw, "original_max_position_embeddings", source, settings["original_max_position_embeddings"])
         settings["original_max_position_embeddings"] = original = original or positions
         if kind == "yarn" and settings["factor"] is None:
             settings["factor"] = positions / original
@@ -484,5 +439,5 @@ def _rope(raw, source):
 def _scaling_value(rope, field, where):
     """The value of a field of RopeScaling, or None."""
     if field == "truncate":
-        return _get(rope, field, bool, where, None)
-    return _count(rope, field, where, None) if "position" in field else _positive(rope, field, where, None)
+        return get(rope, field, bool, where, None)
+    return count(rope, field, where, None) if "position" in field else positive(rope, field, where, None)

@@ -17,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlnumba.errors import UserError
-from rlnumba.model.config import read_json
+from rlnumba.model.config_values import read_json
 
 # Files of a tokenizer on disk; `save` writes those that there were.
 FILES = (

@@ -24,7 +24,8 @@ from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.model.blocks.attention import PackedAttention
 from rlnumba.model.blocks.block import ForwardContext, norm_rows
-from rlnumba.model.config import LM_HEAD, read_json
+from rlnumba.model.config import LM_HEAD
+from rlnumba.model.config_values import read_json
 from rlnumba.model.hub import find_base, find_model, read_config
 from rlnumba.model.lora import load_adapter, save_adapter
 from rlnumba.model.low_rank import Dropout, LoraContext, projection_numbers

@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from rlnumba.errors import UserError
-from rlnumba.model.config import WITH_TEXT_CONFIG, read_json
+from rlnumba.model.config import WITH_TEXT_CONFIG
+from rlnumba.model.config_values import read_json
 from rlnumba.model.parameter import Parameter, placed
 from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tensor_file import create_tensors, open_tensors, write_tensors

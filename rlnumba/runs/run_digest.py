@@ -24,7 +24,8 @@ import numpy as np
 from rlnumba.config.keys import keys_of, section_fields, sections_of
 from rlnumba.config.resuming import CONTENT, FREE, NEXT, rule_of
 from rlnumba.errors import ConfigError
-from rlnumba.model.config import ModelConfig, read_json
+from rlnumba.model.config import ModelConfig
+from rlnumba.model.config_values import read_json
 from rlnumba.model.hub import find_model
 from rlnumba.model.lora import first_adapter, is_adapter
 from rlnumba.model.tokenizer import FILES, TEMPLATE_FOLDER

@@ -13,7 +13,7 @@ import numpy as np
 from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.engine.core import BLOCK_SIZE, engine_config_for, longest_sequence
 from rlnumba.engine.runner import Runner
-from rlnumba.engine.scheduler import blocks_needed, tokens_of_group
+from rlnumba.engine.scheduler import blocks_needed, steps_of_group
 from rlnumba.engine.speculation import MAX_NUM_SEQS, longest_verified
 from rlnumba.engine.steps.arrays import decode_state
 from rlnumba.engine.steps.shapes import (
@@ -195,18 +195,23 @@ def prefill_shapes(request, lengths, max_padded, most_rows, longest):
     step's, beside mixed_shapes."""
     max_tokens, length = request.engine.max_num_batched_tokens, int(np.median(lengths))
 
-    def tokens_of(groups, length):
-        group = tokens_of_group(length, request.n, BLOCK_SIZE, request.engine.enable_prefix_caching)
-        return min(groups * group, max_tokens)
+    def steps_of(groups, length):
+        caching, has_states = request.engine.enable_prefix_caching, request.model.has_linear_attention
+        steps = steps_of_group(length, request.n, BLOCK_SIZE, caching, has_states)
+        return [min(groups * tokens, max_tokens) for tokens in steps]
 
-    at_once = max(min(len(lengths), max_tokens // tokens_of(1, length), most_rows // request.n), 1)
+    at_once = max(min(len(lengths), max_tokens // max(steps_of(1, length)), most_rows // request.n), 1)
 
-    ranges = [(tokens_of(at_once, min(lengths)), tokens_of(at_once, max(lengths)))]
+    steps = [steps_of(at_once, each) for each in (min(lengths), max(lengths))]
+    ranges = [(steps[0][0], steps[1][0])]
+    # Second steps: what is left of each prompt is any number of tokens up to a block of states.
+    if any(len(each) > 1 for each in steps):
+        ranges.append((at_once * request.n, min(at_once * (1 + (request.n - 1) * STATE_BLOCK), max_tokens)))
     if rest := len(lengths) % at_once:
-        ranges.append((tokens_of(rest, length), tokens_of(rest, length)))
+        ranges += [(tokens, tokens) for tokens in steps_of(rest, length)]
     if request.mixes:
         ranges.append((max_padded + 1, max_tokens))
-    totals = [tokens_of(at_once, length), *(tokens for each in ranges for tokens in sizes_between(*each))]
+    totals = [*steps_of(at_once, length), *(tokens for each in ranges for tokens in sizes_between(*each))]
     found = {}
     for tokens in totals:
         rows = min(at_once * request.n, most_rows, tokens)

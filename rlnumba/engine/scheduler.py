@@ -92,11 +92,18 @@ def blocks_needed(length_limit, block_size):
     return -(-(length_limit - 1) // block_size)
 
 
-def tokens_of_group(prompt_length, n, block_size, prefix_caching):
-    """Tokens that a step computes of a prompt and its n completions, which begin with it: the whole prompt for the
-    first one, for each other what is left of it after its last full block, or all of it without prefix caching."""
-    tail = (prompt_length - 1) % block_size + 1 if prefix_caching else prompt_length
-    return prompt_length + (n - 1) * tail
+def steps_of_group(prompt_length, n, block_size, prefix_caching, has_states=False):
+    """Tokens of each of the steps that begin a prompt's n completions: tuple.
+
+    One step: the whole prompt for the first one, for each other what is left of it after its last full block, or all of
+    it without prefix caching. With states of linear attention the others resume at one that a step has computed: a step
+    for the prompt, and one for what is left of it after the state, beside a token of the first one.
+    """
+    size = STATE_BLOCK if has_states else block_size
+    tail = (prompt_length - 1) % size + 1 if prefix_caching else prompt_length
+    if has_states and tail < prompt_length and n > 1:
+        return prompt_length, 1 + (n - 1) * tail
+    return (prompt_length + (n - 1) * tail,)
 
 
 class Scheduler:

@@ -142,7 +142,14 @@ REFUSED = [
     ({"attention_bias": True}, "attention_bias True is not supported"),
     ({"linear_key_head_dim": 512}, "linear_key_head_dim must be at most 256, got 512"),
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.5}}, "partial_rotary_factor must be in (0, 1]"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0}}, "partial_rotary_factor must be in (0, 1]"),
+    ({"rope_parameters": {"rope_type": "proportional"}}, "rope_type 'proportional' is not supported"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
     ({"num_experts": 4}, "num_experts 4 is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported (supported: silu)"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
+    ({"model_type": "qwen3_next"}, "model_type 'qwen3_next' is not supported"),
+    ({"model_type": "qwen4_exp"}, "model_type 'qwen4_exp' is not supported"),
 ]
 
 

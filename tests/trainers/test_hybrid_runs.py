@@ -18,6 +18,7 @@ from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.sft import run_sft
 from tests.parallel import in_threads
 from tests.trainers.runs import GOLDEN, MODEL, grpo_run, metrics_of, sft_run
+from tests.trainers.test_plan import assert_planned
 from tests.trainers.test_resume import hash_of
 
 pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="what a run does with such a model, not its kernels")
@@ -86,3 +87,16 @@ def test_it_is_not_cut(hybrid):
     config = ModelConfig.from_folder(hybrid)
     with pytest.raises(ConfigError, match="tensor_parallel_size 2: a qwen3_5_text model cannot be cut"):
         check_shard(Shard(0, 2), config)
+
+
+@pytest.mark.parametrize("length", [20, 100, 125])
+def test_grpo_takes_what_was_planned(hybrid, tmp_path, length):
+    """Prompts within a block of states, and longer ones, whose completions begin in a second step, the larger one."""
+    run = dataclasses.replace(grpo_run(tmp_path / "run", max_steps=1, max_completion_length=6), model=str(hybrid))
+    with open(run.data.train, "w") as file:
+        file.writelines(json.dumps({"prompt": f"{i}" * length, "answer": "1"}) + "\n" for i in range(6))
+    assert_planned(run, TRAINERS["grpo"].train)
+
+
+def test_sft_takes_what_was_planned(hybrid, tmp_path):
+    assert_planned(run_of(hybrid, tmp_path / "run", activation_memory="selective", max_steps=5), run_sft)

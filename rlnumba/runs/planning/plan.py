@@ -24,7 +24,7 @@ from rlnumba.engine.cache import block_bytes_of, state_bytes_of
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, engine_config_for, longest_sequence
 from rlnumba.engine.parallel_size import weights_bytes
 from rlnumba.engine.runner import Runner
-from rlnumba.engine.scheduler import blocks_needed, tokens_of_group
+from rlnumba.engine.scheduler import blocks_needed, steps_of_group
 from rlnumba.engine.speculation import longest_verified
 from rlnumba.environments.agents import load_agents
 from rlnumba.kernels.logprob import chunked
@@ -306,7 +306,7 @@ def _generate(planner, dtype, run, prompts):
         sizes = [n] * full + [rest - rest // 2, rest // 2][: min(rest, 2)]
         _, common = planner.prompts(run.data.max_prompt_length)
         steps = sizes, [1] * REPORTED_PROMPTS
-        tokens = min(tokens, max(_first_step(engine, prompts, each, common) for each in steps))
+        tokens = min(tokens, max(_first_steps(engine, prompts, each, common, config.has_linear_attention) for each in steps))
     limit = longest_sequence(config, engine)
     # With "auto" other devices have no steps with drafts.
     verified = longest_verified(engine) if planner.on_gpu or engine.speculative_method == "ngram" else 0
@@ -320,15 +320,19 @@ def _generate(planner, dtype, run, prompts):
     return runner.workspace_bytes(blocks * BLOCK_SIZE, engine.enforce_eager)
 
 
-def _first_step(engine, prompts, sizes, common):
-    """Tokens of a step that begins groups of so many completions of prompts of these lengths, which have so many first
-    tokens in common."""
-    caching, found = engine.enable_prefix_caching, 0
+def _first_steps(engine, prompts, sizes, common, has_states):
+    """Tokens of the largest step that begins groups of so many completions of prompts of these lengths, which have so
+    many first tokens in common. has_states: of linear attention."""
+    caching, found = engine.enable_prefix_caching, [0, 0]
     for length, size in zip(prompts, sizes, strict=False):
-        # Full blocks of the first prompt, with which the others begin.
-        cached = min(common, length - 1) // BLOCK_SIZE * BLOCK_SIZE if caching and found else 0
-        found += tokens_of_group(length, size, BLOCK_SIZE, caching) - cached
-    return found
+        # Full blocks of the first prompt, with which the others begin; its states are not there before the step ends.
+        shares = caching and found[0] and not has_states
+        cached = min(common, length - 1) // BLOCK_SIZE * BLOCK_SIZE if shares else 0
+        steps = steps_of_group(length, size, BLOCK_SIZE, caching, has_states)
+        # Completions that began in the first step have a token in the second.
+        for index, tokens in enumerate((*steps, size)[:2]):
+            found[index] += tokens - (0 if index else cached)
+    return max(found)
 
 
 def operator_bytes(tokens, sequences, config, dtype):

@@ -419,6 +419,11 @@ def test_truncation_and_dropped_rows_are_counted(path):
         ([{"messages": []}], {}, "rows.jsonl:1: 'messages' must be a non-empty list of messages, got a list"),
         ([{"messages": [{"content": "x"}]}], {}, "rows.jsonl:1: 'messages': a message must have a role"),
         ([{"messages": [{"role": "user", "content": 1}]}], {}, "the content of a message must be a string, got int 1"),
+        (
+            [{"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image"}]}]}],
+            {},
+            "rows.jsonl:1: 'messages': a message has an item of type image, and models read text alone",
+        ),
         ([{"messages": [{"role": "user", "content": "x"}], "tools": "{"}], {}, "rows.jsonl:1: 'tools' is a string"),
         ([{"text": "x"}], {"completion_only_loss": True}, "rows.jsonl:1: train.completion_only_loss needs"),
         ([{"text": "x"}], {"assistant_only_loss": True}, "rows.jsonl:1: train.assistant_only_loss needs"),

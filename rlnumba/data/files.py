@@ -201,6 +201,10 @@ def check_messages(messages, where):
             )
         if not isinstance(message.get("content"), str | list | None):
             raise UserError(f"{where}: the content of a message must be a string, got {kind_of(message['content'])}")
+        for item in message["content"] if isinstance(message.get("content"), list) else ():
+            if not isinstance(item, dict) or item.get("type", "text") != "text":
+                kind = item.get("type") if isinstance(item, dict) else kind_of(item)
+                raise UserError(f"{where}: a message has an item of type {kind}, and models read text alone")
 
 
 def check_prompt(value, where):

@@ -13,7 +13,9 @@ import math
 import os
 import re
 import weakref
+from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from rlnumba.model.config_values import read_json
 from rlnumba.model.parameter import Parameter, placed
 from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tensor_file import create_tensors, open_tensors, write_tensors
+from rlnumba.reporting.stderr import log
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.transfer import copy_to_device
 
@@ -188,27 +191,39 @@ def load_weights(folder, config, dtype=None, heads=None, shard=WHOLE, make_weigh
     stored.check_tied_head(contents)
     weights = make_weights(replace(config, heads=heads or config.heads), dtype or config.dtype, shard=shard)
     copy_to_device(stored.copies_to(weights, contents))
+    if stored.left_out and not shard.rank:
+        _report_left_out(folder, stored.left_out)
     return weights
 
 
+@cache
+def _report_left_out(folder, parts):
+    """Say once which parts of a checkpoint are not read; parts: ((beginning of the tensors' names, how many), ...)."""
+    log(f"{folder}: left out of the checkpoint: " + ", ".join(f"{part} ({count} tensors)" for part, count in parts))
+
+
 def _text_model(files, config):
-    """The {tensor name: Stored} of a text model, which may be a part of one of vision and language."""
+    """(the {tensor name: Stored} of a text model, which may be a part of one of vision and language, what else there
+    is as _report_left_out takes it)."""
     if config.model_type not in WITH_TEXT_CONFIG.values():
-        return files
+        return files, ()
+    others = Counter(next((part for part in OTHER_MODELS if name.startswith(part)), None) for name in files)
     kept = {name: stored for name, stored in files.items() if not name.startswith(OTHER_MODELS)}
-    return {re.sub(r"^model\.language_model\.", "model.", name): stored for name, stored in kept.items()}
+    text = {re.sub(r"^model\.language_model\.", "model.", name): stored for name, stored in kept.items()}
+    return text, tuple((f"{part}*", others[part]) for part in OTHER_MODELS if others[part])
 
 
 class StoredWeights:
     """The tensors of a folder's *.safetensors, found to be those of a model: {name: Stored}, without their values.
 
     config: that of the folder. Raises UserError as load_weights does. paths: the files; tied_head: the Stored copy of a
-    tied embedding as lm_head.weight, or None. `contents` are the bytes of each file, {path: (n,) uint8}.
+    tied embedding as lm_head.weight, or None; left_out: what else the checkpoint has, as _report_left_out takes it.
+    `contents` are the bytes of each file, {path: (n,) uint8}.
     """
 
     def __init__(self, folder, config):
         folder, self.config = Path(folder), config
-        files = _text_model(_open_checkpoint(folder), config)
+        files, self.left_out = _text_model(_open_checkpoint(folder), config)
         self.tied_head = None
         if config.tie_word_embeddings and "lm_head.weight" in files:
             self.tied_head = _take_tied_head(files)

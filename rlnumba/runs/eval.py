@@ -16,8 +16,9 @@ from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.hub import find_base, find_model
 from rlnumba.model.lora import is_adapter
 from rlnumba.reporting.files import make_folder, replacing, to_line
+from rlnumba.reporting.stderr import silence
 from rlnumba.runs.ranks import check_picklable, resolve_if_named
-from rlnumba.runs.run_folder import silence, start_compiling
+from rlnumba.runs.run_folder import start_compiling
 from rlnumba.sampling.ranks import launch_replicas
 from rlnumba.trainers.every import TRAINERS
 

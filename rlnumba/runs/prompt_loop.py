@@ -26,6 +26,7 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.parallel.ray_cluster import connected
+from rlnumba.reporting.stderr import log
 from rlnumba.rewards import TrainerState
 from rlnumba.rewards.calling import takes_environments
 from rlnumba.runs import evaluation, kept_data
@@ -41,7 +42,7 @@ from rlnumba.runs.prompt_run import (
 from rlnumba.runs.prompt_schedule import BEGINNING, DataState, MicroBatchSchedule, Start, course_of
 from rlnumba.runs.resolve import resolve_here
 from rlnumba.runs.run_digest import row_hashes
-from rlnumba.runs.run_folder import KERNEL_LIST, Clock, begin_run, kernel_request, log, memory_metrics, owner_of
+from rlnumba.runs.run_folder import KERNEL_LIST, Clock, begin_run, kernel_request, memory_metrics, owner_of
 from rlnumba.runs.token_log import TokenLog
 from rlnumba.runtime import device, garbage
 from rlnumba.sampling.generations import Connected, Generations

@@ -16,9 +16,9 @@ from rlnumba.errors import ConfigError
 from rlnumba.model.hub import find_model, read_config
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.reporting.console import turns_text
+from rlnumba.reporting.stderr import log
 from rlnumba.runs import evaluation, kept_data
 from rlnumba.runs.prompt_order import PromptOrder, curriculum_values
-from rlnumba.runs.run_folder import log
 from rlnumba.sampling.samples import derived_seed, distinct_params, draw, transcript_of
 from rlnumba.trainers.replay_buffer import ReplayBuffer
 

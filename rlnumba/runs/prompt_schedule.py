@@ -5,10 +5,10 @@ import math
 from typing import NamedTuple
 
 from rlnumba.errors import ConfigError
+from rlnumba.reporting.stderr import log
 from rlnumba.rewards import TrainerState
 from rlnumba.runs.policy import Schedule
 from rlnumba.runs.prompt_run import sampling_params
-from rlnumba.runs.run_folder import log
 from rlnumba.sampling.pipeline import Course
 from rlnumba.sampling.samples import derived_seed, generation_metrics
 from rlnumba.trainers import rollout

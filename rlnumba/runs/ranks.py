@@ -16,10 +16,11 @@ from rlnumba.parallel.communicator import check_equal
 from rlnumba.parallel.launch import launch
 from rlnumba.parallel.placement import placement
 from rlnumba.parallel.ray_launch import launch_on_nodes
+from rlnumba.reporting.stderr import log
 from rlnumba.rewards import resolve
 from rlnumba.runs.callbacks import given
 from rlnumba.runs.planning.fit import fit_to_device
-from rlnumba.runs.run_folder import RESUMES, log, owner_of, start_compiling
+from rlnumba.runs.run_folder import RESUMES, owner_of, start_compiling
 from rlnumba.runs.run_inputs import located
 from rlnumba.runtime.environment import versions_of_results
 from rlnumba.trainers.every import TRAINERS

@@ -24,13 +24,14 @@ from rlnumba.model.hub import find_model, read_config
 from rlnumba.model.lora import is_adapter
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.optim import learning_rate_at
+from rlnumba.reporting.stderr import log
 from rlnumba.runs import kept_data
 from rlnumba.runs.loading import load_policy
 from rlnumba.runs.planning.planned import Models, Step
 from rlnumba.runs.policy import Schedule, epoch_order
 from rlnumba.runs.resolve import resolve_here
 from rlnumba.runs.run_digest import row_hashes
-from rlnumba.runs.run_folder import Clock, begin_run, log, memory_metrics
+from rlnumba.runs.run_folder import Clock, begin_run, memory_metrics
 from rlnumba.runtime import device
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import shutil
-import sys
 import time
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext, suppress
@@ -25,6 +24,7 @@ from rlnumba.parallel.saving import SharedSaver
 from rlnumba.reporting.files import RUN_FILES, make_folder, write_config
 from rlnumba.reporting.folder_lock import owned
 from rlnumba.reporting.metrics import MetricsWriter
+from rlnumba.reporting.stderr import log, silence
 from rlnumba.reporting.trackers import check_installed
 from rlnumba.rewards.loading import ModelFolder
 from rlnumba.runs.callbacks import Callbacks
@@ -482,21 +482,6 @@ class _NoWriter:
 
     def print(self, text):
         """Nothing."""
-
-
-_is_silent = False
-
-
-def silence():
-    """Let `log` print nothing from now on: on other ranks than the first."""
-    global _is_silent
-    _is_silent = True
-
-
-def log(text):
-    """Print a line on stderr, of several ranks on the first alone."""
-    if not _is_silent:
-        print(f"rlnumba: {text}", file=sys.stderr, flush=True)
 
 
 def log_kernels(dtype):

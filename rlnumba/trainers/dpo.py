@@ -20,10 +20,10 @@ from rlnumba.data.pairs import load_pairs, truncated
 from rlnumba.kernels.logprob.ops import linear_logp
 from rlnumba.kernels.nn.elementwise import add, scale
 from rlnumba.kernels.rl.preference_loss import LOSS, PAIR_STATS, PackedPairs, preference_loss, preference_metrics
+from rlnumba.reporting.stderr import log
 from rlnumba.runs.micro_batch import costliest_first
 from rlnumba.runs.planning.planned import Models
 from rlnumba.runs.row_loop import TrainerOnRows, micro_batches_of
-from rlnumba.runs.run_folder import log
 from rlnumba.runtime import device
 from rlnumba.trainers.preference import (
     CompletionBatch,

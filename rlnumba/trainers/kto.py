@@ -21,10 +21,10 @@ from rlnumba.data.packing import TokenSequence
 from rlnumba.data.pairs import truncated
 from rlnumba.data.unpaired import load_unpaired
 from rlnumba.kernels.rl.kto_loss import LOSS, STATS, KTOCompletions, kto_loss, kto_metrics
+from rlnumba.reporting.stderr import log
 from rlnumba.runs.micro_batch import costliest_first
 from rlnumba.runs.planning.planned import Models
 from rlnumba.runs.row_loop import TrainerOnRows, micro_batches_of
-from rlnumba.runs.run_folder import log
 from rlnumba.runtime import device
 from rlnumba.trainers.preference import (
     CompletionBatch,

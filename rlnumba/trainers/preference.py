@@ -12,10 +12,10 @@ import numpy as np
 from rlnumba.kernels.nn.reduce import column_sums
 from rlnumba.kernels.rl.preference_loss import sequence_logps
 from rlnumba.reporting.files import replacing
+from rlnumba.reporting.stderr import log
 from rlnumba.runs.loading import load_policy
 from rlnumba.runs.micro_batch import TargetBatch
 from rlnumba.runs.policy import LateMetrics
-from rlnumba.runs.run_folder import log
 from rlnumba.runtime import device
 from rlnumba.trainers.sft import target_batch
 

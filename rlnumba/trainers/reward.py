@@ -17,12 +17,12 @@ from rlnumba.kernels.rl.reward_loss import reward_loss
 from rlnumba.model.config import SCORE_HEAD
 from rlnumba.model.heads import ValueHead
 from rlnumba.model.sequence_score import score_rows
+from rlnumba.reporting.stderr import log
 from rlnumba.runs.loading import load_policy
 from rlnumba.runs.micro_batch import TargetBatch, costliest_first
 from rlnumba.runs.planning.planned import Models
 from rlnumba.runs.policy import LateMetrics
 from rlnumba.runs.row_loop import TrainerOnRows, micro_batches_of
-from rlnumba.runs.run_folder import log
 from rlnumba.runtime import device
 
 

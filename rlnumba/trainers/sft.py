@@ -11,10 +11,10 @@ import numpy as np
 
 from rlnumba.config.sft import SFTRun
 from rlnumba.data import load_sft
+from rlnumba.reporting.stderr import log
 from rlnumba.runs.micro_batch import MicroBatch, costliest_first
 from rlnumba.runs.policy import LateMetrics
 from rlnumba.runs.row_loop import TrainerOnRows, micro_batches_of
-from rlnumba.runs.run_folder import log
 from rlnumba.runtime import device
 
 

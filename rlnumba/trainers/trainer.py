@@ -43,12 +43,13 @@ from rlnumba.environments.agents import given as given_tools
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.lora import lora_of_peft
 from rlnumba.reporting.files import make_folder, read_metrics, replacing, to_line
+from rlnumba.reporting.stderr import log
 from rlnumba.runs.callbacks import TrainerState, given
 from rlnumba.runs.eval import run_eval
 from rlnumba.runs.planning.fit import fit_to_device
 from rlnumba.runs.planning.savings import advise
 from rlnumba.runs.ranks import resolve_if_named, train_on_ranks
-from rlnumba.runs.run_folder import log, owner_of
+from rlnumba.runs.run_folder import owner_of
 from rlnumba.runs.run_inputs import located
 from rlnumba.runtime import device
 from rlnumba.trainers.every import TRAINERS

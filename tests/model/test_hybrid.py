@@ -15,6 +15,7 @@ from rlnumba.model.lora import Adapter, load_adapter, save_adapter
 from rlnumba.model.tensor_file import open_tensors, write_tensors
 from rlnumba.model.transformer import Tape, load_model, pack, save_model, score
 from rlnumba.model.weights import METADATA, SINGLE
+from rlnumba.reporting import stderr
 from rlnumba.runtime import device
 from rlnumba.runtime.arena import Arena
 from tests.close import assert_close, assert_same_bits
@@ -114,7 +115,7 @@ def test_what_is_saved_is_what_transformers_wrote(golden, tmp_path):
     assert config["rope_parameters"].items() >= {"partial_rotary_factor": 0.5, "rope_theta": 10000.0}.items()
 
 
-def test_a_checkpoint_of_vision_and_language(golden, tmp_path):
+def test_a_checkpoint_of_vision_and_language(golden, tmp_path, capfd, monkeypatch):
     """Its text model is read, under the names of the hub; encoders of images and further heads are left out."""
     model, expected = golden
     raw = json.loads((FOLDER / "config.json").read_text())
@@ -128,9 +129,13 @@ def test_a_checkpoint_of_vision_and_language(golden, tmp_path):
     }
     tensors |= {name: np.zeros((2, 2), np.float32) for name in ("model.visual.patch.weight", "mtp.layers.0.x.weight")}
     write_tensors(tmp_path / SINGLE, tensors, METADATA, device.dtype("float32"))
+    monkeypatch.setattr(stderr, "_is_silent", False)
     loaded = load_model(tmp_path, "float32")
+    load_model(tmp_path, "float32")
     assert_same_bits(loaded.weights.flat, model.weights.flat)
     assert loaded.config.eos_token_ids == (2,)
+    left_out = "left out of the checkpoint: model.visual.* (1 tensors), mtp.* (1 tensors)"
+    assert capfd.readouterr().err == f"rlnumba: {tmp_path}: {left_out}\n"
 
 
 REFUSED = [

@@ -16,8 +16,8 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import CommunicationError, SharedError, UserError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
+from rlnumba.reporting import stderr
 from rlnumba.rewards import Rewards
-from rlnumba.runs import run_folder
 from rlnumba.runs.eval import evaluate, run_eval
 from rlnumba.runs.row_loop import RowError
 from rlnumba.sampling import offline, ranks
@@ -303,7 +303,7 @@ def eval_run(kind, folder):
 @pytest.mark.parametrize("kind", ["grpo", "sft", "dpo", "kto", "reward"])
 def test_an_evaluation_has_the_metrics_of_one_process(tmp_path, monkeypatch, kind):
     # Ranks are processes of their own elsewhere.
-    monkeypatch.setattr(run_folder, "_is_silent", False)
+    monkeypatch.setattr(stderr, "_is_silent", False)
     run = eval_run(kind, tmp_path / "run")
     expected = run_eval(run, output=tmp_path / "out")
     for metrics, rows in in_threads.run(evaluate, 2, run, None, None, ()):

@@ -15,7 +15,8 @@ from rlnumba.environments.episode import Episode
 from rlnumba.environments.pool import EnvironmentFailure
 from rlnumba.errors import SharedError
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.runs import prompt_loop, run_folder
+from rlnumba.reporting import stderr
+from rlnumba.runs import prompt_loop
 from rlnumba.sampling import generations
 from rlnumba.sampling.own import OwnSampler
 from rlnumba.sampling.samples import as_generation
@@ -206,7 +207,7 @@ def test_episodes_live_over_changes_of_weights(tmp_path, monkeypatch):
 def test_a_run_that_is_killed_in_a_tool_goes_on_with_the_same_weights(tmp_path, monkeypatch):
     """On two ranks, too."""
     # Ranks in threads: the second one silences the whole process.
-    monkeypatch.setattr(run_folder, "_is_silent", False)
+    monkeypatch.setattr(stderr, "_is_silent", False)
     keys = {"global_batch_size": 8, "per_device_train_batch_size": 4, "max_steps": 3, "save_steps": 1}
     run = run_with_tool(tmp_path / "killed", 8, 0, **keys)
     process = start("grpo", run)
@@ -252,7 +253,7 @@ def reads(environments, **columns):
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_rollout_is_played_on_the_rank_that_draws_it(reads, tmp_path, monkeypatch):
     """Unless a reward reads its environment: then rank 0 has them all. The weights are those of one rank."""
-    monkeypatch.setattr(run_folder, "_is_silent", False)
+    monkeypatch.setattr(stderr, "_is_silent", False)
     file = tmp_path / "where.py"
     file.write_text(NOTES_PROCESS)
     keys = {"global_batch_size": 8, "per_device_train_batch_size": 4, "max_steps": 1, "save_strategy": "no"}

@@ -27,8 +27,8 @@ from rlnumba.config.rloo import RLOOConfig
 from rlnumba.data.prompts import Prompt
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
+from rlnumba.reporting import stderr
 from rlnumba.rewards.calling import RewardError
-from rlnumba.runs import run_folder
 from rlnumba.runs.eval import run_eval
 from rlnumba.runs.planning.plan import Planner
 from rlnumba.runs.prompt_loop import agents_of
@@ -241,7 +241,7 @@ def test_a_plan_has_the_prompts_that_a_run_loads(tmp_path):
 
 def test_two_ranks_end_with_the_weights_of_one(tmp_path, monkeypatch):
     # Ranks in threads: the second one silences the whole process.
-    monkeypatch.setattr(run_folder, "_is_silent", False)
+    monkeypatch.setattr(stderr, "_is_silent", False)
     keys = {"global_batch_size": 8, "per_device_train_batch_size": 4, "max_steps": 1}
     run = agent_run(tmp_path / "one", **keys)
     train(run)

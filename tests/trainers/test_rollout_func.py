@@ -11,8 +11,8 @@ from rlnumba.config import AsyncConfig, EvalConfig, RewardsConfig, RolloutConfig
 from rlnumba.data import load_prompts
 from rlnumba.engine.llm import LLM
 from rlnumba.errors import ConfigError, UserError
+from rlnumba.reporting import stderr
 from rlnumba.rewards import TrainerState
-from rlnumba.runs import run_folder
 from rlnumba.runs.eval import run_eval
 from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.sampling.rollout_func import RolloutFunction
@@ -88,7 +88,7 @@ def test_other_log_probs_are_not_those_of_the_weights(tmp_path, monkeypatch):
 
 def test_resumption_evaluation_and_ranks(tmp_path, monkeypatch):
     # Ranks in threads: the second one silences the whole process.
-    monkeypatch.setattr(run_folder, "_is_silent", False)
+    monkeypatch.setattr(stderr, "_is_silent", False)
     keys = {"max_steps": 2, "per_device_train_batch_size": 4, "global_batch_size": 8}
     run = function_run(tmp_path / "whole", "two_turns", **keys)
     train(run)

@@ -9,9 +9,9 @@ may be resumed on another GPU with another mode. Besides a plan 5 % of it are le
 from dataclasses import replace
 
 from rlnumba.errors import DeviceError
+from rlnumba.reporting.stderr import log
 from rlnumba.runs.planning.plan import CONTEXT_BYTES, OF_PHASES, Planner, amount
 from rlnumba.runs.planning.savings import savings
-from rlnumba.runs.run_folder import log
 from rlnumba.runtime import device, memory
 
 # Share of a plan that is left free where there is a choice: it is as accurate as that.

@@ -306,7 +306,9 @@ def _generate(planner, dtype, run, prompts):
         sizes = [n] * full + [rest - rest // 2, rest // 2][: min(rest, 2)]
         _, common = planner.prompts(run.data.max_prompt_length)
         steps = sizes, [1] * REPORTED_PROMPTS
-        tokens = min(tokens, max(_first_steps(engine, prompts, each, common, config.has_linear_attention) for each in steps))
+        tokens = min(
+            tokens, max(_first_steps(engine, prompts, each, common, config.has_linear_attention) for each in steps)
+        )
     limit = longest_sequence(config, engine)
     # With "auto" other devices have no steps with drafts.
     verified = longest_verified(engine) if planner.on_gpu or engine.speculative_method == "ngram" else 0

@@ -203,13 +203,13 @@ class Places:
         for own, other in zip(self.layouts, whole.layouts, strict=True):
             found.append(Range(own.a_offset, other.a_offset, len(own.layers) * own.columns * own.inputs))
             for place in range(len(own.layers)):
-                for module, of_whole in zip(own.modules, other.modules, strict=True):
-                    part = other.parameter.part_of(self.shard, of_whole.rows)
-                    row = place * own.rows + module.first_row
-                    source = place * other.rows + of_whole.first_row + part.start
-                    columns = own.columns
-                    first, source = own.b_offset + row * columns, other.b_offset + source * columns
-                    found.append(Range(first, source, module.rows * columns))
+                for index, (module, of_whole) in enumerate(zip(own.modules, other.modules, strict=True)):
+                    row, columns = place * own.rows + module.first_row, own.columns
+                    for part in other.parameter.parts_of(self.shard, index):
+                        count, source = part.stop - part.start, place * other.rows + of_whole.first_row + part.start
+                        first, source = own.b_offset + row * columns, other.b_offset + source * columns
+                        found.append(Range(first, source, count * columns))
+                        row += count
         if "score" in self.config.heads:
             found.append(Range(self.score_offset, whole.score_offset, self.config.hidden_size))
         return found

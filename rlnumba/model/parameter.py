@@ -15,7 +15,8 @@ ALIGNMENT, MATRIX_ALIGNMENT = 128, 256
 class Parameter:
     """One view of the flat buffer: its offset, and which tensors of a checkpoint, in order, are its rows.
 
-    layer: that of the decoder, None outside of it. cut: (Shard, rows of a tensor) -> the slice of them that it has.
+    layer: that of the decoder, None outside of it. cut: (Shard, rows) -> the slice of them that it has, of the rows of
+    a tensor, or of each of its sections; sections: the numbers of rows of these, for each tensor, () if each is one.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Parameter:
     layer: int | None = None
     cut: Callable = Shard.all_rows
     offset: int = 0
+    sections: tuple[tuple[int, ...], ...] = ()
 
     @property
     def size(self):
@@ -36,17 +38,23 @@ class Parameter:
         alignment = MATRIX_ALIGNMENT if self.decays else ALIGNMENT
         return -(-self.size // alignment) * alignment
 
-    def part_of(self, shard, count):
-        """The rows that a shard has, of the `count` rows of one of the tensors: a slice."""
-        return self.cut(shard, count)
+    def parts_of(self, shard, index):
+        """The rows that a shard has of the tensor rows[index]: a list of slices, in order."""
+        found, first = [], 0
+        for size in self.sections[index] if self.sections else (self.rows[index][1],):
+            part = self.cut(shard, size)
+            found.append(slice(first + part.start, first + part.stop))
+            first += size
+        return found
 
     def of(self, shard):
         """The Parameter of a shard of the model that this one is of."""
         if shard.count == 1:
             return self
-        parts = ((source, self.part_of(shard, count)) for source, count in self.rows)
-        rows = tuple((source, part.stop - part.start) for source, part in parts)
-        return replace(self, shape=(sum(count for _, count in rows), *self.shape[1:]), rows=rows)
+        parts = [self.parts_of(shard, index) for index in range(len(self.rows))]
+        sections = tuple(tuple(part.stop - part.start for part in each) for each in parts)
+        rows = tuple((source, sum(sizes)) for (source, _), sizes in zip(self.rows, sections, strict=True))
+        return replace(self, shape=(sum(count for _, count in rows), *self.shape[1:]), rows=rows, sections=sections)
 
 
 def placed(parameters):

@@ -227,9 +227,9 @@ class StoredWeights:
         self.tied_head = None
         if config.tie_word_embeddings and "lm_head.weight" in files:
             self.tied_head = _take_tied_head(files)
-        # Parameter and rows of each tensor.
-        self.of_model = {source: (p, rows) for p in parameters(config) for source, rows in p.rows}
-        expected = {source: (rows, *p.shape[1:]) for source, (p, rows) in self.of_model.items()}
+        # Parameter of each tensor, and its number among those of the parameter.
+        self.of_model = {source: (p, i) for p in parameters(config) for i, (source, _) in enumerate(p.rows)}
+        expected = {source: (p.rows[i][1], *p.shape[1:]) for source, (p, i) in self.of_model.items()}
         # Rotary frequencies that old checkpoints have as a buffer; they follow from the config.
         found = {name for name in files if not name.endswith(".rotary_emb.inv_freq")}
         problems = []
@@ -269,12 +269,15 @@ class StoredWeights:
         for source, at, _ in weights.places():
             if source not in self.tensors:
                 continue
-            stored, (p, rows) = self.tensors[source], self.of_model[source]
-            values = stored.values_in(contents[stored.path])[p.part_of(weights.shard, rows)].reshape(-1)
-            for first, array in weights.spans():
-                lower, upper = max(at, first), min(at + len(values), first + len(array))
-                if lower < upper:
-                    copies.append((array[lower - first : upper - first], values[lower - at : upper - at]))
+            stored, (p, index) = self.tensors[source], self.of_model[source]
+            rows = stored.values_in(contents[stored.path])
+            for part in p.parts_of(weights.shard, index):
+                values = rows[part].reshape(-1)
+                for first, array in weights.spans():
+                    lower, upper = max(at, first), min(at + len(values), first + len(array))
+                    if lower < upper:
+                        copies.append((array[lower - first : upper - first], values[lower - at : upper - at]))
+                at += len(values)
         return copies
 
 

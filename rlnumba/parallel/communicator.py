@@ -113,7 +113,7 @@ class Communicator:
         if out.size:
             self._gather_columns(operation, array, out, columns)
 
-    def gather_rmsnorm(self, part, weight, eps, out):
+    def gather_rmsnorm(self, part, weight, eps, out, unit_offset=False):
         """out (N, D) = rmsnorm of the rows that gather_columns makes of equal parts (N, D / world_size), in one kernel.
 
         weight (D,); all of one floating dtype; as kernels/nn/rmsnorm.py, whose bits it has. Returns whether it did: not

@@ -43,8 +43,8 @@ class ListedRank(PlannedRank):
     def _exchange_rows(self, operation, array, out, columns, row_width):
         self._gathers.gather_columns(array, out, columns, row_width)
 
-    def gather_rmsnorm(self, part, weight, eps, out):
+    def gather_rmsnorm(self, part, weight, eps, out, unit_offset=False):
         if not self._gathers.takes_rmsnorm(part, weight, out):
             return False
-        self._gathers.gather_rmsnorm(part, weight, eps, out)
+        self._gathers.gather_rmsnorm(part, weight, eps, out, unit_offset)
         return True

@@ -1,6 +1,7 @@
 """Tensor-parallel inference: each rank has a shard of the model (model/shard.py); the bits are those of one rank.
 
     every layer     GATHER and norm -> qkv of own heads -> attention -> GATHER -> own columns of o + residual
+                    or, the same of linear attention: in_proj of own heads -> delta rule -> GATHER -> out_proj
                     GATHER and norm -> gate and up of own columns -> SwiGLU -> GATHER -> own columns of down + residual
     head            logits of own tiles -> GATHER -> whole rows, of many each rank's own ones -> tokens -> GATHER
 
@@ -66,13 +67,13 @@ class TensorParallel:
         self.communicator.gather_columns(part, out, Columns.equal(out.shape[1], self.count))
         return out
 
-    def rmsnorm(self, part, weight, eps, out, memory):
+    def rmsnorm(self, part, weight, eps, out, memory, unit_offset=False):
         """out (N, D) = rmsnorm (kernels/nn/rmsnorm.py) of rows; part (N, D / count): this rank's columns of them."""
-        if self.communicator.gather_rmsnorm(part, weight, eps, out):
+        if self.communicator.gather_rmsnorm(part, weight, eps, out, unit_offset):
             return
         with memory.scope():
             rows = self.gather_columns(part, memory.empty(out.shape, out.dtype))
-            rmsnorm(rows, weight, eps, out, memory.empty((len(out),), np.float32))
+            rmsnorm(rows, weight, eps, out, memory.empty((len(out),), np.float32), unit_offset)
 
     def own_columns(self, x, memory):
         """A copy (N, C / count) of this rank's columns of x (N, C)."""

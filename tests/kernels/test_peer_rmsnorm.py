@@ -18,10 +18,10 @@ def parts_of(rows, world_size):
     return np.ascontiguousarray(np.stack(np.split(rows, world_size, axis=1)))
 
 
-def norm_on_ranks(ranks, rows, weight):
+def norm_on_ranks(ranks, rows, weight, unit_offset):
     """What each rank has of the norm, (R, N, D)."""
     out = np.full((ranks.world_size, *rows.shape), 7, rows.dtype)
-    peer_rmsnorm(parts_of(rows, ranks.world_size), weight, EPS, out, ranks.inboxes())
+    peer_rmsnorm(parts_of(rows, ranks.world_size), weight, EPS, out, ranks.inboxes(), unit_offset)
     return out
 
 
@@ -38,15 +38,16 @@ def norm_on_ranks(ranks, rows, weight):
     ],
 )
 def test_the_bits_are_those_of_gather_and_norm(rng, resident, world_size, rows, columns, dtype):  # noqa: F811
-    """Twice, and with a gather between, in the same inboxes."""
+    """Twice, the second time of 1 + weight, and with a gather between, in the same inboxes."""
     if device.name() == "cuda":
         pytest.skip("several ranks of one process run in the simulator alone")
     ranks = Ranks(world_size)
     for repeat in range(2):
         x, weight = (rng.standard_normal(shape).astype(device.DTYPES[dtype]) for shape in ((rows, columns), columns))
         expected, rstd = np.empty_like(x), np.empty(rows, np.float32)
-        rmsnorm(x, weight, EPS, expected, rstd)
-        for found in norm_on_ranks(ranks, x, weight):
+        unit_offset = bool(repeat)
+        rmsnorm(x, weight, EPS, expected, rstd, unit_offset)
+        for found in norm_on_ranks(ranks, x, weight, unit_offset):
             assert found.tobytes() == expected.tobytes()
         source = sources(rng, world_size, 8 * (1 + repeat))
         for are_floats in (False, True):
@@ -81,7 +82,7 @@ def test_arrays_are_checked():
 def test_machine_code(compile_offline, element, columns):
     dtype = device.DTYPES[element]
     layout = share_row(columns, dtype.itemsize, 16 // dtype.itemsize, *FORWARD)
-    kernel = peer_rmsnorm_kernel(layout, element)
+    kernel = peer_rmsnorm_kernel(layout, element, True)
     arrays = np.zeros((1, 1, 4), np.int32), np.zeros(columns, dtype), 1e-6, np.zeros((1, 1, columns), dtype)
     inboxes = Inboxes(np.zeros(2, np.int64), np.ones(2, np.uint32), np.zeros(1, np.int32), 0, 2, 0)
     for architecture in [(8, 0), (9, 0), (10, 0)]:

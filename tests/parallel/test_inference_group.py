@@ -26,7 +26,7 @@ from tests.engine.test_llm import make_model
 from tests.model.test_lora import random_adapter
 from tests.parallel.test_asynchronous import followers_of
 from tests.parallel.test_inference import Fixture, end_as_stale
-from tests.trainers.runs import grpo_run
+from tests.trainers.runs import GOLDEN, grpo_run
 
 WIDE = {
     "vocab_size": 1100, "hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 24,
@@ -88,14 +88,27 @@ def test_a_leader_that_does_not_notice_ends_after_its_follower(running):
     assert leader.exitcode == 1
 
 
-@pytest.mark.parametrize("tied, lora, count", [(True, False, 2), (False, False, 3), (True, True, 3)])
-def test_ranges_of_a_shard(tmp_path, tied, lora, count):
+OF_WIDE = "q_proj", "v_proj", "down_proj"
+
+
+@pytest.mark.parametrize(
+    "make, modules, count",
+    [
+        (lambda: make_model(**WIDE), (), 2),
+        (lambda: make_model(**WIDE, tie_word_embeddings=False), (), 3),
+        (lambda: make_model(**WIDE), OF_WIDE, 3),
+        (lambda: load_model(GOLDEN / "qwen3_5"), (), 2),
+        (lambda: load_model(GOLDEN / "qwen3_5"), ("all-linear",), 2),
+    ],
+    ids=["tied", "untied", "adapter", "hybrid", "hybrid adapter"],
+)
+def test_ranges_of_a_shard(tmp_path, make, modules, count):
     """What is copied from the whole model's weights, or adapter, is what a shard reads from the folder."""
-    model = make_model(**WIDE, tie_word_embeddings=tied)
+    model = make()
     save_model(model, tmp_path / "model")
     folder = tmp_path / "model"
-    if lora:
-        model = random_adapter(model, r=3, target_modules=("q_proj", "v_proj", "down_proj"))
+    if modules:
+        model = random_adapter(model, r=3, target_modules=modules)
         model.adapter.base, folder = str(folder), tmp_path / "adapter"
         save_model(model, folder)
     for rank in range(count):

@@ -41,13 +41,21 @@ MADE = {
     "head_dim 48": WIDE | {"model_type": "llama", "head_dim": 48, "attention_bias": True},
     "one tile": WIDE | {"vocab_size": 97},
 }
-# LoraConfig's keys, by the name of an adapter on the wide model: of all matrices, and of those whose rows are few.
-ADAPTERS = {"adapter": {}, "adapter of some": {"r": 3, "target_modules": ("v_proj", "o_proj", "up_proj")}}
+# The model with linear attention.
+HYBRID = "qwen3_5"
+# LoraConfig's keys, by the name of an adapter on the wide model, or on that with linear attention: of all matrices, and
+# of those whose rows are few.
+ADAPTERS = {
+    "adapter": {},
+    "adapter of some": {"r": 3, "target_modules": ("v_proj", "o_proj", "up_proj")},
+    "hybrid adapter": {"r": 3, "target_modules": ("all-linear",)},
+}
 # What golden models have: norms of q and k and a tied head; a head of its own; biases.
 CASES = [
     *(("qwen3_tied", 2), ("llama3", 2), ("qwen2", 2)),
     *(("wide", 2), ("wide", 3), ("wide", 4), ("wide, untied", 3), ("wide, biases", 2), ("wide, biases", 4)),
     *(("head_dim 48", 3), ("one tile", 2), ("adapter", 2), ("adapter", 3), ("adapter of some", 4)),
+    *((HYBRID, 2), ("hybrid adapter", 2)),
 ]
 
 
@@ -59,12 +67,13 @@ def folder_of(tmp_path_factory):
     def folder(name):
         if name in ADAPTERS:
             if name not in found:
-                adapter = random_adapter(load_model(folder("wide")), **ADAPTERS[name]).adapter
-                adapter.base, found[name] = str(folder("wide")), tmp_path_factory.mktemp("adapter")
+                base = folder(HYBRID if "hybrid" in name else "wide")
+                adapter = random_adapter(load_model(base), **ADAPTERS[name]).adapter
+                adapter.base, found[name] = str(base), tmp_path_factory.mktemp("adapter")
                 save_adapter(adapter, found[name])
             return found[name]
         if name not in MADE:
-            return GOLDEN / "models" / name
+            return GOLDEN / name if name == HYBRID else GOLDEN / "models" / name
         if name not in found:
             model = make_model(**MADE[name])
             rng = np.random.default_rng(3)
@@ -178,7 +187,7 @@ SMALL = {"num_gpu_blocks_override": 12, "max_num_seqs": 8, "max_num_batched_toke
 
 
 @pytest.mark.parametrize(
-    "name, count", [*CASES[:3], ("wide", 2), ("wide, untied", 3), ("wide, biases", 4), ("adapter", 3)]
+    "name, count", [*CASES[:3], ("wide", 2), ("wide, untied", 3), ("wide, biases", 4), ("adapter", 3), CASES[-1]]
 )
 def test_the_text_and_log_probs_of_one_rank(folder_of, name, count):
     """With preemption, chunked prefill, and prefixes that are in the cache, at once and in the second call."""
@@ -256,14 +265,15 @@ def test_drafts_and_a_cache_that_grows(folder_of):
     assert on_ranks(generated, 2, folder, config)[0][0] == expected
 
 
-def test_a_rollout_has_the_log_probs_of_training(folder_of):
-    folder = folder_of("wide, untied")
+@pytest.mark.parametrize("name, count, max_tokens", [("wide, untied", 4, 12), (HYBRID, 2, 70)])
+def test_a_rollout_has_the_log_probs_of_training(folder_of, name, count, max_tokens):
+    folder = folder_of(name)
     rollouts, rows = in_threads.run(
-        lambda communicator: agreement._rollouts(shard_of(communicator, folder), 12, 0.8, 0, None), 4
+        lambda communicator: agreement._rollouts(shard_of(communicator, folder), max_tokens, 0.8, 0, None), count
     )[0]
     model = load_model(folder)
     tokens, equal, largest, worst = agreement.compare(model, rollouts, 0.8)
-    assert (tokens, equal, largest, worst) == (144, 144, 0.0, None)
+    assert (tokens, equal, largest, worst) == (12 * max_tokens, 12 * max_tokens, 0.0, None)
     assert_same_bits(rows, last_logits(model, rollouts))
 
 
@@ -275,16 +285,24 @@ def test_scores_of_a_reward_model(tmp_path):
         assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("name, count", [("wide, untied", 3), ("wide, biases", 4), ("qwen3_tied", 2)])
+@pytest.mark.parametrize("name, count", [("wide, untied", 3), ("wide, biases", 4), ("qwen3_tied", 2), (HYBRID, 2)])
 def test_a_rank_holds_its_rows(folder_of, name, count):
     """Together the shards are the model; each has no more than what is whole everywhere and its part of the rest."""
     folder = folder_of(name)
     whole = dict(load_model(folder).weights.tensors())
     shards = [load_model(folder, shard=Shard(rank, count)).weights for rank in range(count)]
-    cut = {source for source in whole if "_proj." in source or source.startswith("lm_head")}
+    of_heads = "in_proj_", "conv1d", "A_log", "dt_bias"
+    cut = {s for s in whole if "_proj." in s or s.startswith("lm_head") or any(name in s for name in of_heads)}
+    # q, k and v of linear attention.
+    sizes = {name: (24, 24, 80) for name in whole if "in_proj_qkv" in name or "conv1d" in name}
     for source, expected in whole.items():
         parts = [dict(shard.tensors())[source] for shard in shards]
-        if source in cut:
+        if source in sizes:
+            ends = np.cumsum(sizes[source])[:-1]
+            whole_and_parts = (expected, 1), *((part, count) for part in parts)
+            for part, *of_ranks in zip(*(np.split(each, ends // n) for each, n in whole_and_parts), strict=True):
+                assert_same_bits(np.concatenate(of_ranks), part)
+        elif source in cut:
             assert_same_bits(np.concatenate(parts), expected)
         else:
             for part in parts:

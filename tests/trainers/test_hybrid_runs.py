@@ -7,10 +7,8 @@ import shutil
 import pytest
 
 from rlnumba.config.lora import LoraConfig
-from rlnumba.errors import ConfigError
 from rlnumba.model.config import ModelConfig
-from rlnumba.model.shard import Shard
-from rlnumba.model.transformer import Transformer, check_shard, load_model, save_model
+from rlnumba.model.transformer import Transformer, load_model, save_model
 from rlnumba.model.weights import Weights
 from rlnumba.reporting import stderr
 from rlnumba.runtime import device
@@ -81,12 +79,6 @@ def test_grpo_on_two_ranks_is_that_of_one(hybrid, tmp_path):
     )
     in_threads.run(lambda communicator: TRAINERS["grpo"].train(both, communicator=communicator), 2)
     assert hash_of(run) == hash_of(both)
-
-
-def test_it_is_not_cut(hybrid):
-    config = ModelConfig.from_folder(hybrid)
-    with pytest.raises(ConfigError, match="tensor_parallel_size 2: a qwen3_5_text model cannot be cut"):
-        check_shard(Shard(0, 2), config)
 
 
 @pytest.mark.parametrize("length", [20, 100, 125])

@@ -1,6 +1,6 @@
 """RMSNorm of rows whose columns are on several GPUs of one host: gather (gather.py) and norm as one kernel.
 
-    out = rmsnorm(rows), a row = the ranks' columns of it, in their order
+    out = rmsnorm(rows), a row = the ranks' columns of it, in their order; with unit_offset, of 1 + weight
 
 The rows themselves are not written: the residual stream of tensor-parallel inference stays cut into columns, of which
 each rank adds to its own. They travel as packets of values to inboxes that this kernel shares with gathers
@@ -14,7 +14,7 @@ import numpy as np
 
 from rlnumba.errors import DeviceError
 from rlnumba.kernels.checks import FLOATS, check
-from rlnumba.kernels.nn.rmsnorm import FEW_ROWS, FORWARD, normalise_function, share_row
+from rlnumba.kernels.nn.rmsnorm import FEW_ROWS, FORWARD, add_one_function, normalise_function, share_row
 from rlnumba.kernels.peer.inbox import EPOCH, OF_VALUES, PACKET_BYTES, end_epoch, packets
 from rlnumba.kernels.ptx.warp import (
     access_length,
@@ -35,7 +35,7 @@ WORDS = OF_VALUES
 
 
 @specialize
-def peer_rmsnorm_kernel(layout, element):
+def peer_rmsnorm_kernel(layout, element, unit_offset):
     """The kernel for rows of a RowLayout, of elements of a dtype's name, to which all arrays are aligned."""
     columns, vector, _, threads = layout
     chunks, a_word = layout.chunks, vector // WORDS
@@ -43,7 +43,7 @@ def peer_rmsnorm_kernel(layout, element):
     load, store = vector_access(vector, vector, not layout.full)
     load_words, _ = vector_access(WORDS, WORDS)
     _, _, _, send, receive = packets(WORDS)
-    normalise = normalise_function(layout)
+    normalise, add_one = normalise_function(layout), add_one_function(values_count)
     unpack = cvt_unpack(element) if a_word == 2 else None
 
     @supports_pdl
@@ -64,6 +64,8 @@ def peer_rmsnorm_kernel(layout, element):
         griddepcontrol_launch_dependents()
         for chunk in range(chunks):
             load(weight, first + chunk * threads * vector, weights, chunk * vector)
+        if unit_offset:
+            add_one(weights)
         # Addresses do not change, so they are read before the wait, as peer_gather_kernel reads them.
         inbox, neighbour = addresses[rank], addresses[(rank + 1) % world_size]
         griddepcontrol_wait()
@@ -115,7 +117,7 @@ def supports_peer_rmsnorm(parts, weight, out, capacity):
     return 0 < rows <= FEW_ROWS and access * parts.itemsize == PACKET_BYTES and fits
 
 
-def peer_rmsnorm(parts, weight, eps, out, inboxes):
+def peer_rmsnorm(parts, weight, eps, out, inboxes, unit_offset=False):
     """out[i] = rmsnorm of the rows that all ranks have together, on rank first_rank + i; every rank launches it.
 
     parts (n, N, D / R), weight (D,), out (n, N, D) of one floating dtype: of the n ranks that this process has; out is
@@ -136,5 +138,5 @@ def peer_rmsnorm(parts, weight, eps, out, inboxes):
         raise DeviceError("peer_rmsnorm: the cpu device has no peers; processes there use shared memory")
     layout = share_row(world_size * columns, parts.itemsize, PACKET_BYTES // parts.itemsize, *FORWARD)
     words = parts.reshape(count, rows * columns).view(np.int32).reshape(count, rows, -1)
-    kernel = peer_rmsnorm_kernel(layout, parts.dtype.name)
+    kernel = peer_rmsnorm_kernel(layout, parts.dtype.name, unit_offset)
     launch(kernel, (rows, count), layout.threads, words, weight, float(eps), out, inboxes.of_kind(WORDS))

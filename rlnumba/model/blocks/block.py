@@ -147,9 +147,13 @@ class Block:
         return self.parameter(name, (), False, ".weight", ((source, size),))
 
     def parameter(self, name, columns, decays, suffix, sources, *cut):
+        """A Parameter; sources: ((name in the layer, rows, or a tuple of those of each section), ...)."""
         at = f"model.layers.{self.layer}"
-        rows = tuple((f"{at}.{source}{suffix}", count) for source, count in sources)
-        return Parameter(f"{at}.{name}", (sum(n for _, n in sources), *columns), decays, rows, self.layer, *cut)
+        sections = tuple(count if isinstance(count, tuple) else (count,) for _, count in sources)
+        sizes = [sum(each) for each in sections]
+        rows = tuple((f"{at}.{source}{suffix}", size) for (source, _), size in zip(sources, sizes, strict=True))
+        of_matrix = f"{at}.{name}", (sum(sizes), *columns), decays, rows, self.layer
+        return Parameter(*of_matrix, *cut, sections=sections)
 
     def views(self, of_name):
         """The block's Weights, from {name of a Parameter: view}."""
@@ -161,7 +165,7 @@ def norm_rows(x, weight, ctx, out, rstd):
     if ctx.ranks is None:
         rmsnorm(x, weight, ctx.config.rms_norm_eps, out, rstd, ctx.config.norm_offset)
     else:
-        ctx.ranks.rmsnorm(x, weight, ctx.config.rms_norm_eps, out, ctx.memory)
+        ctx.ranks.rmsnorm(x, weight, ctx.config.rms_norm_eps, out, ctx.memory, ctx.config.norm_offset)
 
 
 def normed_rows(x, weight, rstd, ctx):

@@ -79,6 +79,7 @@ class LinearAttention(Block):
     NORM = "input_norm", "input_layernorm"
     Weights, Saved = LinearAttentionWeights, SavedLinearAttention
     PROJECTIONS, RECOMPUTED = ("in_proj", "out_proj"), ("norm",)
+    CUT = ("linear_num_key_heads", "linear_num_value_heads")
     OPERATORS = {  # noqa: RUF012
         "normed": "input rmsnorm",
         "projected": "in_proj",
@@ -90,24 +91,28 @@ class LinearAttention(Block):
 
     def matrices(self, config):
         D, heads = config.hidden_size, heads_of(config)
+        # A rank has whole key heads with their value heads, and so its own part of each of q, k and v.
+        keys = heads.key_heads * heads.key_dim
+        channels = keys, keys, heads.values
         rows = (
-            ("in_proj_qkv", heads.channels),
+            ("in_proj_qkv", channels),
             ("in_proj_z", heads.values),
             ("in_proj_b", heads.value_heads),
             ("in_proj_a", heads.value_heads),
         )
-        conv = (("linear_attn.conv1d", heads.channels),)
+        conv = (("linear_attn.conv1d", channels),)
+        a_log = (("linear_attn.A_log", heads.value_heads),)
         return [
-            *self.matrix("in_proj", D, tuple((f"linear_attn.{name}", count) for name, count in rows), Shard.all_rows),
-            self.parameter("conv", (1, TAPS), True, ".weight", conv),
-            self.parameter("a_log", (), True, "", (("linear_attn.A_log", heads.value_heads),)),
-            *self.matrix("out_proj", heads.values, (("linear_attn.out_proj", D),), Shard.all_rows),
+            *self.matrix("in_proj", D, tuple((f"linear_attn.{name}", count) for name, count in rows), Shard.own_rows),
+            self.parameter("conv", (1, TAPS), True, ".weight", conv, Shard.own_rows),
+            self.parameter("a_log", (), True, "", a_log, Shard.own_rows),
+            *self.matrix("out_proj", heads.values, (("linear_attn.out_proj", D),), Shard.own_rows),
         ]
 
     def vectors(self, config):
         heads = heads_of(config)
         return [
-            self.parameter("dt_bias", (), False, "", (("linear_attn.dt_bias", heads.value_heads),)),
+            self.parameter("dt_bias", (), False, "", (("linear_attn.dt_bias", heads.value_heads),), Shard.own_rows),
             self.vector("gated_norm", "linear_attn.norm", heads.value_dim),
         ]
 
@@ -160,6 +165,11 @@ class LinearAttention(Block):
             CacheArray("decay_sums", (BLOCK, heads.value_heads), F32),
             CacheArray("conv_rows", (CONV_ROWS, heads.channels), dtype),
         )
+
+    def gpu_columns(self, config):
+        heads = heads_of(config)
+        keys = {"linear_num_key_heads x linear_key_head_dim": heads.key_heads * heads.key_dim}
+        return keys | {"linear_num_value_heads x linear_value_head_dim": heads.values}
 
     def products(self, config):
         heads = heads_of(config)

@@ -144,11 +144,11 @@ class PeerCommunicator(Communicator):
         if not self._memory.gathers.gather_columns(array, out, columns, row_width):
             super()._exchange_rows(operation, array, out, columns, row_width)
 
-    def gather_rmsnorm(self, part, weight, eps, out):
+    def gather_rmsnorm(self, part, weight, eps, out, unit_offset=False):
         if not self._memory.gathers.takes_rmsnorm(part, weight, out):
             return False
         _, part = self._begin("gather", f"{out.dtype} {tuple(out.shape)}, normalised", part)
-        self._memory.gathers.gather_rmsnorm(part, weight, eps, out)
+        self._memory.gathers.gather_rmsnorm(part, weight, eps, out, unit_offset)
         return True
 
     def _begin_fold(self, operation, gradient, accumulated, start, count, is_first):

@@ -48,9 +48,9 @@ class SmallGathers:
         """Whether gather_rmsnorm takes these arrays."""
         return supports_peer_rmsnorm(part[None], weight, out[None], self.inboxes.capacity)
 
-    def gather_rmsnorm(self, part, weight, eps, out):
+    def gather_rmsnorm(self, part, weight, eps, out, unit_offset):
         """Gather columns and write the rmsnorm of the rows, by one kernel."""
-        peer_rmsnorm(part[None], weight, eps, out[None], self.inboxes)
+        peer_rmsnorm(part[None], weight, eps, out[None], self.inboxes, unit_offset)
 
 
 def _layout_of(array, out, columns):

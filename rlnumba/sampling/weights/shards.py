@@ -65,11 +65,12 @@ def ranges_of(trained):
     for own, whole in zip(trained.parameters, parameters(trained.config), strict=True):
         columns = whole.size // whole.shape[0]
         first, source = own.offset, whole.offset
-        for _, rows in whole.rows:
-            part = whole.part_of(shard, rows)
-            count = (part.stop - part.start) * columns
-            found.append(Range(first, source + part.start * columns, count))
-            first, source = first + count, source + rows * columns
+        for index, (_, rows) in enumerate(whole.rows):
+            for part in whole.parts_of(shard, index):
+                count = (part.stop - part.start) * columns
+                found.append(Range(first, source + part.start * columns, count))
+                first += count
+            source += rows * columns
     return found
 
 

@@ -57,9 +57,9 @@ def page_pools_of(config, dtype):
     return _pools(config, lambda block: block.page_entry(config, np.dtype(dtype)))
 
 
-def slot_pools_of(config, dtype):
-    """The Pools of a slot, as pools_of."""
-    return _pools(config, lambda block: block.slot_entry(config, np.dtype(dtype)))
+def slot_pools_of(config, dtype, verified=1):
+    """The Pools of a slot, as pools_of. verified: as Block.slot_entry takes it."""
+    return _pools(config, lambda block: block.slot_entry(config, np.dtype(dtype), verified))
 
 
 def _pools(config, entry_of):
@@ -70,9 +70,10 @@ def _pools(config, entry_of):
     return [Pool(entry, tuple(of_entry)) for (_, entry), of_entry in layers.items()]
 
 
-def state_bytes_of(config, num_slots, dtype):
+def state_bytes_of(config, num_slots, dtype, verified=1):
     """Bytes of the slots of so many sequences and of the pages that belong to these."""
-    counts = (num_slots, slot_pools_of(config, dtype)), (num_pages_for(num_slots), page_pools_of(config, dtype))
+    slots, pages = slot_pools_of(config, dtype, verified), page_pools_of(config, dtype)
+    counts = (num_slots, slots), (num_pages_for(num_slots), pages)
     return sum(_nbytes(*each) for count, pools in counts for pool in pools for each in pool.shapes(count))
 
 
@@ -95,9 +96,9 @@ class KVCache:
     GPU has not enough memory left.
     """
 
-    def __init__(self, config, num_blocks, block_size, dtype, num_slots=0, num_pages=0):
+    def __init__(self, config, num_blocks, block_size, dtype, num_slots=0, num_pages=0, verified=1):
         self.pools = pools_of(config, block_size, dtype)
-        self.page_pools, self.slot_pools = page_pools_of(config, dtype), slot_pools_of(config, dtype)
+        self.page_pools, self.slot_pools = page_pools_of(config, dtype), slot_pools_of(config, dtype, verified)
         self.num_blocks, self.block_size, self.num_slots, self.num_pages = num_blocks, block_size, num_slots, num_pages
         self.arrays = self.layers = self.pages = self.slots = None
         self.memory = MappedMemory(REGION, self.nbytes) if device.name() == "cuda" else None

@@ -20,7 +20,6 @@ context: call them in the one that wrote the weights.
 """
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections import deque
@@ -98,16 +97,6 @@ def longest_sequence(model_config, engine_config):
     return longest
 
 
-def engine_config_for(model_config, config):
-    """An EngineConfig with what the engine does for a model: linear attention takes no draft back. Raises ConfigError
-    for drafts that were asked for."""
-    if not model_config.has_linear_attention:
-        return config
-    if config.speculative_method == "ngram":
-        raise ConfigError(f"engine.speculative_method ngram: a {model_config.model_type} model takes no draft back")
-    return dataclasses.replace(config, speculative_method="none")
-
-
 def _blocks_wanted_by(sequence):
     """The blocks that the cache is to have for a sequence: one more than it needs, so that admission finds its reserve;
     for a turn of an episode as many again, because half of the cache may be retained."""
@@ -126,7 +115,7 @@ class Engine:
 
     def __init__(self, model, tokenizer=None, config=None):
         self.model, self.tokenizer = model, tokenizer
-        self.config = engine_config_for(model.config, config or EngineConfig())
+        self.config = config or EngineConfig()
         self.max_model_len = longest_sequence(model.config, self.config)
         self.take_ends(model.config)
         self.max_num_batched_tokens = self.config.max_num_batched_tokens

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.config import EngineConfig, LoraConfig
-from rlnumba.engine.core import BLOCK_SIZE, engine_config_for, longest_sequence
+from rlnumba.engine.core import BLOCK_SIZE, longest_sequence
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed, steps_of_group
 from rlnumba.engine.speculation import MAX_NUM_SEQS, longest_verified
@@ -147,7 +147,6 @@ def launch_scores(request, make_model=model_of):
 
 def launch_steps(request, make_model=model_of):
     """Run the steps of all sizes that a Request leads to, inside launches_only. make_model: model_of, or the like."""
-    request = request._replace(engine=engine_config_for(request.model, request.engine))
     engine = request.engine
     limit = longest_sequence(request.model, engine)
     lengths = [min(length, limit) for length in request.prompt_lengths]

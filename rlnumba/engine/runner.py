@@ -140,7 +140,8 @@ class Runner:
         # Bytes of one block of the cache.
         self.block_bytes = block_bytes_of(model.config, block_size, model.dtype)
         # Bytes of all states of linear attention.
-        self.state_bytes = state_bytes_of(model.config, max_num_seqs, model.dtype)
+        verified = max(longest_verified, 1)
+        self.state_bytes = state_bytes_of(model.config, max_num_seqs, model.dtype, verified)
         blocks = [block for blocks in model.blocks for block in blocks]
         # Bytes that are moved in the time in which the kernels of all layers, each a launch, follow each other.
         self.launch_bytes = sum(block.LAUNCHES for block in blocks) * LAUNCH_BYTES
@@ -164,7 +165,7 @@ class Runner:
         self._lead("allocate", num_blocks)
         self.arena.take()
         if self.cache is None:
-            slots = self.max_num_seqs, num_pages_for(self.max_num_seqs)
+            slots = self.max_num_seqs, num_pages_for(self.max_num_seqs), max(self.longest_verified, 1)
             sizes = num_blocks, self.block_size, self.model.dtype, *slots
             self.cache = KVCache(self.model.config, *sizes)
         elif self.cache.num_blocks < num_blocks:

@@ -209,8 +209,9 @@ class Scheduler:
     def add_drafts(self, step, drafts):
         """A decode step that also computes drafts, a list of token ids for each of its sequences; else the step itself.
 
-        They are cut to the free blocks, the token budget, and one token less than the sequence may still get. Keys and
-        values of a draft that is not accepted are overwritten: the next tokens have its positions.
+        They are cut to the free blocks, the token budget, and one token less than the sequence may still get; with
+        linear attention to the end of the last token's block of states, which the token after it folds. Keys, values
+        and rows of a draft that is not accepted are overwritten: the next tokens have its positions.
         """
         table, size = self.table, self.blocks.block_size
         counts, num_free = step.counts.copy(), self.blocks.num_free
@@ -219,6 +220,8 @@ class Scheduler:
             length, num_blocks = int(table.length[row]), int(table.num_blocks[row])
             has_room = (num_blocks + num_free) * size
             count = min(len(ids), budget, int(table.length_limit[row]) - length - 1, has_room - length)
+            if self.pages is not None:
+                count = min(count, -length % STATE_BLOCK)
             if count <= 0:
                 continue
             more = max(-(-(length + count) // size) - num_blocks, 0)

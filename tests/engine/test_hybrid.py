@@ -7,17 +7,18 @@ import pytest
 
 from rlnumba.config import EngineConfig
 from rlnumba.config.lora import LoraConfig
-from rlnumba.engine.cache import state_bytes_of
 from rlnumba.engine.check import Agreement, check_agreement
 from rlnumba.engine.core import Engine
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
-from rlnumba.errors import ConfigError
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model, pack, score
 from rlnumba.runtime import device
 from tests.close import assert_same_bits
+from tests.engine.test_core import check_idle
+from tests.engine.test_run_ahead import run_all
+from tests.engine.test_speculation import use_known_texts
 
 FOLDER = pathlib.Path(__file__).parent.parent / "golden" / "qwen3_5"
 
@@ -102,7 +103,7 @@ def test_the_cache_has_slots_and_pages(model):
     assert {array.shape[0] for layer in cache.slots.values() for array in layer} == {3}
     assert {array.shape[0] for layer in cache.pages.values() for array in layer} == {7}
     arrays = [array for of_layer in (cache.slots, cache.pages) for layer in of_layer.values() for array in layer]
-    assert state_bytes_of(model.config, 3, "float32") >= sum(array.nbytes for array in arrays)
+    assert llm.engine.runner.state_bytes >= sum(array.nbytes for array in arrays)
 
 
 def computed_tokens(engine):
@@ -181,9 +182,22 @@ def test_states_of_other_weights_are_not_found(model):
     assert llm.generate([prompt], params)[0].completions[0].num_cached_tokens == 0
 
 
-def test_drafts_are_refused(model):
-    with pytest.raises(ConfigError, match="engine.speculative_method ngram: a qwen3_5_text model takes no draft back"):
-        LLM(model, config=EngineConfig(speculative_method="ngram"))
+@pytest.mark.parametrize(
+    "config", [{"max_num_seqs": 8}, {"num_gpu_blocks_override": 24, "max_num_seqs": 5}], ids=",".join
+)
+def test_texts_with_drafts_are_those_without(model, monkeypatch, config):
+    """Drafts that are right, cut short or wrong, up to the ends of blocks, with preemption and prompts in the cache."""
+    rng = np.random.default_rng(6)
+    prompts = [rng.integers(3, 144, length).tolist() for length in (3, 50, BLOCK - 1, BLOCK, 100, 150)]
+    params = SamplingParams(max_tokens=90, ignore_eos=True, n=2)
+    requests = [(prompt, params) for prompt in prompts]
+    expected = run_all(Engine(model, config=EngineConfig(speculative_method="none")), requests)
+    accepted = use_known_texts(monkeypatch, expected, rng)
+    engine = Engine(model, config=EngineConfig(speculative_method="ngram", num_speculative_tokens=6, **config))
+    for _ in range(2):
+        assert run_all(engine, requests) == expected
+        check_idle(engine)
+    assert sum(accepted) > 500
 
 
 @pytest.mark.gpu

@@ -133,8 +133,11 @@ class Block:
         """The CacheArrays of a state at a block's end: tuple, empty for a block whose cache has all of its tokens."""
         return ()
 
-    def slot_entry(self, config, dtype):
-        """The CacheArrays of a running sequence's last tokens, beside a page: tuple, empty where there are no pages."""
+    def slot_entry(self, config, dtype, verified):
+        """The CacheArrays of a running sequence's last tokens, beside a page: tuple, empty where there are no pages.
+
+        verified: the most tokens of a sequence in a step that may take some of them back, at least 1.
+        """
         return ()
 
     def matrix(self, name, columns, sources, cut, bias=False):

@@ -157,13 +157,13 @@ class LinearAttention(Block):
         rows = CacheArray("page_rows", (TAPS - 1, heads.channels), dtype)
         return CacheArray("states", state, operand), rows
 
-    def slot_entry(self, config, dtype):
+    def slot_entry(self, config, dtype, verified):
         heads, operand = heads_of(config), operand_dtype(dtype)
         return (
             CacheArray("key_rows", (BLOCK, heads.key_heads, heads.key_dim), operand),
             CacheArray("value_rows", (BLOCK, heads.value_heads, heads.value_dim), operand),
             CacheArray("decay_sums", (BLOCK, heads.value_heads), F32),
-            CacheArray("conv_rows", (CONV_ROWS, heads.channels), dtype),
+            CacheArray("conv_rows", (CONV_ROWS + verified - 1, heads.channels), dtype),
         )
 
     def gpu_columns(self, config):

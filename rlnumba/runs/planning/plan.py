@@ -21,7 +21,7 @@ from functools import cache
 
 from rlnumba import data
 from rlnumba.engine.cache import block_bytes_of, state_bytes_of
-from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, engine_config_for, longest_sequence
+from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
 from rlnumba.engine.parallel_size import weights_bytes
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed, steps_of_group
@@ -239,7 +239,8 @@ class Planner:
         engine = run.engine
         block_bytes = block_bytes_of(config, BLOCK_SIZE, device.dtype(dtype))
         seqs = min(engine.max_num_seqs, engine.max_num_batched_tokens)
-        state_bytes = state_bytes_of(config, seqs, device.dtype(dtype))
+        verified = max(longest_verified(engine), 1)
+        state_bytes = state_bytes_of(config, seqs, device.dtype(dtype), verified)
         limit = longest_sequence(config, engine)
         needed = [blocks_needed(min(n + run.train.max_completion_length, limit), BLOCK_SIZE) for n in prompts]
         least = max(needed)
@@ -293,7 +294,7 @@ class Planner:
 
 def _generate(planner, dtype, run, prompts):
     """Let the engine's largest step reserve its activations: bytes of attention's workspace on a GPU."""
-    config, engine = planner.config, engine_config_for(planner.config, run.engine)
+    config, engine = planner.config, run.engine
     model = Transformer(config, Weights(config, dtype, region=SHARED))
     model.adapter = adapter_of(run, config, dtype, SHARED)
     seqs, tokens = engine.max_num_seqs, engine.max_num_batched_tokens

@@ -325,7 +325,7 @@ def _generate(planner, dtype, run, prompts):
 
 def _first_steps(engine, prompts, sizes, common, has_states):
     """Tokens of the largest step that begins groups of so many completions of prompts of these lengths, which have so
-    many first tokens in common. has_states: of linear attention."""
+    many first tokens in common. has_states: whether a sequence resumes at states of linear attention alone."""
     caching, found = engine.enable_prefix_caching, [0, 0]
     for length, size in zip(prompts, sizes, strict=False):
         # Full blocks of the first prompt, with which the others begin; its states are not there before the step ends.

@@ -1,4 +1,4 @@
-"""How the model of qwen3_5.toml was made. From the repository's root, about TIME minutes on two cores:
+"""How the model of qwen3_5.toml was made. From the repository's root, about twelve minutes on two cores:
 
     python examples/qwen3_5/make.py untrained          -> runs/qwen3_5-untrained
     rlnumba sft --config examples/qwen3_5/sft.toml     -> runs/qwen3_5-sft/final

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.ptx.warp import add_gradient, narrow, widen
+from rlnumba.kernels.ptx.warp import add_gradient, device_function, narrow, widen
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
 
@@ -28,38 +28,49 @@ class Operand(NamedTuple):
     step: int
 
 
-@cuda.jit
-def gemm_simt_kernel(a, b, steps, bias, addend, adds, out):
-    """out[i, j] = bias[j] + addend[i, j] + sum over s of A[i, s] B[j, s].
+@device_function
+def sum_of_tile(a, a_base, b, b_base, steps, rows, columns, first_row, first_column):
+    """The sum over s < steps of A[i, s] B[j, s] for this thread's output of a tile, from (first_row, first_column) on.
 
-    a, b: Operands. A bias or addend without elements is left out;
-    addend may be out itself, and is if the product is added to it (adds). A block owns TILE x TILE outputs, a
-    thread one. The sum runs in ascending s, TILE steps at a time: the block copies a square of a and one of b
-    to shared memory, each along the direction in which it is contiguous, then every thread multiplies its row
-    by its column. Blocks lie along x alone, which may be longer than y, row by row.
+    a, b: Operands, from the elements a_base and b_base of `flat` on; rows, columns: how many rows they have. The sum
+    runs in ascending s, TILE steps at a time: the block copies a square of a and one of b to shared memory, each along
+    the direction in which it is contiguous, then every thread multiplies its row by its column. All threads of a block
+    call this.
     """
     a_tile = cuda.shared.array((TILE, PADDED), np.float32)
     b_tile = cuda.shared.array((TILE, PADDED), np.float32)
     x, y = cuda.threadIdx.x, cuda.threadIdx.y
-    rows, columns = out.shape
-    tiles_across = (columns + TILE - 1) // TILE
-    first_row, first_column = cuda.blockIdx.x // tiles_across * TILE, cuda.blockIdx.x % tiles_across * TILE
     total = np.float32(0.0)
     for first in range(0, steps, TILE):
         # The element that a thread loads: consecutive x take consecutive addresses.
         i, s = (y, x) if a.step == 1 else (x, y)
         a_tile[i, s] = np.float32(0.0)
         if first_row + i < rows and first + s < steps:
-            a_tile[i, s] = widen(a.flat[(first_row + i) * a.row + (first + s) * a.step])
+            a_tile[i, s] = widen(a.flat[a_base + (first_row + i) * a.row + (first + s) * a.step])
         j, s = (y, x) if b.step == 1 else (x, y)
         b_tile[j, s] = np.float32(0.0)
         if first_column + j < columns and first + s < steps:
-            b_tile[j, s] = widen(b.flat[(first_column + j) * b.row + (first + s) * b.step])
+            b_tile[j, s] = widen(b.flat[b_base + (first_column + j) * b.row + (first + s) * b.step])
         cuda.syncthreads()
         for step in range(TILE):
             total += a_tile[y, step] * b_tile[x, step]
         cuda.syncthreads()
-    row, column = first_row + y, first_column + x
+    return total
+
+
+@cuda.jit
+def gemm_simt_kernel(a, b, steps, bias, addend, adds, out):
+    """out[i, j] = bias[j] + addend[i, j] + sum over s of A[i, s] B[j, s].
+
+    a, b: Operands. A bias or addend without elements is left out;
+    addend may be out itself, and is if the product is added to it (adds). A block owns TILE x TILE outputs, a
+    thread one. Blocks lie along x alone, which may be longer than y, row by row.
+    """
+    rows, columns = out.shape
+    tiles_across = (columns + TILE - 1) // TILE
+    first_row, first_column = cuda.blockIdx.x // tiles_across * TILE, cuda.blockIdx.x % tiles_across * TILE
+    total = sum_of_tile(a, 0, b, 0, steps, rows, columns, first_row, first_column)
+    row, column = first_row + cuda.threadIdx.y, first_column + cuda.threadIdx.x
     if row < rows and column < columns:
         if bias.shape[0] > 0:
             total += widen(bias[column])

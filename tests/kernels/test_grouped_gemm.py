@@ -1,0 +1,149 @@
+import numpy as np
+import pytest
+
+from rlnumba.kernels.gemm.grouped import (
+    grouped_gemm,
+    grouped_gemm_backward_ref,
+    grouped_gemm_dw,
+    grouped_gemm_dx,
+    grouped_gemm_ref,
+)
+from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
+from rlnumba.runtime import device, dispatch
+from tests.close import assert_close, assert_gradient, assert_same_bits
+from tests.kernels.gemm_cases import matrix
+
+# Rows of each expert: none, one, some; all of one; no rows at all.
+COUNTS = [(3, 0, 17, 1, 0), (0, 0, 18), (0, 0)]
+
+
+def starts_of(counts):
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def run_all(rng, dtype, counts, n, k):
+    """Compare the three operators with float64."""
+    starts, rows, experts = starts_of(counts), sum(counts), len(counts)
+    x, weights, dy = (matrix(rng, shape, dtype) for shape in ((rows, k), (experts, n, k), (rows, n)))
+    xd, wd, dyd, sd = (device.asarray(array.copy()) for array in (x, weights, dy, starts))
+    x, weights, dy = (array.astype(np.float64) for array in (x, weights, dy))
+    xp = device.xp()
+    out, dx = xp.full((rows, n), np.nan, xd.dtype), xp.full((rows, k), np.nan, xd.dtype)
+    grouped_gemm(xd, wd, sd, out)
+    grouped_gemm_dx(dyd, wd, sd, dx)
+    added, written = xp.ones((experts, n, k), np.float32), xp.full((experts, n, k), np.nan, np.float32)
+    narrow = xp.full((experts, n, k), np.nan, xd.dtype)
+    grouped_gemm_dw(dyd, xd, sd, added)
+    grouped_gemm_dw(dyd, xd, sd, written, accumulate=False)
+    grouped_gemm_dw(dyd, xd, sd, narrow, accumulate=False)
+    expected_dx, expected_dw = grouped_gemm_backward_ref(dy, x, weights, starts)
+    for actual, expected, terms, what in (
+        (out, grouped_gemm_ref(x, weights, starts), k, "out"),
+        (dx, expected_dx, n, "dx"),
+        (added, expected_dw + 1, rows + 1, "dw, added"),
+        (written, expected_dw, rows, "dw"),
+        (narrow, expected_dw, rows, "dw, rounded"),
+    ):
+        scale = max(4 + 4 * np.sqrt(terms), float(np.abs(expected).max(initial=0.0)))
+        assert_close(actual, expected, terms=max(terms, 1), scale=scale, what=what)
+    for e in np.flatnonzero(np.array(counts) == 0):
+        assert (device.to_host(narrow)[e] == 0).all() and (device.to_host(added)[e] == 1).all()
+
+
+def test_gradient_of_reference(rng):
+    starts = starts_of((2, 0, 3))
+    x, weights, dy = rng.standard_normal((5, 4)), rng.standard_normal((3, 2, 4)), rng.standard_normal((5, 2))
+    dx, dweights = grouped_gemm_backward_ref(dy, x, weights, starts)
+
+    def loss():
+        return float(np.sum(grouped_gemm_ref(x, weights, starts) * dy))
+
+    assert_gradient(loss, dx, x, "dx")
+    assert_gradient(loss, dweights, weights, "dweights")
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.sim
+def test_simulator(rng, counts):
+    run_all(rng, "float32", counts, 9, 18)
+
+
+@pytest.mark.parametrize("counts", [*COUNTS, (100, 1, 0, 31, 2)])
+def test_numpy_device(rng, counts):
+    if device.name() != "cpu":
+        pytest.skip("checks the cpu device")
+    run_all(rng, "float32", counts, 40, 33)
+
+
+# Families, and the dtypes that each of them computes; rows of the experts, N and K: a row more than a tile, and less.
+FAMILY_CASES = {"simt": ((1, 0, 17, 3), 18, 20)}
+FAMILY_DTYPES = [("simt", "float32"), *((family, "bfloat16") for family in FAMILY_CASES)]
+
+
+@pytest.fixture
+def family(request):
+    """The GEMM family of a parameter."""
+    if device.name() == "cpu":
+        pytest.skip("the cpu device has one family")
+    since, until = dispatch.RUNS_ON[request.param]
+    if dispatch.architecture() is not None and not since <= dispatch.architecture() <= until:
+        pytest.skip(f"needs a GPU that runs {request.param}")
+    with dispatch.forced(f"gemm={request.param}"):
+        yield request.param
+
+
+def check_bits(rng, dtype, counts, n, k):
+    """Every row has the bits of linear of that row alone, every expert's dw those of linear_backward_weight.
+
+    Also where the experts come in another order, and each number of rows stands elsewhere.
+    """
+    xp, experts = device.xp(), len(counts)
+    weights = matrix(rng, (experts, n, k), dtype)
+    x, dy = ([matrix(rng, (count, width), dtype) for count in counts] for width in (k, n))
+    for order in (range(experts), rng.permutation(experts)):
+        starts = device.asarray(starts_of([counts[e] for e in order]))
+        some_x, some_dy = (device.asarray(np.concatenate([parts[e] for e in order])) for parts in (x, dy))
+        some_weights = device.asarray(np.stack([weights[e] for e in order]))
+        out, dx = xp.full(some_dy.shape, np.nan, some_x.dtype), xp.full(some_x.shape, np.nan, some_x.dtype)
+        dw = xp.ones(weights.shape, np.float32)
+        grouped_gemm(some_x, some_weights, starts, out)
+        grouped_gemm_dx(some_dy, some_weights, starts, dx)
+        grouped_gemm_dw(some_dy, some_x, starts, dw)
+        bounds = starts_of([counts[e] for e in order])
+        for position, e in enumerate(order):
+            own, weight = slice(*bounds[position : position + 2]), some_weights[position]
+            own_dw = xp.ones((n, k), np.float32)
+            linear_backward_weight(some_dy[own], some_x[own], own_dw)
+            assert_same_bits(dw[position], own_dw, f"dw of expert {e}")
+            for row in {own.start, own.stop - 1} if counts[e] else ():
+                alone, dx_alone = xp.full((1, n), np.nan, out.dtype), xp.full((1, k), np.nan, out.dtype)
+                linear(some_x[row : row + 1], weight, alone)
+                linear_backward_input(some_dy[row : row + 1], weight, dx_alone)
+                assert_same_bits(out[row : row + 1], alone, f"row {row} of expert {e}")
+                assert_same_bits(dx[row : row + 1], dx_alone, f"dx of row {row} of expert {e}")
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("family, dtype", FAMILY_DTYPES, indirect=["family"])
+def test_a_row_depends_on_its_expert_alone(rng, family, dtype):
+    check_bits(rng, dtype, *FAMILY_CASES[family])
+
+
+def test_a_row_depends_on_its_expert_alone_on_the_cpu(rng):
+    if device.name() != "cpu":
+        pytest.skip("checks the cpu device")
+    check_bits(rng, "float32", (1, 0, 70, 3), 48, 40)
+
+
+def test_wrong_arguments_are_named():
+    xp = device.xp()
+    x, weights, starts = xp.zeros((2, 8), np.float32), xp.zeros((3, 4, 8), np.float32), xp.zeros(3, np.int32)
+    out = xp.zeros((2, 4), np.float32)
+    with pytest.raises(ValueError, match=r"grouped_gemm: starts must be \(4\) int32, got \(3,\) int32"):
+        grouped_gemm(x, weights, starts, out)
+    with pytest.raises(ValueError, match=r"grouped_gemm: weights must be \(any, any, 8\) float32"):
+        grouped_gemm(x, weights[:, :, :4].copy(), starts, out)
+    with pytest.raises(ValueError, match=r"grouped_gemm_dx: out must be \(2, 8\) float32"):
+        grouped_gemm_dx(out, weights, xp.zeros(4, np.int32), out)
+    with pytest.raises(ValueError, match=r"grouped_gemm_dw: x must be \(2, any\) float32"):
+        grouped_gemm_dw(out, x[:1], starts, weights)

@@ -15,14 +15,24 @@ linear_backward_weight of its expert's rows. cuBLAS has no part in this: gemm = 
 
 import numpy as np
 
-from rlnumba.kernels.checks import F32, FLOATS, I32, check
+from rlnumba.kernels.checks import F32, FLOATS, I32, check, is_16_byte_aligned
 from rlnumba.kernels.cpu import gemm as cpu
-from rlnumba.kernels.gemm import grouped_simt
-from rlnumba.runtime import device
+from rlnumba.kernels.gemm import grouped_simt, grouped_sm90
+from rlnumba.runtime import device, dispatch
+
+FAMILIES = {"sm90": grouped_sm90}
 
 
 def _check_starts(op, starts, weights):
     check(op, "starts", starts, (len(weights) + 1,), I32)
+
+
+def _family(matrices, steps):
+    """The module that computes a GEMM of these matrices: the choice of gemm/ops.py for them."""
+    module = FAMILIES.get(dispatch.family("gemm"))
+    if module is None or matrices[0].dtype == np.float32 or not steps or not is_16_byte_aligned(*matrices):
+        return grouped_simt
+    return module
 
 
 def _on_cpu(starts):
@@ -47,7 +57,7 @@ def grouped_gemm(x, weights, starts, out):
             if len(x[own]):
                 cpu.gemm(x[own], weights[expert], out[own])
     else:
-        grouped_simt.gemm_rows(x, weights, starts, out)
+        _family((x, weights, out), k).gemm_rows(x, weights, starts, out)
 
 
 def grouped_gemm_dx(dy, weights, starts, out):
@@ -67,7 +77,7 @@ def grouped_gemm_dx(dy, weights, starts, out):
             if len(dy[own]):
                 cpu.gemm(dy[own], weights[expert], out[own], b_mn=True)
     else:
-        grouped_simt.gemm_rows(dy, weights, starts, out, b_mn=True)
+        _family((dy, weights, out), n).gemm_rows(dy, weights, starts, out, b_mn=True)
 
 
 def grouped_gemm_dw(dy, x, starts, out, accumulate=True):
@@ -86,7 +96,7 @@ def grouped_gemm_dw(dy, x, starts, out, accumulate=True):
         for expert, own in _on_cpu(starts):
             cpu.gemm(dy[own], x[own], out[expert], a_mn=True, b_mn=True, add=accumulate)
     else:
-        grouped_simt.gemm_weights(dy, x, starts, out, accumulate)
+        _family((dy, x, out), rows).gemm_weights(dy, x, starts, out, accumulate)
 
 
 def grouped_gemm_ref(x, weights, starts):

@@ -6,15 +6,11 @@ through `starts`; the grid has as many blocks as any `starts` can need, and thos
 
 import numpy as np
 
+from rlnumba.kernels.gemm.scheduler import most_row_tiles
 from rlnumba.kernels.gemm.simt import TILE, Operand, sum_of_tile
 from rlnumba.kernels.ptx.warp import add_gradient, device_function, narrow, widen
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
-
-
-def most_row_tiles(rows, experts, tile_rows):
-    """The most tiles of tile_rows rows that `rows` rows of so many experts can need, each expert with its own."""
-    return rows // tile_rows + min(rows, experts)
 
 
 @device_function

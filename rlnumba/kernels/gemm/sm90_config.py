@@ -123,14 +123,14 @@ class Sm90GemmConfig(NamedTuple):
         )
 
 
-def with_stages(config, most_panels, k):
-    """The config with as many panels a stage as divide k, up to so many, and the stages that shared memory holds."""
+def with_stages(config, most_panels, k, limit=SHARED_LIMIT):
+    """The config with as many panels a stage as divide k, up to so many, and the stages that `limit` bytes hold."""
     panels = most_panels
     while panels > 1 and k % (STEPS * panels):
         panels //= 2
     config = config._replace(panels=panels, stages=2)
     stage_bytes = config.stage_bytes + 2 * MBARRIER_BYTES
-    return config._replace(stages=min((SHARED_LIMIT - config.layout.nbytes) // stage_bytes + 2, 16))
+    return config._replace(stages=min((limit - config.layout.nbytes) // stage_bytes + 2, 16))
 
 
 def few_rows_config(m, n, k, sm_count, fixed, swiglu):

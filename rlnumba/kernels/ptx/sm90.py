@@ -238,6 +238,12 @@ def tma_reduce_add_2d(tensor_map, column, row, source):
     _store_box(source, tensor_map, (row, column), add=True)
 
 
+@instruction("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [$0, {$1, $2, $3}], [$4];", "lrrrr")
+def tma_reduce_add_3d(tensor_map, column, head, row, source):
+    """The same as tma_store_3d, but adds to a float32 array."""
+    _store_box(source, tensor_map, (row, head, column), add=True)
+
+
 @instruction("{ .reg .b32 n; shl.b32 n, $1, 2; cp.async.bulk.global.shared::cta.bulk_group [$0], [$2], n; }", "err")
 def bulk_copy_store(array, offset, count, source):
     """Copy `count` float32 from shared memory to element `offset` of a flat array; both at multiples of 16 bytes."""

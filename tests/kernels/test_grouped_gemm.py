@@ -76,7 +76,7 @@ def test_numpy_device(rng, counts):
 
 
 # Families, and the dtypes that each of them computes; rows of the experts, N and K: a row more than a tile, and less.
-FAMILY_CASES = {"simt": ((1, 0, 17, 3), 18, 20), "sm90": ((1, 0, 65, 40), 72, 136)}
+FAMILY_CASES = {"simt": ((1, 0, 17, 3), 18, 20), "sm80": ((1, 0, 19, 8), 40, 24), "sm90": ((1, 0, 65, 40), 72, 136)}
 FAMILY_DTYPES = [("simt", "float32"), *((family, "bfloat16") for family in FAMILY_CASES)]
 
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from rlnumba.kernels.checks import F32, FLOATS, I32, check, is_16_byte_aligned
 from rlnumba.kernels.cpu import gemm as cpu
-from rlnumba.kernels.gemm import grouped_simt, grouped_sm90
+from rlnumba.kernels.gemm import grouped_simt, grouped_sm80, grouped_sm90
 from rlnumba.runtime import device, dispatch
 
-FAMILIES = {"sm90": grouped_sm90}
+FAMILIES = {"sm90": grouped_sm90, "sm80": grouped_sm80}
 
 
 def _check_starts(op, starts, weights):

@@ -6,6 +6,8 @@ How the rows are spread over the experts is known on the device alone; a choice 
 import functools
 import math
 
+from rlnumba.kernels.gemm.grouped_tiles import WORD
+from rlnumba.kernels.gemm.sm80_config import clocks_of, configs_for
 from rlnumba.kernels.gemm.sm90_config import SHARED_LIMIT, Sm90GemmConfig, with_stages
 from rlnumba.kernels.ptx.wgmma import ROWS
 
@@ -13,6 +15,8 @@ from rlnumba.kernels.ptx.wgmma import ROWS
 ROWS_IN_EIGHTS = 32
 # Rows an expert, on average, up to which reading the weights takes most of the time.
 FEW_ROWS = 48
+# With so many waves of tiles a last one that leaves SMs idle matters little.
+FEW_WAVES = 4
 
 
 def widest(columns, widths):
@@ -23,28 +27,52 @@ def widest(columns, widths):
     return min(widths, key=lambda width: -(-columns // width) * width * (1 + 16 / width))
 
 
+def used_experts(rows, experts):
+    """How many experts have rows, if each row has an expert drawn at random."""
+    return experts * (1 - (1 - 1 / experts) ** rows)
+
+
 @functools.cache
-def best_config(rows, experts, columns, steps, element, b_mn, sm_count):
+def best_sm90_config(rows, experts, columns, steps, element, b_mn, sm_count):
     """The sm90 config for `rows` rows by weights (experts, columns, steps), or (experts, steps, columns) if b_mn."""
-    limit = SHARED_LIMIT - 4 * (experts + 1)
+    limit = SHARED_LIMIT - WORD * (experts + 1)
     if rows > FEW_ROWS * experts:
         config = Sm90GemmConfig(widest(columns, (256, 128, 64)), 2, 2, element, b_mn=b_mn)
         return with_stages(config, 1, steps, limit)
-    used = experts * (1 - (1 - 1 / experts) ** rows)
-    widths = (64, 128) if b_mn else (64, 96, 48, 128, 32)
-
-    def idle(width):
-        """The share of the SMs that have no tile, over all waves of them, in tenths."""
-        waves = used * -(-columns // width) / sm_count
-        return round(1 - waves / math.ceil(waves), 1)
-
-    width = min(widths, key=idle)
+    # Few tiles leave SMs idle in the last wave; there are more of narrower ones.
+    waves = used_experts(rows, experts) * -(-columns // 64) / sm_count
+    width = 32 if waves < FEW_WAVES and math.ceil(waves) > 1.2 * waves and not b_mn else 64
     config = Sm90GemmConfig(width, 1, 2, element, b_mn=b_mn, streams_b=True)
     return with_stages(config, 1 if b_mn else 2, steps, limit)
 
 
 @functools.cache
-def best_dw_config(n, k, element, output):
+def best_sm90_dw_config(n, k, element, output):
     """The sm90 config for the gradient of weights (E, n, k)."""
     width = widest(k, (256, 128, 64))
     return with_stages(Sm90GemmConfig(width, 1 if n <= ROWS else 2, 2, element, True, True, output), 1, ROWS)
+
+
+@functools.cache
+def best_sm80_config(rows, experts, columns, steps, element, b_mn, sm_count, limit):
+    """The sm80 config for `rows` rows by weights (experts, columns, steps), or (experts, steps, columns) if b_mn."""
+    used = used_experts(rows, experts)
+
+    def clocks(candidate):
+        config, blocks = candidate
+        tiles = math.ceil(used * math.ceil(rows / used / config.rows) * -(-columns // config.columns))
+        return clocks_of(config, blocks, tiles, steps, sm_count)
+
+    return min(configs_for(element, False, b_mn, "same", False, False, limit), key=clocks)[0]
+
+
+@functools.cache
+def best_sm80_dw_config(rows, experts, n, k, element, output, sm_count, limit):
+    """The sm80 config for the gradient of weights (experts, n, k) of so many rows."""
+
+    def clocks(candidate):
+        config, blocks = candidate
+        tiles = experts * -(-n // config.rows) * -(-k // config.columns)
+        return clocks_of(config, blocks, tiles, -(-rows // experts), sm_count)
+
+    return min(configs_for(element, True, True, output, False, False, limit), key=clocks)[0]

@@ -6,7 +6,7 @@ through `starts`; the grid has as many blocks as any `starts` can need, and thos
 
 import numpy as np
 
-from rlnumba.kernels.gemm.scheduler import most_row_tiles
+from rlnumba.kernels.gemm.grouped_tiles import most_row_tiles
 from rlnumba.kernels.gemm.simt import TILE, Operand, sum_of_tile
 from rlnumba.kernels.ptx.warp import add_gradient, device_function, narrow, widen
 from rlnumba.runtime.device import cuda

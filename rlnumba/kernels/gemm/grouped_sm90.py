@@ -1,8 +1,7 @@
 """Grouped GEMMs on sm_90: the warp-specialised GEMM of sm90.py over the tiles of all experts.
 
-A persistent block loops over the tiles of all experts, whose numbers follow from `starts` on the device: at its start a
-warp writes, for each expert, the row tiles before it to shared memory, and every warp finds its tiles' experts there.
-Tiles, ring, main loop and the order of sums are those of sm90.py, so that the bits are, too.
+A persistent block loops over the tiles of all experts, which it finds by grouped_tiles.py. Tiles, ring, main loop and
+the order of sums are those of sm90.py, so that the bits are, too.
 
 An expert's rows begin anywhere, so that a tile may reach into the next expert's rows. TMA loads them as they are:
 each row of C depends on its own row of A. A consumer whose 64 rows are all of its expert stores them by TMA, else its
@@ -18,18 +17,13 @@ import functools
 import numpy as np
 
 from rlnumba.kernels.gemm.epilogue import store_by_threads_function, store_by_tma_function
-from rlnumba.kernels.gemm.grouped_config import ROWS_IN_EIGHTS, best_config, best_dw_config
-from rlnumba.kernels.gemm.scheduler import most_row_tiles, tile_coordinates
+from rlnumba.kernels.gemm.grouped_config import ROWS_IN_EIGHTS, best_sm90_config, best_sm90_dw_config
+from rlnumba.kernels.gemm.grouped_tiles import WORD, most_row_tiles, row_tile_functions
+from rlnumba.kernels.gemm.scheduler import tokens_of_choice
 from rlnumba.kernels.gemm.sm90 import main_loop_function
 from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, load_word, store_word, store_words
-from rlnumba.kernels.ptx.warp import (
-    device_function,
-    griddepcontrol_launch_dependents,
-    griddepcontrol_wait,
-    shuffle_up,
-    udiv,
-)
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, load_word, store_words
+from rlnumba.kernels.ptx.warp import device_function, griddepcontrol_launch_dependents, griddepcontrol_wait, udiv
 from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.kernels.tile.pipeline import (
     FIRST_EMPTY,
@@ -49,70 +43,8 @@ i32, u32 = np.int32, np.uint32
 
 # Architectures that the kernels of this module compile for.
 ARCHITECTURES = [(9, 0, "a")]
-# Bytes of an entry of the table of row tiles.
-WORD = 4
 # The named barrier of all consumers; their own are 1 and 2.
 ALL_CONSUMERS = 3
-
-
-@functools.cache
-def row_tile_functions(rows):
-    """(fill_table, find_tile) for tiles of so many rows.
-
-    The table, in shared memory, has the row tiles of all experts before each expert, and at its end those of all.
-    """
-
-    @device_function
-    def fill_table(table, starts, lane):
-        """A warp writes the table; each lane has neighbouring experts."""
-        experts = i32(starts.shape[0] - 1)
-        each = (experts + i32(31)) >> i32(5)
-        first = lane * each
-        end = min(i32(first + each), experts)
-        tiles = i32(0)
-        expert = first
-        while expert < end:
-            tiles = i32(tiles + udiv(i32(starts[u32(expert + 1)] - starts[u32(expert)] + i32(rows - 1)), i32(rows)))
-            expert = i32(expert + i32(1))
-        # The tiles of this lane and those before it.
-        total, distance = tiles, i32(1)
-        while distance < 32:
-            before = shuffle_up(total, distance)
-            if lane >= distance:
-                total = i32(total + before)
-            distance = i32(distance << i32(1))
-        tiles = i32(total - tiles)
-        expert = first
-        while expert < end:
-            store_word(table + expert * i32(WORD), tiles)
-            tiles = i32(tiles + udiv(i32(starts[u32(expert + 1)] - starts[u32(expert)] + i32(rows - 1)), i32(rows)))
-            expert = i32(expert + i32(1))
-        if lane == 31:
-            store_word(table + experts * i32(WORD), total)
-
-    @device_function
-    def find_tile(index, table, starts, tiles_across):
-        """(expert, first row, end of the expert's rows, tile column) of the index-th tile, which must exist."""
-        row_tile = udiv(index, tiles_across)
-        expert, end = i32(0), i32(starts.shape[0] - 1)
-        while i32(end - expert) > 1:
-            middle = i32(expert + end) >> i32(1)
-            if load_word(table + middle * i32(WORD)) <= row_tile:
-                expert = middle
-            else:
-                end = middle
-        before = load_word(table + expert * i32(WORD))
-        tiles_down = i32(load_word(table + expert * i32(WORD) + WORD) - before)
-        tile_row, tile_column = tile_coordinates(i32(index - before * tiles_across), tiles_down, tiles_across)
-        first_row = i32(starts[u32(expert)] + tile_row * i32(rows))
-        return (
-            sm90.warp_uniform(expert),
-            sm90.warp_uniform(first_row),
-            sm90.warp_uniform(starts[u32(expert + 1)]),
-            sm90.warp_uniform(tile_column),
-        )
-
-    return fill_table, find_tile
 
 
 @functools.cache
@@ -499,7 +431,7 @@ def grouped_gemm_dw_sm90_kernel(config):
 def gemm_rows(x, weights, starts, out, b_mn=False):
     """Each row of out = a row of x times its expert's weight: W_e^T (experts, columns, steps), or W_e if b_mn."""
     (rows, steps), columns, experts = x.shape, out.shape[1], len(weights)
-    config = best_config(rows, experts, columns, steps, x.dtype.name, b_mn, device.sm_count())
+    config = best_sm90_config(tokens_of_choice(rows), experts, columns, steps, x.dtype.name, b_mn, device.sm_count())
     gemm_rows_with_config(config, x, weights, starts, out)
 
 
@@ -520,7 +452,7 @@ def gemm_rows_with_config(config, x, weights, starts, out):
 def gemm_weights(dy, x, starts, out, add):
     """out[e] = or += dy^T x of the rows of expert e."""
     output = "add" if add else "same" if out.dtype == x.dtype else "float32"
-    gemm_weights_with_config(best_dw_config(*out.shape[1:], x.dtype.name, output), dy, x, starts, out)
+    gemm_weights_with_config(best_sm90_dw_config(*out.shape[1:], x.dtype.name, output), dy, x, starts, out)
 
 
 def gemm_weights_with_config(config, dy, x, starts, out):

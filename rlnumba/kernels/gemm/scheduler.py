@@ -41,8 +41,3 @@ def tokens_of_choice(tokens):
     """The number of tokens for which a GEMM's config is chosen: many are rounded up to a bucket, so that steps and
     micro-batches of any size need a few kernels, which can be compiled before they begin."""
     return bucket_of(tokens) if tokens > MANY_TOKENS else tokens
-
-
-def most_row_tiles(rows, experts, tile_rows):
-    """The most tiles of tile_rows rows that `rows` rows of so many experts can need, each expert with its own."""
-    return rows // tile_rows + min(rows, experts)

@@ -96,7 +96,7 @@ SHAPES = [
     (16, 32, 1, 2, 128, 6, 8),
 ]
 FEWEST_STAGES = 3
-# The model of best_config, in clocks of an SM: products that its tensor cores add in one, bytes that L2 delivers, from
+# The model of clocks_of, in clocks of an SM: products that its tensor cores add in one, bytes that L2 delivers, from
 # a copy's start to its arrival, and what a tile costs before and after its rounds. Fitted to 15 shapes on an H200,
 # where the configs that it chooses take 1.003 times as long as the best ones, at worst 1.03.
 PRODUCTS, BYTES, LATENCY, TILE_CLOCKS = 1024, 64, 800, 2000
@@ -125,24 +125,28 @@ def configs_for(element, a_mn, b_mn, output, bias, residual, limit):
     return found
 
 
-@functools.cache
-def best_config(m, n, k, element, a_mn, b_mn, output, bias, residual, sm_count, limit):
-    """The config that a simple model of time finds the fastest for C (m, n) with k steps.
+def clocks_of(config, blocks, tiles, k, sm_count):
+    """Clocks of a GEMM of so many tiles, by a simple model; blocks: of the config that an SM holds.
 
     A round of a stage takes as long as the tensor cores need for the tiles that share an SM, or L2 to deliver them, or
     the stages in flight to arrive; tiles run in waves. Fewer than eight warps leave the tensor cores idle at times.
     """
-    best = None
-    for config, blocks in configs_for(element, a_mn, b_mn, output, bias, residual, limit):
-        tiles = -(-m // config.rows) * -(-n // config.columns)
-        together = min(blocks, -(-tiles // sm_count))
-        busy = min(1, 0.5 + together * config.threads / 512)
-        clocks = max(
-            together * config.rows * config.columns * config.step / (PRODUCTS * busy),
-            together * (config.rows + config.columns) * config.step * 2 / BYTES,
-            LATENCY / (config.stages - 1),
-        )
-        time = -(-tiles // (sm_count * together)) * (-(-k // config.step) * clocks + TILE_CLOCKS)
-        if best is None or time < best[0]:
-            best = time, config
-    return best[1]
+    together = min(blocks, -(-tiles // sm_count))
+    busy = min(1, 0.5 + together * config.threads / 512)
+    clocks = max(
+        together * config.rows * config.columns * config.step / (PRODUCTS * busy),
+        together * (config.rows + config.columns) * config.step * 2 / BYTES,
+        LATENCY / (config.stages - 1),
+    )
+    return -(-tiles // (sm_count * together)) * (-(-k // config.step) * clocks + TILE_CLOCKS)
+
+
+@functools.cache
+def best_config(m, n, k, element, a_mn, b_mn, output, bias, residual, sm_count, limit):
+    """The config that clocks_of finds the fastest for C (m, n) with k steps."""
+
+    def clocks(candidate):
+        config, blocks = candidate
+        return clocks_of(config, blocks, -(-m // config.rows) * -(-n // config.columns), k, sm_count)
+
+    return min(configs_for(element, a_mn, b_mn, output, bias, residual, limit), key=clocks)[0]

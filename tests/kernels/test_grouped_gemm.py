@@ -76,7 +76,11 @@ def test_numpy_device(rng, counts):
 
 
 # Families, and the dtypes that each of them computes; rows of the experts, N and K: a row more than a tile, and less.
-FAMILY_CASES = {"simt": ((1, 0, 17, 3), 18, 20), "sm80": ((1, 0, 19, 8), 40, 24), "sm90": ((1, 0, 65, 40), 72, 136)}
+FAMILY_CASES = {
+    "simt": ((1, 0, 17), 18, 20),
+    "sm80": ((1, 0, 19), 40, 24),
+    "sm90": ((1, 0, 65), 72, 136),
+}
 FAMILY_DTYPES = [("simt", "float32"), *((family, "bfloat16") for family in FAMILY_CASES)]
 
 
@@ -95,32 +99,39 @@ def family(request):
 def check_bits(rng, dtype, counts, n, k):
     """Every row has the bits of linear of that row alone, every expert's dw those of linear_backward_weight.
 
-    Also where the experts come in another order, and each number of rows stands elsewhere.
+    Also where the experts come in another order, so that their rows stand elsewhere, and whatever another expert has:
+    one more is all NaN.
     """
     xp, experts = device.xp(), len(counts)
-    weights = matrix(rng, (experts, n, k), dtype)
+    weights = [*matrix(rng, (experts, n, k), dtype), np.full((n, k), np.nan, device.dtype(dtype))]
+    counts = [*counts, 3]
     x, dy = ([matrix(rng, (count, width), dtype) for count in counts] for width in (k, n))
-    for order in (range(experts), rng.permutation(experts)):
-        starts = device.asarray(starts_of([counts[e] for e in order]))
+    x[-1][...] = dy[-1][...] = np.nan
+    found = []
+    for order in (np.arange(experts + 1), rng.permutation(experts + 1)):
+        bounds = starts_of([counts[e] for e in order])
         some_x, some_dy = (device.asarray(np.concatenate([parts[e] for e in order])) for parts in (x, dy))
-        some_weights = device.asarray(np.stack([weights[e] for e in order]))
+        some_weights, starts = device.asarray(np.stack([weights[e] for e in order])), device.asarray(bounds)
         out, dx = xp.full(some_dy.shape, np.nan, some_x.dtype), xp.full(some_x.shape, np.nan, some_x.dtype)
-        dw = xp.ones(weights.shape, np.float32)
+        dw = xp.ones(some_weights.shape, np.float32)
         grouped_gemm(some_x, some_weights, starts, out)
         grouped_gemm_dx(some_dy, some_weights, starts, dx)
         grouped_gemm_dw(some_dy, some_x, starts, dw)
-        bounds = starts_of([counts[e] for e in order])
-        for position, e in enumerate(order):
-            own, weight = slice(*bounds[position : position + 2]), some_weights[position]
-            own_dw = xp.ones((n, k), np.float32)
-            linear_backward_weight(some_dy[own], some_x[own], own_dw)
-            assert_same_bits(dw[position], own_dw, f"dw of expert {e}")
-            for row in {own.start, own.stop - 1} if counts[e] else ():
-                alone, dx_alone = xp.full((1, n), np.nan, out.dtype), xp.full((1, k), np.nan, out.dtype)
-                linear(some_x[row : row + 1], weight, alone)
-                linear_backward_input(some_dy[row : row + 1], weight, dx_alone)
-                assert_same_bits(out[row : row + 1], alone, f"row {row} of expert {e}")
-                assert_same_bits(dx[row : row + 1], dx_alone, f"dx of row {row} of expert {e}")
+        places = [order.tolist().index(e) for e in range(experts)]
+        found.append([(out[bounds[i] : bounds[i + 1]], dx[bounds[i] : bounds[i + 1]], dw[i]) for i in places])
+    for expert, (first, second) in enumerate(zip(*found, strict=True)):
+        for one, other, what in zip(first, second, ("out", "dx", "dw"), strict=True):
+            assert_same_bits(one, other, f"{what} of expert {expert} in another order")
+        own_x, own_dy, weight = map(device.asarray, (x[expert], dy[expert], weights[expert]))
+        own_dw = xp.ones((n, k), np.float32)
+        linear_backward_weight(own_dy, own_x, own_dw)
+        assert_same_bits(first[2], own_dw, f"dw of expert {expert}")
+        for row in (counts[expert] - 1,) if counts[expert] else ():
+            alone, dx_alone = xp.full((1, n), np.nan, own_x.dtype), xp.full((1, k), np.nan, own_x.dtype)
+            linear(own_x[row : row + 1], weight, alone)
+            linear_backward_input(own_dy[row : row + 1], weight, dx_alone)
+            assert_same_bits(first[0][row : row + 1], alone, f"row {row} of expert {expert}")
+            assert_same_bits(first[1][row : row + 1], dx_alone, f"dx of row {row} of expert {expert}")
 
 
 @pytest.mark.sim

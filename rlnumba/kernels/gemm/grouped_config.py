@@ -28,7 +28,7 @@ def widest(columns, widths):
 
 
 def used_experts(rows, experts):
-    """How many experts have rows, if each row has an expert drawn at random."""
+    """The expected number of experts with rows, if each row has an expert drawn at random."""
     return experts * (1 - (1 - 1 / experts) ** rows)
 
 

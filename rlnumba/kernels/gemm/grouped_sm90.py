@@ -89,7 +89,7 @@ def producers(config):
 
     @device_function
     def produce_weights(weights_map, starts, table, boxes, full, empty, shape):
-        """As produce_rows, of B."""
+        """Load the boxes of B, for the same arguments as produce_rows."""
         tiles, tiles_across, rounds = shape
         lane = i32(cuda.threadIdx.x) & i32(31)
         stage, parity = FIRST_EMPTY

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from rlnumba.kernels.delta_rule import inputs
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK, LEAST_LOG_DECAY, StateSequences, Tokens, operand_dtype
 from rlnumba.kernels.delta_rule.gated_norm import (
     gated_norm,
@@ -198,7 +199,10 @@ def test_simulator(rng, dtype):
 
 
 @pytest.mark.sim
-def test_simulator_of_cuts(rng):
+def test_simulator_of_cuts(rng, monkeypatch):
+    # Large calls have tiles of several tokens: a warp goes over the bounds of sequences and of blocks.
+    monkeypatch.setattr(inputs, "ENOUGH_WARPS", 8)
+    check_inputs(rng, [1, 0, 5, 20, 2], SMALL, "bfloat16")
     check_cuts(rng, [70, 3], DeltaRuleHeads(1, 1, 3, 5), "bfloat16", longest=60)
 
 

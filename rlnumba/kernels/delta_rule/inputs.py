@@ -18,7 +18,6 @@ u, y and beta are rounded to the model's dtype, as in transformers; q and k are 
 Sums over tokens add the tiles of TOKENS tokens in a fixed order. Source: transformers' Qwen3_5GatedDeltaNet.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -32,50 +31,32 @@ from rlnumba.kernels.delta_rule.arithmetic import (
     Tokens,
     operand_dtype,
 )
-from rlnumba.kernels.delta_rule.simt import state_blocks
+from rlnumba.kernels.delta_rule.input_rows import (
+    EPS,
+    LINES,
+    TAPS,
+    DeltaRuleHeads,
+    accesses_of,
+    delta_rule_inputs_kernel,
+    log_decay_of,
+    rounded,
+    sequence_of,
+)
 from rlnumba.kernels.nn.elementwise import accumulate
 from rlnumba.kernels.nn.rmsnorm import add_partials
 from rlnumba.kernels.nn.swiglu import sigmoid
-from rlnumba.kernels.ptx.warp import device_function, exp2, inverse_sqrt, narrow, warp_sum, widen
+from rlnumba.kernels.ptx.warp import exp2, inverse_sqrt, narrow, warp_sum, widen
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
 
-TAPS = 4
 # Rows of a slot of ConvCache where no token is taken back.
 CONV_ROWS = 4
-EPS = np.float32(1e-6)
-# Warps of a block, each with a head of a token; tokens of a tile of the backward, and its threads.
-LINES = 4
+# Tokens of a tile of the backward, and its threads.
 TOKENS, THREADS = 64, 128
-
-
-class DeltaRuleHeads(NamedTuple):
-    """Sizes of the heads of linear attention, and where a row of the projection has what."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def channels(self):
-        """Columns of q, k and v, which the convolution reads: the first ones."""
-        return 2 * self.key_heads * self.key_dim + self.values
-
-    @property
-    def values(self):
-        """Columns of v, and of z, which come after the channels."""
-        return self.value_heads * self.value_dim
-
-    @property
-    def gates(self):
-        """The column of the first b; the value heads' a come after their b."""
-        return self.channels + self.values
-
-    @property
-    def columns(self):
-        return self.gates + 2 * self.value_heads
+# Tokens that a warp of the forward takes one after another, whose rows before it loads once, and the warps that must be
+# left for this.
+TILE, ENOUGH_WARPS = 16, 4096
 
 
 class InputWeights(NamedTuple):
@@ -103,117 +84,6 @@ def empty_tokens(count, heads, dtype, empty, operand):
     keys, values = (count, heads.key_heads, heads.key_dim), (count, heads.value_heads, heads.value_dim)
     kinds = (keys, operand), (keys, operand), (values, dtype), (values[:2], np.float32), (values[:2], np.float32)
     return Tokens(*(empty(shape, kind) for shape, kind in kinds))
-
-
-@device_function
-def sequence_of(cu_seqlens, t):
-    """The sequence of packed token t: the last that begins at or before it."""
-    low, high = 0, cu_seqlens.shape[0] - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if cu_seqlens[middle] <= t:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@device_function
-def rounded(value, array):
-    """A float32 rounded to the dtype of an array, as float32."""
-    return widen(narrow(value, array))
-
-
-@device_function
-def softplus(value):
-    """log(1 + exp(value)), by an exponential that does not overflow."""
-    return max(value, np.float32(0.0)) + np.float32(math.log1p(exp2(-abs(value) * LOG2_E)))
-
-
-@device_function
-def log_decay_of(a, a_log, dt_bias):
-    """log_decay before its bound, of one value head."""
-    return -exp2(a_log * LOG2_E) * softplus(a + dt_bias)
-
-
-@specialize
-def delta_rule_inputs_kernel(heads, is_paged):
-    """The kernel for DeltaRuleHeads (a tuple); is_paged: tokens before the new ones are in a ConvCache."""
-    heads = DeltaRuleHeads(*heads)
-    key_heads, key_dim, value_dim = heads.key_heads, heads.key_dim, heads.value_dim
-    units, keys, gates = 2 * key_heads + heads.value_heads, key_heads * key_dim, heads.gates
-    value_heads, query_scale = heads.value_heads, np.float32(key_dim**-0.5)
-    count, zero = -(-max(key_dim, value_dim) // 32), np.float32(0.0)
-
-    @cuda.jit
-    def delta_rule_inputs_kernel(projected, weights, sequences, cache, tokens):
-        """A warp owns a head of q, k or v of a token; that of v its gates, too. A lane has every 32nd channel."""
-        values = cuda.local.array(count, np.float32)
-        index, lane = cuda.blockIdx.x * LINES + cuda.threadIdx.y, cuda.threadIdx.x
-        t, unit = index // units, index % units
-        if t >= projected.shape[0]:
-            return
-        b = sequence_of(sequences.cu_seqlens, t)
-        begin, start, state_len, slot, page = sequences.cu_seqlens[b], 0, 0, 0, -1
-        if t >= sequences.cu_seqlens[b + 1]:
-            return
-        if is_paged:
-            start, slot = sequences.context_lens[b] - (sequences.cu_seqlens[b + 1] - begin), sequences.slots[b]
-            state_len = state_blocks(start, sequences.resumed_at[b]) * BLOCK
-            if sequences.context_lens[b] == 0:
-                return
-        position, is_value = start + t - begin, unit >= 2 * key_heads
-        # The page of a boundary also keeps the rows before it.
-        stores = is_paged and position > state_len and position % BLOCK == 0
-        if stores:
-            page = sequences.state_tables[b, position // BLOCK - 1]
-        dim = value_dim if is_value else key_dim
-        first = 2 * keys + (unit - 2 * key_heads) * value_dim if is_value else unit * key_dim
-        squares = zero
-        for i in range(count):
-            e, total = i * 32 + lane, zero
-            if e < dim:
-                channel = first + e
-                for tap in range(TAPS):
-                    row, before, x = t - (TAPS - 1) + tap, position - (TAPS - 1) + tap, zero
-                    if row >= begin:
-                        x = widen(projected[row, channel])
-                    elif is_paged and before >= 0:
-                        if before < sequences.resumed_at[b]:
-                            resumed_at = sequences.resumed_at[b]
-                            source = sequences.state_tables[b, resumed_at // BLOCK - 1]
-                            x = widen(cache.page_rows[source, before - resumed_at + TAPS - 1, channel])
-                        else:
-                            x = widen(cache.rows[slot, before % cache.rows.shape[1], channel])
-                    if page >= 0 and tap < TAPS - 1:
-                        cache.page_rows[page, tap, channel] = narrow(x, cache.page_rows)
-                    total = cuda.fma(widen(weights.conv[channel, tap]), x, total)
-                total = rounded(total, projected)
-                total = rounded(total * sigmoid(total), projected)
-            values[i] = total
-            squares = cuda.fma(total, total, squares)
-        if is_value:
-            head = unit - 2 * key_heads
-            for i in range(count):
-                if i * 32 + lane < dim:
-                    tokens.v[t, head, i * 32 + lane] = narrow(values[i], tokens.v)
-            if lane == 0:
-                tokens.beta[t, head] = rounded(sigmoid(widen(projected[t, gates + head])), projected)
-                a = widen(projected[t, gates + value_heads + head])
-                log_decay = log_decay_of(a, widen(weights.a_log[head]), widen(weights.dt_bias[head]))
-                tokens.log_decay[t, head] = max(log_decay, LEAST_LOG_DECAY)
-            return
-        factor = inverse_sqrt(warp_sum(squares) + EPS)
-        if unit < key_heads:
-            factor = factor * query_scale
-        for i in range(count):
-            if i * 32 + lane < dim:
-                if unit < key_heads:
-                    tokens.q[t, unit, i * 32 + lane] = narrow(values[i] * factor, tokens.q)
-                else:
-                    tokens.k[t, unit - key_heads, i * 32 + lane] = narrow(values[i] * factor, tokens.k)
-
-    return delta_rule_inputs_kernel
 
 
 @cuda.jit
@@ -389,8 +259,12 @@ def delta_rule_inputs(projected, weights, heads, sequences, tokens, cache=None):
     is_paged = cache is not None
     cache = cache or ConvCache(unused(3, projected.dtype), unused(3, projected.dtype))
     units = 2 * heads.key_heads + heads.value_heads
-    kernel = delta_rule_inputs_kernel(tuple(heads), is_paged)
-    launch(kernel, -(-count * units // LINES), (32, LINES), projected, weights, sequences, cache, tokens)
+    arrays = projected, tokens.q, tokens.k, tokens.v, cache.rows, cache.page_rows
+    accesses = accesses_of(heads, weights.conv, *arrays)
+    kernel = delta_rule_inputs_kernel(tuple(heads), projected.dtype.name, is_paged, accesses)
+    tile = min(max(count * units // ENOUGH_WARPS, 1), TILE)
+    grid = -(-(-(-count // tile) * units) // LINES)
+    launch(kernel, grid, (32, LINES), projected, weights, sequences, cache, tokens, tile)
     if is_paged:
         launch(store_conv_rows_kernel, len(sequences.slots), THREADS, projected, sequences, cache.rows)
 

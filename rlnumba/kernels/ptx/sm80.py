@@ -64,11 +64,8 @@ def ldmatrix_fragment_trans(words, first, address):
 
 
 @functools.cache
-def mma(element):
-    """mma(element)(acc, c, a, i, b, j): add the product of two fragments to 16 x 16 float32 (two mma.sync).
-
-    acc[c : c + 8] += a[i : i + 4] b[j : j + 4], local arrays of every lane of a warp.
-    """
+def mma_half(element):
+    """mma_half(element)(acc, c, a, i, b, j): mma with the first half of B, 8 columns: acc[c : c + 4], b[j : j + 2]."""
     kind, dtype = PTX_TYPES[element], device.DTYPES[element]
 
     @instruction(
@@ -98,6 +95,17 @@ def mma(element):
         acc[c], acc[c + 1], acc[c + 2], acc[c + 3] = mma_16_by_8(
             a[i], a[i + 1], a[i + 2], a[i + 3], b[j], b[j + 1], acc[c], acc[c + 1], acc[c + 2], acc[c + 3]
         )
+
+    return add_half
+
+
+@functools.cache
+def mma(element):
+    """mma(element)(acc, c, a, i, b, j): add the product of two fragments to 16 x 16 float32 (two mma.sync).
+
+    acc[c : c + 8] += a[i : i + 4] b[j : j + 4], local arrays of every lane of a warp.
+    """
+    add_half = mma_half(element)
 
     @device_function
     def add_product(acc, c, a, i, b, j):

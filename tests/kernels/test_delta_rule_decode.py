@@ -16,18 +16,17 @@ from rlnumba.kernels.delta_rule.arithmetic import (
 from rlnumba.kernels.delta_rule.decode import DecodeOutputs, delta_rule_decode
 from rlnumba.kernels.delta_rule.gated_norm import gated_norm
 from rlnumba.kernels.delta_rule.inputs import TAPS, ConvCache, DeltaRuleHeads
-from rlnumba.kernels.ptx.warp import exp2
 from rlnumba.runtime import device
 from tests.close import assert_same_bits
-from tests.kernels.test_delta_rule import bounds
+from tests.kernels.test_delta_rule import bounds, relative_error
 from tests.kernels.test_delta_rule_inputs import EPS, on_device, packed, random_inputs
 
 # Two value heads of one key head.
 HEADS = DeltaRuleHeads(1, 2, 128, 128)
-# (tokens before the step's, tokens at which the sequence resumed): within a block, folds without and with a state
-# before, after a prefix hit; and the first token, other sub-blocks, the last token of a block.
-PLACES = [(40, -1), (64, -1), (128, -1), (64, 64), (66, 64)]
-MORE = [(0, -1), (5, -1), (63, -1), (70, -1), (127, -1), (65, 64), (128, 64), (129, -1), (190, 128)]
+# (tokens before the step's, tokens at which the sequence resumed): within a block, a fold, a prefix hit; and a fold
+# of the first block, the second token behind a hit, the first token, other sub-blocks, the last token of a block.
+PLACES = [(40, -1), (128, -1), (64, 64)]
+MORE = [(64, -1), (66, 64), (0, -1), (5, -1), (63, -1), (70, -1), (127, -1), (65, 64), (128, 64), (129, -1), (190, 128)]
 
 
 def operand(x):
@@ -50,7 +49,10 @@ def fma(a, b, c):
 
 def decays(later, earlier):
     """(later, earlier): exp of the differences of two lists of sums of log decays."""
-    return np.array([[exp2((i - j) * LOG2_E) for j in earlier] for i in later], np.float32)
+    with np.errstate(over="ignore"):
+        exponents = np.subtract.outer(np.asarray(later, np.float32), np.asarray(earlier, np.float32)) * LOG2_E
+        # ex2.approx.ftz flushes.
+        return np.where(exponents < np.finfo(np.float32).minexp, np.float32(0), np.exp2(exponents))
 
 
 class Head:
@@ -175,7 +177,44 @@ class Step:
                 # Two kinds of NaN say the same: nothing was written.
                 assert_same_bits(np.nan_to_num(device.to_host(array)), np.nan_to_num(wanted), name)
 
+    def check_close(self, allowed):
+        """As `check`, for other tensor cores than the simulator's, whose sums are truncated."""
+        cache, conv, *_ = self.run()
+        assert relative_error(device.to_host(self.outputs.o), self.o) < allowed
+        for name, got, want in zip(cache._fields, cache, self.after, strict=True):
+            got, want = (np.nan_to_num(np.asarray(x, np.float32)) for x in (device.to_host(got), want))
+            if name == "states":
+                got, want = (x[:, :, 0] + x[:, :, 1] / LOW_SCALE for x in (got, want))
+            assert relative_error(got, want) < allowed, name
+        for got, want in zip(conv, self.conv_after, strict=True):
+            assert_same_bits(np.nan_to_num(device.to_host(got)), np.nan_to_num(want))
+
 
 @pytest.mark.sim
 def test_simulator(rng):
     Step(rng, PLACES, HEADS, "bfloat16").check()
+
+
+@pytest.mark.sim
+def test_a_row_without_a_sequence_has_zeros(rng):
+    step = Step(rng, [(0, -1)], DeltaRuleHeads(1, 1, 128, 128), "float16")
+    step.places = [(-1, -1)]
+    cache, *_ = step.run()
+    assert not device.to_host(step.outputs.o).any() and not device.to_host(step.outputs.gated).any()
+    assert np.isnan(device.to_host(cache.value_rows)).all()
+
+
+@pytest.mark.sim
+def test_wrong_arguments_are_named(rng):
+    step = Step(rng, [(0, -1)], DeltaRuleHeads(1, 1, 128, 128), "float32")
+    with pytest.raises(
+        ValueError, match="delta_rule_decode: heads must have 128 columns of 16 bits, got .* of float32"
+    ):
+        step.run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("heads", [DeltaRuleHeads(2, 2, 128, 128), DeltaRuleHeads(2, 6, 128, 128)])
+def test_gpu(rng, heads, dtype):
+    Step(rng, PLACES + MORE, heads, dtype).check_close(8e-4)

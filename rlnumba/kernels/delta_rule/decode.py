@@ -65,7 +65,7 @@ load_global_word, store_global_word = load_function("r", "global", "l"), store_f
 
 
 class DecodeOutputs(NamedTuple):
-    """What a step writes beside the cache: o (N, HV, V) operands; gated (N, HV, V); rstd (N, HV) float32."""
+    """Outputs of a step beside the cache: o (N, HV, V) operands; gated (N, HV, V); rstd (N, HV) float32."""
 
     o: object
     gated: object

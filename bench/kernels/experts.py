@@ -31,6 +31,7 @@ from rlnumba.kernels.experts.ops import (
     gather_rows_backward,
     route,
     route_backward,
+    weigh_rows_backward,
 )
 from rlnumba.runtime import device
 from rlnumba.runtime.launch import pdl_scope
@@ -41,11 +42,12 @@ FEW_TOKENS, SETS = 1024, 4
 class Layer:
     """The arrays of one layer's tokens, and its operators: name -> (function, arrays that it reads and writes)."""
 
-    def __init__(self, tokens, num_experts, top_k, columns):
+    def __init__(self, tokens, num_experts, top_k, columns, inner_columns):
         dtype, f32 = device.dtype("bfloat16"), np.float32
         scores, dscores = random_array(tokens, num_experts), random_array(tokens, num_experts)
         x, out, dx = (random_array(tokens, columns) for _ in range(3))
         rows, dweights = random_array(tokens * top_k, columns), cupy.zeros((tokens, top_k), f32)
+        inner, dinner = (random_array(tokens * top_k, inner_columns) for _ in range(2))
         routing = Routing.empty(tokens, top_k, dtype, cupy.empty)
         dispatched = Dispatch.empty(tokens, top_k, num_experts, cupy.empty)
         load = RouterLoad(cupy.zeros(num_experts, np.int32), cupy.zeros(num_experts, f32))
@@ -57,6 +59,10 @@ class Layer:
             "combine_backward": (
                 lambda: combine_backward(x, rows, routing.weights, dispatched, rows, dweights),
                 [x, rows, rows],
+            ),
+            "weigh_rows_backward": (
+                lambda: weigh_rows_backward(inner, dinner, routing.weights, dispatched, dweights),
+                [inner, dinner, inner, dinner],
             ),
             "gather_rows_backward": (lambda: gather_rows_backward(rows, dispatched, dx), [rows, dx]),
             "route_backward": (
@@ -75,11 +81,13 @@ def main():
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--columns", type=int, default=2048)
+    parser.add_argument("--inner-columns", type=int, default=768)
     options = parser.parse_args()
     ceiling = copy_gbs()
     print(f"{options.experts} experts, {options.top_k} a token, {options.columns} columns; a copy: {ceiling:.0f} GB/s")
     for tokens in options.tokens:
-        layers = [Layer(tokens, options.experts, options.top_k, options.columns) for _ in range(SETS)]
+        sizes = options.experts, options.top_k, options.columns, options.inner_columns
+        layers = [Layer(tokens, *sizes) for _ in range(SETS)]
         for name, (_, arrays) in layers[0].operators.items():
             runs = [layer.operators[name][0] for layer in layers] * (1 if tokens > FEW_TOKENS else 8)
             us, nbytes = graph_time_us(runs), sum(array.nbytes for array in arrays)

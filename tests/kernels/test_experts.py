@@ -17,6 +17,7 @@ from rlnumba.kernels.experts.ops import (
     route,
     route_backward,
     router_loss,
+    weigh_rows_backward,
 )
 from rlnumba.kernels.experts.reference import (
     combine_backward_ref,
@@ -27,6 +28,7 @@ from rlnumba.kernels.experts.reference import (
     router_load_ref,
     router_loss_ref,
     shares_ref,
+    weigh_rows_backward_ref,
 )
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_gradient, assert_same_bits
@@ -145,6 +147,21 @@ def check_rows(rng, shape, dtype):
     assert_close(dweights, expected, terms=columns, scale=10 * np.sqrt(columns), what="dweights")
 
 
+def check_weighed_rows(rng, shape, dtype):
+    tokens, num_experts, top_k, columns = shape
+    experts = np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :top_k].astype(np.int32)
+    dispatched = dispatched_of(experts, num_experts)
+    rows, drows = (random(rng, (tokens * top_k, columns), dtype) for _ in range(2))
+    weights, slot_of = random(rng, (tokens, top_k), dtype), device.to_host(dispatched.slot_of)
+    expected = weigh_rows_backward_ref(*wide(drows, rows, weights), slot_of)
+    for weighs_rows in (True, False):
+        dweights, (drows_d, rows_d, weights_d) = full(weights.shape, np.float32), on_device(drows, rows, weights)
+        weigh_rows_backward(drows_d, rows_d, weights_d, dispatched, dweights, weighs_rows)
+        assert_same_bits(drows_d, expected[0].astype(rows.dtype), "drows")
+        assert_same_bits(rows_d, expected[1].astype(rows.dtype) if weighs_rows else rows, "rows")
+        assert_close(dweights, expected[2], terms=columns, scale=10 * np.sqrt(columns), what="dweights")
+
+
 def check_load(rng, shape, dtype):
     tokens, num_experts, top_k, _ = shape
     counts, shares = full((num_experts,), np.int32), full((num_experts,), np.float32, 0.25)
@@ -167,6 +184,7 @@ def check_all(rng, shape, dtype):
     check_route(rng, shape, dtype, True)
     check_route(rng, shape, dtype, False)
     check_rows(rng, shape, dtype)
+    check_weighed_rows(rng, shape, dtype)
     check_load(rng, shape, dtype)
 
 
@@ -201,6 +219,16 @@ def test_gradients_of_references(rng):
         assert_gradient(combined_loss, gradient, array)
     x, row_of, drows = rng.standard_normal((3, 4)), dispatch_ref(experts, 5)[1], rng.standard_normal((6, 4))
     assert_gradient(lambda: float(np.sum(x[row_of] * drows)), combine_ref(drows, None, slot_of), x)
+    # As an expert's output, the rows times a matrix.
+    matrix = rng.standard_normal((4, 4))
+
+    def mapped_loss():
+        return float(np.sum(combine_ref(rows @ matrix.T, upstream, slot_of) * dout))
+
+    gradient, weighed, dweights = weigh_rows_backward_ref((dout @ matrix)[row_of], rows, upstream, slot_of)
+    assert_gradient(mapped_loss, gradient, rows)
+    assert_gradient(mapped_loss, dweights, upstream)
+    assert_gradient(mapped_loss, dout[row_of].T @ weighed, matrix)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, ONE, WIDE, (200, 128, 8, 40), (0, 4, 2, 3)])
@@ -308,11 +336,14 @@ def test_a_token_depends_on_itself_alone(rng):
         gather_rows(arrays[1], dispatched, rows)
         out, dx = (full((count, columns), x.dtype) for _ in range(2))
         combine(rows, routing.weights, dispatched, out)
-        of_weights, dscores = full((count, top_k), np.float32), full((count, num_experts), x.dtype)
+        of_weights, weighed = full((count, top_k), np.float32), full((count, top_k), np.float32)
+        dscores, weighed_dx = full((count, num_experts), x.dtype), full((count, columns), x.dtype)
         combine_backward(arrays[2], rows, routing.weights, dispatched, drows, of_weights)
         gather_rows_backward(drows, dispatched, dx)
         route_backward(arrays[3], arrays[0], routing.experts, True, dscores)
-        return *routing, out, of_weights, dx, dscores
+        weigh_rows_backward(drows, rows, routing.weights, dispatched, weighed)
+        gather_rows_backward(drows, dispatched, weighed_dx)
+        return *routing, out, of_weights, dx, dscores, weighed, weighed_dx
 
     together = run(np.arange(tokens))
     for chosen in ([0], [tokens - 1], np.arange(tokens)[::-1]):
@@ -333,6 +364,7 @@ def test_kernels_compile_for_gpus(compile_offline, element):
         (rows.gather_rows_kernel(8, word, *layout), [W, I2, W]),
         (rows.combine_kernel(8, kind, *layout), [X, I2, X, X, X]),
         (rows.combine_backward_kernel(8, vector, vector, False), [X, X, I2, X, X, F2]),
+        (rows.weigh_rows_backward_kernel(8, vector, vector, False), [X, X, I2, X, "int32", F2]),
     ]
     for num_experts in (128, 256):
         cases += [

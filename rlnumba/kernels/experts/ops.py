@@ -34,6 +34,7 @@ from rlnumba.kernels.experts.reference import (
     route_ref,
     router_load_ref,
     router_loss_ref,
+    weigh_rows_backward_ref,
 )
 from rlnumba.kernels.experts.routing import (
     BLOCKS,
@@ -52,6 +53,7 @@ from rlnumba.kernels.experts.rows import (
     combine_kernel,
     dispatch_kernel,
     gather_rows_kernel,
+    weigh_rows_backward_kernel,
 )
 from rlnumba.kernels.nn.rmsnorm import add_partials
 from rlnumba.kernels.ptx.warp import access_length
@@ -280,6 +282,32 @@ def combine_backward(dout, rows, weights, dispatched, drows, dweights):
     vector, access = 16 // dout.itemsize, access_length(columns, dout, rows, drows)
     kernel = combine_backward_kernel(top_k, vector, access, columns % vector != 0)
     arguments = dout, rows, dispatched.slot_of, weights, drows, dweights
+    launch(kernel, -(-tokens * top_k // CHOICE_LINES), (32, CHOICE_LINES), *arguments)
+
+
+def weigh_rows_backward(drows, rows, weights, dispatched, dweights, weighs_rows=True):
+    """The gradient of combine's weights where its rows are a linear map of `rows`, whose outputs need not be kept.
+
+    out_t = sum of w_tj A rows_r, so dw_tj = dout_t . A rows_r = drows_r . rows_r, where drows_r = A^T dout_t is the
+    gradient of a row whose weight is 1. Then drows, and rows if weighs_rows, are multiplied by their weights: drows is
+    the gradient of rows, and rows what dA = sum of dout_t rows_r^T takes.
+
+    drows, rows (T k, F) and weights (T, k) of one floating dtype; dweights (T, k) float32 is written. Raises ValueError
+    for other arrays.
+    """
+    op = "weigh_rows_backward"
+    tokens, top_k, _ = _check_dispatch(op, dispatched)
+    _, columns = check(op, "rows", rows, (tokens * top_k, None), FLOATS)
+    check(op, "drows", drows, rows.shape, (rows.dtype,))
+    check(op, "weights", weights, (tokens, top_k), (rows.dtype,))
+    check(op, "dweights", dweights, (tokens, top_k), F32)
+    if device.name() == "cpu":
+        weighed = weigh_rows_backward_ref(drows, rows, weights, dispatched.slot_of)
+        drows[...], rows[...], dweights[...] = weighed if weighs_rows else (weighed[0], rows, weighed[2])
+        return
+    vector, access = 16 // rows.itemsize, access_length(columns, drows, rows)
+    kernel = weigh_rows_backward_kernel(top_k, vector, access, columns % vector != 0)
+    arguments = drows, rows, dispatched.slot_of, weights, np.int32(weighs_rows), dweights
     launch(kernel, -(-tokens * top_k // CHOICE_LINES), (32, CHOICE_LINES), *arguments)
 
 

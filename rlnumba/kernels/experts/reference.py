@@ -97,6 +97,14 @@ def combine_backward_ref(dout, rows, weights, slot_of):
     return drows, np.sum(_wide(dout)[:, None] * _wide(rows)[slot_of], axis=-1)
 
 
+def weigh_rows_backward_ref(drows, rows, weights, slot_of):
+    """(drows, rows, dweights) after weigh_rows_backward."""
+    of_row = np.empty((len(rows), 1), weights.dtype)
+    of_row[slot_of, 0] = weights
+    products = np.sum(_wide(drows) * _wide(rows), axis=1)
+    return of_row * drows, of_row * rows, products[slot_of]
+
+
 def router_load_ref(scores, starts):
     """(counts, shares) that add_router_load adds."""
     return np.diff(starts), np.sum(shares_ref(scores), axis=0)

@@ -243,3 +243,38 @@ def combine_backward_kernel(top_k, vector, access, bounded):
             dweights[token, rank] = total
 
     return combine_backward_kernel
+
+
+@specialize
+def weigh_rows_backward_kernel(top_k, vector, access, bounded):
+    """The kernel of rows read in vectors of `vector` columns, moved `access` at a time.
+
+    bounded: the last vectors of a row have columns beyond its end.
+    """
+    load, store = vector_access(vector, access, bounded)
+
+    @cuda.jit
+    def weigh_rows_backward_kernel(drows, rows, slot_of, weights, weighs_rows, dweights):
+        """A warp owns a choice: dweights, as combine_backward_kernel's sum, and its rows, times the weight in place."""
+        values, upstream = cuda.local.array(vector, np.float32), cuda.local.array(vector, np.float32)
+        index = cuda.blockIdx.x * CHOICE_LINES + cuda.threadIdx.y
+        token, rank = index // top_k, index % top_k
+        if token >= slot_of.shape[0]:
+            return
+        slot, weight, total = slot_of[token, rank], widen(weights[token, rank]), np.float32(0.0)
+        row, drow = rows[slot], drows[slot]
+        for first in range(cuda.threadIdx.x * vector, rows.shape[1], 32 * vector):
+            load(drow, first, upstream, 0)
+            load(row, first, values, 0)
+            for i in range(vector):
+                total = cuda.fma(upstream[i], values[i], total)
+                upstream[i] *= weight
+                values[i] *= weight
+            store(drow, first, upstream, 0)
+            if weighs_rows != 0:
+                store(row, first, values, 0)
+        total = warp_sum(total)
+        if cuda.threadIdx.x == 0:
+            dweights[token, rank] = total
+
+    return weigh_rows_backward_kernel

@@ -13,8 +13,9 @@ from pathlib import Path
 from rlnumba.errors import UserError
 from rlnumba.kernels.attention.ops import MAX_HEAD_DIM
 from rlnumba.kernels.delta_rule.inputs import TAPS
-from rlnumba.kernels.nn.rope import ROPE_TYPES, RopeScaling
+from rlnumba.kernels.nn.rope import RopeScaling
 from rlnumba.model.blocks.every import layers_of
+from rlnumba.model.config_rope import read_partial_rotary_factor, read_rope
 from rlnumba.model.config_values import REQUIRED, count, get, positive, read_json
 from rlnumba.runtime import device
 
@@ -30,11 +31,6 @@ ARCHITECTURES = {
 LM_HEAD, SCORE_HEAD = ("lm",), ("score",)
 HEADS = (LM_HEAD, SCORE_HEAD, LM_HEAD + SCORE_HEAD)
 
-ROPE_FIELDS = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
-# Of positions in pictures: text has the same number on each axis.
-MROPE_FIELDS = ("mrope_section", "mrope_interleaved")
-# The fields of RopeScaling, but for its first one, rope_type.
-SCALING_FIELDS = tuple(field.name for field in fields(RopeScaling))[1:]
 # Keys of config.json that are fields under the same name, in the order in which they are written.
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -199,8 +195,8 @@ class ModelConfig:
         if head_dim % 2 or head_dim > MAX_HEAD_DIM:
             raise UserError(f"{source}: head_dim must be even and at most {MAX_HEAD_DIM}, got {head_dim}")
         bias = get(raw, "attention_bias", bool, source, False)
-        theta, scaling = _rope(raw, source)
-        partial = _partial_rotary_factor(raw, head_dim, is_hybrid, source)
+        theta, scaling = read_rope(raw, source)
+        partial = read_partial_rotary_factor(raw, head_dim, is_hybrid, source)
         dtype = get(raw, "dtype", str, source, get(raw, "torch_dtype", str, source, "float32"))
         if dtype not in device.DTYPES:
             raise UserError(f"{source}: dtype {dtype!r} is not supported (supported: {', '.join(device.DTYPES)})")
@@ -330,21 +326,6 @@ def _text_config(raw, source):
     return {**of_both, "model_type": WITH_TEXT_CONFIG[outer], **inner}
 
 
-def _partial_rotary_factor(raw, head_dim, is_supported, source):
-    """The part of a head that rotates: 1.0, or a fraction where the model type has one."""
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    partial = get({**raw, **rope}, "partial_rotary_factor", float, source, 1.0)
-    if partial != 1.0 and not is_supported:
-        raise UserError(f"{source}: partial_rotary_factor {partial} is not supported")
-    rotary = int(head_dim * partial)
-    if not 0.0 < partial <= 1.0 or rotary < 2 or rotary % 2:
-        raise UserError(
-            f"{source}: partial_rotary_factor must be in (0, 1] and leave an even number of the {head_dim} elements of "
-            f"a head, got {partial}"
-        )
-    return partial
-
-
 def _hybrid_fields(raw, source):
     """The fields of ModelConfig that a model with linear attention has beside the others: dict."""
     layers = raw["num_hidden_layers"]
@@ -399,45 +380,3 @@ def _refuse_unsupported(raw, model_type, source):
         slides = slides and full < count(raw, "num_hidden_layers", source)
     if slides:
         raise UserError(f"{source}: sliding_window {raw.get('sliding_window', 4096)} is not supported")
-
-
-def _rope(raw, source):
-    """(theta, RopeScaling or None) from rope_parameters (transformers 5) or rope_theta and rope_scaling."""
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(raw.get(key), dict | None):
-            raise UserError(f"{source}: {key} must be an object or null, got {raw[key]!r}")
-    # rope_scaling goes first where both are written, as in transformers.
-    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    rope = raw.get(key) or {}
-    parent = raw.get("rope_parameters") or {}
-    where = f"{source}: {key}"
-    theta = positive({**raw, **parent, **rope}, "rope_theta", source, 10000.0)
-    kind = get(rope, "rope_type", str, where, get(rope, "type", str, where, "default"))
-    if kind not in ("default", *ROPE_TYPES):
-        raise UserError(f"{where}: rope_type {kind!r} is not supported (supported: default, {', '.join(ROPE_TYPES)})")
-    known = (*ROPE_FIELDS, *SCALING_FIELDS, *(MROPE_FIELDS if raw["model_type"] == "qwen3_5_text" else ()))
-    for field, value in rope.items():
-        if field not in known and value is not None:
-            raise UserError(f"{where}: {field} is not supported")
-    if kind == "default":
-        return theta, None
-    settings = {field: _scaling_value(rope, field, where) for field in SCALING_FIELDS}
-    if kind in ("llama3", "yarn"):
-        # A key of the whole model goes first, as in transformers. Without any, the model was trained with all
-        # positions.
-        positions = count(raw, "max_position_embeddings", source)
-        original = count(raw, "original_max_position_embeddings", source, settings["original_max_position_embeddings"])
-        settings["original_max_position_embeddings"] = original = original or positions
-        if kind == "yarn" and settings["factor"] is None:
-            settings["factor"] = positions / original
-    try:
-        return theta, RopeScaling(kind, **{field: value for field, value in settings.items() if value is not None})
-    except ValueError as error:
-        raise UserError(f"{where}: {str(error).removeprefix('rope_scaling: ')}") from None
-
-
-def _scaling_value(rope, field, where):
-    """The value of a field of RopeScaling, or None."""
-    if field == "truncate":
-        return get(rope, field, bool, where, None)
-    return count(rope, field, where, None) if "position" in field else positive(rope, field, where, None)

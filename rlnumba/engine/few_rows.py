@@ -12,10 +12,13 @@ from rlnumba.runtime import device
 
 def weights_of(weights):
     """The DecoderWeights of a model's Weights; None of a model that the kernel does not compute."""
-    blocks_differ = any([type(block) for block in blocks] != [Attention, Mlp] for blocks in weights.config.blocks)
-    if blocks_differ or not weights.config.has_plain_heads:
+    config = weights.config
+    blocks_differ = any([type(block) for block in blocks] != [Attention, Mlp] for blocks in config.blocks)
+    is_plain = config.has_plain_heads and config.hidden_act == "silu"
+    if blocks_differ or not is_plain or config.has_output_norms or config.scales_embedding:
         return None
-    layers = [DecoderLayer(*attention, *mlp) for attention, mlp in weights.layers]
+    # The last weight of either block, the norm of its output, is None.
+    layers = [DecoderLayer(*attention[:-1], *mlp[:-1]) for attention, mlp in weights.layers]
     return decoder_weights(weights.flat, weights.embed_tokens, layers, weights.norm, weights.config.rms_norm_eps)
 
 

@@ -1,9 +1,10 @@
 """The shape of a model, read from a Hugging Face folder's config.json and generation_config.json.
 
-Four model types share one transformer and differ in the fields below: qwen3 (per-head norm of q and k), qwen2
-(bias on q, k and v), llama (also the model_type of SmolLM2 and TinyStories models), and qwen3_5_text (linear attention
-in most layers, gates, norms of 1 + weight), which is also the text model in a qwen3_5 of vision and language. A key for
-something that this transformer does not compute raises an error that names it; it is never ignored.
+Five model types share one transformer and differ in the fields below: qwen3 (per-head norm of q and k), qwen2
+(bias on q, k and v), llama (also the model_type of SmolLM2 and TinyStories models), qwen3_5_text (linear attention in
+most layers, gates, norms of 1 + weight), and gemma3_text (sliding windows in most layers, norms of blocks' outputs);
+the last two are also the text models in a qwen3_5 and a gemma3 of vision and language. A key for something that this
+transformer does not compute raises an error that names it; it is never ignored.
 """
 
 import functools
@@ -15,6 +16,7 @@ from rlnumba.kernels.attention.ops import MAX_HEAD_DIM
 from rlnumba.kernels.delta_rule.inputs import TAPS
 from rlnumba.kernels.nn.rope import RopeScaling
 from rlnumba.model.blocks.every import layers_of
+from rlnumba.model.config_gemma import GEMMA3_TEXT, KINDS, gemma_keys, read_gemma_fields
 from rlnumba.model.config_rope import read_partial_rotary_factor, read_rope
 from rlnumba.model.config_values import REQUIRED, count, get, positive, read_json
 from rlnumba.runtime import device
@@ -24,6 +26,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 # The heads that read the hidden states: a language-model head, a head of one output ("score": a reward model, a
 # critic), or, in a policy that shares its trunk with its critic, both. The second is transformers'
@@ -43,8 +46,10 @@ LINEAR_SIZES = (
     *("linear_key_head_dim", "linear_value_head_dim"),
 )
 LAYER_TYPES = ("full_attention", "linear_attention")
-# The model whose config.json has the text model's keys in text_config, and the text model's type.
-WITH_TEXT_CONFIG = {"qwen3_5": "qwen3_5_text"}
+# Those of each model type whose layers may differ.
+LAYER_TYPES_OF = {"qwen3_5_text": LAYER_TYPES, "gemma3_text": KINDS}
+# The models whose config.json has the text model's keys in text_config, and the text model's type.
+WITH_TEXT_CONFIG = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text"}
 # Keys of such a config.json that count where text_config does not have them.
 OF_BOTH = (
     *("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"),
@@ -70,6 +75,7 @@ QWEN3_5_TEXT = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+DEFAULTS = {"qwen3_5_text": QWEN3_5_TEXT, "gemma3_text": GEMMA3_TEXT}
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,11 @@ class ModelConfig:
 
     attention_bias: a bias on the q, k, v projections; o_bias: one on the attention's output projection.
     rope_scaling: None, or how the rotary frequencies are stretched. dtype: that of the checkpoint's tensors. heads: one
-    of HEADS. layer_types: one of LAYER_TYPES for each layer, () if all have full attention; the sizes of linear
-    attention are 0 without it. norm_offset: whether norms multiply by 1 + weight.
+    of HEADS. layer_types: the kind of attention of each layer, () if all have full attention; the sizes of linear
+    attention are 0 without it. norm_offset: whether norms multiply by 1 + weight. has_output_norms: whether a block's
+    output is normalised, too, before it is added. scales_embedding: whether embeddings are multiplied by
+    sqrt(hidden_size). query_pre_attn_scalar: what stands for head_dim in attention's scale, 0 if nothing does. Layers
+    of sliding_attention see sliding_window keys, with the token's own, and rotate with the base rope_local_base_freq.
     """
 
     model_type: str
@@ -112,10 +121,16 @@ class ModelConfig:
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
+    hidden_act: str = "silu"
+    has_output_norms: bool = False
+    scales_embedding: bool = False
+    query_pre_attn_scalar: float = 0
+    sliding_window: int = 0
+    rope_local_base_freq: float = 0.0
 
     @property
     def layer_kinds(self):
-        """One of LAYER_TYPES for each layer: tuple."""
+        """The kind of attention of each layer: tuple."""
         return self.layer_types or ("full_attention",) * self.num_hidden_layers
 
     @property
@@ -139,8 +154,8 @@ class ModelConfig:
 
     @property
     def scale(self):
-        """The factor by which attention multiplies q . k: 1 / sqrt(head_dim)."""
-        return self.head_dim**-0.5
+        """The factor by which attention multiplies q . k: 1 / sqrt(head_dim), or of what stands for it."""
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     def ending_at(self, token_id):
         """This config with a token's id, or None, among those that end a sequence: a tokenizer's EOS goes first, as
@@ -168,6 +183,9 @@ class ModelConfig:
     def num_positions(self):
         """The longest sequence in tokens: max_position_embeddings, or what rope_scaling stretches it to."""
         positions = self.max_position_embeddings
+        if self.model_type == "gemma3_text":
+            # What it is stretched to. All layers see all keys, which is the same up to a window.
+            return min(positions, self.sliding_window or positions)
         return positions if self.rope_scaling is None else self.rope_scaling.num_positions(positions)
 
     @classmethod
@@ -178,9 +196,11 @@ class ModelConfig:
         if model_type not in ARCHITECTURES:
             known = ", ".join((*ARCHITECTURES, *WITH_TEXT_CONFIG))
             raise UserError(f"{source}: model_type {model_type!r} is not supported (supported: {known})")
-        is_hybrid = model_type == "qwen3_5_text"
-        if is_hybrid:
-            raw = {**QWEN3_5_TEXT, **{key: value for key, value in raw.items() if value is not None}}
+        is_hybrid, is_gemma = model_type == "qwen3_5_text", model_type == "gemma3_text"
+        if model_type in DEFAULTS:
+            # No window is not the default one.
+            given = {key: value for key, value in raw.items() if value is not None or key == "sliding_window"}
+            raw = {**DEFAULTS[model_type], **given}
         _refuse_unsupported(raw, model_type, source)
         sizes = {name: count(raw, name, source) for name in SIZES[:5]}
         heads = sizes["num_attention_heads"]
@@ -195,22 +215,25 @@ class ModelConfig:
         if head_dim % 2 or head_dim > MAX_HEAD_DIM:
             raise UserError(f"{source}: head_dim must be even and at most {MAX_HEAD_DIM}, got {head_dim}")
         bias = get(raw, "attention_bias", bool, source, False)
-        theta, scaling = read_rope(raw, source)
-        partial = read_partial_rotary_factor(raw, head_dim, is_hybrid, source)
+        theta, scaling = (None, None) if is_gemma else read_rope(raw, source)
+        partial = 1.0 if is_gemma else read_partial_rotary_factor(raw, head_dim, is_hybrid, source)
         dtype = get(raw, "dtype", str, source, get(raw, "torch_dtype", str, source, "float32"))
         if dtype not in device.DTYPES:
             raise UserError(f"{source}: dtype {dtype!r} is not supported (supported: {', '.join(device.DTYPES)})")
+        fields_of_type = {}
+        if is_hybrid:
+            fields_of_type = _hybrid_fields(raw, source)
+        elif is_gemma:
+            fields_of_type = read_gemma_fields(raw, source)
         return cls(
             model_type=model_type,
             **sizes,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=positive(raw, "rms_norm_eps", source),
-            rope_theta=theta,
-            rope_scaling=scaling,
             max_position_embeddings=count(raw, "max_position_embeddings", source),
             tie_word_embeddings=get(raw, "tie_word_embeddings", bool, source, False),
-            qk_norm=model_type in ("qwen3", "qwen3_5_text"),
+            qk_norm=model_type in ("qwen3", "qwen3_5_text", "gemma3_text"),
             attention_bias=model_type == "qwen2" or bias,
             o_bias=model_type != "qwen2" and bias,
             mlp_bias=model_type == "llama" and get(raw, "mlp_bias", bool, source, False),
@@ -220,7 +243,7 @@ class ModelConfig:
             dtype=dtype,
             heads=_heads(raw, source),
             partial_rotary_factor=partial,
-            **(_hybrid_fields(raw, source) if is_hybrid else {}),
+            **{"rope_theta": theta, "rope_scaling": scaling, **fields_of_type},
         )
 
     def to_dict(self):
@@ -257,11 +280,14 @@ class ModelConfig:
             names = ("partial_rotary_factor", "attn_output_gate", *LINEAR_SIZES)
             raw.update({name: getattr(self, name) for name in names})
             raw.update(layer_types=list(self.layer_kinds), linear_conv_kernel_dim=TAPS)
+        if self.model_type == "gemma3_text":
+            del raw["hidden_act"]
+            raw.update(gemma_keys(self, scaling))
         if self.model_type != "qwen2":
             raw["attention_bias"] = self.attention_bias
         if self.model_type == "llama":
             raw["mlp_bias"] = self.mlp_bias
-        elif self.model_type != "qwen3_5_text":
+        elif self.model_type not in DEFAULTS:
             raw.update(use_sliding_window=False, sliding_window=None, max_window_layers=self.num_hidden_layers)
         if self.heads == SCORE_HEAD:
             raw.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
@@ -273,7 +299,11 @@ class ModelConfig:
     def architecture(self):
         """The name of transformers' class, of the causal language model where there are both heads."""
         name = ARCHITECTURES[self.model_type]
-        return name.replace("CausalLM", "SequenceClassification") if self.heads == SCORE_HEAD else name
+        if self.heads != SCORE_HEAD:
+            return name
+        # Gemma3ForSequenceClassification is of the model of vision and language.
+        name = name.replace("Gemma3", "Gemma3Text")
+        return name.replace("CausalLM", "SequenceClassification")
 
     @property
     def eos_token_id(self):
@@ -322,7 +352,7 @@ def _text_config(raw, source):
     if not isinstance(inner, dict):
         raise UserError(f"{source}: a {outer} model needs text_config, an object, got {inner!r}")
     of_both = {key: raw[key] for key in OF_BOTH if raw.get(key) is not None}
-    inner = {key: value for key, value in inner.items() if value is not None}
+    inner = {key: value for key, value in inner.items() if value is not None or key not in OF_BOTH}
     return {**of_both, "model_type": WITH_TEXT_CONFIG[outer], **inner}
 
 
@@ -355,7 +385,7 @@ def _hybrid_fields(raw, source):
 
 def _refuse_unsupported(raw, model_type, source):
     activation = get(raw, "hidden_act", str, source, "silu")
-    if activation != "silu":
+    if activation != "silu" and model_type != "gemma3_text":
         raise UserError(f"{source}: hidden_act {activation!r} is not supported (supported: silu)")
     if raw.get("quantization_config") is not None:
         raise UserError(f"{source}: quantization_config is not supported; use an unquantized checkpoint")
@@ -365,11 +395,13 @@ def _refuse_unsupported(raw, model_type, source):
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list):
         raise UserError(f"{source}: layer_types must be a list, got {kinds!r}")
-    supported = LAYER_TYPES if model_type == "qwen3_5_text" else LAYER_TYPES[:1]
+    supported = LAYER_TYPES_OF.get(model_type, LAYER_TYPES[:1])
     other = {str(kind) for kind in kinds if kind not in supported}
     if other:
         only = " and ".join(supported)
         raise UserError(f"{source}: layer_types {', '.join(sorted(other))} is not supported ({only} only)")
+    if model_type == "gemma3_text":
+        return
     if model_type == "llama":
         slides = raw.get("sliding_window") is not None
     else:

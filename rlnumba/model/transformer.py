@@ -17,6 +17,7 @@ import numpy as np
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob.ops import IGNORED, linear_logp
+from rlnumba.kernels.nn.elementwise import scale
 from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tokens
 from rlnumba.kernels.nn.qkv import Rotation
 from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
@@ -76,8 +77,15 @@ class Transformer:
         self.lm_head, self.adapter = weights.lm_head, adapter
         self.blocks = weights.config.blocks
         self.generation_config = generation_config or {}
-        cos, sin = rope_table(config.num_positions, config.rotary_dim, config.rope_theta, config.rope_scaling)
-        self.rope = device.asarray(cos), device.asarray(sin)
+        self.ropes = {"full_attention": _rope_of(config, config.rope_theta, config.rope_scaling)}
+        if "sliding_attention" in config.layer_types:
+            self.ropes["sliding_attention"] = _rope_of(config, config.rope_local_base_freq, None)
+        self.embedding_scale = embedding_scale(config, self.dtype)
+
+    @property
+    def rope(self):
+        """The tables (cos, sin) of layers of full attention."""
+        return self.ropes["full_attention"]
 
     @property
     def trained(self):
@@ -116,13 +124,15 @@ class Transformer:
             dropout = tape and tape.dropout
             numbers = projection_numbers(self.blocks) if dropout else None
             lora = LoraContext(self.adapter.layers, self.adapter.scales, adapter_ids, dropout, numbers)
-        ctx = ForwardContext(config, Rotation(*self.rope, position_ids), attention, memory, lora, ranks=self.ranks)
+        rotations = {kind: Rotation(*tables, position_ids) for kind, tables in self.ropes.items()}
+        of_layers = tuple(rotations.get(kind) for kind in config.layer_kinds)
+        ctx = ForwardContext(config, of_layers, attention, memory, lora, ranks=self.ranks)
         N, D = input_ids.shape[0], config.hidden_size
         hidden, rstd = memory.empty((N, D), self.dtype), memory.empty((N,), F32)
         if tape is None:
             with memory.scope():
                 x = memory.empty((N, D), self.dtype)
-                embedding(input_ids, weights.embed_tokens, x)
+                self._embed(input_ids, x)
                 if self.ranks is not None:
                     x = self.ranks.own_columns(x, memory)
                 out = memory.empty(x.shape, self.dtype)
@@ -137,7 +147,7 @@ class Transformer:
         if lora is None:
             tape.token_list = list_tokens(input_ids, weights.embed_tokens.shape, config.pad_token_id)
         x = memory.empty((N, D), self.dtype)
-        embedding(input_ids, weights.embed_tokens, x)
+        self._embed(input_ids, x)
         for index in range(len(self.blocks)):
             w, y = weights.layer(index), memory.empty((N, D), self.dtype)
             if tape.keeps_input_only(index):
@@ -150,6 +160,11 @@ class Transformer:
         rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd, config.norm_offset)
         tape.last = x, rstd
         return hidden
+
+    def _embed(self, input_ids, x):
+        embedding(input_ids, self.weights.embed_tokens, x)
+        if self.embedding_scale is not None:
+            scale(x, self.embedding_scale, x)
 
     def _layer(self, index, x, w, ctx, y, recomputed=()):
         """Run the blocks of a layer from x to y: what each saved, a list. y: None where it need not be computed."""
@@ -205,8 +220,21 @@ class Transformer:
             else:
                 # A padding token inside a text has its embedding, which is not trained, as in transformers.
                 embed_grads = grads.embed_tokens if embed_grads is None else embed_grads
+                if self.embedding_scale is not None:
+                    scale(dx, self.embedding_scale, dx)
                 embedding_backward(tape.input_ids, dx, embed_grads, self.config.pad_token_id, tape.token_list)
         tape.last, tape.token_list = (), None
+
+
+def embedding_scale(config, dtype):
+    """The factor of embeddings: sqrt(hidden_size), rounded to a dtype as in transformers; None where there is none."""
+    return float(dtype.type(np.float32(config.hidden_size**0.5))) if config.scales_embedding else None
+
+
+def _rope_of(config, theta, scaling):
+    """The tables (cos, sin) of all positions of a model, on the device."""
+    cos, sin = rope_table(config.num_positions, config.rotary_dim, theta, scaling)
+    return device.asarray(cos), device.asarray(sin)
 
 
 @dataclass(frozen=True)
@@ -353,6 +381,8 @@ def check_shard(shard, config):
     """Raise ConfigError if a model cannot be cut like this on this device."""
     if shard.count == 1:
         return
+    if config.has_output_norms:
+        raise ConfigError(f"tensor_parallel_size {shard.count}: a {config.model_type} model cannot be cut")
     if device.name() == "sim":
         raise ConfigError(f"tensor_parallel_size {shard.count} needs GPUs, or --device cpu, where a rank is a process")
     shard.check(config, device.name() == "cuda")

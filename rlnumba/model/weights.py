@@ -40,7 +40,12 @@ SHARD_BYTES = 5_000_000_000
 HEAD_STREAM = 0x5C02E
 
 # What a checkpoint has beside the text model: encoders of images, and layers that predict several tokens.
-OTHER_MODELS = ("model.visual.", "visual.", "mtp.")
+OTHER_MODELS = (
+    *("model.visual.", "visual.", "mtp."),
+    *("vision_tower.", "model.vision_tower.", "multi_modal_projector.", "model.multi_modal_projector."),
+)
+# What names of a text model within another begin with.
+INNER_MODEL = re.compile(r"^(model\.language_model|language_model\.model)\.")
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -208,8 +213,13 @@ def _text_model(files, config):
     if config.model_type not in WITH_TEXT_CONFIG.values():
         return files, ()
     others = Counter(next((part for part in OTHER_MODELS if name.startswith(part)), None) for name in files)
-    kept = {name: stored for name, stored in files.items() if not name.startswith(OTHER_MODELS)}
-    text = {re.sub(r"^model\.language_model\.", "model.", name): stored for name, stored in kept.items()}
+    text = {}
+    for name, stored in files.items():
+        if not name.startswith(OTHER_MODELS):
+            own_name = INNER_MODEL.sub("model.", name).removeprefix("language_model.")
+            if own_name in text:
+                raise UserError(f"{stored.path}: tensor {name} is there under another name, too")
+            text[own_name] = stored
     return text, tuple((f"{part}*", others[part]) for part in OTHER_MODELS if others[part])
 
 

@@ -4,7 +4,7 @@ import pytest
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.gemm.sm90 import LowRank, gemm_sm90_kernel, gemm_with_config
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig, best_config
-from rlnumba.kernels.nn.swiglu import swiglu, swiglu_ref
+from rlnumba.kernels.nn.swiglu import ACTIVATIONS, GELU_TANH, swiglu, swiglu_ref
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.arguments import tuple_type
 from rlnumba.runtime.launch import pdl_scope
@@ -67,10 +67,10 @@ def check_swiglu(rng, config, m, n, k):
     expected, activated = xp.full((m, 2 * n), np.nan, x.dtype), xp.full((m, n), np.nan, x.dtype)
     plain = Sm90GemmConfig(64, 1, 2, config.element, low_rank=config.low_rank)
     gemm_with_config(plain, x, weight, expected, low_rank=low_rank)
-    swiglu(expected, activated)
+    swiglu(expected, activated, config.activation)
     assert_same_bits(gate_up, expected, f"gate_up of {config}")
     assert_same_bits(out, activated, f"out of {config}")
-    exact = swiglu_ref(device.to_host(expected).astype(np.float64))
+    exact = swiglu_ref(device.to_host(expected).astype(np.float64), config.activation)
     assert_close(out, exact, scale=float(np.abs(exact).max()), what=f"{config}")
 
 
@@ -87,6 +87,9 @@ SWIGLU = [
     (Sm90GemmConfig(64, 1, 2, "float16", swiglu=True, panels=2, low_rank=True), 9, 72, 256),
     (Sm90GemmConfig(96, 1, 2, "bfloat16", swiglu=True, panels=4, eight_rows=True, low_rank=True), 7, 56, 256),
     (Sm90GemmConfig(128, 1, 2, "bfloat16", swiglu=True, low_rank=True), 70, 88, 64),
+    # With the GELU, by threads and by TMA.
+    (Sm90GemmConfig(32, 1, 2, "bfloat16", swiglu=True, activation=GELU_TANH), 9, 24, 72),
+    (Sm90GemmConfig(128, 1, 2, "bfloat16", swiglu=True, activation=GELU_TANH), 70, 88, 64),
 ]
 
 
@@ -105,7 +108,9 @@ def test_swiglu_in_the_simulator(rng, config, m, n, k):
 @pytest.mark.sm90
 def test_gpu_swiglu(rng, columns, consumers, stages, element):
     for m, n, k in [(1, 3072, 1024), (64, 3072, 1024), (300, 1000, 520), (4097, 3072, 1024)]:
-        check_swiglu(rng, Sm90GemmConfig(columns, consumers, stages, element, swiglu=True), m, n, k)
+        for activation in ACTIVATIONS:
+            config = Sm90GemmConfig(columns, consumers, stages, element, swiglu=True, activation=activation)
+            check_swiglu(rng, config, m, n, k)
 
 
 @pytest.mark.parametrize("config, m, n, k", SIMULATED)

@@ -43,12 +43,12 @@ class PagedAttention:
 
         Returns q, the layer's caches and None; for q None as well where attention computes it from qkv.
         """
-        caches, norm = self.cache.layers[layer], w.head_norm(ctx.config)
+        caches, norm, rotation = self.cache.layers[layer], w.head_norm(ctx.config), ctx.rotations[layer]
         if self.fuses_qkv:
-            paged_attention_qkv(qkv, norm, ctx.rotation, caches, self.sequences, self.scale, out)
+            paged_attention_qkv(qkv, norm, rotation, caches, self.sequences, self.scale, out)
             return None, *caches, None
         q = ctx.memory.empty(out.shape, out.dtype)
-        qkv_split_to_cache(qkv, norm, ctx.rotation, self.sequences.slot_mapping, q, caches)
+        qkv_split_to_cache(qkv, norm, rotation, self.sequences.slot_mapping, q, caches)
         paged_attention(q, caches, self.sequences, self.scale, out)
         return q, *caches, None
 

@@ -10,7 +10,7 @@ import functools
 
 import numpy as np
 
-from rlnumba.kernels.nn.swiglu import sigmoid
+from rlnumba.kernels.nn.swiglu import activation_functions
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, load_pair, load_word
 from rlnumba.kernels.ptx.warp import add_gradient, cvt_pack, cvt_unpack, device_function
@@ -85,16 +85,17 @@ def addends(config):
 
 @functools.cache
 def swiglu_function(config):
-    """The device function activate(acc, i): acc[i], acc[i + 1] = silu(gate) * up, of values as they are stored."""
+    """The device function activate(acc, i): acc[i], acc[i + 1] = activation(gate) * up, of values as stored."""
     half_of_columns = config.columns // 4
     pack_two, unpack_two = cvt_pack(config.element), cvt_unpack(config.element)
+    gate_sigmoid, _ = activation_functions(config.activation)
 
     @device_function
     def activate(acc, i):
         gate, next_gate = unpack_two(pack_two(acc[i], acc[i + 1]))
         up, next_up = unpack_two(pack_two(acc[half_of_columns + i], acc[half_of_columns + i + 1]))
-        acc[i] = gate * sigmoid(gate) * up
-        acc[i + 1] = next_gate * sigmoid(next_gate) * next_up
+        acc[i] = gate * gate_sigmoid(gate) * up
+        acc[i + 1] = next_gate * gate_sigmoid(next_gate) * next_up
 
     return activate
 

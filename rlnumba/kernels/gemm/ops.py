@@ -1,7 +1,7 @@
 """Operators of a linear layer y = x w^T + bias (+ residual), forward and backward.
 
     linear                   out = x w^T + bias + residual     sum over K (NT: both rows contiguous)
-    linear_swiglu            gate_up = x w^T, out = silu(gate) * up
+    linear_swiglu            gate_up = x w^T, out = activation(gate) * up
     linear_backward_input    dx = dout w                       sum over N (NN)
     linear_backward_weight   dweight += or = dout^T x          sum over M (TN)
     bias_backward            dbias += sum over M of dout
@@ -28,7 +28,7 @@ from rlnumba.kernels.cpu import gemm as cpu
 from rlnumba.kernels.gemm import cublas, simt
 from rlnumba.kernels.gemm import sm80 as gemm_sm80
 from rlnumba.kernels.gemm import sm90 as gemm_sm90
-from rlnumba.kernels.nn.swiglu import swiglu, swiglu_ref
+from rlnumba.kernels.nn.swiglu import check_activation, swiglu, swiglu_ref
 from rlnumba.runtime import device, dispatch
 
 # By device; the first is the default.
@@ -127,10 +127,10 @@ def linear(x, weight, out, bias=None, residual=None, low_rank=None):
         _add_low_rank(gemm, low_rank, out)
 
 
-def linear_swiglu(x, weight, gate_up, out, low_rank=None):
-    """gate_up = x weight^T and out = silu(gate) * up: the bits of linear and swiglu, in one kernel on Hopper.
+def linear_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu"):
+    """gate_up = x weight^T and out = activation(gate) * up: the bits of linear and swiglu, in one kernel on Hopper.
 
-    low_rank: as linear's.
+    low_rank: as linear's; activation: as swiglu's.
 
     x (M, K) and weight (2F, K), the gate's rows first, of one floating dtype; gate_up (M, 2F) and out (M, F) of that
     dtype are written. Raises ValueError for other shapes, dtypes or layouts.
@@ -141,13 +141,14 @@ def linear_swiglu(x, weight, gate_up, out, low_rank=None):
     if n % 2:
         raise ValueError(f"linear_swiglu: weight must have an even number of rows, got {n}")
     check("linear_swiglu", "out", out, (m, n // 2), (x.dtype,))
+    check_activation("linear_swiglu", activation)
     if low_rank is not None:
         _check_low_rank("linear_swiglu", low_rank, m, n, x.dtype)
     if m and n and _gemm(x, weight, out, k, residual=gate_up, low_rank=low_rank) is gemm_sm90.gemm:
-        gemm_sm90.gemm_swiglu(x, weight, gate_up, out, low_rank)
+        gemm_sm90.gemm_swiglu(x, weight, gate_up, out, low_rank, activation)
     else:
         linear(x, weight, gate_up, low_rank=low_rank)
-        swiglu(gate_up, out)
+        swiglu(gate_up, out, activation)
 
 
 def linear_backward_input(dout, weight, dx, accumulate=False, low_rank=None):
@@ -206,10 +207,10 @@ def linear_ref(x, weight, bias=None, residual=None):
     return out if residual is None else out + residual
 
 
-def linear_swiglu_ref(x, weight):
+def linear_swiglu_ref(x, weight, activation="silu"):
     """(gate_up, out) of linear_swiglu, in x's precision."""
     gate_up = linear_ref(x, weight)
-    return gate_up, swiglu_ref(gate_up)
+    return gate_up, swiglu_ref(gate_up, activation)
 
 
 def linear_backward_ref(dout, x, weight):

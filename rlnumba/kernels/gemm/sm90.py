@@ -328,13 +328,13 @@ def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None,
     gemm_with_config(config, a, b, out, bias, residual, low_rank)
 
 
-def gemm_swiglu(x, weight, gate_up, out, low_rank=None):
-    """gate_up = X W^T (+ A' B'^T) and out = silu(gate) * up: the bits of gemm and swiglu.
+def gemm_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu"):
+    """gate_up = X W^T (+ A' B'^T) and out = activation(gate) * up: the bits of gemm and swiglu.
 
     x (M, K), weight (2 F, K), gate_up (M, 2 F), out (M, F) and low_rank as gemm_with_config takes them.
     """
     kind = kind_of(x, out, False, False, False, None, None)
-    config = best_config(*kind, device.sm_count(), True, low_rank is not None)
+    config = best_config(*kind, device.sm_count(), True, low_rank is not None)._replace(activation=activation)
     gemm_with_config(config, x, weight, gate_up, residual=out, low_rank=low_rank)
 
 

@@ -1,13 +1,18 @@
-"""SwiGLU (Shazeer 2020, eq. 5): the gate of a transformer's feed-forward block, forward and backward.
+"""SwiGLU and GeGLU (Shazeer 2020, eq. 5): the gate of a transformer's feed-forward block, forward and backward.
 
-    out = silu(gate) * up                   silu(z) = z * s(z),  s(z) = 1 / (1 + exp(-z))
+    out = gate * s * up                     s = 1 / (1 + exp(-z))
 
-    dgate = dout * up * s * (1 + gate * (1 - s))        dup = dout * gate * s
+    silu                z = gate
+    gelu_pytorch_tanh   z = 2 sqrt(2 / pi) (gate + 0.044715 gate^3), because (1 + tanh(z / 2)) / 2 = s
+
+    dgate = dout * up * s * (1 + gate * (1 - s) * dz)   dup = dout * gate * s       dz: the derivative of z by gate
 
 gate_up (N, 2F) holds [gate | up] in a row, as one GEMM leaves them; out and dout (N, F). float32, float16 or bfloat16,
 arithmetic float32, one pass over memory. Kernels take s from two approximate instructions, good to some units in the
 last place: the exact forms would need as long as the memory does.
 """
+
+import functools
 
 import numpy as np
 
@@ -29,6 +34,12 @@ from rlnumba.runtime.launch import launch, specialize, supports_pdl
 # a row of Qwen3-0.6B (3,072 columns of 16 bits) or a quarter of one of Qwen3-8B.
 THREADS, UNROLL = 128, 3
 LOG2_E = np.float32(1.4426950408889634)
+# By config.json's names of the activation of the gate.
+SILU, GELU_TANH = ACTIVATIONS = "silu", "gelu_pytorch_tanh"
+# z of GELU_TANH is gate (LINEAR + CUBIC gate^2).
+LINEAR, CUBIC = np.float32(2 * (2 / np.pi) ** 0.5), np.float32(2 * (2 / np.pi) ** 0.5 * 0.044715)
+# gate^2 from where on s is 0 or 1. z and dz are computed with at most this: infinite ones times 0 would be NaN.
+LARGE_SQUARE = np.float32(1e4)
 # Elements of out that NumPy computes at a time, so that its intermediate arrays stay in the cache: 1024 rows of
 # 768 took 14.5 ms at once in the backward, and 1.9 ms in parts.
 CHUNK = 32768
@@ -40,12 +51,34 @@ def sigmoid(value):
     return reciprocal(np.float32(1.0) + exp2(value * -LOG2_E))
 
 
+@functools.cache
+def activation_functions(activation):
+    """(gate_sigmoid, slope): device functions (gate) -> s, and (gate, s) -> 1 + gate (1 - s) dz."""
+    one, cubic = np.float32(1.0), np.float32(3.0) * CUBIC
+
+    @device_function
+    def gelu_sigmoid(gate):
+        # One fused multiplication and addition: no compiler has a choice, and GEMMs with this have the same bits.
+        return sigmoid(gate * cuda.fma(CUBIC, min(gate * gate, LARGE_SQUARE), LINEAR))
+
+    @device_function
+    def silu_slope(gate, s):
+        return one + gate * (one - s)
+
+    @device_function
+    def gelu_slope(gate, s):
+        return one + gate * (one - s) * cuda.fma(cubic, min(gate * gate, LARGE_SQUARE), LINEAR)
+
+    return (sigmoid, silu_slope) if activation == SILU else (gelu_sigmoid, gelu_slope)
+
+
 @specialize
-def swiglu_kernel(vector, access, bounded):
+def swiglu_kernel(vector, access, bounded, activation=SILU):
     """The kernel for rows whose columns a thread takes `vector` at a time, and memory `access` at a time.
 
-    bounded: the last block of a row has columns beyond the end.
+    bounded: the last block of a row has columns beyond the end. activation: one of ACTIVATIONS.
     """
+    gate_sigmoid, _ = activation_functions(activation)
     load, store = vector_access(vector, access, bounded)
     count, stride = UNROLL * vector, THREADS * vector
 
@@ -64,15 +97,16 @@ def swiglu_kernel(vector, access, bounded):
             load(up_row, first + i * stride, up, i * vector)
         for i in range(UNROLL):
             for j in range(i * vector, (i + 1) * vector):
-                up[j] = gate[j] * sigmoid(gate[j]) * up[j]
+                up[j] = gate[j] * gate_sigmoid(gate[j]) * up[j]
             store(out_row, first + i * stride, up, i * vector)
 
     return swiglu_kernel
 
 
 @specialize
-def swiglu_backward_kernel(vector, access, bounded, out_over_dout):
+def swiglu_backward_kernel(vector, access, bounded, out_over_dout, activation=SILU):
     """swiglu_kernel's backward, laid out the same. out_over_dout: whether the forward's out is written over dout."""
+    gate_sigmoid, slope = activation_functions(activation)
     load, store = vector_access(vector, access, bounded)
     count, stride = UNROLL * vector, THREADS * vector
 
@@ -83,16 +117,16 @@ def swiglu_backward_kernel(vector, access, bounded, out_over_dout):
         gate_row, up_row, dout_row = gate_up[row, 0], gate_up[row, 1], dout[row]
         dgate_row, dup_row = dgate_up[row, 0], dgate_up[row, 1]
         gate, up = cuda.local.array(count, np.float32), cuda.local.array(count, np.float32)
-        upstream, one = cuda.local.array(count, np.float32), np.float32(1.0)
+        upstream = cuda.local.array(count, np.float32)
         for i in range(UNROLL):
             load(gate_row, first + i * stride, gate, i * vector)
             load(up_row, first + i * stride, up, i * vector)
             load(dout_row, first + i * stride, upstream, i * vector)
         for i in range(UNROLL):
             for j in range(i * vector, (i + 1) * vector):
-                s = sigmoid(gate[j])
+                s = gate_sigmoid(gate[j])
                 activated = gate[j] * s * up[j]
-                dgate = upstream[j] * up[j] * s * (one + gate[j] * (one - s))
+                dgate = upstream[j] * up[j] * s * slope(gate[j], s)
                 up[j] = upstream[j] * gate[j] * s
                 gate[j] = dgate
                 upstream[j] = activated
@@ -114,36 +148,45 @@ def _launch(kernel_of, arrays, *options):
     launch(kernel, (len(rows[0]), -(-columns // block_columns)), THREADS, *rows)
 
 
-def swiglu(gate_up, out):
-    """out = silu(gate) * up, where gate and up are the halves of a row of gate_up.
+def check_activation(op, activation):
+    """Raise ValueError unless it is one of ACTIVATIONS."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
 
-    gate_up (N, 2F) of a floating dtype; out (N, F) of the same is written. Raises ValueError for other arrays.
+
+def swiglu(gate_up, out, activation=SILU):
+    """out = activation(gate) * up, where gate and up are the halves of a row of gate_up.
+
+    gate_up (N, 2F) of a floating dtype; out (N, F) of the same is written. activation: one of ACTIVATIONS. Raises
+    ValueError for other arrays.
     """
+    check_activation("swiglu", activation)
     rows, columns = check("swiglu", "out", out, (None, None), FLOATS)
     check("swiglu", "gate_up", gate_up, (rows, 2 * columns), (out.dtype,))
     if device.name() == "cpu":
         for part in _row_chunks(out):
-            out[part] = swiglu_ref(gate_up[part])
+            out[part] = swiglu_ref(gate_up[part], activation)
         return
-    _launch(swiglu_kernel, (gate_up, out))
+    _launch(swiglu_kernel, (gate_up, out), activation)
 
 
-def swiglu_backward(dout, gate_up, dgate_up, out_over_dout=False):
+def swiglu_backward(dout, gate_up, dgate_up, out_over_dout=False, activation=SILU):
     """The gradient of swiglu: dgate_up, whose halves are dgate and dup.
 
     dout (N, F), gate_up, dgate_up (N, 2F) of one floating dtype; dgate_up may be gate_up. out_over_dout: dout
-    becomes what swiglu wrote to out, the same bits. ValueError for other arrays.
+    becomes what swiglu wrote to out, the same bits. activation: swiglu's. ValueError for other arrays.
     """
+    check_activation("swiglu_backward", activation)
     rows, columns = check("swiglu_backward", "dout", dout, (None, None), FLOATS)
     check_all("swiglu_backward", (rows, 2 * columns), (dout.dtype,), gate_up=gate_up, dgate_up=dgate_up)
     if device.name() == "cpu":
         for part in _row_chunks(dout):
-            gradient = swiglu_backward_ref(dout[part], gate_up[part])
+            gradient = swiglu_backward_ref(dout[part], gate_up[part], activation)
             if out_over_dout:
-                dout[part] = swiglu_ref(gate_up[part])
+                dout[part] = swiglu_ref(gate_up[part], activation)
             dgate_up[part] = gradient
         return
-    _launch(swiglu_backward_kernel, (dout, gate_up, dgate_up), out_over_dout)
+    _launch(swiglu_backward_kernel, (dout, gate_up, dgate_up), out_over_dout, activation)
 
 
 def _row_chunks(array):
@@ -153,16 +196,28 @@ def _row_chunks(array):
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
-def swiglu_ref(gate_up):
+def gate_ref(gate, activation):
+    """(s, dz) of the gate, in its precision."""
+    z, dz = gate, 1
+    if activation == GELU_TANH:
+        linear, cubic = gate.dtype.type(LINEAR), gate.dtype.type(CUBIC)
+        square = np.minimum(gate**2, LARGE_SQUARE)
+        z, dz = gate * (linear + cubic * square), linear + 3 * cubic * square
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-z)), dz
+
+
+def swiglu_ref(gate_up, activation=SILU):
     """out of swiglu, in gate_up's precision."""
     gate, up = np.split(gate_up, 2, axis=-1)
-    with np.errstate(over="ignore"):
-        return gate / (1 + np.exp(-gate)) * up
+    if activation == SILU:
+        with np.errstate(over="ignore"):
+            return gate / (1 + np.exp(-gate)) * up
+    return gate * gate_ref(gate, activation)[0] * up
 
 
-def swiglu_backward_ref(dout, gate_up):
+def swiglu_backward_ref(dout, gate_up, activation=SILU):
     """dgate_up of swiglu_backward, in gate_up's precision."""
     gate, up = np.split(gate_up, 2, axis=-1)
-    with np.errstate(over="ignore"):
-        s = 1 / (1 + np.exp(-gate))
-    return np.concatenate([dout * up * s * (1 + gate * (1 - s)), dout * gate * s], axis=-1)
+    s, dz = gate_ref(gate, activation)
+    return np.concatenate([dout * up * s * (1 + gate * (1 - s) * dz), dout * gate * s], axis=-1)

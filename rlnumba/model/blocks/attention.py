@@ -1,10 +1,10 @@
 """Attention: its block of a layer, forward with its backward under it, and the attention of training.
 
-    out = x + o_proj(attention(rope(norm?(q, k)), v)),  q | k | v = qkv_proj(rmsnorm(x))
+    out = x + norm?(o_proj(attention(rope(norm?(q, k)), v))),  q | k | v = qkv_proj(rmsnorm(x))
 
 With attn_output_gate (Qwen3.5) a gate follows each query head in q, and o_proj reads attention(...) sigmoid(gate).
 A backward overwrites the gradient of the block's output with that of its input: `dx` is that of out on entry.
-Source: the modelling code of transformers for Qwen3, Qwen2 and Llama.
+Source: the modelling code of transformers for Qwen3, Qwen2, Llama and Gemma 3.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,14 @@ from rlnumba.kernels.delta_rule.ops import delta_rule
 from rlnumba.kernels.nn.output_gate import output_gate, output_gate_backward
 from rlnumba.kernels.nn.qkv import HeadNorm, qkv_split, qkv_split_backward
 from rlnumba.model.blocks.block import F32, Block, CacheArray, norm_backward, normed_rows, scope_of
-from rlnumba.model.blocks.projection import project, project_backward, project_to_residual, reduce
+from rlnumba.model.blocks.projection import (
+    empty_output,
+    output_backward,
+    output_to_residual,
+    project,
+    project_backward,
+    reduce,
+)
 from rlnumba.model.shard import Shard
 from rlnumba.runtime.arena import HeapAllocator
 
@@ -31,6 +38,7 @@ class AttentionWeights(NamedTuple):
     k_norm: object = None
     o: object = None
     o_bias: object = None
+    o_norm: object = None
 
     def head_norm(self, config):
         """The HeadNorm of queries and keys, or None."""
@@ -44,7 +52,7 @@ class SavedAttention(NamedTuple):
 
     x, normed (N, D); rstd (N,) f32; qkv (N, (H + 2 HK) E), with gates (N, (2 H + 2 HK) E); q, attended (N, H, E);
     k, v (N, HK, E); head_rstd (N, H + HK) f32; gated (N, H, E), attended without gates. xas: what `reduce` returned for
-    qkv and o.
+    qkv and o. output: the BlockOutput, if outputs have norms.
     """
 
     x: object
@@ -58,6 +66,7 @@ class SavedAttention(NamedTuple):
     attended: object
     gated: object
     xas: tuple | None
+    output: object
 
 
 class PackedAttention:
@@ -84,7 +93,7 @@ class PackedAttention:
         N, H, E = q.shape
         HK, empty = ctx.config.num_key_value_heads, ctx.memory.empty
         k, v, rstd = empty((N, HK, E), q.dtype), empty((N, HK, E), q.dtype), empty((N, H + HK), F32)
-        qkv_split(qkv, w.head_norm(ctx.config), ctx.rotation, q, k, v, rstd)
+        qkv_split(qkv, w.head_norm(ctx.config), ctx.rotations[layer], q, k, v, rstd)
         return k, v, rstd
 
     def delta_rule(self, layer, projected, weights, heads, memory, out):
@@ -137,13 +146,17 @@ class Attention(Block):
 
     def vectors(self, config):
         names = ("q_norm", "k_norm") if config.qk_norm else ()
-        return [self.vector(name, f"self_attn.{name}", config.head_dim) for name in names]
+        found = [self.vector(name, f"self_attn.{name}", config.head_dim) for name in names]
+        if config.has_output_norms:
+            found.append(self.vector("o_norm", "post_attention_layernorm", config.hidden_size))
+        return found
 
     def forward(self, x, w, ctx, out, recomputed=()):
         config, empty, N = ctx.config, ctx.memory.empty, x.shape[0]
         H, E = config.num_attention_heads, config.head_dim
         rstd, qkv, attended = empty((N,), F32), empty((N, len(w.qkv)), x.dtype), empty((N, H, E), x.dtype)
         gated = empty((N, H, E), x.dtype) if config.attn_output_gate else attended
+        output = empty_output(x, ctx)
         if "rope" in recomputed:
             ctx.attention.reserve(self.layer, H, N)
         with scope_of(ctx, "norm", recomputed):
@@ -153,10 +166,11 @@ class Attention(Block):
             rotated = ctx.attention.forward(self.layer, qkv, w, ctx, attended)
             if config.attn_output_gate:
                 output_gate(attended, qkv, gated)
-            o_xa = project_to_residual(self.layer, "o", gated.reshape(N, H * E), w, ctx, out, x)
+            o_xa = output_to_residual(self.layer, "o", gated.reshape(N, H * E), w, ctx, out, x, output)
         normed = None if "norm" in recomputed else normed
         rotated = [None] * len(rotated) if "rope" in recomputed else rotated
-        return SavedAttention(x, normed, rstd, qkv, *rotated, attended, gated, None if recomputed else (qkv_xa, o_xa))
+        xas = None if recomputed else (qkv_xa, o_xa)
+        return SavedAttention(x, normed, rstd, qkv, *rotated, attended, gated, xas, output)
 
     def backward(self, dx, w, grads, ctx, saved):
         layer, x, qkv, attended = self.layer, saved.x, saved.qkv, saved.attended
@@ -166,13 +180,15 @@ class Attention(Block):
             q = empty(attended.shape, x.dtype)
             k, v, head_rstd = ctx.attention.qkv_norm_rope(layer, qkv, w, ctx, q)
         o_xa = reduce(layer, "o", flat, ctx) if saved.xas is None else saved.xas[1]
-        dattended = project_backward(layer, "o", dx, flat, o_xa, w, grads, ctx).reshape(attended.shape)
+        dy = output_backward("o", dx, w, grads, ctx, saved.output)
+        dattended = project_backward(layer, "o", dy, flat, o_xa, w, grads, ctx).reshape(attended.shape)
         gradients = tuple(empty(array.shape, x.dtype) for array in (q, k, v))
         dqkv, norm = empty(qkv.shape, x.dtype), w.head_norm(ctx.config)
         if ctx.config.attn_output_gate:
             output_gate_backward(dattended, attended, qkv, dattended, dqkv)
         ctx.attention.backward(layer, dattended, (q, k, v), attended, gradients)
-        qkv_split_backward(gradients, qkv, norm, ctx.rotation, head_rstd, dqkv, grads.q_norm, grads.k_norm)
+        rotation = ctx.rotations[layer]
+        qkv_split_backward(gradients, qkv, norm, rotation, head_rstd, dqkv, grads.q_norm, grads.k_norm)
         normed = normed_rows(x, w.input_norm, saved.rstd, ctx) if saved.normed is None else saved.normed
         qkv_xa = reduce(layer, "qkv", normed, ctx) if saved.xas is None else saved.xas[0]
         dnormed = project_backward(layer, "qkv", dqkv, normed, qkv_xa, w, grads, ctx)

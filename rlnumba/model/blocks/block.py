@@ -1,9 +1,10 @@
 """The interface of a kind of block, and the arguments that all blocks of one forward share.
 
-    out = x + block(norm(x))
+    out = x + block(norm(x)),  or x + output_norm(block(norm(x)))
 
 A block is one step of the residual stream, which stays in the compute dtype and is added in the epilogue of the
-block's last GEMM. Each of several ranks has its columns of it, and norms gather the rows.
+block's last GEMM, or after the norm of its output. Each of several ranks has its columns of it, and norms gather the
+rows.
 """
 
 from contextlib import nullcontext
@@ -26,13 +27,14 @@ MODULES = frozenset(RECOMPUTE_MODULES)
 class ForwardContext:
     """Arguments that all layers of one forward share: `ctx` below.
 
-    rotation: the Rotation of all rows; attention: the attention backend; memory: an Arena or HeapAllocator; lora: the
-    LoraContext of the model's adapter, or None. adds_gradients: whether the gradients of layers' matrices are added to
-    what is there, or written. ranks: see Transformer; config is then that of this rank's shard.
+    rotations: for each layer the Rotation of all rows, None without attention; attention: the attention backend;
+    memory: an Arena or HeapAllocator; lora: the LoraContext of the model's adapter, or None. adds_gradients: whether
+    the gradients of layers' matrices are added to what is there, or written. ranks: see Transformer; config is then
+    that of this rank's shard.
     """
 
     config: object
-    rotation: object
+    rotations: tuple
     attention: object
     memory: object
     lora: LoraContext | None = None

@@ -7,5 +7,5 @@ from rlnumba.model.blocks.mlp import Mlp
 
 def layers_of(config):
     """The blocks of each layer of a ModelConfig, in the order in which the residual stream goes through them: tuple."""
-    mixers = {"full_attention": Attention, "linear_attention": LinearAttention}
+    mixers = {"full_attention": Attention, "sliding_attention": Attention, "linear_attention": LinearAttention}
     return tuple((mixers[kind](layer), Mlp(layer)) for layer, kind in enumerate(config.layer_kinds))

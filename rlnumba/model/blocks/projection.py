@@ -1,6 +1,26 @@
 """A block's projections, y = x w^T + bias, with the low-rank update of an adapter; each backward under its forward."""
 
+from typing import NamedTuple
+
+import numpy as np
+
 from rlnumba.kernels.gemm.ops import bias_backward, linear, linear_backward_input, linear_backward_weight
+from rlnumba.kernels.nn.elementwise import add
+from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
+
+
+class BlockOutput(NamedTuple):
+    """A block's output (N, D) before its norm, and the norm's rstd (N,) float32."""
+
+    rows: object
+    rstd: object
+
+
+def empty_output(x, ctx):
+    """The BlockOutput that output_to_residual writes; None where outputs have no norm."""
+    if not ctx.config.has_output_norms:
+        return None
+    return BlockOutput(ctx.memory.empty(x.shape, x.dtype), ctx.memory.empty(x.shape[:1], np.float32))
 
 
 def project(layer, name, x, w, ctx, y, residual=None):
@@ -15,6 +35,34 @@ def project_to_residual(layer, name, x, w, ctx, y, residual):
     if ctx.ranks is not None:
         x = ctx.ranks.gather_columns(x, ctx.memory.empty((x.shape[0], x.shape[1] * ctx.ranks.count), x.dtype))
     return project(layer, name, x, w, ctx, y, residual)
+
+
+def output_to_residual(layer, name, x, w, ctx, y, residual, output):
+    """The last projection of a block into the residual stream y, through the norm of the block's output if it has one.
+
+    output: of empty_output. y: None where it need not be computed, but for what the backward reads. Returns `reduce`'s
+    result.
+    """
+    if output is None:
+        return reduce(layer, name, x, ctx) if y is None else project_to_residual(layer, name, x, w, ctx, y, residual)
+    xa = project(layer, name, x, w, ctx, output.rows)
+    with ctx.memory.scope():
+        normed = ctx.memory.empty(output.rows.shape, output.rows.dtype) if y is None else y
+        weight, config = getattr(w, f"{name}_norm"), ctx.config
+        rmsnorm(output.rows, weight, config.rms_norm_eps, normed, output.rstd, config.norm_offset)
+    if y is not None:
+        add(residual, normed, y)
+    return xa
+
+
+def output_backward(name, dy, w, grads, ctx, output):
+    """The gradient of the last projection's result, from that of y of output_to_residual."""
+    if output is None:
+        return dy
+    doutput = ctx.memory.empty(dy.shape, dy.dtype)
+    weight, dweight = getattr(w, f"{name}_norm"), getattr(grads, f"{name}_norm")
+    rmsnorm_backward(dy, output.rows, weight, output.rstd, doutput, dweight, unit_offset=ctx.config.norm_offset)
+    return doutput
 
 
 def reduce(layer, name, x, ctx):

@@ -133,6 +133,10 @@ class ModelConfig:
         """The kind of attention of each layer: tuple."""
         return self.layer_types or ("full_attention",) * self.num_hidden_layers
 
+    def window_of(self, layer):
+        """The keys that a query of a layer sees, with its own; 0: all up to its own."""
+        return self.sliding_window if self.layer_kinds[layer] == "sliding_attention" else 0
+
     @property
     def has_linear_attention(self):
         return "linear_attention" in self.layer_types
@@ -184,8 +188,8 @@ class ModelConfig:
         """The longest sequence in tokens: max_position_embeddings, or what rope_scaling stretches it to."""
         positions = self.max_position_embeddings
         if self.model_type == "gemma3_text":
-            # What it is stretched to. All layers see all keys, which is the same up to a window.
-            return min(positions, self.sliding_window or positions)
+            # What it is stretched to.
+            return positions
         return positions if self.rope_scaling is None else self.rope_scaling.num_positions(positions)
 
     @classmethod

@@ -32,8 +32,11 @@ class PagedAttention:
         kv_heads, head_dim = config.num_key_value_heads, config.head_dim
         heads = (cache.arrays[0].dtype.name, config.num_attention_heads, kv_heads, head_dim, cache.block_size)
         self.fuses_qkv = max_seqlen_q == 1 and config.has_plain_heads and fuses_qkv(*heads[:4])
-        # Made once, because it is the same for all layers with attention.
-        self.sequences = sequences._replace(plan=plan_paged_attention(*heads, sequences))
+        # Made once for all layers of a window: {window: PagedSequences}.
+        self.sequences = {}
+        for window in {config.window_of(layer) for layer in range(config.num_hidden_layers)}:
+            of_window = sequences._replace(window=window)
+            self.sequences[window] = of_window._replace(plan=plan_paged_attention(*heads, of_window))
         if config.has_linear_attention:
             names = "cu_seqlens", "context_lens", "state_tables", "state_slots", "resumed_at"
             self.state_sequences = StateSequences(*(arrays[name] for name in names))
@@ -44,12 +47,13 @@ class PagedAttention:
         Returns q, the layer's caches and None; for q None as well where attention computes it from qkv.
         """
         caches, norm, rotation = self.cache.layers[layer], w.head_norm(ctx.config), ctx.rotations[layer]
+        sequences = self.sequences[ctx.config.window_of(layer)]
         if self.fuses_qkv:
-            paged_attention_qkv(qkv, norm, rotation, caches, self.sequences, self.scale, out)
+            paged_attention_qkv(qkv, norm, rotation, caches, sequences, self.scale, out)
             return None, *caches, None
         q = ctx.memory.empty(out.shape, out.dtype)
-        qkv_split_to_cache(qkv, norm, rotation, self.sequences.slot_mapping, q, caches)
-        paged_attention(q, caches, self.sequences, self.scale, out)
+        qkv_split_to_cache(qkv, norm, rotation, sequences.slot_mapping, q, caches)
+        paged_attention(q, caches, sequences, self.scale, out)
         return q, *caches, None
 
     def delta_rule(self, layer, projected, weights, heads, memory, out):

@@ -9,6 +9,8 @@ Source: the modelling code of transformers for Qwen3, Qwen2, Llama and Gemma 3.
 
 from typing import NamedTuple
 
+import numpy as np
+
 from rlnumba.kernels.attention.ops import attention, attention_backward, attention_backward_nbytes
 from rlnumba.kernels.attention.sequences import PackedSequences
 from rlnumba.kernels.delta_rule.inputs import delta_rule_inputs, empty_tokens
@@ -79,7 +81,7 @@ class PackedAttention:
     def __init__(self, cu_seqlens, max_seqlen, scale, memory=None):
         self.sequences, self.scale = PackedSequences(cu_seqlens, max_seqlen), scale
         self.memory = memory or HeapAllocator()
-        self.lse, self.reserved = {}, {}
+        self.saved, self.reserved = {}, {}
 
     def reserve(self, layer, heads, tokens):
         """Allocate now what this layer's next `forward` leaves for the backward, in the scope that is open now."""
@@ -106,14 +108,16 @@ class PackedAttention:
         """qkv (N, (H + 2 HK) E) -> out (N, H, E), written in place; returns (q, k, v, rstd), of qkv_norm_rope."""
         q = ctx.memory.empty(out.shape, out.dtype)
         k, v, rstd = self.qkv_norm_rope(layer, qkv, w, ctx, q)
-        lse = self.reserved.pop(layer, None)
-        self.lse[layer] = lse = self.memory.empty((q.shape[1], q.shape[0]), F32) if lse is None else lse
-        attention(q, k, v, self.sequences, self.scale, out, lse)
+        sequences, lse = self.sequences._replace(window=ctx.config.window_of(layer)), self.reserved.pop(layer, None)
+        lse = self.memory.empty((q.shape[1], q.shape[0]), F32) if lse is None else lse
+        self.saved[layer] = sequences, lse
+        attention(q, k, v, sequences, self.scale, out, lse)
         return q, k, v, rstd
 
     def backward(self, layer, dout, inputs, out, gradients):
         """The gradients of inputs (q, k, v), written in place, after this layer's latest forward, which wrote out."""
-        attention_backward(dout, inputs, out, self.lse.pop(layer), self.sequences, self.scale, gradients)
+        sequences, lse = self.saved.pop(layer)
+        attention_backward(dout, inputs, out, lse, sequences, self.scale, gradients)
 
 
 class Attention(Block):
@@ -199,11 +203,14 @@ class Attention(Block):
 
     def cost(self, lengths, config):
         # Causal: half of the products of queries and keys, and of probabilities and values.
-        pairs = config.num_attention_heads * config.head_dim * (lengths**2).sum()
-        return super().cost(lengths, config) + pairs
+        pairs = lengths**2
+        if window := config.window_of(self.layer):
+            pairs = pairs - np.maximum(lengths - window, 0) ** 2
+        return super().cost(lengths, config) + config.num_attention_heads * config.head_dim * pairs.sum()
 
     def row_elements(self, config):
-        return 2 * config.hidden_size + self._head_columns(config)
+        outputs = 2 if config.has_output_norms else 1
+        return (1 + outputs) * config.hidden_size + self._head_columns(config)
 
     def _head_columns(self, config):
         """Columns of q with its gates, k, v and the attended heads, with and without gates, together."""

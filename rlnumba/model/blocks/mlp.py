@@ -125,4 +125,5 @@ class Mlp(Block):
         return 3 * config.hidden_size * config.intermediate_size
 
     def row_elements(self, config):
-        return 2 * config.hidden_size + 3 * config.intermediate_size
+        outputs = 2 if config.has_output_norms else 1
+        return (1 + outputs) * config.hidden_size + 3 * config.intermediate_size

@@ -1,0 +1,113 @@
+"""Generation with sliding windows: Gemma 3, whose rollouts have the bits of training."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from rlnumba.config import EngineConfig
+from rlnumba.config.lora import LoraConfig
+from rlnumba.engine.check import Agreement, check_agreement
+from rlnumba.engine.few_rows import weights_of
+from rlnumba.engine.llm import LLM
+from rlnumba.engine.sequence import SamplingParams
+from rlnumba.model.lora import Adapter
+from rlnumba.model.transformer import load_model, pack, score
+from rlnumba.runtime import device
+from tests.close import assert_same_bits
+
+FOLDER = pathlib.Path(__file__).parent.parent / "golden" / "gemma3"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(FOLDER, "float32")
+
+
+def tokens_and_logprobs(outputs):
+    """[(token ids, log-probs)] of all completions."""
+    return [(each.token_ids, each.array("logprobs")) for output in outputs for each in output.completions]
+
+
+def test_greedy_continuations_are_those_of_transformers(model):
+    expected = np.load(FOLDER / "expected.npz")
+    prompts = [expected[f"greedy/{index}/prompt"].tolist() for index in range(3)]
+    outputs = LLM(model).generate(prompts, SamplingParams(temperature=0, max_tokens=24))
+    for index, output in enumerate(outputs):
+        assert output.completions[0].token_ids == expected[f"greedy/{index}/completion"].tolist()
+
+
+# Chunks of a token, shorter and longer than a window, and whole prompts.
+@pytest.mark.parametrize("tokens, seqs", [(1, 1), (7, 5), (65, 3), (4096, 64)])
+def test_rollout_and_training_agree(model, tokens, seqs):
+    config = EngineConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs)
+    max_tokens = 40 if tokens > 1 else 5
+    found = check_agreement(model, config, max_tokens=max_tokens)
+    assert found == Agreement(12 * max_tokens, 12 * max_tokens, 0.0, None)
+
+
+def test_rollout_and_training_agree_with_an_adapter(model):
+    adapted, lora = model.without_adapter(), LoraConfig(r=4, target_modules=("all-linear",))
+    adapted.adapter = Adapter.new(model.weights.config, lora, "float32", "", 3)
+    generator = np.random.default_rng(2)
+    adapted.adapter.flat += device.asarray(0.05 * generator.standard_normal(adapted.adapter.flat.shape, np.float32))
+    adapted.adapter.zero_outside_blocks()
+    found = check_agreement(adapted, EngineConfig(max_num_batched_tokens=100), max_tokens=40)
+    assert found == Agreement(12 * 40, 12 * 40, 0.0, None)
+
+
+def test_preempted_sequences_have_the_same_bits(model):
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, 144, length).tolist() for length in (5, 63, 64, 90, 130)]
+    params = SamplingParams(max_tokens=50, ignore_eos=True, n=2)
+    expected = tokens_and_logprobs(LLM(model).generate(prompts, params))
+    narrow = LLM(model, config=EngineConfig(num_gpu_blocks_override=30, max_num_batched_tokens=70))
+    found = tokens_and_logprobs(narrow.generate(prompts, params))
+    assert narrow.engine.num_preemptions > 0
+    for (ids, logprobs), (others, other_logprobs) in zip(found, expected, strict=True):
+        assert ids == others
+        assert_same_bits(logprobs, other_logprobs)
+
+
+def test_groups_and_cached_prefixes_have_the_bits_of_training(model):
+    """Eight completions of a prompt, then the prompt again, with a longer one that begins as it does."""
+    prompt, params = np.random.default_rng(3).integers(3, 144, 90).tolist(), SamplingParams(max_tokens=40, n=8, seed=4)
+    llm = LLM(model)
+    outputs = llm.generate([prompt], params) + llm.generate([prompt, prompt + [5, 6, 7]], params)
+    assert [output.completions[0].num_cached_tokens > 0 for output in outputs] == [False, True, True]
+    sequences, lengths, found = [], [], []
+    for output in outputs:
+        for each in output.completions:
+            sequences.append(output.prompt_token_ids + each.token_ids)
+            lengths.append(len(output.prompt_token_ids))
+            found.append(each.array("logprobs"))
+    batch = pack(sequences)
+    trained = np.split(device.to_host(score(model, batch).logprobs), np.cumsum(batch.lengths)[:-1])
+    for logprobs, own, length in zip(trained, found, lengths, strict=True):
+        assert_same_bits(logprobs[length:], own)
+
+
+def test_drafts_are_taken_back(model):
+    """A token that a draft got wrong leaves nothing behind."""
+    prompt = [*range(3, 12)] * 5
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
+    expected = tokens_and_logprobs(LLM(model).generate([prompt], params))
+    config = EngineConfig(speculative_method="ngram", num_speculative_tokens=3)
+    ((ids, logprobs),) = tokens_and_logprobs(LLM(model, config=config).generate([prompt], params))
+    assert ids == expected[0][0]
+    assert_same_bits(logprobs, expected[0][1])
+
+
+def test_the_persistent_decoder_passes_it_over(model):
+    """It has neither norms of outputs nor a second rotary embedding."""
+    assert weights_of(model.weights) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rollout_and_training_agree_on_a_gpu(dtype):
+    """Captured decode steps and padded prefill steps."""
+    model = load_model(FOLDER, dtype)
+    for config in (EngineConfig(), EngineConfig(max_num_batched_tokens=65, max_num_seqs=7)):
+        found = check_agreement(model, config, max_tokens=200)
+        assert found.equal == found.tokens == 12 * 200, found

@@ -1,0 +1,84 @@
+"""Runs of a Gemma 3 model: SFT, GRPO, a reward model and adapters, on one rank and on two."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from rlnumba.config.lora import LoraConfig
+from rlnumba.errors import ConfigError
+from rlnumba.model.config import ModelConfig
+from rlnumba.model.shard import Shard
+from rlnumba.model.transformer import Transformer, check_shard, load_model, save_model
+from rlnumba.model.weights import Weights
+from rlnumba.runs import run_folder
+from rlnumba.runtime import device
+from rlnumba.trainers.every import TRAINERS
+from rlnumba.trainers.sft import run_sft
+from tests.parallel import in_threads
+from tests.trainers.runs import GOLDEN, MODEL, grpo_run, metrics_of, sft_run
+from tests.trainers.test_resume import hash_of
+
+pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="what a run does with such a model, not its kernels")
+BATCHES = {"global_batch_size": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """A folder of random weights with the tokenizer of the golden rows."""
+    raw, tokens = (json.loads((GOLDEN / name / "config.json").read_text()) for name in ("gemma3", "tiny-qwen3"))
+    names = ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")
+    config = ModelConfig.from_dict({**raw, **{name: tokens.get(name) for name in names}})
+    folder = tmp_path_factory.mktemp("gemma")
+    save_model(Transformer(config, Weights.random(config, seed=1)), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _console(monkeypatch):
+    """A rank in a thread silences its process."""
+    monkeypatch.setattr(run_folder, "_is_silent", False)
+
+
+def on_two_ranks(run, folder):
+    """The same run in another folder, on two ranks."""
+    return dataclasses.replace(run, output_dir=str(folder), deploy=dataclasses.replace(run.deploy, num_train_gpus=2))
+
+
+def test_sft_on_two_ranks_ends_with_the_weights_of_one(gemma, tmp_path):
+    run = dataclasses.replace(sft_run(tmp_path / "one", max_steps=3, learning_rate=1e-2, **BATCHES), model=str(gemma))
+    run_sft(run)
+    losses = [line["loss"] for line in metrics_of(run) if "loss" in line]
+    assert losses[-1] < losses[0]
+    both = on_two_ranks(run, tmp_path / "two")
+    in_threads.run(lambda communicator: run_sft(both, communicator=communicator), 2)
+    assert hash_of(run) == hash_of(both)
+
+
+def test_an_adapter_is_trained(gemma, tmp_path):
+    run = sft_run(tmp_path, max_steps=3, learning_rate=1e-2, gradient_checkpointing=True, **BATCHES)
+    run = dataclasses.replace(run, model=str(gemma), lora=LoraConfig(r=2, target_modules=("all-linear",)))
+    run_sft(run)
+    losses = [line["loss"] for line in metrics_of(run) if "loss" in line]
+    assert losses[-1] < losses[0]
+    assert load_model(tmp_path / "final", base=str(gemma)).adapter is not None
+
+
+def test_grpo_on_two_ranks_is_that_of_one(gemma, tmp_path):
+    """Rollouts and training agree exactly, so that no importance weight differs from 1."""
+    keys = {"max_steps": 2, "max_completion_length": 40, "num_generations": 4, **BATCHES}
+    run = dataclasses.replace(grpo_run(tmp_path / "one", **keys), model=str(gemma))
+    TRAINERS["grpo"].train(run)
+    lines = [line for line in metrics_of(run) if "reward" in line]
+    assert [line["sampling/sampling_logp_difference/max"] for line in lines] == [0.0, 0.0]
+    both = on_two_ranks(run, tmp_path / "two")
+    in_threads.run(lambda communicator: TRAINERS["grpo"].train(both, communicator=communicator), 2)
+    assert hash_of(run) == hash_of(both)
+
+
+def test_it_is_not_cut(gemma):
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2: a gemma3_text model cannot be cut"):
+        check_shard(Shard(0, 2), ModelConfig.from_folder(gemma))

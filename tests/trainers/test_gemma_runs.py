@@ -49,7 +49,7 @@ def on_two_ranks(run, folder):
 
 
 def test_sft_on_two_ranks_ends_with_the_weights_of_one(gemma, tmp_path):
-    run = dataclasses.replace(sft_run(tmp_path / "one", max_steps=3, learning_rate=1e-2, **BATCHES), model=str(gemma))
+    run = dataclasses.replace(sft_run(tmp_path / "one", max_steps=2, learning_rate=1e-2, **BATCHES), model=str(gemma))
     run_sft(run)
     losses = [line["loss"] for line in metrics_of(run) if "loss" in line]
     assert losses[-1] < losses[0]
@@ -59,7 +59,7 @@ def test_sft_on_two_ranks_ends_with_the_weights_of_one(gemma, tmp_path):
 
 
 def test_an_adapter_is_trained(gemma, tmp_path):
-    run = sft_run(tmp_path, max_steps=3, learning_rate=1e-2, gradient_checkpointing=True, **BATCHES)
+    run = sft_run(tmp_path, max_steps=2, learning_rate=1e-2, gradient_checkpointing=True, **BATCHES)
     run = dataclasses.replace(run, model=str(gemma), lora=LoraConfig(r=2, target_modules=("all-linear",)))
     run_sft(run)
     losses = [line["loss"] for line in metrics_of(run) if "loss" in line]
@@ -69,7 +69,7 @@ def test_an_adapter_is_trained(gemma, tmp_path):
 
 def test_grpo_on_two_ranks_is_that_of_one(gemma, tmp_path):
     """Rollouts and training agree exactly, so that no importance weight differs from 1."""
-    keys = {"max_steps": 2, "max_completion_length": 40, "num_generations": 4, **BATCHES}
+    keys = {"max_steps": 2, "max_completion_length": 12, "num_generations": 4, **BATCHES}
     run = dataclasses.replace(grpo_run(tmp_path / "one", **keys), model=str(gemma))
     TRAINERS["grpo"].train(run)
     lines = [line for line in metrics_of(run) if "reward" in line]

@@ -12,7 +12,7 @@ from rlnumba.model.config import ModelConfig
 from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import Transformer, check_shard, load_model, save_model
 from rlnumba.model.weights import Weights
-from rlnumba.runs import run_folder
+from rlnumba.reporting import stderr
 from rlnumba.runtime import device
 from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.sft import run_sft
@@ -40,7 +40,7 @@ def gemma(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _console(monkeypatch):
     """A rank in a thread silences its process."""
-    monkeypatch.setattr(run_folder, "_is_silent", False)
+    monkeypatch.setattr(stderr, "_is_silent", False)
 
 
 def on_two_ranks(run, folder):

@@ -28,15 +28,15 @@ class PagedAttention:
 
     def __init__(self, cache, config, arrays, max_seqlen_q, max_context_len, max_group_size=1):
         self.cache, self.scale = cache, config.scale
-        sequences = sequences_of(arrays, max_seqlen_q, max_context_len, max_group_size)
+        self.sequences = sequences = sequences_of(arrays, max_seqlen_q, max_context_len, max_group_size)
         kv_heads, head_dim = config.num_key_value_heads, config.head_dim
         heads = (cache.arrays[0].dtype.name, config.num_attention_heads, kv_heads, head_dim, cache.block_size)
         self.fuses_qkv = max_seqlen_q == 1 and config.has_plain_heads and fuses_qkv(*heads[:4])
-        # Made once for all layers of a window: {window: PagedSequences}.
-        self.sequences = {}
+        # With plans, which are made once for all layers of a window: {window: PagedSequences}.
+        self.of_window = {}
         for window in {config.window_of(layer) for layer in range(config.num_hidden_layers)}:
             of_window = sequences._replace(window=window)
-            self.sequences[window] = of_window._replace(plan=plan_paged_attention(*heads, of_window))
+            self.of_window[window] = of_window._replace(plan=plan_paged_attention(*heads, of_window))
         if config.has_linear_attention:
             names = "cu_seqlens", "context_lens", "state_tables", "state_slots", "resumed_at"
             self.state_sequences = StateSequences(*(arrays[name] for name in names))
@@ -47,7 +47,7 @@ class PagedAttention:
         Returns q, the layer's caches and None; for q None as well where attention computes it from qkv.
         """
         caches, norm, rotation = self.cache.layers[layer], w.head_norm(ctx.config), ctx.rotations[layer]
-        sequences = self.sequences[ctx.config.window_of(layer)]
+        sequences = self.of_window[ctx.config.window_of(layer)]
         if self.fuses_qkv:
             paged_attention_qkv(qkv, norm, rotation, caches, sequences, self.scale, out)
             return None, *caches, None

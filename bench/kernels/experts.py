@@ -82,6 +82,7 @@ def main():
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--columns", type=int, default=2048)
     parser.add_argument("--inner-columns", type=int, default=768)
+    parser.add_argument("--only", default="", help="operators whose name contains this")
     options = parser.parse_args()
     ceiling = copy_gbs()
     print(f"{options.experts} experts, {options.top_k} a token, {options.columns} columns; a copy: {ceiling:.0f} GB/s")
@@ -89,6 +90,8 @@ def main():
         sizes = options.experts, options.top_k, options.columns, options.inner_columns
         layers = [Layer(tokens, *sizes) for _ in range(SETS)]
         for name, (_, arrays) in layers[0].operators.items():
+            if options.only not in name:
+                continue
             runs = [layer.operators[name][0] for layer in layers] * (1 if tokens > FEW_TOKENS else 8)
             us, nbytes = graph_time_us(runs), sum(array.nbytes for array in arrays)
             if tokens > FEW_TOKENS:

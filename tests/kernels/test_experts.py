@@ -284,15 +284,23 @@ def test_gpu(rng, shape, dtype):
 
 @pytest.mark.usefixtures("each_device")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_order_of_the_chosen():
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_order_of_the_chosen(rng, dtype):
     """By descending score, ties by ascending index, also of zeros of either sign; a NaN as -inf, for its row alone."""
     nan, inf = np.nan, np.inf
     scores = [[1, 3, 3, 2], [0.0, -0.0, 0.0, -1], [nan, -5, nan, -6], [-inf, nan, 0, -inf], [nan] * 4, [-inf] * 4]
-    experts, weights = map(device.to_host, routed(np.array(scores, np.float32), 3, True))
+    experts, weights = map(device.to_host, routed(np.array(scores, device.dtype(dtype)), 3, True))
     wanted = [[1, 2, 3], [0, 1, 2], [1, 3, 0], [2, 0, 1], [0, 1, 2], [0, 1, 2]]
     assert experts.tolist() == wanted
     assert np.isnan(weights[2:]).all() and np.isfinite(weights[:2]).all()
     assert_close(weights[1], np.full(3, 1 / 3))
+    # Neighbouring numbers of either sign, subnormal ones too, in any order.
+    bits = np.array([0x0001, 0x0002, 0x3BFF, 0x3C00, 0x8001, 0x8002, 0xBBFF, 0xBC00, 0x7BFF, 0xFBFF], np.uint16)
+    values = bits.view(device.dtype("float16" if dtype == "float32" else dtype)).astype(device.dtype(dtype))
+    for _ in range(3):
+        scores = rng.permutation(values)[None]
+        experts = device.to_host(routed(scores, 10, False).experts)
+        assert experts.tolist() == [np.argsort(-scores[0].astype(np.float64), kind="stable").tolist()]
 
 
 @pytest.mark.usefixtures("each_device")
@@ -368,7 +376,7 @@ def test_kernels_compile_for_gpus(compile_offline, element):
     ]
     for num_experts in (128, 256):
         cases += [
-            (routing.route_kernel(num_experts, 8, True), [X, I2, I2, X]),
+            (routing.route_kernel(num_experts, 8, True, element == "uint16"), [X, I2, I2, X]),
             (routing.route_backward_kernel(num_experts, 8, True), [F2, X, I2, F1, X]),
             (routing.router_load_kernel(num_experts), [X, I1, I1, F2]),
         ]

@@ -135,7 +135,8 @@ def route(scores, normalise, routing, recorded=None):
             _check_range("route", "recorded", recorded[recorded[:, 0] >= 0], num_experts)
         routing.experts[...], routing.weights[...] = route_ref(scores, top_k, normalise, recorded)
         return
-    kernel, grid = route_kernel(num_experts, top_k, bool(normalise)), -(-tokens // ROUTER_LINES)
+    kernel = route_kernel(num_experts, top_k, bool(normalise), scores.itemsize == 2)
+    grid = -(-tokens // ROUTER_LINES)
     launch(kernel, grid, (32, ROUTER_LINES), scores, unused(2) if recorded is None else recorded, *routing)
 
 

@@ -10,8 +10,10 @@ import math
 
 import numpy as np
 
+from rlnumba.kernels.ptx.sm80 import warp_max_unsigned
 from rlnumba.kernels.ptx.warp import (
     device_function,
+    float_as_int,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     narrow,
@@ -32,6 +34,8 @@ ROUTER_LINES = 4
 BLOCKS = 528
 LOWEST = np.float32(-math.inf)
 ZERO = np.float32(0.0)
+# The bits of a packed key that have its expert.
+INDEX_MASK = 0x1FFF
 
 
 @device_function
@@ -40,10 +44,70 @@ def exponential(score, largest):
     return np.float32(math.exp(score - largest))
 
 
+@device_function
+def packed_key(score, expert):
+    """A uint32 above 0 in the order of 16-bit scores, which have 19 bits as float32; lower experts before equal ones.
+
+    A NaN is as -inf, and -0 as 0.
+    """
+    score = score if score > LOWEST else LOWEST
+    bits = u32(float_as_int(ZERO if score == ZERO else score))
+    ordered = u32(~bits) if bits >= u32(0x80000000) else u32(bits | u32(0x80000000))
+    return u32((ordered & u32(0xFFFFE000)) | u32(INDEX_MASK - expert))
+
+
+@functools.cache
+def choose_function(num_experts, top_k, packed):
+    """The device function choose(values, lane); packed: a score and its expert fit into 32 bits.
+
+    choose: the expert of rank `lane`, in lanes below top_k: by descending score, then ascending index; NaN as -inf.
+    """
+    count, none = -(-num_experts // 32), 1 << 20
+
+    @device_function
+    def choose_packed(values, lane):
+        keys = cuda.local.array(count, np.uint32)
+        for i in range(count):
+            keys[i] = packed_key(values[i], lane + 32 * i) if lane + 32 * i < num_experts else u32(0)
+        chosen = i32(-1)
+        for rank in range(top_k):
+            best = u32(0)
+            for i in range(count):
+                best = u32(max(best, keys[i]))
+            best = warp_max_unsigned(best)
+            for i in range(count):
+                if keys[i] == best:
+                    keys[i] = u32(0)
+            if lane == rank:
+                chosen = i32(u32(INDEX_MASK) - (best & u32(INDEX_MASK)))
+        return chosen
+
+    @device_function
+    def choose(values, lane):
+        taken, chosen = i32(0), i32(-1)
+        for rank in range(top_k):
+            best, index = LOWEST, i32(none)
+            for i in range(count):
+                if lane + 32 * i < num_experts and (taken >> i32(i)) & i32(1) == i32(0):
+                    if index == i32(none) or values[i] > best:
+                        best, index = values[i] if values[i] > LOWEST else LOWEST, i32(lane + 32 * i)
+            for step in range(5):
+                other, other_index = shuffle_xor(best, 16 >> step), shuffle_xor(index, 16 >> step)
+                if other > best or (other == best and other_index < index):
+                    best, index = other, other_index
+            if index % i32(32) == lane:
+                taken = i32(taken | i32(i32(1) << i32(index // i32(32))))
+            if lane == rank:
+                chosen = index
+        return chosen
+
+    return choose_packed if packed else choose
+
+
 @functools.cache
 def row_functions(num_experts, top_k):
-    """(load_row, choose, weight_of) for rows of `num_experts` scores, of which `top_k` are chosen."""
-    count, none = -(-num_experts // 32), 1 << 20
+    """(load_row, weight_of) for rows of `num_experts` scores, of which `top_k` are chosen."""
+    count = -(-num_experts // 32)
 
     @device_function
     def load_row(scores, row, lane, values):
@@ -62,26 +126,6 @@ def row_functions(num_experts, top_k):
         return largest, warp_sum(total)
 
     @device_function
-    def choose(values, lane):
-        """The expert of rank `lane`, in lanes below top_k: by descending score, then ascending index; NaN as -inf."""
-        taken, chosen = i32(0), i32(-1)
-        for rank in range(top_k):
-            best, index = LOWEST, i32(none)
-            for i in range(count):
-                if lane + 32 * i < num_experts and (taken >> i32(i)) & i32(1) == i32(0):
-                    if index == i32(none) or values[i] > best:
-                        best, index = values[i] if values[i] > LOWEST else LOWEST, i32(lane + 32 * i)
-            for step in range(5):
-                other, other_index = shuffle_xor(best, 16 >> step), shuffle_xor(index, 16 >> step)
-                if other > best or (other == best and other_index < index):
-                    best, index = other, other_index
-            if index % i32(32) == lane:
-                taken = i32(taken | i32(i32(1) << i32(index // i32(32))))
-            if lane == rank:
-                chosen = index
-        return chosen
-
-    @device_function
     def weight_of(score, largest, total, lane, normalise):
         """The weight of a lane's expert: its share of the sum, with normalise over the sum of top_k shares in order.
 
@@ -95,14 +139,15 @@ def row_functions(num_experts, top_k):
             chosen_total += shuffle(share, rank)
         return ZERO if chosen_total == ZERO else share / chosen_total
 
-    return load_row, choose, weight_of
+    return load_row, weight_of
 
 
 @specialize
-def route_kernel(num_experts, top_k, normalise):
-    """The kernel for rows of `num_experts` scores."""
+def route_kernel(num_experts, top_k, normalise, packed):
+    """The kernel for rows of `num_experts` scores; packed: they have 16 bits."""
     count = -(-num_experts // 32)
-    load_row, choose, weight_of = row_functions(num_experts, top_k)
+    load_row, weight_of = row_functions(num_experts, top_k)
+    choose = choose_function(num_experts, top_k, packed)
 
     @supports_pdl
     @cuda.jit
@@ -133,7 +178,7 @@ def route_kernel(num_experts, top_k, normalise):
 def route_backward_kernel(num_experts, top_k, normalise):
     """The kernel for rows of `num_experts` scores."""
     count = -(-num_experts // 32)
-    load_row, _, weight_of = row_functions(num_experts, top_k)
+    load_row, weight_of = row_functions(num_experts, top_k)
 
     @cuda.jit
     def route_backward_kernel(dweights, scores, experts, slopes, dscores):
@@ -180,7 +225,7 @@ def route_backward_kernel(num_experts, top_k, normalise):
 def router_load_kernel(num_experts):
     """The kernel for rows of `num_experts` scores."""
     count = -(-num_experts // 32)
-    load_row, _, _ = row_functions(num_experts, 1)
+    load_row, _ = row_functions(num_experts, 1)
     size = count * 32
 
     @cuda.jit

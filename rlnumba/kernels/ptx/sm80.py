@@ -187,3 +187,10 @@ def copy_to_global(destination, source):
 
 # Four neighbouring float32.
 load_global_four, store_global_four = load_function("ffff", "global", "l"), store_function("ffff", "global", "l")
+
+
+@instruction("redux.sync.max.u32 $0, $1, 0xffffffff;", "u", "u")
+@warp_wide
+def warp_max_unsigned(lanes):
+    """The largest uint32 of a warp's lanes."""
+    return [max(value for (value,) in lanes)] * 32

@@ -8,6 +8,8 @@ from rlnumba.kernels.gemm.grouped import (
     grouped_gemm_dx,
     grouped_gemm_ref,
 )
+from rlnumba.kernels.gemm.grouped_config import best_sm80_config, best_sm80_dw_config
+from rlnumba.kernels.gemm.grouped_sm80 import grouped_gemm_dw_sm80_kernel, grouped_gemm_sm80_kernel
 from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
 from rlnumba.runtime import device, dispatch
 from tests.close import assert_close, assert_gradient, assert_same_bits
@@ -158,3 +160,26 @@ def test_wrong_arguments_are_named():
         grouped_gemm_dx(out, weights, xp.zeros(4, np.int32), out)
     with pytest.raises(ValueError, match=r"grouped_gemm_dw: x must be \(2, any\) float32"):
         grouped_gemm_dw(out, x[:1], starts, weights)
+
+
+# Qwen3-30B-A3B's gate-up, on GPUs whose blocks may have this much shared memory; dw is added.
+SM80_GPUS = [((8, 0), 163 * 1024), ((12, 0), 99 * 1024)]
+
+
+@pytest.mark.parametrize("architecture, limit", SM80_GPUS, ids=str)
+def test_sm80_kernels_compile_for_gpus(compile_offline, architecture, limit):
+    """The largest tiles, whose registers are the scarcest, without a spill."""
+    if device.name() != "cpu":
+        pytest.skip("compiles without a GPU, from the cpu device")
+    n, k, experts, rows = 1536, 2048, 128, 131_072
+    forward = best_sm80_config(rows, experts, n, k, "bfloat16", False, 108, limit)
+    backward = best_sm80_config(rows, experts, k, n, "bfloat16", True, 108, limit)
+    dw = best_sm80_dw_config(rows, experts, n, k, "bfloat16", "add", 108, limit)
+    flat, cube, starts, size = "uint16[:,::1]", "uint16[:,:,::1]", "int32[::1]", "int64"
+    troubles = []
+    for config in (forward, backward):
+        types = [flat, cube, starts, flat, "int32[::1]", size, size]
+        troubles += compile_offline(grouped_gemm_sm80_kernel(config), types, architecture)
+    types = [flat, flat, starts, "float32[:,:,::1]", "int32[::1]", size, size]
+    troubles += compile_offline(grouped_gemm_dw_sm80_kernel(dw), types, architecture)
+    assert not troubles, "\n".join(troubles)

@@ -43,6 +43,8 @@ MADE = {
 }
 # The model with linear attention.
 HYBRID = "qwen3_5"
+# That with norms of outputs, and windows.
+GEMMA = "gemma3"
 # LoraConfig's keys, by the name of an adapter on the wide model, or on that with linear attention: of all matrices, and
 # of those whose rows are few.
 ADAPTERS = {
@@ -55,7 +57,7 @@ CASES = [
     *(("qwen3_tied", 2), ("llama3", 2), ("qwen2", 2)),
     *(("wide", 2), ("wide", 3), ("wide", 4), ("wide, untied", 3), ("wide, biases", 2), ("wide, biases", 4)),
     *(("head_dim 48", 3), ("one tile", 2), ("adapter", 2), ("adapter", 3), ("adapter of some", 4)),
-    *((HYBRID, 2), ("hybrid adapter", 2)),
+    *((HYBRID, 2), ("hybrid adapter", 2), (GEMMA, 2)),
 ]
 
 
@@ -73,7 +75,7 @@ def folder_of(tmp_path_factory):
                 save_adapter(adapter, found[name])
             return found[name]
         if name not in MADE:
-            return GOLDEN / name if name == HYBRID else GOLDEN / "models" / name
+            return GOLDEN / name if name in (HYBRID, GEMMA) else GOLDEN / "models" / name
         if name not in found:
             model = make_model(**MADE[name])
             rng = np.random.default_rng(3)
@@ -265,7 +267,7 @@ def test_drafts_and_a_cache_that_grows(folder_of):
     assert on_ranks(generated, 2, folder, config)[0][0] == expected
 
 
-@pytest.mark.parametrize("name, count, max_tokens", [("wide, untied", 4, 12), (HYBRID, 2, 70)])
+@pytest.mark.parametrize("name, count, max_tokens", [("wide, untied", 4, 12), (HYBRID, 2, 70), (GEMMA, 2, 12)])
 def test_a_rollout_has_the_log_probs_of_training(folder_of, name, count, max_tokens):
     folder = folder_of(name)
     rollouts, rows = in_threads.run(

@@ -7,10 +7,8 @@ import shutil
 import pytest
 
 from rlnumba.config.lora import LoraConfig
-from rlnumba.errors import ConfigError
 from rlnumba.model.config import ModelConfig
-from rlnumba.model.shard import Shard
-from rlnumba.model.transformer import Transformer, check_shard, load_model, save_model
+from rlnumba.model.transformer import Transformer, load_model, save_model
 from rlnumba.model.weights import Weights
 from rlnumba.reporting import stderr
 from rlnumba.runtime import device
@@ -77,8 +75,3 @@ def test_grpo_on_two_ranks_is_that_of_one(gemma, tmp_path):
     both = on_two_ranks(run, tmp_path / "two")
     in_threads.run(lambda communicator: TRAINERS["grpo"].train(both, communicator=communicator), 2)
     assert hash_of(run) == hash_of(both)
-
-
-def test_it_is_not_cut(gemma):
-    with pytest.raises(ConfigError, match="tensor_parallel_size 2: a gemma3_text model cannot be cut"):
-        check_shard(Shard(0, 2), ModelConfig.from_folder(gemma))

@@ -45,13 +45,18 @@ def output_to_residual(layer, name, x, w, ctx, y, residual, output):
     """
     if output is None:
         return reduce(layer, name, x, ctx) if y is None else project_to_residual(layer, name, x, w, ctx, y, residual)
-    xa = project(layer, name, x, w, ctx, output.rows)
-    with ctx.memory.scope():
-        normed = ctx.memory.empty(output.rows.shape, output.rows.dtype) if y is None else y
-        weight, config = getattr(w, f"{name}_norm"), ctx.config
-        rmsnorm(output.rows, weight, config.rms_norm_eps, normed, output.rstd, config.norm_offset)
-    if y is not None:
-        add(residual, normed, y)
+    xa = project_to_residual(layer, name, x, w, ctx, output.rows, None)
+    weight, config, memory = getattr(w, f"{name}_norm"), ctx.config, ctx.memory
+    with memory.scope():
+        if ctx.ranks is None:
+            normed = memory.empty(output.rows.shape, output.rows.dtype) if y is None else y
+            rmsnorm(output.rows, weight, config.rms_norm_eps, normed, output.rstd, config.norm_offset)
+        else:
+            whole = memory.empty((len(x), len(weight)), x.dtype)
+            ctx.ranks.rmsnorm(output.rows, weight, config.rms_norm_eps, whole, memory, config.norm_offset)
+            normed = ctx.ranks.own_columns(whole, memory)
+        if y is not None:
+            add(residual, normed, y)
     return xa
 
 

@@ -82,8 +82,12 @@ class Paged:
     """Sequences that go through paged_delta_rule in chunks; each output is compared with the packed one."""
 
     def __init__(self, rng, lengths, heads, dtype, gates):
-        key_heads, value_heads, key_dim, value_dim = heads
         self.lengths, self.tokens = lengths, random_tokens(rng, sum(lengths), heads, dtype, gates)
+        self.allocate(rng, heads)
+
+    def allocate(self, rng, heads):
+        """Compute the packed outputs, and make a cache that holds NaN."""
+        (key_heads, value_heads, key_dim, value_dim), lengths = heads, self.lengths
         self.expected = packed(self.tokens, lengths)
         operand, count = self.tokens.q.dtype, len(lengths)
         self.pages_each = max(lengths) // BLOCK + 1
@@ -150,9 +154,9 @@ def check_prefix_hits(rng, dtype, heads=HEADS, gates="mid"):
     paged.run([1], [2 * BLOCK], [2 * BLOCK + 69], [1])
 
 
-def check_neighbours(rng, dtype):
+def check_neighbours(rng, dtype, heads=HEADS):
     """A sequence's bits are its own: neither others, even of NaN, nor its later tokens change them."""
-    tokens, lengths = random_tokens(rng, 30 + 100 + 7, dtype=dtype), [30, 100, 7]
+    tokens, lengths = random_tokens(rng, 30 + 100 + 7, heads, dtype), [30, 100, 7]
     expected = packed(tokens, lengths)[30:130]
     for array in tokens:
         array[:30] = np.nan

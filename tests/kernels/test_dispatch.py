@@ -54,6 +54,7 @@ def test_table(gpu):
     families = {
         "gemm": sm80s,
         "attention": sm80s,
+        "delta_rule": sm80s,
         "logprob": {(8, 6): "simt", (9, 0): "sm90", (12, 0): "simt"},
     }
     for operator in dispatch.TABLE:
@@ -65,10 +66,10 @@ def test_table(gpu):
 
 def test_forcing(gpu):
     with dispatch.forced("sm80"):
-        assert [dispatch.family(operator) for operator in dispatch.TABLE] == ["sm80", "sm80", "simt"]
+        assert [dispatch.family(operator) for operator in dispatch.TABLE] == ["sm80", "sm80", "sm80", "simt"]
         assert dispatch.describe("attention") == "sm80 (forced)"
         with dispatch.forced("attention=simt, logprob=sm90"):
-            assert [dispatch.family(operator) for operator in dispatch.TABLE] == ["sm90", "simt", "sm90"]
+            assert [dispatch.family(operator) for operator in dispatch.TABLE] == ["sm90", "simt", "sm90", "sm90"]
             assert dispatch.describe("attention") == "simt (forced)" and "forced" not in dispatch.describe("gemm")
         assert dispatch.family("attention") == "sm80"
     assert dispatch.family("attention") == "sm90"
@@ -87,10 +88,10 @@ def test_the_environment_forces(gpu, monkeypatch):
 @pytest.mark.parametrize(
     "former, families",
     [
-        ("hopper", ["sm90", "sm90", "sm90"]),
-        ("tensor_core", ["sm80", "sm80", "simt"]),
-        ("simple", ["simt", "simt", "simt"]),
-        ("product=simple,attention=tensor_core", ["simt", "sm80", "sm90"]),
+        ("hopper", ["sm90"] * 4),
+        ("tensor_core", ["sm80", "sm80", "sm80", "simt"]),
+        ("simple", ["simt"] * 4),
+        ("product=simple,attention=tensor_core", ["simt", "sm80", "sm90", "sm90"]),
     ],
 )
 def test_former_names_are_accepted(gpu, former, families):
@@ -104,7 +105,7 @@ def test_former_names_are_accepted(gpu, former, families):
         ("wgmma", "kernels: must be auto, operator=family or one of sm90, sm80, simt, got 'wgmma'"),
         ("attention=fast", "kernels: attention must be one of sm90, sm80, simt, got 'fast'"),
         ("logprob=sm80", "kernels: logprob must be one of sm90, simt, got 'sm80'"),
-        ("matmul=sm90", "kernels: operator must be one of gemm, attention, logprob, got 'matmul'"),
+        ("matmul=sm90", "kernels: operator must be one of gemm, attention, delta_rule, logprob, got 'matmul'"),
         ("sm90", "kernels: this GPU, of compute capability 8.0, does not run sm90 kernels"),
     ],
 )

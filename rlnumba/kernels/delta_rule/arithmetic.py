@@ -24,6 +24,10 @@ each sum has one order, and if the state and the rows w survive between calls as
 
 `+ 0` turns -0 into +0, as a product with an operand that is zero may have either sign.
 
+On tensor cores (tensor_products.py) the chains of 1, 3 and 4, that of q . k and k . k, and that of 2 but for the
+token's own sub-block add up 16 products at a time, as mma.sync and wgmma of one GPU do alike; -M is what is rounded.
+There the row of a token does not depend on what the zeros behind it are multiplied by. Families differ in bits.
+
 Operands (q, k, S, w, M, P, F w) are float32 in a float32 model. In one of 16 bits they are float16, whatever its dtype:
 every one of them is bounded (keys have length 1) or scaled, so bfloat16's range is of no use, and float16 has eight
 times its precision. v, w and S are kept times VALUE_SCALE, exactly, so that they overflow at 2^20; an operand

@@ -15,13 +15,24 @@ The sums run in a fixed order: blocks, and rows of the substitution, from the la
 head in ascending order. Source: Yang et al. 2024, Gated Delta Networks, sections 3.2 and 3.3.
 """
 
-from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all, check_bounds
+from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all, check_bounds, check_chunks
 from rlnumba.kernels.cpu import delta_rule as cpu
-from rlnumba.kernels.delta_rule import simt, simt_backward
+from rlnumba.kernels.delta_rule import simt, simt_backward, tensor
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK, operand_dtype, planes_of
-from rlnumba.runtime import device
+from rlnumba.runtime import device, dispatch
 
 MAX_HEAD_DIM = 256
+IS_SUPPORTED = {"sm90": tensor.is_supported, "sm80": tensor.is_supported}
+
+
+def delta_rule_family(element, key_dim, value_dim):
+    """The family of kernels of all operators here; element: the dtype's name of v. It does not follow from rows."""
+    return dispatch.select("delta_rule", IS_SUPPORTED, element, key_dim, value_dim)
+
+
+def _family(tokens):
+    """The family of Tokens; on the cpu device there is none."""
+    return delta_rule_family(tokens.v.dtype.name, tokens.k.shape[2], tokens.v.shape[2])
 
 
 def _check_tokens(op, tokens):
@@ -48,7 +59,13 @@ def delta_rule(tokens, cu_seqlens, out):
     _check_tokens("delta_rule", tokens)
     check_bounds("delta_rule", "cu_seqlens", cu_seqlens)
     check("delta_rule", "out", out, tokens.v.shape, (tokens.q.dtype,))
-    (cpu if device.name() == "cpu" else simt).delta_rule(tokens, cu_seqlens, out)
+    if device.name() == "cpu":
+        cpu.delta_rule(tokens, cu_seqlens, out)
+    elif (family := _family(tokens)) == "simt":
+        simt.delta_rule(tokens, cu_seqlens, out)
+    else:
+        check_chunks("delta_rule", q=tokens.q, k=tokens.k, v=tokens.v, out=out)
+        tensor.delta_rule(family, tokens, cu_seqlens, out)
 
 
 def paged_delta_rule(tokens, sequences, cache, out):
@@ -68,7 +85,14 @@ def paged_delta_rule(tokens, sequences, cache, out):
     check(op, "value_rows", cache.value_rows, (slots, BLOCK, heads, value_dim), operand)
     check(op, "decay_sums", cache.decay_sums, (slots, BLOCK, heads), F32)
     check(op, "out", out, tokens.v.shape, operand)
-    (cpu if device.name() == "cpu" else simt).paged_delta_rule(tokens, sequences, cache, out)
+    if device.name() == "cpu":
+        cpu.paged_delta_rule(tokens, sequences, cache, out)
+    elif (family := _family(tokens)) == "simt":
+        simt.paged_delta_rule(tokens, sequences, cache, out)
+    else:
+        rows = {"key_rows": cache.key_rows, "value_rows": cache.value_rows}
+        check_chunks(op, q=tokens.q, k=tokens.k, v=tokens.v, out=out, **rows)
+        tensor.paged_delta_rule(family, tokens, sequences, cache, out)
 
 
 def delta_rule_backward(dout, tokens, cu_seqlens, gradients):

@@ -261,6 +261,11 @@ def delta_rule(tokens, cu_seqlens, out):
 def paged_delta_rule(tokens, sequences, cache, out):
     """The operator paged_delta_rule; the operator has checked the arguments."""
     _launch(tokens, sequences, cache, None, out)
+    store_open_block(tokens, sequences, cache)
+
+
+def store_open_block(tokens, sequences, cache):
+    """Write keys and sums of log decays of each sequence's open block to its slot, behind the rule's kernel."""
     rows = cache.key_rows, cache.decay_sums
     launch(store_open_block_kernel, len(sequences.slots), 128, tokens.k, tokens.log_decay, sequences, *rows)
 

@@ -1,0 +1,25 @@
+"""The gated delta rule on Hopper, many tokens at a time: wgmma, and M and P a block ahead; see tensor_forward.py."""
+
+from rlnumba.kernels.delta_rule.tensor_forward import forward_function
+from rlnumba.kernels.delta_rule.tensor_prepare import WARPGROUP
+from rlnumba.runtime.device import cuda
+from rlnumba.runtime.launch import specialize
+
+# Architectures that the kernel compiles for.
+ARCHITECTURES = [(9, 0, "a")]
+
+
+@specialize
+def delta_rule_sm90_kernel(config):
+    """The kernel of a TensorConfig."""
+    compute_forward = forward_function(config)
+
+    @cuda.jit(launch_bounds=(2 * WARPGROUP, 1))
+    def delta_rule_sm90_kernel(tokens, sequences, cache, saved, out):
+        """A block of threads: (value head and COLUMNS columns of V, sequence), two warpgroups.
+
+        cache: its value_rows are (slots * BLOCK, HV, V). The constants say which arguments are used.
+        """
+        compute_forward(tokens, sequences, cache, saved, out)
+
+    return delta_rule_sm90_kernel

@@ -1,0 +1,508 @@
+"""The gated delta rule on tensor cores, many tokens of a sequence at a time: training and prefill, sm90 and sm80.
+
+arithmetic.py has the equations. A grid's block computes COLUMNS columns of V of one value head of one sequence, one
+block of 64 tokens after the other, and consists of two warpgroups. What does not need the state is prepared by the
+first one, a block ahead: it copies tiles of q, k and v two blocks ahead, adds up the log decays, and makes M and P. The
+second one has S^T in registers, columns times K, and goes along the chain that a sequence is:
+
+    x, y = S^T k, S^T q         all 64 tokens at once
+    for each 16 tokens: r = v - E x - M w over the sub-blocks before, then the substitution, whose rows w are operands
+    o = E y + P w               begins with the fold, and ends while that runs
+    S = E_last S + (F w) k      rounded to two planes, of which the high one is the next block's operand
+
+In the substitution a thread has the rows of two columns at four tokens. Two neighbouring tokens belong to one of four
+lanes; it computes both, and the others get them by a shuffle, a word with both columns for each token.
+
+A sequence that begins within a block, over the cache, has the rows of the earlier tokens in the tiles: k from the slot,
+and w where v would be.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.kernels.delta_rule.arithmetic import (
+    BLOCK,
+    LOW_SCALE,
+    SUB_BLOCK,
+    VALUE_SCALE,
+)
+from rlnumba.kernels.delta_rule.simt import state_blocks
+from rlnumba.kernels.delta_rule.tensor_prepare import (
+    COLUMNS,
+    DIAGONAL_BYTES,
+    DIAGONAL_STRIDE,
+    HANDOVER,
+    WARPGROUP,
+    DeltaItem,
+    prepare_function,
+)
+from rlnumba.kernels.delta_rule.tensor_products import ELEMENT, opaque, pack_operands, products_of
+from rlnumba.kernels.ptx.instruction import address_of
+from rlnumba.kernels.ptx.shared_memory import (
+    BOX_BYTES,
+    LINE,
+    Address,
+    ldmatrix_x4_trans,
+    load_four,
+    load_pair,
+    stmatrix_x2_trans,
+)
+from rlnumba.kernels.ptx.sm80 import copy_to_global
+from rlnumba.kernels.ptx.sm90 import named_barrier_sync, warp_uniform
+from rlnumba.kernels.ptx.warp import cvt_unpack, device_function, narrow, shuffle, sync_warp, widen
+from rlnumba.kernels.tile.pipeline import shared_base, swizzled_chunk
+from rlnumba.runtime.device import cuda
+
+i32, i64, f32 = np.int32, np.int64, np.float32
+
+
+@device_function
+def low_halves(a, b):
+    """The lower halves of two words as one."""
+    return i32((a & i32(0xFFFF)) | (b << i32(16)))
+
+
+@device_function
+def high_halves(a, b):
+    """The upper halves of two words as one."""
+    return i32(((a >> i32(16)) & i32(0xFFFF)) | (b & i32(-65536)))
+
+
+class BlockPlaces(NamedTuple):
+    """Addresses of a block's tiles and vectors in shared memory."""
+
+    k: object
+    q: object
+    v: object
+    m: object
+    p: object
+    diagonal: object
+    kept: object
+    later: object
+    beta: object
+
+
+class Registers(NamedTuple):
+    """A thread's local arrays: S^T, its words, x, y, r of a sub-block, the words of w and of F w, w of a sub-block by
+    token, and r where it is saved."""
+
+    state: object
+    words: object
+    x: object
+    y: object
+    r: object
+    w: object
+    later_w: object
+    own: object
+    errors: object
+
+
+@functools.cache
+def pair_function(is_paged, is_saved, p):
+    """The device function of the substitution for tokens 2 p and 2 p + 1 of a sub-block."""
+    unpack, half = cvt_unpack(ELEMENT), p // 4
+
+    @device_function
+    def solve_pair(registers, rows, values, weights, beta, beside, cached, lane):
+        """rows: the address of -M in the row of the lane's first token; weights: of the lane's tokens and four others.
+
+        cached: tokens from the lane's first on that have their rows in `values`.
+        """
+        r, own, pair = registers.r, registers.own, i32(lane & i32(3))
+        if p % 2 == 0:
+            # The first eight tokens need none once they have their rows.
+            for other in range(half, 2):
+                for i in range(2):
+                    k, offset = 4 * (other * 2 + i), 4 * ((other * 8 + i) * DIAGONAL_STRIDE + p * 2)
+                    four = load_four(Address(rows + offset))
+                    weights[k], weights[k + 1], weights[k + 2], weights[k + 3] = four
+        even = pack_operands(beta[half * 2] * r[half * 4], beta[half * 2] * r[half * 4 + 2])
+        if is_paged:
+            even = low_halves(values[half * 2], values[half * 2 + 1]) if cached > half * 8 else even
+        left, right = unpack(even)
+        second_left = cuda.fma(beside[half], left, r[half * 4 + 1])
+        second_right = cuda.fma(beside[half], right, r[half * 4 + 3])
+        odd = pack_operands(beta[half * 2 + 1] * second_left, beta[half * 2 + 1] * second_right)
+        if is_paged:
+            odd = high_halves(values[half * 2], values[half * 2 + 1]) if cached > half * 8 + 1 else odd
+        if pair == i32(p % 4):
+            own[half * 2], own[half * 2 + 1] = even, odd
+            if is_saved:
+                errors = registers.errors
+                errors[half * 4], errors[half * 4 + 2] = r[half * 4], r[half * 4 + 2]
+                errors[half * 4 + 1], errors[half * 4 + 3] = second_left, second_right
+        source = i32((lane & i32(28)) | i32(p % 4))
+        left, right = unpack(shuffle(even, source))
+        next_left, next_right = unpack(shuffle(odd, source))
+        for other in range(half, 2):
+            for i in range(2):
+                k, n = 4 * (other * 2 + i) + p % 2 * 2, other * 4 + i
+                r[n] = cuda.fma(weights[k + 1], next_left, cuda.fma(weights[k], left, r[n]))
+                r[n + 2] = cuda.fma(weights[k + 1], next_right, cuda.fma(weights[k], right, r[n + 2]))
+
+    return solve_pair
+
+
+@functools.cache
+def solve_function(config, b):
+    """The device function that computes the rows w of sub-block b."""
+    products, unpack_value = products_of(config.family, config.key_dim), cvt_unpack(config.element)
+    earlier_rows, wait_rows, first = products.earlier_rows[b], products.wait_rows, b * SUB_BLOCK
+    pair_0, pair_1, pair_2, pair_3, pair_4, pair_5, pair_6, pair_7 = (
+        pair_function(config.is_paged, config.is_saved, p) for p in range(SUB_BLOCK // 2)
+    )
+
+    @device_function
+    def start_rows(registers, places, values, warp, lane):
+        """r = v - E x; values: words of v."""
+        r, x, pair = registers.r, registers.x, i32(lane & i32(3))
+        matrix, line = i32(lane >> i32(3)), i32(lane & i32(7))
+        token, chunk = i32(i32(first) + (matrix >> i32(1)) * i32(8) + line), i32(warp * i32(2) + (matrix & i32(1)))
+        found = ldmatrix_x4_trans(Address(swizzled_chunk(Address(places.v + token * i32(LINE)), token, chunk)))
+        for half in range(2):
+            even, odd = load_pair(Address(places.kept + (i32(first + half * 8) + pair * i32(2)) * i32(4)))
+            for side in range(2):
+                i, word = half * 4 + side * 2, found[half * 2 + side]
+                values[half * 2 + side] = word
+                of_even, of_odd = unpack_value(word)
+                r[i] = cuda.fma(-even, x[8 * b + i], of_even * VALUE_SCALE) + f32(0.0)
+                r[i + 1] = cuda.fma(-odd, x[8 * b + i + 1], of_odd * VALUE_SCALE) + f32(0.0)
+
+    @device_function
+    def solve(registers, places, filled, warp, lane):
+        """filled: tokens of the block whose rows w lie where v would."""
+        r, w, own, pair = registers.r, registers.w, registers.own, i32(lane & i32(3))
+        values, weights = cuda.local.array(4, np.int32), cuda.local.array(16, np.float32)
+        beta, beside = cuda.local.array(4, np.float32), cuda.local.array(2, np.float32)
+        start_rows(registers, places, values, warp, lane)
+        if b:
+            earlier_rows(r, w, places.m, warp, lane)
+        token = i32(i32(first) + pair * i32(2))
+        rows = Address(places.diagonal + token * i32(DIAGONAL_STRIDE * 4))
+        for half in range(2):
+            beta[half * 2], beta[half * 2 + 1] = load_pair(Address(places.beta + (token + i32(half * 8)) * i32(4)))
+            # -M of the second of the lane's two tokens and the first.
+            place = i32(i32((half * 8 + 1) * DIAGONAL_STRIDE + half * 8) + pair * i32(2))
+            beside[half], _ = load_pair(Address(rows + place * i32(4)))
+        if b:
+            wait_rows(r, w)
+        cached = i32(filled - token)
+        pair_0(registers, rows, values, weights, beta, beside, cached, lane)
+        pair_1(registers, rows, values, weights, beta, beside, cached, lane)
+        pair_2(registers, rows, values, weights, beta, beside, cached, lane)
+        pair_3(registers, rows, values, weights, beta, beside, cached, lane)
+        pair_4(registers, rows, values, weights, beta, beside, cached, lane)
+        pair_5(registers, rows, values, weights, beta, beside, cached, lane)
+        pair_6(registers, rows, values, weights, beta, beside, cached, lane)
+        pair_7(registers, rows, values, weights, beta, beside, cached, lane)
+        for half in range(2):
+            w[4 * b + half * 2] = low_halves(own[half * 2], own[half * 2 + 1])
+            w[4 * b + half * 2 + 1] = high_halves(own[half * 2], own[half * 2 + 1])
+
+    return solve
+
+
+@functools.cache
+def state_functions(config):
+    """(load_state, round_state, store_state): of a thread's part of S^T, and its words."""
+    count, unpack = config.key_dim // 2, cvt_unpack(ELEMENT)
+    low_scale = f32(1.0) / LOW_SCALE
+
+    @device_function
+    def element(block, i, lane):
+        """(place on the key's axis, column less the thread's first) of accumulator 4 block + i."""
+        return i32(i32(block * 8 + i % 2) + (lane & i32(3)) * i32(2)), i32(i // 2 * 8)
+
+    @device_function
+    def round_state(state, words):
+        """Round S to two planes; words: the high one, an operand."""
+        for i in range(count // 2):
+            a, b = state[2 * i], state[2 * i + 1]
+            word = pack_operands(a, b)
+            high, next_high = unpack(word)
+            low, next_low = unpack(pack_operands((a - high) * LOW_SCALE, (b - next_high) * LOW_SCALE))
+            words[i] = word
+            state[2 * i] = cuda.fma(low, low_scale, high)
+            state[2 * i + 1] = cuda.fma(next_low, low_scale, next_high)
+
+    @device_function
+    def load_state(states, page, head, column, state, words, lane):
+        """S of a page, or zeros; column: the thread's first."""
+        for i in range(count // 2):
+            words[i] = i32(0)
+        for i in range(count):
+            state[i] = f32(0.0)
+        if page >= 0:
+            for block in range(count // 4):
+                for i in range(4):
+                    e, further = element(block, i, lane)
+                    low = widen(states[page, head, 1, e, column + further])
+                    state[4 * block + i] = cuda.fma(low, low_scale, widen(states[page, head, 0, e, column + further]))
+            for block in range(count // 4):
+                for side in range(2):
+                    e, further = element(block, 2 * side, lane)
+                    first = widen(states[page, head, 0, e, column + further])
+                    second = widen(states[page, head, 0, e + 1, column + further])
+                    words[2 * block + side] = pack_operands(first, second)
+
+    @device_function
+    def store_state(states, page, head, column, state, words, lane):
+        """The planes of S, which is rounded, into a page."""
+        for block in range(count // 4):
+            for side in range(2):
+                first, second = unpack(words[2 * block + side])
+                for i in range(2):
+                    e, further = element(block, 2 * side + i, lane)
+                    high = second if i else first
+                    low = (state[4 * block + 2 * side + i] - high) * LOW_SCALE
+                    states[page, head, 0, e, column + further] = narrow(high, states)
+                    states[page, head, 1, e, column + further] = narrow(low, states)
+
+    @device_function
+    def save_state(states, block, head, column, state, lane):
+        """S, not scaled, into a float array (blocks, HV, K, V)."""
+        for b in range(count // 4):
+            for i in range(4):
+                e, further = element(b, i, lane)
+                states[block, head, e, column + further] = narrow(state[4 * b + i] * (f32(1.0) / VALUE_SCALE), states)
+
+    return load_state, round_state, store_state, save_state
+
+
+@functools.cache
+def output_functions(config):
+    """(store_outputs, store_rows): of a block of tokens to global memory."""
+    layout, unpack, is_sm90 = config.layout, cvt_unpack(ELEMENT), config.is_sm90
+    unscaled = f32(1.0) / VALUE_SCALE
+
+    @device_function
+    def store_outputs(y, out, base, item, first, warp, lane):
+        """o (columns, tokens) of accumulators; first: the row of the block's first token."""
+        if is_sm90:
+            for block in range(BLOCK // 8):
+                token, chunk = i32(i32(block * 8) + (lane & i32(7))), i32(warp * i32(2) + ((lane >> i32(3)) & i32(1)))
+                line = Address(base + layout.out + token * i32(LINE))
+                i = 4 * block
+                left = pack_operands(y[i] * unscaled, y[i + 1] * unscaled)
+                right = pack_operands(y[i + 2] * unscaled, y[i + 3] * unscaled)
+                stmatrix_x2_trans(Address(swizzled_chunk(line, token, chunk)), left, right)
+            sync_warp()
+            for i in range(BLOCK // 16):
+                token, chunk = i32(i32(i * 16) + (lane >> i32(1))), i32(warp * i32(2) + (lane & i32(1)))
+                row = i32(first + token)
+                if item.begin <= row and row < item.end:
+                    to = (i64(row) * out.shape[1] + item.head) * out.shape[2] + item.column + chunk * 8
+                    line = Address(base + layout.out + token * i32(LINE))
+                    copy_to_global(address_of(out) + to * 2, Address(swizzled_chunk(line, token, chunk)))
+            sync_warp()
+        else:
+            column = i32(item.column + warp * i32(16) + (lane >> i32(2)))
+            for block in range(BLOCK // 8):
+                for side in range(2):
+                    i = 4 * block + 2 * side
+                    pair = unpack(pack_operands(y[i] * unscaled, y[i + 1] * unscaled))
+                    for e in range(2):
+                        row = i32(first + i32(block * 8 + e) + (lane & i32(3)) * i32(2))
+                        if item.begin <= row and row < item.end:
+                            out[row, item.head, column + side * 8] = narrow(pair[e], out)
+
+    @device_function
+    def store_rows(w, array, row, begin, end, offset, head, column, scale, lane):
+        """Rows w of a block, times scale, into array (rows, HV, V) from row + offset on, those from begin to end."""
+        for b in range(BLOCK // SUB_BLOCK):
+            for half in range(2):
+                for side in range(2):
+                    pair = unpack(w[4 * b + 2 * half + side])
+                    for e in range(2):
+                        token = i32(i32(b * SUB_BLOCK + half * 8 + e) + (lane & i32(3)) * i32(2))
+                        to = i32(row + token)
+                        if begin <= to and to < end:
+                            array[to + offset, head, column + side * 8] = narrow(pair[e] * scale, array)
+
+    return store_outputs, store_rows
+
+
+@functools.cache
+def block_function(config):
+    """The device function of the second warpgroup for a block of tokens."""
+    key_dim, layout, is_paged, is_saved = config.key_dim, config.layout, config.is_paged, config.is_saved
+    count, tile_bytes, vector = key_dim // 2, key_dim // 64 * BOX_BYTES, BLOCK * 4
+    tiles, prepared = config.tiles, config.prepared
+    # Whether y is computed during the substitution: with what else is kept then, these are too many registers.
+    is_early = config.is_sm90 and not is_saved
+    products, unpack = products_of(config.family, key_dim), cvt_unpack(ELEMENT)
+    read_state, outputs, fold = products.read_state, products.outputs, products.fold
+    wait_state_but_one, wait_state = products.wait_state_but_one, products.wait_state
+    wait_outputs_but_one, wait_outputs, wait_fold = (
+        products.wait_outputs_but_one, products.wait_outputs, products.wait_fold,
+    )  # fmt: skip
+    solve_0, solve_1, solve_2, solve_3 = (solve_function(config, b) for b in range(BLOCK // SUB_BLOCK))
+    _, round_state, store_state, save_state = state_functions(config)
+    store_outputs, store_rows = output_functions(config)
+
+    @device_function
+    def places_of(base, index):
+        stage, at = i32(index % i32(tiles)), i32(index % i32(prepared))
+        return BlockPlaces(
+            Address(base + layout.k + stage * i32(tile_bytes)), Address(base + layout.q + stage * i32(tile_bytes)),
+            Address(base + layout.v + stage * i32(BOX_BYTES)), Address(base + layout.m + at * i32(BOX_BYTES)),
+            Address(base + layout.p + at * i32(BOX_BYTES)), Address(base + layout.diagonal + at * i32(DIAGONAL_BYTES)),
+            Address(base + layout.kept + at * i32(vector)), Address(base + layout.later + at * i32(vector)),
+            Address(base + layout.beta + stage * i32(vector)),
+        )  # fmt: skip
+
+    @device_function
+    def save_errors(errors, array, row, begin, end, head, column, b, lane):
+        for half in range(2):
+            for i in range(4):
+                to = i32(row + i32(b * SUB_BLOCK + half * 8 + i % 2) + (lane & i32(3)) * i32(2))
+                if begin <= to and to < end:
+                    value = errors[half * 4 + i] * (f32(1.0) / VALUE_SCALE)
+                    array[to, head, column + i // 2 * 8] = narrow(value, array)
+
+    @device_function
+    def scale_outputs(y, kept, lane):
+        for block in range(BLOCK // 8):
+            even, odd = load_pair(Address(kept + (i32(block * 8) + (lane & i32(3)) * i32(2)) * i32(4)))
+            for side in range(2):
+                i = 4 * block + 2 * side
+                y[i] = cuda.fma(even, y[i], f32(0.0))
+                y[i + 1] = cuda.fma(odd, y[i + 1], f32(0.0))
+
+    @device_function
+    def scale_rows(registers, later, lane):
+        """The words of F w."""
+        w, later_w = registers.w, registers.later_w
+        for block in range(BLOCK // 8):
+            even, odd = load_pair(Address(later + (i32(block * 8) + (lane & i32(3)) * i32(2)) * i32(4)))
+            for side in range(2):
+                first, second = unpack(w[2 * block + side])
+                later_w[2 * block + side] = pack_operands(even * first, odd * second)
+
+    @device_function
+    def compute_block(registers, tokens, sequences, cache, saved, out, base, item, index, warp, lane):
+        places, state, y = places_of(base, index), registers.state, registers.y
+        first, column = i32(item.first + index * i32(BLOCK)), i32(item.column + warp * i32(16) + (lane >> i32(2)))
+        filled = item.filled if index == 0 else i32(0)
+        if is_saved:
+            of_blocks = i32(i32(item.begin // i32(BLOCK)) + item.sequence + index)
+            save_state(saved.states, of_blocks, item.head, column, state, lane)
+        read_state(registers.x, registers.words, places.k, warp, lane)
+        if is_early:
+            read_state(y, registers.words, places.q, warp, lane)
+            wait_state_but_one(registers.x, registers.words)
+        else:
+            wait_state(registers.x, registers.words)
+        solve_0(registers, places, filled, warp, lane)
+        if is_saved:
+            save_errors(registers.errors, saved.errors, first, item.begin, item.end, item.head, column, 0, lane)
+        if is_early:
+            wait_state(y, registers.words)
+        solve_1(registers, places, filled, warp, lane)
+        if is_saved:
+            save_errors(registers.errors, saved.errors, first, item.begin, item.end, item.head, column, 1, lane)
+        solve_2(registers, places, filled, warp, lane)
+        if is_saved:
+            save_errors(registers.errors, saved.errors, first, item.begin, item.end, item.head, column, 2, lane)
+        solve_3(registers, places, filled, warp, lane)
+        if is_saved:
+            save_errors(registers.errors, saved.errors, first, item.begin, item.end, item.head, column, 3, lane)
+        if not is_early:
+            read_state(y, registers.words, places.q, warp, lane)
+            wait_state(y, registers.words)
+        scale_outputs(y, places.kept, lane)
+        outputs(y, registers.w, places.p, warp, lane)
+        if is_saved:
+            scale = f32(1.0) / VALUE_SCALE
+            store_rows(registers.w, saved.rows, first, item.begin, item.end, i32(0), item.head, column, scale, lane)
+        # All that waits for a product stands in the branch that starts it: else ptxas lets each product end at once.
+        if i32(index + i32(1)) < item.blocks:
+            scale_rows(registers, places.later, lane)
+            _, kept = load_pair(Address(places.kept + i32(vector - 8)))
+            for i in range(count):
+                state[i] = cuda.fma(kept, state[i], f32(0.0))
+            fold(state, registers.later_w, places.k, warp, lane)
+            wait_outputs_but_one(y, registers.w)
+            store_outputs(y, out, base, item, first, warp, lane)
+            wait_fold(state, registers.later_w)
+            round_state(state, registers.words)
+            if is_paged:
+                page = sequences.state_tables[item.sequence, item.block + index]
+                if page >= 0:
+                    store_state(cache.states, page, item.head, column, state, registers.words, lane)
+        else:
+            wait_outputs(y, registers.w)
+            store_outputs(y, out, base, item, first, warp, lane)
+            if is_paged:
+                # A row of the slots is a token of a block, and the block's first token is at a multiple of BLOCK.
+                offset, one, rows = i32(item.slot * i32(BLOCK) - first), f32(1.0), cache.value_rows
+                store_rows(registers.w, rows, first, item.begin, item.end, offset, item.head, column, one, lane)
+
+    return compute_block
+
+
+@functools.cache
+def forward_function(config):
+    """The device function that is the kernel of a TensorConfig."""
+    is_paged, is_sm90, count = config.is_paged, config.is_sm90, config.key_dim // 2
+    word_count = count // 2
+    prepare, compute_block = prepare_function(config), block_function(config)
+    load_state, *_ = state_functions(config)
+
+    @device_function
+    def item_of(sequences, b, begin, end, heads, key_heads, columns):
+        """The DeltaItem of this grid's block, of sequence b."""
+        head = i32(cuda.blockIdx.x // (columns // COLUMNS))
+        column = i32(cuda.blockIdx.x % (columns // COLUMNS) * COLUMNS)
+        start, block, slot, page = i32(0), i32(0), i32(0), i32(-1)
+        if is_paged:
+            start, slot = i32(sequences.context_lens[b] - (end - begin)), sequences.slots[b]
+            block = i32(state_blocks(start, sequences.resumed_at[b]))
+            if block > 0:
+                page = sequences.state_tables[b, block - 1]
+        filled, first = i32(start - block * i32(BLOCK)), i32(begin - start + block * i32(BLOCK))
+        blocks = i32((start + (end - begin) - i32(1)) // i32(BLOCK) - block + i32(1))
+        key_head = i32(head // (heads // key_heads))
+        return DeltaItem(begin, end, first, block, blocks, filled, slot, page, i32(b), head, key_head, column)
+
+    @device_function
+    def compute_forward(tokens, sequences, cache, saved, out):
+        thread, b = i32(cuda.threadIdx.x), i32(cuda.blockIdx.y)
+        begin, end = sequences.cu_seqlens[b], sequences.cu_seqlens[b + 1]
+        if begin == end:
+            return
+        item = item_of(sequences, b, begin, end, out.shape[1], tokens.k.shape[1], out.shape[2])
+        if is_paged and sequences.context_lens[b] == 0:
+            for i in range(thread, (end - begin) * COLUMNS, 2 * WARPGROUP):
+                out[begin + i // COLUMNS, item.head, item.column + i % COLUMNS] = narrow(f32(0.0), out)
+            return
+        base, warpgroup = shared_base(), warp_uniform(thread >> i32(7))
+        if warpgroup == 0:
+            prepare(tokens, cache, base, item, thread)
+        else:
+            warp, lane = i32((thread >> i32(5)) & i32(3)), i32(thread & i32(31))
+            registers = Registers(
+                cuda.local.array(count, np.float32), cuda.local.array(word_count, np.int32),
+                cuda.local.array(32, np.float32), cuda.local.array(32, np.float32), cuda.local.array(8, np.float32),
+                cuda.local.array(16, np.int32), cuda.local.array(16, np.int32), cuda.local.array(4, np.int32),
+                cuda.local.array(8, np.float32),
+            )  # fmt: skip
+            column = i32(item.column + warp * i32(16) + (lane >> i32(2)))
+            load_state(cache.states, item.page, item.head, column, registers.state, registers.words, lane)
+            for i in range(16):
+                registers.w[i] = i32(0)
+            index = i32(0)
+            while index < item.blocks:
+                named_barrier_sync(HANDOVER, 2 * WARPGROUP)
+                # With one stage all addresses are the same for each block: they would be kept, in too many registers.
+                start, own_lane = base, lane
+                if not is_sm90:
+                    start, own_lane = Address(opaque(base)), opaque(lane)
+                compute_block(registers, tokens, sequences, cache, saved, out, start, item, index, warp, own_lane)
+                index = i32(index + i32(1))
+                if not is_sm90:
+                    named_barrier_sync(HANDOVER, 2 * WARPGROUP)
+
+    return compute_forward

@@ -1,0 +1,147 @@
+"""The gated delta rule on tensor cores: the errors and cuts of test_delta_rule.py, by each family."""
+
+import numpy as np
+import pytest
+
+from rlnumba.kernels.delta_rule import ops, tensor
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK, StateCache, StateSequences, Tokens
+from rlnumba.kernels.delta_rule.simt import BlockValues
+from rlnumba.kernels.delta_rule.tensor_prepare import TensorConfig
+from rlnumba.runtime import device, dispatch
+from rlnumba.runtime.arguments import tuple_type
+from tests.close import assert_same_bits
+from tests.kernels.test_delta_rule import (
+    FORWARD,
+    GATES,
+    Paged,
+    bounds,
+    check_cuts,
+    check_forward,
+    check_neighbours,
+    check_prefix_hits,
+    delta_rule_ref,
+    in_float64,
+    on_device,
+    packed,
+    random_tokens,
+    relative_error,
+)
+
+HEADS = 2, 4, 128, 128
+# Half of what the operators give to these kernels: enough to run every line of them.
+SMALL = 1, 1, 64, 64
+
+
+def test_only_heads_of_128_columns_of_16_bits():
+    for element, key_dim, value_dim, expected in (
+        ("bfloat16", 128, 128, "sm90"),
+        ("float16", 128, 128, "sm90"),
+        ("float32", 128, 128, "simt"),
+        ("bfloat16", 64, 128, "simt"),
+        ("bfloat16", 128, 64, "simt"),
+    ):
+        assert tensor.is_supported(element, key_dim, value_dim) == (expected == "sm90")
+
+
+@pytest.mark.sim
+@pytest.mark.sm90
+@pytest.mark.parametrize("family, dtype", [("sm90", "bfloat16"), ("sm80", "float16")])
+def test_simulator(rng, monkeypatch, family, dtype):
+    """A sequence in one piece, and cut twice within blocks and once behind a boundary, beside another one."""
+    if device.name() == "cpu":
+        pytest.skip("needs the simulator or a Hopper GPU")
+    monkeypatch.setitem(ops.IS_SUPPORTED, family, lambda *_: True)
+    with dispatch.forced(family):
+        paged = Paged(rng, [BLOCK + 3, 2], SMALL, dtype, "fast")
+        expected, _ = delta_rule_ref(in_float64(paged.tokens), bounds(paged.lengths))
+        assert relative_error(paged.expected, expected) < FORWARD[dtype]
+        paged.run([0], [0], [21])
+        paged.run([1, 0], [0, 21], [2, BLOCK + 1])
+        paged.run([0], [BLOCK + 1], [BLOCK + 3])
+
+
+def argument_types(is_saved):
+    """The types of the kernels' arguments for bfloat16."""
+
+    def array(element, dimensions):
+        return f"{element}[{':,' * (dimensions - 1)}::1]"
+
+    half, single, word = "float16", "float32", "int32"
+    saved = "uint16" if is_saved else single
+    vectors = array(single, 2), array(single, 2)
+    return [
+        tuple_type(Tokens, array(half, 3), array(half, 3), array("uint16", 3), *vectors),
+        tuple_type(StateSequences, array(word, 1), array(word, 1), array(word, 2), array(word, 1), array(word, 1)),
+        tuple_type(StateCache, array(half, 5), array(half, 4), array(half, 3), array(single, 3)),
+        tuple_type(BlockValues, array(saved, 4), array(saved, 3), array(saved, 3)),
+        array(half, 3),
+    ]
+
+
+@pytest.mark.parametrize("family, architecture", [("sm90", (9, 0, "a")), ("sm80", (8, 0))])
+@pytest.mark.parametrize("is_paged, is_saved", [(False, False), (True, False), (False, True)])
+def test_kernels_compile_for_gpus(compile_offline, family, architecture, is_paged, is_saved):
+    """At real dimensions: registers hold the state, and nothing is spilled."""
+    kernel = tensor.KERNELS[family](TensorConfig(family, 128, "bfloat16", is_paged, is_saved))
+    troubles = compile_offline(kernel, argument_types(is_saved), architecture)
+    assert not troubles, "\n".join(troubles)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("family", ["sm90", "sm80"])
+@pytest.mark.parametrize("gates", [*GATES, "extreme"])
+def test_gpu(rng, family, gates):
+    with dispatch.forced(family):
+        check_forward(rng, [1, 63, 64, 65, 300, 0, 130], "bfloat16", HEADS, gates)
+        check_cuts(rng, [1, 64, 200, 299], "bfloat16", HEADS, gates)
+        check_prefix_hits(rng, "float16", HEADS, gates)
+        check_neighbours(rng, "bfloat16", HEADS)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("gates", ["slow", "mid"])
+def test_families_have_equal_bits_on_hopper(rng, gates):
+    tokens, found = random_tokens(rng, 3000, HEADS, "bfloat16", gates), []
+    for family in ("sm90", "sm80"):
+        with dispatch.forced(family):
+            found.append(packed(tokens, [2000, 1000]))
+    assert_same_bits(*found)
+
+
+@pytest.mark.gpu
+def test_the_backward_gets_states_errors_and_rows(rng):
+    """The outputs of each block follow from the state, and those rows, that the forward writes for the backward."""
+    lengths = [200, 0, 70]
+    tokens = random_tokens(rng, sum(lengths), HEADS, "bfloat16")
+    values = tensor.forward_of_blocks(dispatch.family("delta_rule"), on_device(tokens), device.asarray(bounds(lengths)))
+    states, errors, rows = (device.to_host(x).astype(np.float64) for x in values)
+    tokens = in_float64(tokens)
+    assert relative_error(rows, tokens.beta[..., None] * errors) < 4e-3
+    for b, (begin, end) in enumerate(zip(bounds(lengths), bounds(lengths)[1:], strict=False)):
+        for block, first in enumerate(range(begin, end, BLOCK)):
+            part = tokens._make(x[begin:first] for x in tokens)
+            if first > begin:
+                _, state = delta_rule_ref(part, np.array([0, first - begin]))
+                found = states[begin // BLOCK + b + block]
+                assert relative_error(found, np.asarray(state).reshape(found.shape)) < 4e-3
+            else:
+                assert not states[begin // BLOCK + b].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+def test_a_hundred_thousand_tokens(rng):
+    """One long sequence in chunks, then token by token across a boundary, against the whole of it."""
+    length = 100_003
+    few = random_tokens(rng, 4099, HEADS, "bfloat16", "slow")
+    index = np.arange(length) % 4099
+    paged = Paged.__new__(Paged)
+    paged.lengths, paged.tokens = [length], few._make(np.ascontiguousarray(x[index]) for x in few)
+    paged.allocate(rng, HEADS)
+    ends = np.unique([*rng.integers(1, length - 70, 12), *range(length - 70, length + 1)])
+    begin = 0
+    for end in map(int, ends):
+        paged.run([0], [begin], [end])
+        begin = end

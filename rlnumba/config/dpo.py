@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from rlnumba.config.keys import Section, key
 from rlnumba.config.schema import ReferenceConfig, Run
+from rlnumba.config.sft import RouterLossConfig
 from rlnumba.errors import ConfigError
 
 LOSS_TYPES = (
@@ -102,7 +103,7 @@ class PreferenceConfig(ReferenceConfig):
 
 
 @dataclass(frozen=True)
-class DPOConfig(PreferenceLossConfig, PreferenceConfig):
+class DPOConfig(PreferenceLossConfig, PreferenceConfig, RouterLossConfig):
     """[train] of `rlnumba dpo`."""
 
     truncation_mode: str = key(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rlnumba.config.generation import DynamicSampling
 from rlnumba.config.keys import Section, key
 from rlnumba.config.rollout import AheadRun, GroupConfig
+from rlnumba.config.sft import RouterLossConfig
 from rlnumba.errors import ConfigError
 
 
@@ -170,7 +171,7 @@ class PolicyLossConfig(Section):
 
 
 @dataclass(frozen=True)
-class GRPOConfig(PolicyLossConfig, GroupConfig):
+class GRPOConfig(PolicyLossConfig, GroupConfig, RouterLossConfig):
     """[train] of `rlnumba grpo`."""
 
     scale_rewards: str = key(

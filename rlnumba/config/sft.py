@@ -8,7 +8,19 @@ from rlnumba.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class SFTConfig(TrainConfig):
+class RouterLossConfig(TrainConfig):
+    """[train] of the trainers that add the loss of a mixture's routers to their own."""
+
+    router_aux_loss_coef: float | None = key(
+        None,
+        "Mixtures of experts: the factor of the loss that balances their load (TRL); None: config.json's, 0: no such "
+        "loss.",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True)
+class SFTConfig(RouterLossConfig):
     """[train] of `rlnumba sft`."""
 
     max_length: int | None = key(1024, "Tokens of a sequence, cut if longer, and of a pack; None: no limit.", minimum=2)

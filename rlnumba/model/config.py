@@ -1,10 +1,11 @@
 """The shape of a model, read from a Hugging Face folder's config.json and generation_config.json.
 
-Five model types share one transformer and differ in the fields below: qwen3 (per-head norm of q and k), qwen2
+Seven model types share one transformer and differ in the fields below: qwen3 (per-head norm of q and k), qwen2
 (bias on q, k and v), llama (also the model_type of SmolLM2 and TinyStories models), qwen3_5_text (linear attention in
-most layers, gates, norms of 1 + weight), and gemma3_text (sliding windows in most layers, norms of blocks' outputs);
-the last two are also the text models in a qwen3_5 and a gemma3 of vision and language. A key for something that this
-transformer does not compute raises an error that names it; it is never ignored.
+most layers, gates, norms of 1 + weight), the mixtures of experts qwen3_moe and qwen3_5_moe_text, and gemma3_text
+(sliding windows in most layers, norms of blocks' outputs). Those of names that end in _text are also the text models in
+one of vision and language. A key for something that this transformer does not compute raises an error that names it; it
+is never ignored.
 """
 
 import functools
@@ -17,8 +18,17 @@ from rlnumba.kernels.delta_rule.inputs import TAPS
 from rlnumba.kernels.nn.rope import RopeScaling
 from rlnumba.model.blocks.every import layers_of
 from rlnumba.model.config_gemma import GEMMA3_TEXT, KINDS, gemma_keys, read_gemma_fields
+from rlnumba.model.config_mixture import (
+    MIXTURES,
+    NUM_EXPERTS,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_MOE,
+    mixture_fields,
+    mixture_keys,
+    with_one_count,
+)
 from rlnumba.model.config_rope import read_partial_rotary_factor, read_rope
-from rlnumba.model.config_values import REQUIRED, count, get, positive, read_json
+from rlnumba.model.config_values import HYBRIDS, REQUIRED, count, get, positive, read_json
 from rlnumba.runtime import device
 
 ARCHITECTURES = {
@@ -27,6 +37,8 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 # The heads that read the hidden states: a language-model head, a head of one output ("score": a reward model, a
 # critic), or, in a policy that shares its trunk with its critic, both. The second is transformers'
@@ -47,9 +59,9 @@ LINEAR_SIZES = (
 )
 LAYER_TYPES = ("full_attention", "linear_attention")
 # Those of each model type whose layers may differ.
-LAYER_TYPES_OF = {"qwen3_5_text": LAYER_TYPES, "gemma3_text": KINDS}
+LAYER_TYPES_OF = {**dict.fromkeys(HYBRIDS, LAYER_TYPES), "gemma3_text": KINDS}
 # The models whose config.json has the text model's keys in text_config, and the text model's type.
-WITH_TEXT_CONFIG = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text"}
+WITH_TEXT_CONFIG = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text"}
 # Keys of such a config.json that count where text_config does not have them.
 OF_BOTH = (
     *("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"),
@@ -75,7 +87,12 @@ QWEN3_5_TEXT = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
-DEFAULTS = {"qwen3_5_text": QWEN3_5_TEXT, "gemma3_text": GEMMA3_TEXT}
+DEFAULTS = {
+    "qwen3_5_text": QWEN3_5_TEXT,
+    "qwen3_5_moe_text": {**QWEN3_5_TEXT, **QWEN3_5_MOE_TEXT},
+    "qwen3_moe": QWEN3_MOE,
+    "gemma3_text": GEMMA3_TEXT,
+}
 
 
 @dataclass(frozen=True)
@@ -89,6 +106,8 @@ class ModelConfig:
     output is normalised, too, before it is added. scales_embedding: whether embeddings are multiplied by
     sqrt(hidden_size). query_pre_attn_scalar: what stands for head_dim in attention's scale, 0 if nothing does. Layers
     of sliding_attention see sliding_window keys, with the token's own, and rotate with the base rope_local_base_freq.
+    num_experts: 0 in a dense model; router_aux_loss_coef: the factor of the routers' loss in training, where a run does
+    not say otherwise.
     """
 
     model_type: str
@@ -127,6 +146,14 @@ class ModelConfig:
     query_pre_attn_scalar: float = 0
     sliding_window: int = 0
     rope_local_base_freq: float = 0.0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    router_aux_loss_coef: float = 0.0
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
 
     @property
     def layer_kinds(self):
@@ -140,6 +167,13 @@ class ModelConfig:
     @property
     def has_linear_attention(self):
         return "linear_attention" in self.layer_types
+
+    @property
+    def mixture_layers(self):
+        """The numbers of the layers that are mixtures of experts: list."""
+        layers, step = range(self.num_hidden_layers), self.decoder_sparse_step
+        dense = layers if not self.num_experts else self.mlp_only_layers
+        return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
 
     @property
     def has_plain_heads(self):
@@ -200,13 +234,18 @@ class ModelConfig:
         if model_type not in ARCHITECTURES:
             known = ", ".join((*ARCHITECTURES, *WITH_TEXT_CONFIG))
             raise UserError(f"{source}: model_type {model_type!r} is not supported (supported: {known})")
-        is_hybrid, is_gemma = model_type == "qwen3_5_text", model_type == "gemma3_text"
+        is_hybrid, is_gemma, is_mixture = model_type in HYBRIDS, model_type == "gemma3_text", model_type in MIXTURES
+        if is_mixture:
+            raw = with_one_count(raw, source)
         if model_type in DEFAULTS:
             # No window is not the default one.
             given = {key: value for key, value in raw.items() if value is not None or key == "sliding_window"}
             raw = {**DEFAULTS[model_type], **given}
         _refuse_unsupported(raw, model_type, source)
         sizes = {name: count(raw, name, source) for name in SIZES[:5]}
+        if is_hybrid and is_mixture:
+            # No layer is dense.
+            sizes["intermediate_size"] = 0
         heads = sizes["num_attention_heads"]
         # The default of transformers' own class for this model type applies if a key is absent.
         kv_heads = count(raw, "num_key_value_heads", source, heads if model_type == "llama" else REQUIRED)
@@ -229,6 +268,8 @@ class ModelConfig:
             fields_of_type = _hybrid_fields(raw, source)
         elif is_gemma:
             fields_of_type = read_gemma_fields(raw, source)
+        if is_mixture:
+            fields_of_type |= mixture_fields(raw, source)
         return cls(
             model_type=model_type,
             **sizes,
@@ -237,7 +278,7 @@ class ModelConfig:
             rms_norm_eps=positive(raw, "rms_norm_eps", source),
             max_position_embeddings=count(raw, "max_position_embeddings", source),
             tie_word_embeddings=get(raw, "tie_word_embeddings", bool, source, False),
-            qk_norm=model_type in ("qwen3", "qwen3_5_text", "gemma3_text"),
+            qk_norm=model_type in ("qwen3", *DEFAULTS),
             attention_bias=model_type == "qwen2" or bias,
             o_bias=model_type != "qwen2" and bias,
             mlp_bias=model_type == "llama" and get(raw, "mlp_bias", bool, source, False),
@@ -263,7 +304,7 @@ class ModelConfig:
         raw = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            **{name: getattr(self, name) for name in SIZES},
+            **{name: getattr(self, name) for name in SIZES if getattr(self, name)},
             "hidden_act": "silu",
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
@@ -279,7 +320,9 @@ class ModelConfig:
             "pad_token_id": self.pad_token_id,
             "torch_dtype": self.dtype,
         }
-        if self.model_type == "qwen3_5_text":
+        if self.num_experts:
+            raw.update(mixture_keys(self))
+        if self.model_type in HYBRIDS:
             raw["rope_parameters"]["partial_rotary_factor"] = self.partial_rotary_factor
             names = ("partial_rotary_factor", "attn_output_gate", *LINEAR_SIZES)
             raw.update({name: getattr(self, name) for name in names})
@@ -291,7 +334,7 @@ class ModelConfig:
             raw["attention_bias"] = self.attention_bias
         if self.model_type == "llama":
             raw["mlp_bias"] = self.mlp_bias
-        elif self.model_type not in DEFAULTS:
+        elif self.model_type not in (*HYBRIDS, "gemma3_text"):
             raw.update(use_sliding_window=False, sliding_window=None, max_window_layers=self.num_hidden_layers)
         if self.heads == SCORE_HEAD:
             raw.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
@@ -393,7 +436,7 @@ def _refuse_unsupported(raw, model_type, source):
         raise UserError(f"{source}: hidden_act {activation!r} is not supported (supported: silu)")
     if raw.get("quantization_config") is not None:
         raise UserError(f"{source}: quantization_config is not supported; use an unquantized checkpoint")
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+    for key in ("n_routed_experts",) if model_type in MIXTURES else (*NUM_EXPERTS, "n_routed_experts"):
         if raw.get(key):
             raise UserError(f"{source}: {key} {raw[key]} is not supported (mixture of experts)")
     kinds = raw.get("layer_types") or []
@@ -411,8 +454,9 @@ def _refuse_unsupported(raw, model_type, source):
     else:
         # Qwen layers below max_window_layers attend to everything; released checkpoints carry an unused window.
         slides = get(raw, "use_sliding_window", bool, source, False) and raw.get("sliding_window", 4096) is not None
-        slides = slides and not raw.get("layer_types")
-        full = get(raw, "max_window_layers", int, source, 28)
+        # A mixture slides in every layer, whatever max_window_layers says.
+        slides = slides and (model_type == "qwen3_moe" or not raw.get("layer_types"))
+        full = 0 if model_type == "qwen3_moe" else get(raw, "max_window_layers", int, source, 28)
         slides = slides and full < count(raw, "num_hidden_layers", source)
     if slides:
         raise UserError(f"{source}: sliding_window {raw.get('sliding_window', 4096)} is not supported")

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from rlnumba.errors import UserError
 from rlnumba.kernels.nn.rope import ROPE_TYPES, RopeScaling
-from rlnumba.model.config_values import count, get, positive
+from rlnumba.model.config_values import HYBRIDS, count, get, positive
 
 ROPE_FIELDS = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 # Of positions in pictures: text has the same number on each axis.
@@ -27,7 +27,7 @@ def read_rope(raw, source):
     kind = get(rope, "rope_type", str, where, get(rope, "type", str, where, "default"))
     if kind not in ("default", *ROPE_TYPES):
         raise UserError(f"{where}: rope_type {kind!r} is not supported (supported: default, {', '.join(ROPE_TYPES)})")
-    known = (*ROPE_FIELDS, *SCALING_FIELDS, *(MROPE_FIELDS if raw["model_type"] == "qwen3_5_text" else ()))
+    known = (*ROPE_FIELDS, *SCALING_FIELDS, *(MROPE_FIELDS if raw["model_type"] in HYBRIDS else ()))
     for field, value in rope.items():
         if field not in known and value is not None:
             raise UserError(f"{where}: {field} is not supported")

@@ -6,6 +6,8 @@ from pathlib import Path
 from rlnumba.errors import UserError
 
 REQUIRED = object()
+# Model types with linear attention.
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")
 
 
 def read_json(path):

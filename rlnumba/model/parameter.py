@@ -17,6 +17,8 @@ class Parameter:
 
     layer: that of the decoder, None outside of it. cut: (Shard, rows) -> the slice of them that it has, of the rows of
     a tensor, or of each of its sections; sections: the numbers of rows of these, for each tensor, () if each is one.
+    stacked: whether it is a stack of matrices, (matrices, rows, columns), and `rows` are of one after the other.
+    other_form: ((tensor, shape), ...) that has the same elements in other checkpoints, or ().
     """
 
     name: str
@@ -27,6 +29,14 @@ class Parameter:
     cut: Callable = Shard.all_rows
     offset: int = 0
     sections: tuple[tuple[int, ...], ...] = ()
+    stacked: bool = False
+    other_form: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def tensors(self):
+        """((name in a checkpoint, shape), ...) of the tensors that are saved, one after the other."""
+        row = self.shape[2:] if self.stacked else self.shape[1:]
+        return tuple((source, (count, *row)) for source, count in self.rows)
 
     @property
     def size(self):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.errors import ConfigError, UserError
+from rlnumba.kernels.experts.ops import router_loss
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob.ops import IGNORED, linear_logp
 from rlnumba.kernels.nn.elementwise import scale
@@ -30,6 +31,7 @@ from rlnumba.model.config_values import read_json
 from rlnumba.model.hub import find_base, find_model, read_config
 from rlnumba.model.lora import load_adapter, save_adapter
 from rlnumba.model.low_rank import Dropout, LoraContext, projection_numbers
+from rlnumba.model.router_loss import RouterTerm
 from rlnumba.model.shard import WHOLE
 from rlnumba.model.weights import Weights, load_weights, save_weights, write_json
 from rlnumba.runtime import device
@@ -42,9 +44,9 @@ F32 = np.dtype(np.float32)
 class Tape:
     """Arrays that a forward leaves for its backward. recompute: keep only every layer's input (gradient checkpointing).
 
-    dropout: the Dropout of the adapter's inputs, or None. layers: of each layer what its blocks saved, a list, or its
-    input alone. Without recompute: modules, those of block.MODULES whose outputs are not kept but computed again;
-    num_layers, the number of layers, from the first on, that keep only their input.
+    dropout: the Dropout of the adapter's inputs, or None. router: a RouterTerm, or None. layers: of each layer what its
+    blocks saved, a list, or its input alone. Without recompute: modules, those of block.MODULES whose outputs are not
+    kept but computed again; num_layers, the number of layers, from the first on, that keep only their input.
     """
 
     recompute: bool = False
@@ -56,6 +58,7 @@ class Tape:
     last: tuple = ()
     modules: frozenset = frozenset()
     num_layers: int = 0
+    router: RouterTerm | None = None
 
     def keeps_input_only(self, index):
         """Whether only the input of this layer is kept."""
@@ -143,7 +146,11 @@ class Transformer:
                         x, out = out, x
                 norm_rows(x, weights.norm, ctx, hidden, rstd)
             return hidden
-        tape.ctx, tape.input_ids = ctx, input_ids
+        tape.ctx, tape.input_ids, router = ctx, input_ids, tape.router
+        if router is not None:
+            ctx = replace(ctx, router_load=router.load)
+            # Not in the backward, which may run layers again.
+            tape.ctx = replace(tape.ctx, router_slopes=router.slopes if router.weight else None)
         if lora is None:
             tape.token_list = list_tokens(input_ids, weights.embed_tokens.shape, config.pad_token_id)
         x = memory.empty((N, D), self.dtype)
@@ -159,6 +166,8 @@ class Transformer:
             x = y
         rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd, config.norm_offset)
         tape.last = x, rstd
+        if router is not None:
+            router_loss(router.load, N * len(config.mixture_layers), router.weight, router.loss, router.slopes)
         return hidden
 
     def _embed(self, input_ids, x):
@@ -381,6 +390,8 @@ def check_shard(shard, config):
     """Raise ConfigError if a model cannot be cut like this on this device."""
     if shard.count == 1:
         return
+    if config.mixture_layers:
+        raise ConfigError(f"tensor_parallel_size {shard.count}: a {config.model_type} model cannot be cut")
     if device.name() == "sim":
         raise ConfigError(f"tensor_parallel_size {shard.count} needs GPUs, or --device cpu, where a rank is a process")
     shard.check(config, device.name() == "cuda")

@@ -126,9 +126,9 @@ class Weights:
         found = []
         for p in self.parameters:
             at = p.offset
-            for source, rows in p.rows:
-                found.append((source, at, (rows, *p.shape[1:])))
-                at += rows * math.prod(p.shape[1:])
+            for source, shape in p.tensors:
+                found.append((source, at, shape))
+                at += math.prod(shape)
         return found
 
     def parts(self):
@@ -237,12 +237,17 @@ class StoredWeights:
         self.tied_head = None
         if config.tie_word_embeddings and "lm_head.weight" in files:
             self.tied_head = _take_tied_head(files)
-        # Parameter of each tensor, and its number among those of the parameter.
-        self.of_model = {source: (p, i) for p in parameters(config) for i, (source, _) in enumerate(p.rows)}
-        expected = {source: (p.rows[i][1], *p.shape[1:]) for source, (p, i) in self.of_model.items()}
+        self.of_model = {p.name: p for p in parameters(config)}
+        # The layers whose tensors have the other form.
+        layers = [p.layer for p in self.of_model.values() if any(source in files for source, _ in p.other_form)]
+        self.others = {p.name for p in self.of_model.values() if p.other_form and p.layer in layers}
+        expected = dict(tensor for p in self.of_model.values() for tensor in self.form_of(p))
         # Rotary frequencies that old checkpoints have as a buffer; they follow from the config.
         found = {name for name in files if not name.endswith(".rotary_emb.inv_freq")}
         problems = []
+        if twice := [p for p in self.of_model.values() if _is_twice(p, files)]:
+            both = f"{twice[0].tensors[0][0]} and {twice[0].other_form[0][0]}"
+            raise UserError(f"{folder}: the checkpoint has the same weights twice, such as in {both}")
         if missing := [name for name in expected if name not in found]:
             problems.append(f"missing tensors: {listed(missing)}")
         if extra := sorted(found - expected.keys()):
@@ -260,6 +265,10 @@ class StoredWeights:
         for name, stored in self.tensors.items():
             check_dtype(name, stored)
 
+    def form_of(self, p):
+        """((tensor, shape), ...) of the form in which the checkpoint has a Parameter."""
+        return p.other_form if p.name in self.others else p.tensors
+
     def check_tied_head(self, contents):
         """Raise UserError if lm_head.weight is another matrix than the embedding that the config ties it to."""
         if self.tied_head is None:
@@ -276,19 +285,24 @@ class StoredWeights:
     def copies_to(self, weights, contents):
         """The copies that fill Weights with the tensors, as copy_to_device takes them: list of (array, values)."""
         copies = []
-        for source, at, _ in weights.places():
-            if source not in self.tensors:
-                continue
-            stored, (p, index) = self.tensors[source], self.of_model[source]
-            rows = stored.values_in(contents[stored.path])
-            for part in p.parts_of(weights.shard, index):
-                values = rows[part].reshape(-1)
-                for first, array in weights.spans():
-                    lower, upper = max(at, first), min(at + len(values), first + len(array))
-                    if lower < upper:
-                        copies.append((array[lower - first : upper - first], values[lower - at : upper - at]))
-                at += len(values)
+        for p in weights.parameters:
+            at, whole = p.offset, self.of_model.get(p.name)
+            for index, (source, _) in enumerate(() if whole is None else self.form_of(whole)):
+                stored = self.tensors[source]
+                rows = stored.values_in(contents[stored.path])
+                for part in [slice(None)] if p.name in self.others else whole.parts_of(weights.shard, index):
+                    values = rows[part].reshape(-1)
+                    for first, array in weights.spans():
+                        lower, upper = max(at, first), min(at + len(values), first + len(array))
+                        if lower < upper:
+                            copies.append((array[lower - first : upper - first], values[lower - at : upper - at]))
+                    at += len(values)
         return copies
+
+
+def _is_twice(p, files):
+    """Whether a checkpoint's files have tensors of both forms of a Parameter."""
+    return all(any(source in files for source, _ in form) for form in (p.tensors, p.other_form))
 
 
 def _open_checkpoint(folder):

@@ -27,6 +27,7 @@ from rlnumba.kernels.nn.elementwise import add, scale
 from rlnumba.model.heads import HeadGradients, LogprobHead, ValueHead
 from rlnumba.model.layer_gradients import backward_and_update
 from rlnumba.model.low_rank import Dropout
+from rlnumba.model.router_loss import RouterLosses, values_of
 from rlnumba.model.transformer import Tape, packed_attention
 from rlnumba.optim import AdamWConfig, Optimizer
 from rlnumba.parallel.gradient_fold import GradientFold, rounds
@@ -78,7 +79,11 @@ class Policy:
         self.arena = Arena("activations", lends=True)
         self.context = Context()
         self._is_training = True
-        self.graphs = MicroBatchGraphs(train, self.has_dropout, model.weights.size, not self.folds_layers)
+        self.router = RouterLosses(model.config, train)
+        # Those of the optimizer step that each_micro_batch goes through, on all ranks.
+        self.num_micro_batches = 1
+        keeps_shapes = self.has_dropout or bool(model.config.mixture_layers)
+        self.graphs = MicroBatchGraphs(train, keeps_shapes, model.weights.size, not self.folds_layers)
         # With optimizer_in_backward, of the backward to come.
         self._learning_rate = None
         # Values that a loss carries from one step to the next, by name: JSON, part of the checkpoint.
@@ -121,6 +126,7 @@ class Policy:
         The block of the loop adds the gradient of one micro-batch. others: further Policies, to whose gradients it
         adds, too. before: models that the block runs forward first.
         """
+        self.num_micro_batches = len(batches)
         if self.communicator is None:
             for batch in batches:
                 for function in self.before_micro_batch:
@@ -228,7 +234,8 @@ class Policy:
             step = self.optimizer.steps + self.optimizer.skipped_steps
             dropout = Dropout(self.model.adapter.lora.lora_dropout, self.seed, step, self.micro_batch)
         self.micro_batch += 1
-        tape, kept = Tape(dropout=dropout), self.train.kept_activations
+        router = self.router.new_term(self.num_micro_batches) if self._is_training else None
+        tape, kept = Tape(dropout=dropout, router=router), self.train.kept_activations
         tape.recompute = kept == "minimal"
         if kept == "selective":
             tape.modules, tape.num_layers = frozenset(self.train.recompute_modules), self.train.recompute_num_layers
@@ -310,9 +317,12 @@ class Policy:
         self._begin_update()
         in_backward = self.train.optimizer_in_backward
         norm = self.optimizer.finish() if in_backward else self.optimizer.step(learning_rate)
+        terms, has_router = self.router.take(), self.router.num_experts > 0
 
         def read():
             metrics = {"grad_norm": float(norm), "learning_rate": learning_rate}
+            if has_router:
+                metrics |= self.router.metrics(self.of_all_micro_batches(values_of(terms)))
             if self.communicator is not None:
                 self.communicator.check()
             return metrics | ({"skipped_steps": norm.skipped_steps} if norm.skipped_steps else {})

@@ -10,6 +10,7 @@ from dataclasses import replace
 from rlnumba.engine.parallel_size import choose_size, warn_if_slow
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.hub import find_model, read_config
+from rlnumba.model.router_loss import check_router_loss
 from rlnumba.parallel.placement import num_sharing
 from rlnumba.runs.prompt_run import check_sampling
 from rlnumba.runtime import device
@@ -25,6 +26,7 @@ def resolve(run, on_gpu, total_bytes, warns=False):
     run = run.resolved()
     if run.generates:
         check_sampling(run)
+    check_router_loss(run.train, lambda: read_config(find_model(run.model, weights=False)))
     deploy = run.deploy
     if deploy.tensor_parallel_size == 1:
         return run

@@ -250,6 +250,7 @@ def optimizer_step(policy, micro_batches, learning_rate, bonus):
             metrics["policy_loss"] = metrics["loss"]
             metrics["loss"] -= coef * mean_entropy
             metrics["entropy_coef"] = entropies.update(bonus, policy.loss_state, mean_entropy)
+        policy.router.added(metrics)
         return metrics | policy_metrics(np.stack([found["stats"] for found in results]), config, rollout=True)
 
     # The next step's coefficient follows from this one's entropy.

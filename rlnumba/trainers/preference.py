@@ -70,7 +70,11 @@ def optimizer_step(loss, learning_rate):
             forward, dlogprobs = loss.forward(part)
             policy.backward(forward, dlogprobs)
     info = policy.step(learning_rate)
-    return LateMetrics(lambda: loss.metrics(policy.of_all_micro_batches(loss.read())) | info)
+
+    def read():
+        return policy.router.added(loss.metrics(policy.of_all_micro_batches(loss.read())) | info)
+
+    return LateMetrics(read)
 
 
 def evaluation(loss):

@@ -59,7 +59,8 @@ def train_step(policy, rows, learning_rate):
     info = policy.step(learning_rate)
 
     def read():
-        return means(batches, policy.of_all_micro_batches([read() for read in readings]), loss_type) | info
+        found = means(batches, policy.of_all_micro_batches([read() for read in readings]), loss_type)
+        return policy.router.added(found | info)
 
     return LateMetrics(read)
 

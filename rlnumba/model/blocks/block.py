@@ -30,7 +30,8 @@ class ForwardContext:
     rotations: for each layer the Rotation of all rows, None without attention; attention: the attention backend;
     memory: an Arena or HeapAllocator; lora: the LoraContext of the model's adapter, or None. adds_gradients: whether
     the gradients of layers' matrices are added to what is there, or written. ranks: see Transformer; config is then
-    that of this rank's shard.
+    that of this rank's shard. router_load: a RouterLoad that mixtures of experts add to, or None; router_slopes: of the
+    backward, what router_loss wrote, or None.
     """
 
     config: object
@@ -40,6 +41,8 @@ class ForwardContext:
     lora: LoraContext | None = None
     adds_gradients: bool = True
     ranks: object = None
+    router_load: object = None
+    router_slopes: object = None
 
 
 class CacheArray(NamedTuple):

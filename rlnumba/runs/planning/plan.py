@@ -185,7 +185,7 @@ class Planner:
             extra = {"operators": operators, "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
             max_tokens = 0 if folds_layers else graphs.max_tokens(parameters)
-            if self.trainer.has_graphs and graphs.has_graphs(run.train, run.lora) and tokens <= max_tokens:
+            if self.trainer.has_graphs and graphs.has_graphs(run.train, run.lora, self.config) and tokens <= max_tokens:
                 extra["graphs"] = min(extra["operators"], graphs.POOL_BYTES)
                 notes["graphs"] = "the same arrays once more, for micro-batches that are replayed"
         order = ["weights", "adapter", "reference", "grads", "moments", "activations"]

@@ -1,0 +1,235 @@
+"""Mixtures of experts: the block of a layer, forward with its backward under it.
+
+    out = x + sum over the chosen e of w_e down_e(silu(gate_e) * up_e),  gate_e | up_e = gate_up_e(rmsnorm(x))
+    w = the largest of softmax(router(rmsnorm(x))), divided by their sum where the config says so
+
+Qwen3.5-MoE adds sigmoid(shared_gate(rmsnorm(x))) shared(rmsnorm(x)), an MLP that all tokens go through. Rows of tokens
+are sorted by expert, go through grouped GEMMs, and each token's are added in the order of its choice: what a token gets
+does not depend on the others. No token is left out. A backward overwrites the gradient of the block's output with that
+of its input: `dx` is that of out on entry. Source: transformers' Qwen3MoeSparseMoeBlock, Qwen3_5MoeSparseMoeBlock.
+"""
+
+from typing import NamedTuple
+
+from rlnumba.kernels.experts.ops import (
+    Dispatch,
+    Routing,
+    add_router_load,
+    combine,
+    combine_backward,
+    dispatch,
+    gather_rows,
+    gather_rows_backward,
+    route,
+    route_backward,
+)
+from rlnumba.kernels.gemm.grouped import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx
+from rlnumba.kernels.gemm.ops import linear_swiglu
+from rlnumba.kernels.nn.elementwise import add
+from rlnumba.kernels.nn.gated_sum import gated_sum, gated_sum_backward
+from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward
+from rlnumba.model.blocks.block import F32, Block, norm_backward, normed_rows, scope_of
+from rlnumba.model.blocks.projection import project, project_backward, reduced
+from rlnumba.model.parameter import Parameter
+from rlnumba.model.shard import Shard
+
+
+class ExpertsWeights(NamedTuple):
+    """The views of the block's parameters, or their gradients; None where there is none.
+
+    gate_up (E, 2 F, D), down (E, D, F): the matrices of all experts; shared_...: those of the shared expert.
+    """
+
+    post_norm: object = None
+    router: object = None
+    router_bias: object = None
+    gate_up: object = None
+    down: object = None
+    shared_gate_up: object = None
+    shared_gate_up_bias: object = None
+    shared_down: object = None
+    shared_down_bias: object = None
+    shared_gate: object = None
+    shared_gate_bias: object = None
+
+
+class SavedExperts(NamedTuple):
+    """The block's input and the outputs of its operators, None where the backward computes them again.
+
+    x, normed (N, D); rstd (N,) f32; scores (N, E); experts, weights (N, k): a Routing's; sorted: the Dispatch; gate_up
+    (N k, 2 F), which the backward overwrites; activated (N k, F); y (N k, D), of each choice, sorted by expert. shared:
+    a SavedShared, or None.
+    """
+
+    x: object
+    normed: object
+    rstd: object
+    scores: object
+    experts: object
+    weights: object
+    sorted: object
+    gate_up: object
+    activated: object
+    y: object
+    shared: object = None
+
+
+class SavedShared(NamedTuple):
+    """The outputs of the shared expert's operators: gate_up (N, 2 S), activated (N, S), y (N, D), gate (N, 1).
+
+    xas: what `reduce` returned for its gate_up, down and gate.
+    """
+
+    gate_up: object
+    activated: object
+    y: object
+    gate: object
+    xas: tuple
+
+
+class Experts(Block):
+    """The mixture of a sparse layer."""
+
+    NORM = "post_norm", "post_attention_layernorm"
+    Weights, Saved = ExpertsWeights, SavedExperts
+    RECOMPUTED = ("swiglu",)
+    OPERATORS = {"normed": "post rmsnorm", "scores": "router", "experts": "choice of experts"}  # noqa: RUF012
+    OUTPUT = "experts"
+    # The norm, the router, the choice, the sort, rows in its order, two GEMMs with SwiGLU between them, the sum.
+    LAUNCHES = 9
+
+    def matrices(self, config):
+        D, E, F = config.hidden_size, config.num_experts, config.moe_intermediate_size
+        return [
+            *self.matrix("router", D, (("mlp.gate", E),), Shard.all_rows),
+            self._stack(config, "gate_up", (E, 2 * F, D), ("gate", "up")),
+            self._stack(config, "down", (E, D, F), ("down",)),
+        ]
+
+    def _stack(self, config, name, shape, kinds):
+        """The Parameter of a matrix of all experts, fused or not as in published checkpoints of the family."""
+        at, (count, rows, columns) = f"model.layers.{self.layer}", shape
+        fused, rows = f"{at}.mlp.experts.{name}_proj", rows // len(kinds)
+        split = [f"{at}.mlp.experts.{e}.{kind}_proj.weight" for e in range(count) for kind in kinds]
+        is_split = config.model_type == "qwen3_moe"
+        saved = tuple((tensor, rows) for tensor in split) if is_split else ((fused, count),)
+        other = ((fused, shape),) if is_split else tuple((tensor, (rows, columns)) for tensor in split)
+        return Parameter(f"{at}.{name}", shape, True, saved, self.layer, stacked=is_split, other_form=other)
+
+    def forward(self, x, w, ctx, out, recomputed=()):
+        config, empty, (N, D) = ctx.config, ctx.memory.empty, x.shape
+        E, k, F = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
+        rstd, scores = empty((N,), F32), empty((N, E), x.dtype)
+        normed = normed_rows(x, w.post_norm, rstd, ctx)
+        project(self.layer, "router", normed, w, ctx, scores)
+        routing, dispatched = Routing.empty(N, k, x.dtype, empty), Dispatch.empty(N, k, E, empty)
+        route(scores, config.norm_topk_prob, routing)
+        dispatch(routing.experts, dispatched)
+        if ctx.router_load is not None:
+            add_router_load(scores, dispatched, ctx.router_load)
+        gate_up, y = empty((N * k, 2 * F), x.dtype), empty((N * k, D), x.dtype)
+        kept = None if "swiglu" in recomputed else empty((N * k, F), x.dtype)
+        gather_rows(normed, dispatched, y)
+        grouped_gemm(y, w.gate_up, dispatched.starts, gate_up)
+        with scope_of(ctx, "swiglu", recomputed):
+            activated = empty((N * k, F), x.dtype) if kept is None else kept
+            swiglu(gate_up, activated)
+            grouped_gemm(activated, w.down, dispatched.starts, y)
+        saved = SavedExperts(x, normed, rstd, scores, *routing, dispatched, gate_up, kept, y)
+        return saved._replace(shared=self.add(saved, w, ctx, out))
+
+    def add(self, saved, w, ctx, out):
+        """out = x + what each token's experts give; returns the arrays of a shared expert. out: None as in forward."""
+        if out is not None:
+            combine(saved.y, saved.weights, saved.sorted, out, residual=saved.x)
+
+    def shared_backward(self, dout, saved, w, grads, ctx):
+        """The gradient of normed (N, D) by the shared expert; None without one."""
+        return None
+
+    def backward(self, dx, w, grads, ctx, saved):
+        layer, x, normed, starts, y = self.layer, saved.x, saved.normed, saved.sorted.starts, saved.y
+        empty, gate_up, activated = ctx.memory.empty, saved.gate_up, saved.activated
+        if activated is None:
+            activated = empty((len(y), w.down.shape[2]), x.dtype)
+            swiglu(gate_up, activated)
+        by_shared = self.shared_backward(dx, saved, w, grads, ctx)
+        dy, dweights = y, empty(saved.weights.shape, F32)
+        combine_backward(dx, y, saved.weights, saved.sorted, dy, dweights)
+        dactivated = empty(activated.shape, x.dtype)
+        grouped_gemm_dx(dy, w.down, starts, dactivated)
+        if grads.down is not None:
+            grouped_gemm_dw(dy, activated, starts, grads.down, accumulate=ctx.adds_gradients)
+        # The gradient of gate | up takes their place, and that of the experts' rows the place of dy.
+        swiglu_backward(dactivated, gate_up, gate_up)
+        rows = drows = dy
+        if grads.gate_up is not None:
+            gather_rows(normed, saved.sorted, rows)
+            grouped_gemm_dw(gate_up, rows, starts, grads.gate_up, accumulate=ctx.adds_gradients)
+        grouped_gemm_dx(gate_up, w.gate_up, starts, drows)
+        dscores = empty(saved.scores.shape, x.dtype)
+        route_backward(dweights, saved.scores, saved.experts, ctx.config.norm_topk_prob, dscores, ctx.router_slopes)
+        dnormed = project_backward(layer, "router", dscores, normed, None, w, grads, ctx)
+        gather_rows_backward(drows, saved.sorted, dnormed, accumulate=True)
+        if by_shared is not None:
+            add(dnormed, by_shared, dnormed)
+        norm_backward(dnormed, x, w.post_norm, saved.rstd, dx, grads.post_norm, ctx)
+
+    def products(self, config):
+        of_expert = 3 * config.hidden_size * config.moe_intermediate_size
+        return config.hidden_size * config.num_experts + config.num_experts_per_tok * of_expert
+
+    def row_elements(self, config):
+        D, F = config.hidden_size, config.moe_intermediate_size
+        return 3 * D + config.num_experts + config.num_experts_per_tok * (2 * D + 3 * F)
+
+
+class SharedExperts(Experts):
+    """A mixture with an expert that all tokens share, behind a gate of its own."""
+
+    PROJECTIONS = ("shared_gate_up", "shared_down", "shared_gate")
+    OUTPUT = "experts and shared expert"
+    # Those of the mixture; gate and up with SwiGLU, down, the gate, the sum.
+    LAUNCHES = 13
+
+    def matrices(self, config):
+        D, S, at = config.hidden_size, config.shared_expert_intermediate_size, "mlp.shared_expert"
+        return [
+            *super().matrices(config),
+            *self.matrix("shared_gate_up", D, ((f"{at}.gate_proj", S), (f"{at}.up_proj", S)), Shard.all_rows),
+            *self.matrix("shared_down", S, ((f"{at}.down_proj", D),), Shard.all_rows),
+            *self.matrix("shared_gate", D, ((f"{at}_gate", 1),), Shard.all_rows),
+        ]
+
+    def add(self, saved, w, ctx, out):
+        layer, empty, normed, (N, D) = self.layer, ctx.memory.empty, saved.normed, saved.normed.shape
+        S, dtype = w.shared_down.shape[1], normed.dtype
+        gate_up, activated, y = empty((N, 2 * S), dtype), empty((N, S), dtype), empty((N, D), dtype)
+        gate, combined = empty((N, 1), dtype), empty((N, D), dtype)
+        gate_up_xa, low_rank = reduced(layer, "shared_gate_up", normed, ctx)
+        linear_swiglu(normed, w.shared_gate_up, gate_up, activated, low_rank)
+        down_xa = project(layer, "shared_down", activated, w, ctx, y)
+        gate_xa = project(layer, "shared_gate", normed, w, ctx, gate)
+        if out is not None:
+            combine(saved.y, saved.weights, saved.sorted, combined)
+            gated_sum(saved.x, combined, y, gate, out)
+        return SavedShared(gate_up, activated, y, gate, (gate_up_xa, down_xa, gate_xa))
+
+    def shared_backward(self, dout, saved, w, grads, ctx):
+        layer, empty, normed, shared = self.layer, ctx.memory.empty, saved.normed, saved.shared
+        gate_up_xa, down_xa, gate_xa = shared.xas
+        dy, dgate = empty(dout.shape, dout.dtype), empty(shared.gate.shape, dout.dtype)
+        gated_sum_backward(dout, shared.y, shared.gate, dy, dgate)
+        dactivated = project_backward(layer, "shared_down", dy, shared.activated, down_xa, w, grads, ctx)
+        swiglu_backward(dactivated, shared.gate_up, shared.gate_up)
+        dnormed = project_backward(layer, "shared_gate_up", shared.gate_up, normed, gate_up_xa, w, grads, ctx)
+        by_gate = project_backward(layer, "shared_gate", dgate, normed, gate_xa, w, grads, ctx)
+        add(dnormed, by_gate, dnormed)
+        return dnormed
+
+    def products(self, config):
+        D, S = config.hidden_size, config.shared_expert_intermediate_size
+        return super().products(config) + D * (3 * S + 1)
+
+    def row_elements(self, config):
+        return super().row_elements(config) + config.hidden_size + 3 * config.shared_expert_intermediate_size

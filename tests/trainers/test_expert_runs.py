@@ -1,0 +1,135 @@
+"""Training of mixtures of experts: torch's curve with the routers' loss, ranks, adapters, GRPO, and what is refused."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from rlnumba.config import SFTConfig
+from rlnumba.config.lora import LoraConfig
+from rlnumba.data.packing import TokenSequence
+from rlnumba.errors import ConfigError
+from rlnumba.model.config import ModelConfig
+from rlnumba.model.router_loss import RouterLosses, values_of
+from rlnumba.model.transformer import Tape, Transformer, load_model, pack, packed_attention, save_model
+from rlnumba.model.weights import Weights
+from rlnumba.reporting import stderr
+from rlnumba.runs.policy import Policy
+from rlnumba.runs.resolve import resolve
+from rlnumba.runtime import device
+from rlnumba.trainers import sft
+from rlnumba.trainers.every import TRAINERS
+from tests.parallel import in_threads
+from tests.trainers.runs import GOLDEN, MODEL, grpo_run, metrics_of, sft_run
+from tests.trainers.test_resume import hash_of
+
+pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="what a run does with such a model, not its kernels")
+FAMILIES = ("qwen3_moe", "qwen3_5_moe")
+
+
+@pytest.fixture(autouse=True)
+def _console(monkeypatch):
+    """A rank in a thread silences its process."""
+    monkeypatch.setattr(stderr, "_is_silent", False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_curve(family):
+    """Loss with the routers', its mean over micro-batches, and the norm of the gradients, of 50 steps."""
+    expected = json.loads((GOLDEN / family / "curve.json").read_text())
+    train = SFTConfig(per_device_train_batch_size=2, gradient_accumulation_steps=2, weight_decay=0.1, max_grad_norm=1.0)
+    policy = Policy(load_model(GOLDEN / family, "float32"), train)
+    for step, batches in enumerate(expected["batches"]):
+        rows = [[TokenSequence(np.int32(ids), np.ones(len(ids), bool))] for batch in batches for ids in batch]
+        metrics = sft.train_step(policy, rows, expected["learning_rate"])
+        names = ["loss", "aux_loss", "grad_norm"]
+        if family == "qwen3_5_moe" and step >= 10:
+            # Where a norm divides by small outputs its gradient makes more of rounding errors; it is clipped.
+            names.remove("grad_norm")
+        for name in names:
+            assert metrics[name] == pytest.approx(expected[name][step], rel=1e-4), (step, name)
+        assert metrics["experts/load_max"] >= 1 >= metrics["experts/load_min"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_routers_loss_is_that_of_transformers(family):
+    """Of each sequence alone, with all layers recomputed, too, which does not count their tokens twice."""
+    model, expected = load_model(GOLDEN / family, "float32"), np.load(GOLDEN / family / "expected.npz")
+    losses = RouterLosses(model.config, SFTConfig(router_aux_loss_coef=1.0))
+    sequences = np.split(expected["input_ids"], np.cumsum(expected["lengths"])[:-1])
+    for ids in sequences:
+        batch, tape = pack([ids.tolist()]), Tape(recompute=True, router=losses.new_term(1))
+        hidden = model.forward(batch.input_ids, batch.position_ids, packed_attention(model, batch), tape)
+        model.backward(device.xp().zeros_like(hidden), tape, model.weights.grads())
+    found = values_of(losses.take())
+    assert [loss for loss, _ in found] == pytest.approx(expected["aux_loss"], rel=1e-5)
+    layers, chosen = len(model.config.mixture_layers), model.config.num_experts_per_tok
+    assert [counts.sum() for _, counts in found] == [len(ids) * layers * chosen for ids in sequences]
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def mixture(request, tmp_path_factory):
+    """A folder of random weights with the tokenizer of the golden rows."""
+    raw, tokens = (json.loads((GOLDEN / name / "config.json").read_text()) for name in (request.param, "tiny-qwen3"))
+    names = ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")
+    config = ModelConfig.from_dict({**raw, **{name: tokens.get(name) for name in names}})
+    folder = tmp_path_factory.mktemp("mixture")
+    save_model(Transformer(config, Weights.random(config, seed=1)), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder)
+    return folder
+
+
+def run_of(mixture, folder, **train):
+    batches = {"global_batch_size": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    settings = {"max_steps": 3, "learning_rate": 1e-2, **batches, **train}
+    return dataclasses.replace(sft_run(folder, **settings), model=str(mixture))
+
+
+def on_two_ranks(run, folder):
+    deploy = dataclasses.replace(run.deploy, num_train_gpus=2)
+    return dataclasses.replace(run, output_dir=str(folder), deploy=deploy)
+
+
+def test_two_ranks_end_with_the_weights_of_one(mixture, tmp_path):
+    run = run_of(mixture, tmp_path / "one", router_aux_loss_coef=0.1)
+    sft.run_sft(run)
+    lines = [line for line in metrics_of(run) if "loss" in line]
+    assert lines[-1]["loss"] < lines[0]["loss"] and all("aux_loss" in line for line in lines)
+    both = on_two_ranks(run, tmp_path / "two")
+    in_threads.run(lambda communicator: sft.run_sft(both, communicator=communicator), 2)
+    assert hash_of(run) == hash_of(both)
+    assert [line["aux_loss"] for line in metrics_of(both) if "loss" in line] == [line["aux_loss"] for line in lines]
+
+
+def test_an_adapter_is_trained_and_the_loss_can_be_off(mixture, tmp_path):
+    run = run_of(mixture, tmp_path, gradient_checkpointing=True, router_aux_loss_coef=0.0)
+    run = dataclasses.replace(run, lora=LoraConfig(r=2))
+    sft.run_sft(run)
+    lines = [line for line in metrics_of(run) if "loss" in line]
+    assert lines[-1]["loss"] < lines[0]["loss"] and "aux_loss" not in lines[0] and "experts/load_max" in lines[0]
+    assert load_model(tmp_path / "final", base=str(mixture)).adapter is not None
+
+
+def test_grpo_on_two_ranks_is_that_of_one(mixture, tmp_path):
+    """Rollouts and training agree exactly, so that no importance weight differs from 1."""
+    keys = {"max_steps": 2, "max_completion_length": 20, "global_batch_size": 8, "num_generations": 4}
+    keys |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    run = dataclasses.replace(grpo_run(tmp_path / "one", **keys), model=str(mixture))
+    TRAINERS["grpo"].train(run)
+    lines = [line for line in metrics_of(run) if "reward" in line]
+    assert [line["sampling/sampling_logp_difference/max"] for line in lines] == [0.0, 0.0]
+    assert all("aux_loss" in line for line in lines)
+    both = on_two_ranks(run, tmp_path / "two")
+    in_threads.run(lambda communicator: TRAINERS["grpo"].train(both, communicator=communicator), 2)
+    assert hash_of(run) == hash_of(both)
+
+
+def test_a_dense_model_has_no_router(tmp_path):
+    """A coefficient is an error before anything is loaded; 0 is none."""
+    run = sft_run(tmp_path, router_aux_loss_coef=0.01)
+    with pytest.raises(ConfigError, match="train.router_aux_loss_coef 0.01: a qwen3 model has no router"):
+        resolve(run, False, 1 << 34)
+    resolve(sft_run(tmp_path, router_aux_loss_coef=0.0), False, 1 << 34)

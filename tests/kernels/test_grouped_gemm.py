@@ -7,10 +7,12 @@ from rlnumba.kernels.gemm.grouped import (
     grouped_gemm_dw,
     grouped_gemm_dx,
     grouped_gemm_ref,
+    grouped_gemm_swiglu,
 )
 from rlnumba.kernels.gemm.grouped_config import best_sm80_config, best_sm80_dw_config
 from rlnumba.kernels.gemm.grouped_sm80 import grouped_gemm_dw_sm80_kernel, grouped_gemm_sm80_kernel
 from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
+from rlnumba.kernels.nn.swiglu import swiglu
 from rlnumba.runtime import device, dispatch
 from tests.close import assert_close, assert_gradient, assert_same_bits
 from tests.kernels.gemm_cases import matrix
@@ -33,6 +35,13 @@ def run_all(rng, dtype, counts, n, k):
     out, dx = xp.full((rows, n), np.nan, xd.dtype), xp.full((rows, k), np.nan, xd.dtype)
     grouped_gemm(xd, wd, sd, out)
     grouped_gemm_dx(dyd, wd, sd, dx)
+    gate_up, activated = xp.full((rows, n), np.nan, xd.dtype), xp.full((rows, n // 2), np.nan, xd.dtype)
+    if n % 2 == 0:
+        grouped_gemm_swiglu(xd, wd, sd, gate_up, activated)
+        separate = xp.full((rows, n // 2), np.nan, xd.dtype)
+        swiglu(out, separate)
+        assert_same_bits(gate_up, out, "gate_up")
+        assert_same_bits(activated, separate, "SwiGLU")
     added, written = xp.ones((experts, n, k), np.float32), xp.full((experts, n, k), np.nan, np.float32)
     narrow = xp.full((experts, n, k), np.nan, xd.dtype)
     grouped_gemm_dw(dyd, xd, sd, added)
@@ -67,7 +76,7 @@ def test_gradient_of_reference(rng):
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.sim
 def test_simulator(rng, counts):
-    run_all(rng, "float32", counts, 9, 18)
+    run_all(rng, "float32", counts, 10, 18)
 
 
 @pytest.mark.parametrize("counts", [*COUNTS, (100, 1, 0, 31, 2)])
@@ -156,6 +165,9 @@ def test_wrong_arguments_are_named():
         grouped_gemm(x, weights, starts, out)
     with pytest.raises(ValueError, match=r"grouped_gemm: weights must be \(any, any, 8\) float32"):
         grouped_gemm(x, weights[:, :, :4].copy(), starts, out)
+    odd = xp.zeros((3, 5, 8), np.float32)
+    with pytest.raises(ValueError, match="grouped_gemm_swiglu: weights must have an even number of rows each, got 5"):
+        grouped_gemm_swiglu(x, odd, xp.zeros(4, np.int32), out, out)
     with pytest.raises(ValueError, match=r"grouped_gemm_dx: out must be \(2, 8\) float32"):
         grouped_gemm_dx(out, weights, xp.zeros(4, np.int32), out)
     with pytest.raises(ValueError, match=r"grouped_gemm_dw: x must be \(2, any\) float32"):

@@ -7,6 +7,7 @@ from rlnumba.kernels.gemm.grouped import (
     grouped_gemm_dw,
     grouped_gemm_dx,
     grouped_gemm_ref,
+    grouped_gemm_swiglu,
 )
 from rlnumba.kernels.gemm.grouped_config import best_sm90_config, best_sm90_dw_config
 from rlnumba.kernels.gemm.grouped_sm90 import (
@@ -17,6 +18,7 @@ from rlnumba.kernels.gemm.grouped_sm90 import (
 )
 from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
+from rlnumba.kernels.nn.swiglu import swiglu
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.launch import pdl_scope
 from tests.close import assert_close, assert_same_bits
@@ -46,6 +48,31 @@ def test_rows_in_the_simulator(rng, config, counts, n, k):
     gemm_rows_with_config(config, *map(device.asarray, (x, stored, starts)), out)
     expected = grouped_gemm_ref(x.astype(np.float64), weights.astype(np.float64), starts)
     assert_close(out, expected, terms=k, what=str(config))
+
+
+SWIGLU_SIMULATED = [
+    # Threads store both; the gate's last tile reaches into what it gates.
+    (Sm90GemmConfig(32, 1, 2, "bfloat16", swiglu=True, panels=2, streams_b=True), (9, 0, 40), 24, 128),
+    # By TMA where all of a consumer's rows are the expert's.
+    (Sm90GemmConfig(128, 2, 2, "bfloat16", swiglu=True), (66, 3), 72, 72),
+]
+
+
+@pytest.mark.parametrize("config, counts, n, k", SWIGLU_SIMULATED)
+@pytest.mark.sim
+@pytest.mark.sm90
+def test_swiglu_in_the_simulator(rng, config, counts, n, k):
+    """The bits of a product, and of swiglu of it."""
+    rows, experts, xp = sum(counts), len(counts), device.xp()
+    arrays = matrix(rng, (rows, k), config.element), matrix(rng, (experts, 2 * n, k), config.element), starts_of(counts)
+    x, weights, starts = map(device.asarray, arrays)
+    gate_up, out = xp.full((rows, 2 * n), np.nan, x.dtype), xp.full((rows, n), np.nan, x.dtype)
+    gemm_rows_with_config(config, x, weights, starts, gate_up, out)
+    expected, activated = xp.full((rows, 2 * n), np.nan, x.dtype), xp.full((rows, n), np.nan, x.dtype)
+    gemm_rows_with_config(SIMULATED[0][0]._replace(element=config.element), x, weights, starts, expected)
+    swiglu(expected, activated)
+    assert_same_bits(gate_up, expected, "gate_up")
+    assert_same_bits(out, activated, "out")
 
 
 DW_SIMULATED = [
@@ -113,6 +140,8 @@ KERNELS = [
     (grouped_gemm_sm90_kernel, best_sm90_config(8, EXPERTS, *UP, "bfloat16", False, 132)),
     (grouped_gemm_sm90_kernel, best_sm90_config(131_072, EXPERTS, *UP, "bfloat16", False, 132)),
     (grouped_gemm_sm90_kernel, best_sm90_config(131_072, EXPERTS, *UP[::-1], "bfloat16", True, 132)),
+    (grouped_gemm_sm90_kernel, best_sm90_config(8, EXPERTS, *UP, "bfloat16", False, 132, True)),
+    (grouped_gemm_sm90_kernel, best_sm90_config(131_072, EXPERTS, *UP, "bfloat16", False, 132, True)),
     (grouped_gemm_dw_sm90_kernel, best_sm90_dw_config(*UP, "bfloat16", "add")),
 ]
 
@@ -123,7 +152,7 @@ def test_kernels_compile_for_gpus(compile_offline, kernel, config):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
     tensor_map, starts, size = "uint8[::1]", "int32[::1]", "int64"
-    rows = [*[tensor_map] * 3, starts, tensor_map, "int32[:,::1]", size, size]
+    rows = [*[tensor_map] * 3, starts, *[tensor_map, "int32[:,::1]"] * 2, size, size]
     types = rows if kernel is grouped_gemm_sm90_kernel else [tensor_map, tensor_map, starts, tensor_map, size, size]
     troubles = compile_offline(kernel(config), types, (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
@@ -162,7 +191,13 @@ def check_gpu(counts, n, k):
         linear_backward_input(dy[own], weights[e], expected_dx[own])
         linear_backward_weight(dy[own], x[own], expected_dw[e])
         linear_backward_weight(dy[own], x[own], expected_narrow[e], accumulate=False)
+    gate_up, activated = cupy.full_like(out, np.nan), cupy.full((rows, n // 2), np.nan, x.dtype)
+    grouped_gemm_swiglu(x, weights, starts, gate_up, activated)
+    expected_activated = cupy.empty_like(activated)
+    swiglu(expected, expected_activated)
     names = f"{rows} rows, {n} x {k}"
+    assert_same_bits(gate_up, expected, f"gate_up, {names}")
+    assert_same_bits(activated, expected_activated, f"SwiGLU, {names}")
     assert_same_bits(out, expected, f"out, {names}")
     assert_same_bits(dx, expected_dx, f"dx, {names}")
     assert_same_bits(dw, expected_dw, f"dw, {names}")

@@ -1,8 +1,9 @@
 """Grouped GEMMs of mixtures of experts: each row is multiplied by the weight of its expert, forward and backward.
 
-    grouped_gemm       out[i] = x[i] W_e^T                     sum over K     starts[e] <= i < starts[e + 1]
-    grouped_gemm_dx    out[i] = dy[i] W_e                      sum over N
-    grouped_gemm_dw    out[e] += or = dY_e^T X_e               sum over the rows of expert e
+    grouped_gemm          out[i] = x[i] W_e^T                  sum over K     starts[e] <= i < starts[e + 1]
+    grouped_gemm_swiglu   gate_up[i] = x[i] W_e^T, out = silu(gate) * up
+    grouped_gemm_dx       out[i] = dy[i] W_e                   sum over N
+    grouped_gemm_dw       out[e] += or = dY_e^T X_e            sum over the rows of expert e
 
 x (R, K), dy (R, N), weights (E, N, K); rows are sorted by expert, and starts (E + 1,) int32 on the device ascends from
 0 to R. The host never reads it: grids follow from shapes alone, so that the calls can be captured in a CUDA graph and
@@ -18,6 +19,7 @@ import numpy as np
 from rlnumba.kernels.checks import F32, FLOATS, I32, check, is_16_byte_aligned
 from rlnumba.kernels.cpu import gemm as cpu
 from rlnumba.kernels.gemm import grouped_simt, grouped_sm80, grouped_sm90
+from rlnumba.kernels.nn.swiglu import swiglu
 from rlnumba.runtime import device, dispatch
 
 FAMILIES = {"sm90": grouped_sm90, "sm80": grouped_sm80}
@@ -58,6 +60,26 @@ def grouped_gemm(x, weights, starts, out):
                 cpu.gemm(x[own], weights[expert], out[own])
     else:
         _family((x, weights, out), k).gemm_rows(x, weights, starts, out)
+
+
+def grouped_gemm_swiglu(x, weights, starts, gate_up, out):
+    """gate_up[i] = x[i] weights[e]^T and out = silu(gate) * up: the bits of grouped_gemm and swiglu.
+
+    One kernel on Hopper. x (R, K) and weights (E, 2F, K), the gate's rows first, of one floating dtype; gate_up (R, 2F)
+    and out (R, F) of that dtype are written; rows outside of `starts` are undefined. Raises ValueError for others.
+    """
+    rows, k = check("grouped_gemm_swiglu", "x", x, (None, None), FLOATS)
+    _, n, _ = check("grouped_gemm_swiglu", "weights", weights, (None, None, k), (x.dtype,))
+    if n % 2:
+        raise ValueError(f"grouped_gemm_swiglu: weights must have an even number of rows each, got {n}")
+    check("grouped_gemm_swiglu", "gate_up", gate_up, (rows, n), (x.dtype,))
+    check("grouped_gemm_swiglu", "out", out, (rows, n // 2), (x.dtype,))
+    _check_starts("grouped_gemm_swiglu", starts, weights)
+    if rows and n and device.name() != "cpu" and _family((x, weights, gate_up, out), k) is grouped_sm90:
+        grouped_sm90.gemm_swiglu(x, weights, starts, gate_up, out)
+    else:
+        grouped_gemm(x, weights, starts, gate_up)
+        swiglu(gate_up, out)
 
 
 def grouped_gemm_dx(dy, weights, starts, out):

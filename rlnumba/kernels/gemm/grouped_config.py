@@ -33,17 +33,16 @@ def used_experts(rows, experts):
 
 
 @functools.cache
-def best_sm90_config(rows, experts, columns, steps, element, b_mn, sm_count):
+def best_sm90_config(rows, experts, columns, steps, element, b_mn, sm_count, swiglu=False):
     """The sm90 config for `rows` rows by weights (experts, columns, steps), or (experts, steps, columns) if b_mn."""
     limit = SHARED_LIMIT - WORD * (experts + 1)
+    kind = {"element": element, "b_mn": b_mn, "swiglu": swiglu}
     if rows > FEW_ROWS * experts:
-        config = Sm90GemmConfig(widest(columns, (256, 128, 64)), 2, 2, element, b_mn=b_mn)
-        return with_stages(config, 1, steps, limit)
+        return with_stages(Sm90GemmConfig(widest(columns, (256, 128, 64)), 2, 2, **kind), 1, steps, limit)
     # Few tiles leave SMs idle in the last wave; there are more of narrower ones.
     waves = used_experts(rows, experts) * -(-columns // 64) / sm_count
     width = 32 if waves < FEW_WAVES and math.ceil(waves) > 1.2 * waves and not b_mn else 64
-    config = Sm90GemmConfig(width, 1, 2, element, b_mn=b_mn, streams_b=True)
-    return with_stages(config, 1 if b_mn else 2, steps, limit)
+    return with_stages(Sm90GemmConfig(width, 1, 2, **kind, streams_b=True), 1 if b_mn else 2, steps, limit)
 
 
 @functools.cache

@@ -51,15 +51,16 @@ ALL_CONSUMERS = 3
 def producers(config):
     """(produce_rows, produce_weights): the device functions of the warps that load A and B of all tiles."""
     rows, columns, panels, steps = config.rows, config.columns, config.panels, config.steps
-    stage_bytes, b_bytes, b_mn = config.stage_bytes, config.b_bytes, config.b_mn
+    stage_bytes, b_bytes, b_mn, swiglu = config.stage_bytes, config.b_bytes, config.b_mn, config.swiglu
+    tile_columns = config.tile_columns
     _, advance = ring(config.stages)
     _, find_tile = row_tile_functions(rows)
     load_b = sm90.tma_load_3d_evict_first if config.streams_b else sm90.tma_load_3d
 
     @device_function
     def produce_rows(x_map, eights_map, starts, table, boxes, full, empty, shape):
-        """boxes: where A's boxes of the first stage belong; shape: (tiles, tiles across, stages of a tile)."""
-        tiles, tiles_across, rounds = shape
+        """boxes: where A's boxes of the first stage belong; shape: (tiles, tiles across, stages of a tile, n)."""
+        tiles, tiles_across, rounds, n = shape
         lane = i32(cuda.threadIdx.x) & i32(31)
         stage, parity = FIRST_EMPTY
         index = i32(cuda.blockIdx.x)
@@ -90,13 +91,13 @@ def producers(config):
     @device_function
     def produce_weights(weights_map, starts, table, boxes, full, empty, shape):
         """Load the boxes of B, for the same arguments as produce_rows."""
-        tiles, tiles_across, rounds = shape
+        tiles, tiles_across, rounds, n = shape
         lane = i32(cuda.threadIdx.x) & i32(31)
         stage, parity = FIRST_EMPTY
         index = i32(cuda.blockIdx.x)
         while index < tiles:
             expert, _, _, tile_column = find_tile(index, table, starts, tiles_across)
-            first_column = i32(tile_column * columns)
+            first_column = i32(tile_column * tile_columns)
             for done in range(rounds):
                 sm90.mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
                 if lane == 0:
@@ -111,6 +112,9 @@ def producers(config):
                         for panel in range(panels):
                             box, panel_step = target + panel * columns * LINE, i32(step + panel * STEPS)
                             load_b(box, weights_map, panel_step, first_column, expert, stage_full)
+                            if swiglu:
+                                up, up_column = box + tile_columns * LINE, i32(n + first_column)
+                                load_b(up, weights_map, panel_step, up_column, expert, stage_full)
                 stage, parity = advance(stage, parity)
             index = i32(index + i32(cuda.gridDim.x))
 
@@ -126,6 +130,7 @@ def no_operation(done, rounds, leader, arguments):
 def consumer_function(config):
     """The device function of a consumer warpgroup: all of its tiles, from the main loop to the stores."""
     columns, rows, a_bytes, layout = config.columns, config.rows, config.a_bytes, config.layout
+    tile_columns = config.tile_columns
     staged_columns, staged_bytes, accumulators = config.staged_columns, config.staged_bytes, config.columns // 2
     b_kind = "mn" if config.b_mn else "k"
     start = wgmma_async(columns, config.element, config.steps // 16, "k", b_kind)
@@ -147,9 +152,13 @@ def consumer_function(config):
         return stage, parity
 
     @device_function
-    def consume(base, consumer, thread, c_map, c, starts, table, n, shape):
-        """Compute and store this block's tiles; c: C as pairs of 16 bits; shape as in produce_rows."""
-        tiles, tiles_across, rounds = shape
+    def consume(base, consumer, thread, maps, c, activated, starts, table, shape):
+        """Compute and store this block's tiles; shape as in produce_rows.
+
+        maps: of C and, with SwiGLU, of its output; c, activated: the same two as pairs of 16 bits.
+        """
+        tiles, tiles_across, rounds, n = shape
+        c_map, activated_map = maps
         lane, warp, leader = thread & i32(31), (thread >> i32(5)) & i32(3), (thread & i32(127)) == 0
         group = consumer + i32(1)
         staged = base + layout.staged + consumer * staged_bytes
@@ -169,12 +178,14 @@ def consumer_function(config):
                 by_threads = True
                 if staged_columns:
                     if i32(first_row + i32(ROWS)) <= end:
-                        store_by_tma(acc, c_map, c_map, first_row, tile_column, n, staged, group, warp, lane, leader)
+                        store_by_tma(
+                            acc, c_map, activated_map, first_row, tile_column, n, staged, group, warp, lane, leader
+                        )
                         by_threads = False
                 if by_threads:
                     row = i32(first_row + warp * i32(16) + (lane >> i32(2)))
-                    pair = i32((tile_column * columns >> i32(1)) + (lane & i32(3)))
-                    store_by_threads(acc, c, c, row, pair, end, n)
+                    pair = i32((tile_column * tile_columns >> i32(1)) + (lane & i32(3)))
+                    store_by_threads(acc, c, activated, row, pair, end, n)
             else:
                 stage, parity = skip(full, empty, rounds, stage, parity, leader, group)
         if leader:
@@ -185,9 +196,9 @@ def consumer_function(config):
 
 @specialize
 def grouped_gemm_sm90_kernel(config):
-    """The kernel of a config for the forward and, if config.b_mn, the input's gradient."""
+    """The kernel of a config for the forward, with or without SwiGLU, and, if config.b_mn, the input's gradient."""
     consumers, steps, a_bytes, layout = config.consumers, config.steps, config.a_bytes, config.layout
-    columns, staged, reallocates_registers = config.columns, config.staged_columns > 0, config.columns > 128
+    tile_columns, staged, reallocates_registers = config.tile_columns, config.staged_columns > 0, config.columns > 128
     table_offset = layout.nbytes - SWIZZLE_ALIGNMENT
     init_ring, _ = ring(config.stages)
     fill_table, _ = row_tile_functions(config.rows)
@@ -196,10 +207,11 @@ def grouped_gemm_sm90_kernel(config):
 
     @supports_pdl
     @cuda.jit(launch_bounds=((consumers + 1) * WARPGROUP, config.blocks_per_sm))
-    def grouped_gemm_sm90_kernel(x_map, eights_map, weights_map, starts, c_map, c, n, k):
-        """C (R, n) from rows of k steps; x_map, eights_map: of boxes of a tile's rows, and of eight.
+    def grouped_gemm_sm90_kernel(x_map, eights_map, weights_map, starts, c_map, c, activated_map, activated, n, k):
+        """C (R, n) from rows of k steps; with SwiGLU, C (R, 2 n), and `activated` (R, n) is written.
 
-        c_map: of C, c: C as pairs of 16 bits. Shared memory: Sm90GemmConfig.layout, then the table of row tiles.
+        x_map, eights_map: of boxes of a tile's rows, and of eight. c, activated are seen as pairs of 16 bits; the
+        latter two arguments are C's without SwiGLU. Shared memory: Sm90GemmConfig.layout, then the table of row tiles.
         """
         thread = i32(cuda.threadIdx.x)
         warpgroup, warp = sm90.warp_uniform(thread >> i32(7)), sm90.warp_uniform(thread >> i32(5))
@@ -218,9 +230,9 @@ def grouped_gemm_sm90_kernel(config):
         if warp == 0:
             fill_table(table, starts, thread)
         cuda.syncthreads()
-        tiles_across = i32((n + columns - 1) // columns)
+        tiles_across = i32((n + tile_columns - 1) // tile_columns)
         row_tiles = sm90.warp_uniform(load_word(table + i32(starts.shape[0] - 1) * i32(WORD)))
-        shape = i32(row_tiles * tiles_across), tiles_across, i32((k + steps - 1) // steps)
+        shape = i32(row_tiles * tiles_across), tiles_across, i32((k + steps - 1) // steps), i32(n)
         if warpgroup == 0:
             if reallocates_registers:
                 sm90.setmaxnreg_dec()
@@ -233,8 +245,8 @@ def grouped_gemm_sm90_kernel(config):
         else:
             if reallocates_registers:
                 sm90.setmaxnreg_inc()
-            target = sm90.tensor_map_address(c_map)
-            consume(base, warpgroup - i32(1), thread, target, c, starts, table, i32(n), shape)
+            maps = sm90.tensor_map_address(c_map), sm90.tensor_map_address(activated_map)
+            consume(base, warpgroup - i32(1), thread, maps, c, activated, starts, table, shape)
 
     return grouped_gemm_sm90_kernel
 
@@ -435,17 +447,29 @@ def gemm_rows(x, weights, starts, out, b_mn=False):
     gemm_rows_with_config(config, x, weights, starts, out)
 
 
-def gemm_rows_with_config(config, x, weights, starts, out):
-    """gemm_rows by the kernel of `config`. Rows of all matrices are multiples of 16 bytes long; R, N, K > 0."""
-    (rows, steps), columns, experts = x.shape, out.shape[1], len(weights)
-    tiles = most_row_tiles(rows, experts, config.rows) * -(-columns // config.columns)
+def gemm_swiglu(x, weights, starts, gate_up, out):
+    """gate_up = the rows of x times their experts' weights (E, 2 F, K), out = silu(gate) * up: the bits of swiglu."""
+    (rows, steps), columns, experts = x.shape, gate_up.shape[1], len(weights)
+    shape = tokens_of_choice(rows), experts, columns, steps, x.dtype.name
+    gemm_rows_with_config(best_sm90_config(*shape, False, device.sm_count(), True), x, weights, starts, gate_up, out)
+
+
+def gemm_rows_with_config(config, x, weights, starts, out, activated=None):
+    """gemm_rows by the kernel of `config`. Rows of all matrices are multiples of 16 bytes long; all lengths > 0.
+
+    activated: the output of SwiGLU if config.swiglu.
+    """
+    activated = activated if config.swiglu else out
+    (rows, steps), columns, experts = x.shape, activated.shape[1], len(weights)
+    tiles = most_row_tiles(rows, experts, config.rows) * -(-columns // config.tile_columns)
     grid, block = min(tiles, device.sm_count() * config.blocks_per_sm), (config.consumers + 1) * WARPGROUP
     x_map, eights_map = tensor_map(x, config.rows, STEPS), tensor_map(x, 8, STEPS)
-    weights_map = tensor_map(weights, 1, 64 if config.b_mn else config.columns, 64)
-    c_map = tensor_map(out, ROWS, config.box_columns)
+    weights_map = tensor_map(weights, 1, 64 if config.b_mn else config.tile_columns, 64)
+    c_map, activated_map = (tensor_map(array, ROWS, config.box_columns) for array in (out, activated))
     launch(
         grouped_gemm_sm90_kernel(config), grid, block, x_map, eights_map, weights_map, starts, c_map,
-        out.view(np.int32), columns, steps, shared=config.layout.nbytes + (experts + 1) * WORD, pdl=ALWAYS,
+        out.view(np.int32), activated_map, activated.view(np.int32), columns, steps,
+        shared=config.layout.nbytes + (experts + 1) * WORD, pdl=ALWAYS,
     )  # fmt: skip
 
 

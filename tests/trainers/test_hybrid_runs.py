@@ -4,8 +4,10 @@ import dataclasses
 import json
 import shutil
 
+import numpy as np
 import pytest
 
+from rlnumba.config import load_run
 from rlnumba.config.lora import LoraConfig
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Transformer, load_model, save_model
@@ -15,7 +17,7 @@ from rlnumba.runtime import device
 from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.sft import run_sft
 from tests.parallel import in_threads
-from tests.trainers.runs import GOLDEN, MODEL, grpo_run, metrics_of, sft_run
+from tests.trainers.runs import GOLDEN, MODEL, grpo_run, metrics_of, metrics_until, sft_run
 from tests.trainers.test_plan import assert_planned
 from tests.trainers.test_resume import hash_of
 
@@ -92,3 +94,11 @@ def test_grpo_takes_what_was_planned(hybrid, tmp_path, length):
 
 def test_sft_takes_what_was_planned(hybrid, tmp_path):
     assert_planned(run_of(hybrid, tmp_path / "run", activation_memory="selective", max_steps=5), run_sft)
+
+
+@pytest.mark.slow
+def test_the_example_learns(tmp_path, monkeypatch):
+    monkeypatch.chdir(GOLDEN.parent.parent)
+    run = load_run("grpo", "examples/qwen3_5.toml", [("output_dir", str(tmp_path / "run"))])
+    rewards = [row["reward"] for row in metrics_until(0.8, TRAINERS["grpo"].train, run)]
+    assert np.mean(rewards[:3]) < 0.5 and np.mean(rewards[-5:]) > 0.8

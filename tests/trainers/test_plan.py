@@ -1,7 +1,9 @@
 """The planner: its regions are those that runs report, and a failed allocation names one of its switches."""
 
 import dataclasses
+import importlib.util
 import json
+import pathlib
 import shutil
 import tomllib
 from types import SimpleNamespace
@@ -36,7 +38,7 @@ from rlnumba.trainers.sft import run_sft
 from tests.trainers.runs import MODEL, PAIR_ROWS, grpo_run, ppo_run, preference_run, reward_run, rloo_run, sft_run
 
 pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="compares with the arrays of the cpu device")
-GIB = 1 << 30
+GIB, ROOT = 1 << 30, pathlib.Path(__file__).parents[2]
 QWEN3_8B = {
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -332,6 +334,18 @@ def test_a_model_of_8b_for_a_gpu(tmp_path):
     # What is left is two chunks of float32 m, v and master.
     assert saved["train.offload_optimizer = true"] == 12 * elements - 2 * 12 * (1 << 24)
     assert [*saved.values()] == sorted(saved.values(), reverse=True)
+
+
+def test_the_page_of_models_is_current(tmp_path):
+    """Of all its rows one is made again."""
+    spec = importlib.util.spec_from_file_location("make_models", ROOT / "docs" / "make_models.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    table = module.PAGE.read_text().split(module.BEGIN)[1].split(module.END)[0]
+    rows = [line.strip("| ").split(" | ") for line in table.split("\n") if line]
+    assert rows[0] == module.HEADER and [row[0] for row in rows[2:]] == list(module.MODELS)
+    module.write_rows(tmp_path)
+    assert module.cells_of("Qwen3.5-0.8B", tmp_path) in rows, "run python docs/make_models.py"
 
 
 def test_the_share_of_the_engine(tmp_path):

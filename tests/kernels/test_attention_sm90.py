@@ -345,7 +345,7 @@ def test_the_list_of_work_items_is_not_left():
     """Contexts that are longer than it was made for: five items of two sequences, of which it holds three."""
     memory = device.asarray(np.full((8, 9), -7, np.int32))
     arrays = (device.asarray(np.int32(x)) for x in ([0, 1, 2], [3000, 1500], [0], [0]))
-    launch(list_work_items_kernel(16, 1024, False), 1, 32, *arrays, np.int32(1), np.int32(1), memory[:4])
+    launch(list_work_items_kernel(16, 1024, False, 0), 1, 32, *arrays, np.int32(1), np.int32(1), memory[:4])
     listed = device.to_host(memory)
     assert listed[0, 0] == 3 and listed[1:4, 1:3].tolist() == [[0, 0], [0, 1], [0, 2]] and (listed[4:] == -7).all()
 
@@ -355,7 +355,7 @@ def test_listing_work_items_compiles_for_gpus(compile_offline, grouped):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
     types = ["int32[::1]"] * 4 + ["int32"] * 2 + ["int32[:,::1]"]
-    troubles = compile_offline(list_work_items_kernel(16, 1024, grouped), types, ARCHITECTURES[0])
+    troubles = compile_offline(list_work_items_kernel(16, 1024, grouped, 0), types, ARCHITECTURES[0])
     assert not troubles, "\n".join(troubles)
 
 

@@ -5,11 +5,32 @@ import pytest
 
 from rlnumba.kernels.attention.ops import attention
 from rlnumba.kernels.attention.reference import attention_backward_ref, attention_ref
+from rlnumba.kernels.attention.scheduler import list_work_items_kernel
 from rlnumba.kernels.attention.sequences import first_kept_key
 from rlnumba.kernels.attention.simt import attention_gradient_kernel, attention_kernel, decode_config, prefill_config
+from rlnumba.kernels.attention.sm80_backward import dkv_config, dq_config, sm80_gradient_kernel
+from rlnumba.kernels.attention.sm80_decode import decode_config as sm80_decode_config
+from rlnumba.kernels.attention.sm80_decode import sm80_decode_kernel
+from rlnumba.kernels.attention.sm80_forward import attention_config as sm80_config
+from rlnumba.kernels.attention.sm80_forward import sm80_attention_kernel
+from rlnumba.kernels.attention.sm80_tiles import Batch
+from rlnumba.kernels.attention.sm90_backward import (
+    AttentionBackwardConfig,
+    BackwardBatch,
+    DqSums,
+    attention_backward_kernel,
+)
+from rlnumba.kernels.attention.sm90_config import attention_config
+from rlnumba.kernels.attention.sm90_decode.config import decode_config as sm90_decode_config
+from rlnumba.kernels.attention.sm90_decode.kernel import paged_attention_sm90_kernel
+from rlnumba.kernels.attention.sm90_forward import attention_sm90_kernel
+from rlnumba.kernels.nn.rope import HeadShape
 from rlnumba.runtime import device, dispatch, launch
+from rlnumba.runtime.arguments import tuple_type
 from tests.close import assert_gradient, assert_same_bits
 from tests.kernels.test_attention import packed
+from tests.kernels.test_attention_sm90 import DECODE, FORWARD
+from tests.kernels.test_decode_qkv import argument_types
 from tests.kernels.test_dispatch import Sequences, bounds, run_attention, skip_unless_runs
 
 # One key, one more than a gradient's tile, less than a tile, one of sm80 and sm90, no multiple, longer than the texts.
@@ -181,3 +202,47 @@ def test_wrong_windows_are_named(rng):
         attention(q, k, v, case.packed(), 1.0, q, device.xp().zeros((2, 5), np.float32))
     with pytest.raises(ValueError, match="paged_attention: window must be 0 to 16777216, got -1"):
         case.paged(1)
+
+
+SM90 = (9, 0, "a")
+
+
+@pytest.mark.parametrize("head_dim, group, paged, window", [(128, 2, False, 512), (256, 4, True, 1024)])
+def test_sm90_kernels_compile(compile_offline, head_dim, group, paged, window):
+    if device.name() != "cpu":
+        pytest.skip("compiles without a GPU, from the cpu device")
+    config = attention_config(head_dim, "bfloat16", group, paged, 16 if paged else 64).with_window(window)
+    troubles = compile_offline(attention_sm90_kernel(config), FORWARD, SM90)
+    # Longer windows than a segment, too.
+    for each in (window, 4096):
+        decode = sm90_decode_config(head_dim, "bfloat16", group, 16)._replace(window=each)
+        troubles += compile_offline(paged_attention_sm90_kernel(decode), DECODE, SM90)
+    fused = paged_attention_sm90_kernel(decode._replace(fused_qkv=True), HeadShape(head_dim, 8, 8, 4), True)
+    troubles += compile_offline(fused, argument_types("bfloat16", head_dim // 2, True), SM90)
+    types = ["int32[::1]"] * 4 + ["int32"] * 2 + ["int32[:,::1]"]
+    troubles += compile_offline(list_work_items_kernel(8, 1024, False, window), types, SM90)
+    x, f, i, m = "int32[:,:,::1]", "float32[::1]", "int32[::1]", "uint8[::1]"
+    batch, dq = tuple_type(BackwardBatch, i, "int64", "int64"), tuple_type(DqSums, i, i, f)
+    backward = attention_backward_kernel(AttentionBackwardConfig(head_dim, "bfloat16", window=window))
+    troubles += compile_offline(backward, [m, m, m, m, f, batch, "float32", dq, x, x], SM90)
+    assert not troubles, "\n".join(troubles)
+
+
+@pytest.mark.parametrize("architecture, limit", [((8, 0), 163 * 1024), ((12, 0), 99 * 1024)], ids=str)
+def test_sm80_kernels_compile(compile_offline, architecture, limit):
+    if device.name() != "cpu":
+        pytest.skip("compiles without a GPU, from the cpu device")
+    x, f, i, troubles = "uint16[:,:,::1]", "float32[:,::1]", "int32[::1]", []
+    head_dim = 256 if architecture == (8, 0) else 128
+    batch = tuple_type(Batch, i, i, i, "int64")
+    for block_size in (0, 16):
+        config = sm80_config(head_dim, "bfloat16", block_size, limit, 512).with_window(512)
+        troubles += compile_offline(
+            sm80_attention_kernel(config), [x, x, x, batch, "float32", f, i, x, f], architecture
+        )
+    decode = sm80_decode_kernel(sm80_decode_config(head_dim, "bfloat16", 16, limit).with_window(4096))
+    troubles += compile_offline(decode, [x, x, x, batch, "int64", "float32", f, f, x], architecture)
+    for config in (dkv_config(head_dim, "bfloat16", limit), dq_config(head_dim, "bfloat16", limit)):
+        kernel = sm80_gradient_kernel(config._replace(window=512))
+        troubles += compile_offline(kernel, [x, x, x, x, f, f, i, "float32", x, x], architecture)
+    assert not troubles, "\n".join(troubles)

@@ -47,12 +47,6 @@ def attention_family(element, head_dim, gqa_ratio):
     return dispatch.select("attention", IS_SUPPORTED, element, head_dim, gqa_ratio)
 
 
-def family_of_call(element, head_dim, gqa_ratio, window):
-    """attention_family, of a call with this window."""
-    family = attention_family(element, head_dim, gqa_ratio)
-    return "simt" if window and family == "sm90" else family
-
-
 def check_heads(op, q, k, v, scale):
     """(N, H, HK, E) of q (N, H, E) and of k and v (rows, HK, E), or ValueError."""
     tokens, heads, head_dim = check(op, "q", q, (None, None, None), FLOATS)
@@ -91,7 +85,7 @@ def attention(q, k, v, sequences, scale, out, lse):
     if device.name() == "cpu":
         cpu.attention(q, k, v, sequences, scale, out, lse)
         return
-    family = family_of_call(q.dtype.name, head_dim, heads // kv_heads, sequences.window)
+    family = attention_family(q.dtype.name, head_dim, heads // kv_heads)
     if family != "simt":
         check_chunks(op, q=q, k=k, v=v, out=out)
     FORWARD[family](q, k, v, sequences, scale, out, lse)
@@ -116,7 +110,7 @@ def attention_backward(dout, inputs, out, lse, sequences, scale, gradients):
     if device.name() == "cpu":
         cpu.attention_backward(dout, inputs, out, lse, sequences, scale, gradients)
         return
-    family = family_of_call(q.dtype.name, head_dim, heads // kv_heads, sequences.window)
+    family = attention_family(q.dtype.name, head_dim, heads // kv_heads)
     if family != "simt":
         check_chunks(op, dout=dout, q=q, k=k, v=v, out=out, dq=dq, dk=dk, dv=dv)
     BACKWARD[family](dout, inputs, out, lse, sequences, scale, gradients)

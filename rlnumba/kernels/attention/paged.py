@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.attention import sm80_decode, sm90_paged
-from rlnumba.kernels.attention.ops import attention_family, check_heads, check_window, family_of_call
+from rlnumba.kernels.attention.ops import attention_family, check_heads, check_window
 from rlnumba.kernels.attention.reference import attention_ref
 from rlnumba.kernels.attention.simt import paged_attention_simt
 from rlnumba.kernels.attention.sm90_decode.config import decode_config as sm90_decode_config
@@ -50,26 +50,27 @@ def sharing(element, heads, kv_heads, head_dim, block_size):
     return PrefixSharing(sm90_paged.supported_group_sizes(group), config.segment)
 
 
-def reserve_workspace(element, heads, kv_heads, head_dim, block_size, calls):
+def reserve_workspace(element, heads, kv_heads, head_dim, block_size, calls, windows=False):
     """Allocate the current context's workspace for any of `calls`, so that none of them allocates; returns its bytes.
 
     The arguments are workspace_sizes'.
     """
-    sizes = workspace_sizes(element, heads, kv_heads, head_dim, block_size, calls)
+    sizes = workspace_sizes(element, heads, kv_heads, head_dim, block_size, calls, windows)
     return current().own(Workspace).reserve(*sizes) if sizes else 0
 
 
-def workspace_sizes(element, heads, kv_heads, head_dim, block_size, calls):
+def workspace_sizes(element, heads, kv_heads, head_dim, block_size, calls, windows=False):
     """Words of four bytes that the arrays of a Workspace need for any of `calls`, a tuple; () where it needs none.
 
-    element: the dtype's name. calls: bounds of each, (sequences B, tokens N, max_seqlen_q, max_context_len).
+    element: the dtype's name. calls: bounds of each, (sequences B, tokens N, max_seqlen_q, max_context_len). windows:
+    whether there are calls with a window, too.
     """
     group = heads // kv_heads
     family = attention_family(element, head_dim, group)
     if family == "sm90":
         box = min(block_size, TILE_KEYS)
         calls = [(sequences, longest, context) for sequences, _, longest, context in calls]
-        return sm90_paged.workspace_sizes(element, kv_heads, group, head_dim, box, calls)
+        return sm90_paged.workspace_sizes(element, kv_heads, group, head_dim, box, calls, windows)
     if family == "sm80":
         return sm80_decode.workspace_sizes(element, kv_heads, group, head_dim, block_size, calls)
     return ()
@@ -81,7 +82,7 @@ def plan_paged_attention(element, heads, kv_heads, head_dim, block_size, sequenc
     element: the dtype's name; sequences: PagedSequences. Returns their `plan`, made on the device from what the arrays
     hold then, and good until the next one is made; None where nothing is gained.
     """
-    if family_of_call(element, head_dim, heads // kv_heads, sequences.window) != "sm90":
+    if attention_family(element, head_dim, heads // kv_heads) != "sm90":
         return None
     return sm90_paged.plan_decode((element, heads, kv_heads, head_dim, block_size), sequences)
 
@@ -138,7 +139,7 @@ def paged_attention(q, caches, sequences, scale, out):
     if device.name() == "cpu":
         attention_cpu.paged_attention(q, k, v, block_size, sequences, scale, out)
         return
-    family = family_of_call(q.dtype.name, head_dim, heads // kv_heads, sequences.window)
+    family = attention_family(q.dtype.name, head_dim, heads // kv_heads)
     if family == "simt":
         paged_attention_simt(q, k, v, block_size, sequences, scale, out)
         return
@@ -176,7 +177,7 @@ def paged_attention_qkv(qkv, norm, rotation, caches, sequences, scale, out):
     check(op, "context_lens", sequences.context_lens, (count,), I32)
     if sequences.max_seqlen_q != 1:
         raise ValueError(f"{op}: max_seqlen_q must be 1, got {sequences.max_seqlen_q}")
-    if fuses_qkv(out.dtype.name, heads, kv_heads, head_dim) and not sequences.window:
+    if fuses_qkv(out.dtype.name, heads, kv_heads, head_dim):
         check_chunks(op, qkv=qkv, k_cache=k_cache, v_cache=v_cache, out=out)
         sm90_paged.paged_attention_qkv_sm90(qkv, norm, rotation, caches, sequences, scale, out)
         return

@@ -6,7 +6,8 @@ the query tiles that end the longest sequences first, since these have the most 
 Decode: a work item is a span of a sequence's keys, for one key head: item 0 has its leading_segments segments of
 `segment` keys, each further item one (split-KV). A short last segment behind item 0 belongs to it, which takes less
 time than an item whose result is to be merged. The segments that lie wholly in the common prefix of a group of
-sequences are listed once for all. A kernel lists the items of a step, so that a captured graph stays valid.
+sequences are listed once for all. With a window a sequence has one item, from the first tile that a query sees. A
+kernel lists the items of a step, so that a captured graph stays valid.
 """
 
 import functools
@@ -14,7 +15,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from rlnumba.kernels.attention.softmax import TILE_KEYS
+from rlnumba.kernels.attention.softmax import ONE_SEGMENT, TILE_KEYS
 from rlnumba.kernels.ptx.warp import (
     ballot,
     device_function,
@@ -182,8 +183,9 @@ def inclusive_sum(value, lane):
 
 
 @specialize
-def list_work_items_kernel(rows, segment, grouped):
+def list_work_items_kernel(rows, segment, grouped, window):
     """The kernel that lists the work items of decode, for a DecodeConfig of so many rows."""
+    segment = ONE_SEGMENT if window else segment
     leading_segments, count_splits, count_shared_items = split_functions(rows, segment, grouped)
 
     @device_function
@@ -247,6 +249,9 @@ def list_work_items_kernel(rows, segment, grouped):
                     first_key, keys = i32(0), i32(leading * segment)
                     if split > 0:
                         first_key, keys = i32((split - 1 + leading) * segment), i32(segment)
+                    if window > 0:
+                        tokens = i32(cu_seqlens[sequence + 1] - start)
+                        first_key = max(i32(context_len - tokens - (window - 1)), i32(0)) // TILE_KEYS * TILE_KEYS
                     keys = min(i32(context_len - first_key), keys)
                     items[row + i, TILES] = i32((keys + (TILE_KEYS - 1)) // TILE_KEYS)
                     items[row + i, SEQUENCE] = sequence

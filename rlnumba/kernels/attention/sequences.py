@@ -57,8 +57,8 @@ class PagedSequences(NamedTuple):
 
     @property
     def max_group_size(self):
-        """The bound of the groups' sizes, 1 without groups."""
-        return 1 if self.groups is None else self.groups.max_group_size
+        """The bound of the groups' sizes, 1 without groups, and with a window, which is seldom in a shared prefix."""
+        return 1 if self.groups is None or self.window else self.groups.max_group_size
 
 
 def first_kept_key(position, window):

@@ -138,20 +138,19 @@ def softmax_backward_functions(window):
                 at = 4 * block + 2 * half
                 scores[at] = exp2(cuda.fma(scores[at], scale_log2, -low_lse))
                 scores[at + 1] = exp2(cuda.fma(scores[at + 1], scale_log2, -high_lse))
-                if row < full:
-                    first_visible = i32(i32(first_key + half * 8 + (lane >> i32(2))) * gqa_ratio)
-                    column = i32(row + block * 8 + ((lane & i32(3)) << i32(1)))
+                first_visible = i32(i32(first_key + half * 8 + (lane >> i32(2))) * gqa_ratio)
+                column = i32(row + block * 8 + ((lane & i32(3)) << i32(1)))
+                if window > 0:
+                    # How far a row is behind the key; an earlier row is so by more than any window, unsigned.
+                    behind = np.uint32(i32(column - first_visible))
+                    if behind >= np.uint32(i32(window) * gqa_ratio):
+                        scores[at] = f32(0.0)
+                    if np.uint32(behind + np.uint32(1)) >= np.uint32(i32(window) * gqa_ratio):
+                        scores[at + 1] = f32(0.0)
+                elif row < full:
                     if column < first_visible:
                         scores[at] = f32(0.0)
                     if i32(column + i32(1)) < first_visible:
-                        scores[at + 1] = f32(0.0)
-                # From the row on that is `window` tokens behind the key, rows do not see it.
-                if window > 0 and i32(row + i32(WIDTH)) > i32(i32(first_key + i32(window)) * gqa_ratio):
-                    end = i32(i32(first_key + i32(window + half * 8) + (lane >> i32(2))) * gqa_ratio)
-                    column = i32(row + block * 8 + ((lane & i32(3)) << i32(1)))
-                    if column >= end:
-                        scores[at] = f32(0.0)
-                    if i32(column + i32(1)) >= end:
                         scores[at + 1] = f32(0.0)
                 gradients[at] = scores[at] * (gradients[at] - low_delta)
                 gradients[at + 1] = scores[at + 1] * (gradients[at + 1] - high_delta)
@@ -162,12 +161,13 @@ def softmax_backward_functions(window):
         for i in range(WIDTH // 2):
             half = i % 4 // 2
             p = exp2(cuda.fma(scores[i], scale_log2, -lse[half]))
-            if i32(key + i32(WIDTH - 1)) > first_position:
-                if i32(key + i32(i // 4 * 8 + i % 2) + ((lane & i32(3)) << i32(1))) > position[half]:
+            column = i32(key + i32(i // 4 * 8 + i % 2) + ((lane & i32(3)) << i32(1)))
+            if window > 0:
+                # As for keys.
+                if np.uint32(i32(position[half] - column)) >= np.uint32(window):
                     p = f32(0.0)
-            # A warp's rows are within 16 positions.
-            if window > 0 and key < i32(first_position + i32(16 - window)):
-                if i32(key + i32(window + i // 4 * 8 + i % 2) + ((lane & i32(3)) << i32(1))) <= position[half]:
+            elif i32(key + i32(WIDTH - 1)) > first_position:
+                if column > position[half]:
                     p = f32(0.0)
             gradients[i] = p * (gradients[i] - delta[half])
 
@@ -266,7 +266,7 @@ def sm80_gradient_kernel(config):
             last_row = i32(first_row + min(i32(warp_row + i32(15)), i32(valid_rows - i32(1))))
             visible_end = i32(last_row // gqa_ratio + i32(1))
             if window > 0:
-                begin, none = first_key_of(first_row // gqa_ratio), i32(first_position - i32(window - 1))
+                begin = first_key_of(first_row // gqa_ratio)
                 sources = k_source + np.int64(begin) * key_bytes, v_source + np.int64(begin) * key_bytes
         if warp_row >= valid_rows:
             visible_end = i32(0)

@@ -355,7 +355,7 @@ def workspace_sizes(element, kv_heads, gqa_ratio, head_dim, block_size, calls):
             max(floats, rows * (sm80_tiles.padded(head_dim) + 2), slots * slot_floats),
             max(counters, slots),
         )
-    return floats, counters, 0
+    return floats, counters, 0, 0
 
 
 def paged_attention_sm80(q, k, v, block_size, sequences, scale, out, config=None):
@@ -371,7 +371,7 @@ def paged_attention_sm80(q, k, v, block_size, sequences, scale, out, config=None
     kind = head_dim, q.dtype.name, block_size, device.max_shared_bytes()
     if isinstance(config, Sm80AttentionConfig) or config is None and max_seqlen_q * gqa_ratio > DECODE_ROWS:
         no_lse = unused(2, np.float32)
-        prefill_sm80(q, k, v, sequences, scale, out, no_lse, config or attention_config(*kind))
+        prefill_sm80(q, k, v, sequences, scale, out, no_lse, config or attention_config(*kind, sequences.window))
         return
     if count > MAX_SEQUENCES:
         raise ValueError(f"paged_attention: at most {MAX_SEQUENCES} sequences can be decoded at once, got {count}")

@@ -348,16 +348,10 @@ def sm80_attention_kernel(config):
             v_source += next_tile
             tile_start = i32(tile * i32(softmax.TILE_KEYS))
             is_visible = tile_start < i32(first_position + i32(warp_rows))
-            if window > 0:
-                # Tiles ahead of the windows of all its rows are not the warp's.
-                is_visible = is_visible and i32(tile_start + i32(softmax.TILE_KEYS - 1 + window)) > first_position
             if is_visible:
                 qk(scores, q_fragments, warp_lines, base + k_tiles + stage * i32(tile_bytes), lane)
-                is_masked = i32(tile_start + i32(softmax.TILE_KEYS - 1)) > first_position
-                if window > 0:
-                    # The warp's last row is less than warp_rows behind its first.
-                    is_masked = is_masked or i32(tile_start + i32(window - warp_rows)) < first_position
-                if is_masked:
+                # With a window, whether a tile is masked takes a register that there is not.
+                if window > 0 or i32(tile_start + i32(softmax.TILE_KEYS - 1)) > first_position:
                     mask_scores(scores, mask_offset, block_values, i32(first_row + warp_row), tile_start, lane)
             # After this, the values are in shared memory, and no warp still reads the keys.
             wait_for_tile()
@@ -390,14 +384,15 @@ def sm80_attention_kernel(config):
 
 
 @functools.cache
-def attention_config(head_dim, element, block_size, limit):
+def attention_config(head_dim, element, block_size, limit, window=0):
     """32 rows a warp, which read keys half as often as 16, where two blocks fit an SM and nothing spills.
 
     limit: bytes of shared memory that a block may have.
     """
     wide = Sm80AttentionConfig(head_dim, element, 4, 32, block_size=block_size)
-    # ptxas spills at 80 columns for sm_120, whose blocks have 99 KB; at 128, 108 bytes for sm_100 (untimed).
-    widest = 64 if limit < 128 * 1024 else 96 if block_size else 128
+    # ptxas spills at 80 columns for sm_120, whose blocks have 99 KB; at 128, 108 bytes for sm_100 (untimed), and with a
+    # window for sm_80, too.
+    widest = 64 if limit < 128 * 1024 else 96 if block_size or window else 128
     if padded(head_dim) <= widest and 2 * (wide.shared_bytes + BLOCK_BYTES) <= limit + sm80.SYSTEM_BYTES:
         return wide
     if padded(head_dim) <= 128:
@@ -416,7 +411,7 @@ def totals_shape(config, max_context_len):
 def attention_sm80(q, k, v, sequences, scale, out, lse, config=None):
     """The operator attention by the sm80 kernel, arguments checked. config: by default attention_config's."""
     cu_seqlens, max_seqlen, window = sequences
-    config = config or attention_config(q.shape[2], q.dtype.name, 0, device.max_shared_bytes())
+    config = config or attention_config(q.shape[2], q.dtype.name, 0, device.max_shared_bytes(), window)
     sequences = PagedSequences(cu_seqlens, unused(1), unused(2), max_seqlen, max_seqlen, window=window)
     prefill_sm80(q, k, v, sequences, scale, out, lse, config)
 

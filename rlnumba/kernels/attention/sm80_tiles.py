@@ -245,9 +245,12 @@ def softmax_functions(blocks, window):
         for i in range(blocks):
             for block in range(TILE_KEYS // 8):
                 for j in range(4):
-                    if block * 8 + j % 2 > mask_offset[2 * i + j // 2]:
-                        scores[(i * (TILE_KEYS // 8) + block) * 4 + j] = MINUS_INFINITY
-                    if window > 0 and block * 8 + j % 2 <= mask_offset[2 * i + j // 2] - window:
+                    if window > 0:
+                        # How far the key is ahead of the row; a later key is so by more than any window, unsigned.
+                        ahead = np.uint32(i32(mask_offset[2 * i + j // 2] - i32(block * 8 + j % 2)))
+                        if ahead >= np.uint32(window):
+                            scores[(i * (TILE_KEYS // 8) + block) * 4 + j] = MINUS_INFINITY
+                    elif block * 8 + j % 2 > mask_offset[2 * i + j // 2]:
                         scores[(i * (TILE_KEYS // 8) + block) * 4 + j] = MINUS_INFINITY
 
     @device_function

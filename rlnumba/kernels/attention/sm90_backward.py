@@ -20,9 +20,10 @@ because dq sums over the keys of both warpgroups. The sum of dq runs over blocks
                                       1.2 TB/s at 390 TFLOP/s
 
 In KV order: blocks add to the float32 sums of a query tile in ascending order of their keys, ordered by a semaphore for
-each (query tile, head); the first block stores. Two warps wait for semaphores and start bulk reduce-adds of 32 KB, so
-a block that must wait delays its consumers only when it is more than a step late. Deadlock-free on any grid: blocks
-take work indices from a counter, in the order of a KV head's key tiles, so the predecessor is resident or complete.
+each (query tile, head); the first block stores: with a window, that of the first keys that the tile sees. Two warps
+wait for semaphores and start bulk reduce-adds of 32 KB, so a block that must wait delays its consumers only when it is
+more than a step late. Deadlock-free on any grid: blocks take work indices from a counter, in the order of a KV head's
+key tiles, so the predecessor is resident or complete.
 
 The order of the work indices decides the speed. A step of 64 queries x 128 keys loads 32 KB of q and dout and reads and
 writes 32 KB of sums, in some 2.2 us: on 132 SMs 5.9 TB/s, more than the memory gives. Blocks of one chain (the key
@@ -249,7 +250,7 @@ def trim_function(config):
 @functools.cache
 def reduce_dq_function(config):
     """The device function of the two threads that add dq to its sums in global memory, in KV order."""
-    parts, row_size, shared = config.dq_parts, config.dq_row_size, config.layout
+    parts, row_size, shared, window = config.dq_parts, config.dq_row_size, config.layout, config.window
 
     @device_function
     def reduce_dq(
@@ -260,6 +261,8 @@ def reduce_dq_function(config):
 
         row: of the sums, at which the last query tile begins; rows: how many it has.
         """
+        # The last tile's first query less the block's first key. From `window` on, it does not see the keys before.
+        distance, adds = i32((query_tiles - 1) * QUERIES), key_tile > 0
         # While one thread still waits for its part to be written, the other may wait for its semaphore.
         head, parity = i32(0), i32(0)
         for part in range(query_tiles * gqa_ratio * parts):
@@ -267,11 +270,13 @@ def reduce_dq_function(config):
                 index = (tile + head) * parts + (part & (parts - 1))
                 before = ((first_head + head) * parts + (part & (parts - 1))) * rows
                 offset, size = (i64(row) * (heads * parts) + before) * row_size, rows * i32(row_size)
-                if key_tile > 0:
+                if window > 0:
+                    adds = key_tile > 0 and distance < i32(window - 1)
+                if adds:
                     semaphore_wait(semaphores, index, key_tile)
                 sm90.mbarrier_wait(base + shared.dq_full + parity_of_parts * MBARRIER_BYTES, parity)
                 parity ^= i32(1)
-                if key_tile > 0:
+                if adds:
                     sm90.bulk_reduce_add(dq_sums, offset, size, base + shared.dq)
                 else:
                     sm90.bulk_copy_store(dq_sums, offset, size, base + shared.dq)
@@ -287,6 +292,8 @@ def reduce_dq_function(config):
                     tile -= heads
                     row -= i32(QUERIES)
                     rows = i32(QUERIES)
+                    if window > 0:
+                        distance -= i32(QUERIES)
 
     return reduce_dq
 
@@ -325,7 +332,9 @@ def attention_backward_kernel(config):
         sm90.setmaxnreg(CONSUMER_REGISTERS, True),
     )
     schedule, producer, reduce_dq = schedule_function(config), producer_function(config), reduce_dq_function(config)
-    consumer, trim = consumer_function(config), trim_function(config)
+    consumer, trim, window = consumer_function(config), trim_function(config), config.window
+    # Query tiles that see a block's keys.
+    window_tiles = (keys + window - 2) // QUERIES + 1
 
     @device_function
     def init_barriers(base):
@@ -373,11 +382,15 @@ def attention_backward_kernel(config):
         first_key = key_tile * i32(keys)
         first_row = i32(start + first_key)
         query_tiles = i32((length - first_key + (QUERIES - 1)) // QUERIES)
+        if window > 0:
+            query_tiles = min(query_tiles, i32(window_tiles))
         # Index of the rows, semaphores and sums of the last query tile and the group's first head.
         last_tile = start // QUERIES + sequence + first_key // QUERIES + query_tiles - 1
         tile = i32(last_tile * heads + kv_head * gqa_ratio)
         valid_keys, last_query = i32(length - first_key), i32((query_tiles - i32(1)) * i32(QUERIES))
         valid_queries = i32(valid_keys - last_query)
+        if window > 0:
+            valid_queries = min(valid_queries, i32(QUERIES))
         trimmed_steps = gqa_ratio if valid_queries < QUERIES else i32(0)
 
         if warpgroup == 0:
@@ -477,7 +490,7 @@ def backward_nbytes(tokens, sequences, heads, head_dim):
 
 def attention_backward_sm90(dout, inputs, out, lse, sequences, scale, gradients, config=None):
     """The operator attention_backward by the sm90 kernels, arguments checked, for heads that is_supported accepts."""
-    (q, k, v), (dq, dk, dv), (cu_seqlens, max_seqlen) = inputs, gradients, sequences[:2]
+    (q, k, v), (dq, dk, dv), (cu_seqlens, max_seqlen, window) = inputs, gradients, sequences
     tokens, heads, head_dim = q.shape
     kv_heads, count = k.shape[1], cu_seqlens.shape[0] - 1
     if not tokens or not max_seqlen:
@@ -497,7 +510,7 @@ def attention_backward_sm90(dout, inputs, out, lse, sequences, scale, gradients,
     q_map, dout_map = (tensor_map(x, QUERIES, 1, 64) for x in (q, dout))
     k_map, v_map = (tensor_map(x, config.keys, 1, 64) for x in (k, v))
     launch(
-        attention_backward_kernel(config), kv_heads * count * key_tiles, 3 * WARPGROUP,
+        attention_backward_kernel(config._replace(window=window)), kv_heads * count * key_tiles, 3 * WARPGROUP,
         q_map, k_map, v_map, dout_map, rows, BackwardBatch(cu_seqlens, heads, max_seqlen), float(scale),
         DqSums(work_counter, semaphores, dq_sums), dk.view(np.int32), dv.view(np.int32), shared=config.layout.nbytes,
     )  # fmt: skip

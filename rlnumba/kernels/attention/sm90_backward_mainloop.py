@@ -12,7 +12,7 @@ import numpy as np
 
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, load_pair, stmatrix_x4, store_four
 from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait, named_barrier_sync
-from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2
+from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2, udiv
 from rlnumba.kernels.ptx.wgmma import WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring, shared_layout, swizzled_chunk
 from rlnumba.runtime.device import cuda
@@ -33,12 +33,14 @@ class AttentionBackwardConfig(NamedTuple):
 
     prefetch_scores: S^T of the next step is started before the wait for dq of this one (heads up to 128). chains: how
     many KV heads of sequences are worked on at the same time; on 132 SMs, 32 of them means four blocks of each.
+    window: of sequences.py.
     """
 
     head_dim: int
     element: str
     prefetch_scores: bool = True
     chains: int = 32
+    window: int = 0
 
     @property
     def wide(self):
@@ -98,17 +100,26 @@ class AttentionBackwardConfig(NamedTuple):
 
 
 @functools.cache
-def softmax_backward_functions(columns, element):
+def softmax_backward_functions(columns, element, window):
     """(probabilities, score_gradients) of 64 keys and `columns` queries, in place and rounded to 16 bits in words."""
     pack = cvt_pack(element)
 
     @device_function
-    def probabilities(scores, position, is_diagonal, lse, scale_log2, words):
-        """P = exp2(S - lse) in place of S, rounded in `words`. lse: address; position: of `pair` less that of `key`."""
+    def probabilities(scores, position, is_diagonal, distance, lse, scale_log2, words):
+        """P = exp2(S - lse) in place of S, rounded in `words`. lse: address; position: of `pair` less that of `key`.
+
+        distance: with a window, the same of any tile; position is that of the last ones.
+        """
         if is_diagonal:
             for block in range(columns // 8):
                 for i in range(4):
                     if position < i32((i >> 1) * 8 - (i & 1) - block * 8):
+                        scores[block * 4 + i] = MINUS_INFINITY
+        # The difference is at most that of the last query and the first key.
+        if window > 0 and distance >= window - QUERIES:
+            for block in range(columns // 8):
+                for i in range(4):
+                    if distance >= i32((i >> 1) * 8 - (i & 1) - block * 8 + window):
                         scores[block * 4 + i] = MINUS_INFINITY
         for block in range(columns // 8):
             low, high = load_pair(lse + block * 32)
@@ -230,6 +241,7 @@ def consumer_function(config):
     dS reach the other consumer through shared memory.
     """
     element, wide, prefetch_scores = config.element, config.wide, config.prefetch_scores and not config.wide
+    window = config.window
     queries, columns = (QUERIES // 2, 128) if wide else (QUERIES, config.columns)
     key_box, query_bytes = config.keys * LINE, config.boxes * QUERY_BOX
     # From the columns of K that the first consumer takes for dq to those of the second.
@@ -247,7 +259,7 @@ def consumer_function(config):
     # The GEMM for dq follows that for dk.
     wait_dv, wait_dk = wgmma_wait_group(accumulators, 2), wgmma_wait_group(accumulators, 1)
     wait_dq = wgmma_wait_group(dq_accumulators, 1 if prefetch_scores else 0)
-    probabilities, score_gradients = softmax_backward_functions(queries, element)
+    probabilities, score_gradients = softmax_backward_functions(queries, element, window)
     store_scores, store_dq_tile = store_scores_function(queries), store_dq_tile_function(config)
     dq_row_offset = dq_row_offset_function(config)
     epilogue = epilogue_function(config, columns)
@@ -296,8 +308,10 @@ def consumer_function(config):
             steps_left = steps - step
             position = i32(pair - key + (QUERIES if diagonal_tiles > 1 and steps_left > gqa_ratio else 0))
             is_diagonal = steps_left <= diagonal_tiles * gqa_ratio
+            # The positions of the step's queries less those of the keys.
+            distance = i32(pair - key + udiv(i32(steps_left - 1), gqa_ratio) * QUERIES) if window > 0 else i32(0)
             lse, delta = base + shared.lse + stage * ROW_BYTES, base + shared.delta + dout_stage * ROW_BYTES
-            probabilities(scores, position, is_diagonal, lse + pair * 4, scale_log2, p_words)
+            probabilities(scores, position, is_diagonal, distance, lse + pair * 4, scale_log2, p_words)
             if wide:
                 store_scores(base + p_offset + buffer, first_query >> i32(3), line, lane, p_words)
             wait_scores(dp)

@@ -19,7 +19,8 @@ class AttentionConfig(NamedTuple):
     """One kernel. element: "float16" or "bfloat16"; consumers: warpgroups; stages: of the rings of K and of V.
 
     paired: the two consumers take two query heads, else neighbouring tokens. paged: keys lie in the blocks of a cache.
-    box: keys of one TMA box, a cache block's tokens or 64. segment: SEGMENT_KEYS, smaller in tests.
+    box: keys of one TMA box, a cache block's tokens or 64. segment: SEGMENT_KEYS, smaller in tests. window: of
+    sequences.py, with one segment.
     """
 
     head_dim: int
@@ -30,6 +31,11 @@ class AttentionConfig(NamedTuple):
     paged: bool = False
     box: int = softmax.TILE_KEYS
     segment: int = softmax.SEGMENT_KEYS
+    window: int = 0
+
+    def with_window(self, window):
+        """This config for a window, or for none."""
+        return self._replace(window=window, segment=softmax.ONE_SEGMENT) if window else self
 
     @property
     def item_tokens(self):

@@ -18,7 +18,9 @@ head of a token) is computed so, whatever its batch, here and in sm90_decode/, w
 
 A wgmma gives an element the same bits whatever its width and whichever operand is A, so decode may exchange keys and
 queries; both layouts of a tile's scores can add l in this order. A tile beyond a row's diagonal changes nothing
-(m' = m, rescale = 1, p = 0), nor does a segment (b = 0, a = 1), so blocks may visit more tiles than a row needs.
+(m' = m, rescale = 1, p = 0), nor does a segment (b = 0, a = 1), so blocks may visit more tiles than a row needs. With a
+window a row is one segment, which begins with the tile of its first key; tiles ahead of it change nothing either (m =
+-inf, l = acc = 0).
 
 The grid is persistent; scheduler.py orders the work items. An item is 64 query tokens for each of one or two consumer
 warpgroups, which take two query heads of one key head where their number is even, else neighbouring tokens. In the
@@ -63,14 +65,15 @@ ARCHITECTURES = [(9, 0, "a")]
 # Registers of a thread of the producer warpgroup, and of a consumer, where there are two consumers.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
 # Fields that warp 0 publishes of a work item: tiles of keys (0: no more work), query head, first row of q, its
-# position, rows from there to the sequence's end, keys of the last tile.
+# position, rows from there to the sequence's end, keys of the last tile; with a window the first tile. Tiles are
+# counted from the sequence's start.
 ITEM_FIELDS = 6
 
 
 @functools.cache
 def load_functions(config):
     """(load_q, load_kv): the device functions by which a producer warp loads a work item's tiles."""
-    _, _, consumers, stages, paired, paged, box, _ = config
+    _, _, consumers, stages, paired, paged, box, _, window = config
     boxes, tile_bytes = config.boxes, config.tile_bytes
     boxes_per_tile = softmax.TILE_KEYS // box
     # 32 lanes look up the rows of so many tiles' boxes at once. A box of 64 keys is looked up when it is due: a
@@ -88,13 +91,18 @@ def load_functions(config):
                 sm90.tma_load_3d(box_target, q_source, b * 64, q_head, q_row, q_full)
 
     @device_function
-    def load_kv(source, target, full, empty, stage, parity, tiles, kv_head, row, sequence, context_len, pages, lane):
-        """Load a work item's tiles of K or V; row: of the first key, if packed; pages: Pages."""
+    def load_kv(
+        source, target, full, empty, stage, parity, tiles, first_tile, kv_head, row, sequence, context_len, pages, lane
+    ):
+        """Load a work item's tiles of K or V from first_tile on; row: of the first key, if packed; pages: Pages."""
         # Lane i loads box i % boxes_per_tile of the tile, columns 64 (i // boxes_per_tile) on.
         part, column_box = lane % i32(boxes_per_tile), lane // i32(boxes_per_tile)
         target = Address(target + column_box * BOX_BYTES + part * (box * LINE))
         row, page, next_page, index = i32(row + part * box), i32(0), i32(0), i32(part)
         key = i32(lane * box) if several else i32(0)
+        if window > 0:
+            row, key = i32(row + first_tile * softmax.TILE_KEYS), i32(key + first_tile * softmax.TILE_KEYS)
+            tiles = i32(tiles - first_tile)
         if paged and several:
             next_page = page_row(pages, sequence, key, context_len)
         while tiles > 0:
@@ -130,7 +138,7 @@ def load_functions(config):
 @functools.cache
 def producer_function(config):
     """The device function of the two producer warps."""
-    head_dim, _, consumers, stages, paired, paged, _, _ = config
+    head_dim, _, consumers, stages, paired, paged, _, _, window = config
     item_tokens, layout = config.item_tokens, config.layout
     first_query_tile, next_query_tile, find_sequence = prefill_scheduler(paged, item_tokens)
     load_q, load_kv = load_functions(config)
@@ -172,6 +180,10 @@ def producer_function(config):
                 context_len = batch.context_lens[sequence] if paged else length
                 last = i32(context_len - length + min(i32(first + item_tokens), length) - 1)
                 tiles = i32(last // i32(softmax.TILE_KEYS) + 1)
+                first_tile = i32(0)
+                if window > 0:
+                    seen = max(i32(context_len - length + first - (window - 1)), i32(0))
+                    first_tile = seen // i32(softmax.TILE_KEYS)
                 if loads_k and lane == 0:
                     item[0] = tiles
                     item[1] = head
@@ -179,10 +191,12 @@ def producer_function(config):
                     item[3] = context_len - length + first
                     item[4] = length - first
                     item[5] = context_len - (tiles - 1) * softmax.TILE_KEYS
+                    if window > 0:
+                        item[6] = first_tile
                     load_q(q_source, Address(base + layout.q), head, start + first, q_full)
                 stage, parity = load_kv(
-                    source, target, full, empty, stage, parity, tiles, i32(head // batch.gqa_ratio), start, sequence,
-                    context_len, pages, lane,
+                    source, target, full, empty, stage, parity, tiles, first_tile, i32(head // batch.gqa_ratio), start,
+                    sequence, context_len, pages, lane,
                 )  # fmt: skip
             elif loads_k and lane == 0:
                 item[0] = i32(0)
@@ -235,7 +249,7 @@ def accumulator_functions(head_dim):
 
 
 # A consumer's part of a work item, see ITEM_FIELDS.
-WorkItem = namedtuple("WorkItem", "tiles head row position valid_rows valid_keys")
+WorkItem = namedtuple("WorkItem", "tiles head row position valid_rows valid_keys first_tile")
 # A consumer thread's local arrays; those from row_max on hold values of its two rows.
 Registers = namedtuple("Registers", "q scores p acc sums row_max rescale segment_max segment_sum merged_max merged_sum")
 
@@ -243,7 +257,7 @@ Registers = namedtuple("Registers", "q scores p acc sums row_max rescale segment
 @functools.cache
 def mainloop_function(config):
     """The device function of a consumer's loop over the tiles of K and V of a work item."""
-    head_dim, element, _, stages, _, _, _, segment = config
+    head_dim, element, _, stages, _, _, _, segment, window = config
     tile_bytes, segment_tiles, in_registers = config.tile_bytes, segment // softmax.TILE_KEYS, config.q_in_registers
     q_steps, layout, merged_bytes = -(-head_dim // 16), config.layout, config.merged_bytes
     start_scores = wgmma_async(softmax.TILE_KEYS, element, q_steps, "registers" if in_registers else "k")
@@ -294,6 +308,14 @@ def mainloop_function(config):
         return advance(stage, parity)
 
     @device_function
+    def mask_window(scores, item, mask_offset, tile_key):
+        """Mask the scores of the tile that begins with this key, on both sides of the rows' windows."""
+        if i32(tile_key + (softmax.TILE_KEYS - 1)) > item.position:
+            softmax.apply_causal_mask(scores, i32(mask_offset - tile_key))
+        if tile_key <= i32(item.position + (TILE_ROWS - 1 - window)):
+            softmax.apply_window_mask(scores, i32(mask_offset - tile_key - window))
+
+    @device_function
     def mainloop(registers, base, item, mask_offset, ring_state, c, consumer, thread):
         """(M, L, A) to merged_max, merged_sum, acc. mask_offset: position of the thread's first row less its column."""
         _, scores, p, acc, sums, row_max, rescale, segment_max, segment_sum, merged_max, merged_sum = registers
@@ -310,12 +332,14 @@ def mainloop_function(config):
         start_scores(scores, q, smem_descriptor(Address(base + layout.k + k_stage * tile_bytes)), i32(0))
         wait_scores(wait_all, scores, q)
         k_stage, k_parity = release(base + layout.k_empty, k_stage, k_parity, thread)
-        if item.position < softmax.TILE_KEYS - 1:
+        if window > 0:
+            mask_window(scores, item, mask_offset, i32(item.first_tile * softmax.TILE_KEYS))
+        elif item.position < softmax.TILE_KEYS - 1:
             softmax.apply_causal_mask(scores, mask_offset)
         softmax.online_softmax_step(scores, row_max, sums, rescale, c)
         round_probabilities(p, scores)
         # 0: the next O += P V overwrites acc.
-        accumulate, index = i32(0), i32(1)
+        accumulate, index = i32(0), i32(item.first_tile + 1)
         if index < item.tiles:
             sm90.mbarrier_wait(Address(base + layout.k_full + k_stage * MBARRIER_BYTES), k_parity)
         while index < item.tiles:
@@ -325,12 +349,14 @@ def mainloop_function(config):
             start_values(acc, p, smem_descriptor(Address(base + layout.v + v_stage * tile_bytes)), accumulate)
             wait_scores(wait_all_but_latest, scores, q)
             k_stage, k_parity = release(base + layout.k_empty, k_stage, k_parity, thread)
-            new_segment = (index & i32(segment_tiles - 1)) == 0
+            new_segment = window == 0 and (index & i32(segment_tiles - 1)) == 0
             if new_segment:
                 for half in range(2):
                     segment_max[half], segment_sum[half] = row_max[half], softmax.row_sum(sums, half)
                 reset(row_max, sums)
-            if i32(index * softmax.TILE_KEYS + (softmax.TILE_KEYS - 1)) > item.position:
+            if window > 0:
+                mask_window(scores, item, mask_offset, i32(index * softmax.TILE_KEYS))
+            elif i32(index * softmax.TILE_KEYS + (softmax.TILE_KEYS - 1)) > item.position:
                 softmax.apply_causal_mask(scores, i32(mask_offset - index * softmax.TILE_KEYS))
             softmax.online_softmax_step(scores, row_max, sums, rescale, c)
             index = i32(index + 1)
@@ -367,7 +393,7 @@ def mainloop_function(config):
             segment_sum[half] = softmax.row_sum(sums, half)
         wait_values(acc, p)
         v_stage, v_parity = release(base + layout.v_empty, v_stage, v_parity, thread)
-        if item.tiles > segment_tiles:
+        if window == 0 and item.tiles > segment_tiles:
             merge(merged, acc, merged_max, merged_sum, row_max, segment_sum, True)
         else:
             for half in range(2):
@@ -381,7 +407,7 @@ def mainloop_function(config):
 def epilogue_function(config):
     """The device function that writes a consumer's rows of out and lse."""
     head_dim, boxes, cvt_pair = config.head_dim, config.boxes, cvt_pack(config.element)
-    layout, merged_bytes = config.layout, config.merged_bytes
+    layout, merged_bytes, window = config.layout, config.merged_bytes, config.window
     scale, _, _ = accumulator_functions(head_dim)
     # stmatrix stores 16 columns at a time.
     staged = head_dim % 16 == 0
@@ -393,6 +419,9 @@ def epilogue_function(config):
         warp, lane = i32(thread >> i32(5)), i32(thread & i32(31))
         tile = Address(base + layout.merged + consumer * merged_bytes)
         for half in range(2):
+            if window > 0 and registers.merged_sum[half] == f32(0.0):
+                # A row behind the sequence's end, which is not stored, may see no key.
+                registers.merged_sum[half] = f32(1.0)
             inverse[half] = f32(1.0) / registers.merged_sum[half]
             if lse.shape[0] > 0 and (lane & i32(3)) == 0 and line + half * 8 < item.valid_rows:
                 lse[item.head, item.row + line + half * 8] = softmax.log_sum_exp(
@@ -433,7 +462,7 @@ def epilogue_function(config):
 @functools.cache
 def consumer_function(config):
     """The device function of a consumer warpgroup."""
-    head_dim, layout, paired = config.head_dim, config.layout, config.paired
+    head_dim, layout, paired, window = config.head_dim, config.layout, config.paired, config.window
     # Lengths of local arrays are constants in a kernel, which these are there, and expressions are not.
     q_words = -(-head_dim // 16) * 4 if config.q_in_registers else 1
     score_count, word_count, acc_count = softmax.TILE_KEYS // 2, softmax.TILE_KEYS // 4, head_dim // 2
@@ -448,7 +477,7 @@ def consumer_function(config):
             row = i32(row + consumer * TILE_ROWS)
             position = i32(position + consumer * TILE_ROWS)
             valid_rows = i32(valid_rows - consumer * TILE_ROWS)
-        return WorkItem(tiles, head, row, position, valid_rows, fields[5])
+        return WorkItem(tiles, head, row, position, valid_rows, fields[5], fields[6] if window > 0 else i32(0))
 
     @device_function
     def consume(out_map, out, lse, c, fields, base, consumer, thread):
@@ -490,6 +519,7 @@ def attention_sm90_kernel(config):
         sm90.setmaxnreg(PRODUCER_REGISTERS, False),
         sm90.setmaxnreg(CONSUMER_REGISTERS, True),
     )
+    item_fields = ITEM_FIELDS + (1 if config.window else 0)
     produce, consume, (init_ring, _) = producer_function(config), consumer_function(config), ring(stages)
 
     @cuda.jit(launch_bounds=((consumers + 1) * WARPGROUP, 1))
@@ -499,7 +529,7 @@ def attention_sm90_kernel(config):
         out (N, H E / 2), pairs of elements; lse (H, N), or empty if not wanted; batch: a PrefillBatch, whose
         context_lens, like pages, are empty if not paged; query_tiles: of the longest sequence.
         """
-        item = cuda.shared.array(ITEM_FIELDS, np.int32)
+        item = cuda.shared.array(item_fields, np.int32)
         thread = i32(cuda.threadIdx.x)
         warpgroup, base = sm90.warp_uniform(thread >> i32(7)), shared_base()
         if thread == 0:
@@ -527,10 +557,10 @@ def attention_sm90_kernel(config):
 
 def attention_sm90(q, k, v, sequences, scale, out, lse, config=None):
     """The operator attention by the sm90 kernel, for supported heads and scale > 0; config: not attention_config's."""
-    head_dim, gqa_ratio, (cu_seqlens, max_seqlen) = q.shape[2], q.shape[1] // k.shape[1], sequences[:2]
+    head_dim, gqa_ratio, (cu_seqlens, max_seqlen, window) = q.shape[2], q.shape[1] // k.shape[1], sequences
     if not len(q) or max_seqlen < 1:
         return
-    config = config or attention_config(head_dim, q.dtype.name, gqa_ratio)
+    config = (config or attention_config(head_dim, q.dtype.name, gqa_ratio)).with_window(window)
     maps = [tensor_map(x, TILE_ROWS, 1, 64) for x in (q, k, v)]
     batch = prefill_batch(cu_seqlens, unused(1), gqa_ratio, 0)
     pages = Pages(unused(2), np.int32(1))

@@ -56,14 +56,15 @@ def supported_group_sizes(gqa_ratio):
 
 def partial_slots(config, sequences, kv_heads, gqa_ratio, max_seqlen_q, max_context_len, leading=1):
     """(items of a sequence and key head, slots of partials, rows of a slot) that a call takes."""
-    splits = max(-(-max_context_len // config.segment) - leading + 1, 1)
+    splits = 1 if config.window else max(-(-max_context_len // config.segment) - leading + 1, 1)
     slots = sequences * kv_heads * splits if splits > 1 else 1
     return splits, slots, min(max_seqlen_q, config.rows // gqa_ratio) * gqa_ratio
 
 
-def workspace_sizes(element, kv_heads, gqa_ratio, head_dim, box, calls):
+def workspace_sizes(element, kv_heads, gqa_ratio, head_dim, box, calls, windows):
     """The sm90 family's part of paged.workspace_sizes, which calls this. Declared groups need no more. box: of
     decode_config."""
+    sequences_at_most = max((sequences for sequences, *_ in calls), default=0)
     # A call with fewer sequences and shorter queries may have wider work items.
     widest = MAX_DECODE_ROWS // gqa_ratio
     few = [(min(sequences, FEW_SEQUENCES), min(longest, widest), context) for sequences, longest, context in calls]
@@ -75,14 +76,14 @@ def workspace_sizes(element, kv_heads, gqa_ratio, head_dim, box, calls):
         floats = max(floats, slots * rows * (head_dim + 2))
         counters = max(counters, 2 + sequences * kv_heads)
         items = max(items, sequences * splits)
-    return floats, counters, (1 + items) * ITEM_COLUMNS
+    return floats, counters, (1 + items) * ITEM_COLUMNS, (1 + sequences_at_most) * ITEM_COLUMNS if windows else 0
 
 
 class DecodePlan(NamedTuple):
     """The work items of decode, listed once for all layers of a step.
 
-    made_for: element, heads, bounds and the arrays' lengths, which a call that uses it shares; blocks: of the grid;
-    max_leading: segments of a sequence's first item; splits, slots, rows: of partial_slots; items: the list.
+    made_for: element, heads, bounds, window and the arrays' lengths, which a call that uses it shares; blocks: of the
+    grid; max_leading: segments of a sequence's first item; splits, slots, rows: of partial_slots; items: the list.
     """
 
     made_for: tuple
@@ -115,6 +116,7 @@ def plan_decode(cache_heads, sequences, config=None, blocks=None, max_leading=No
     config = config or decode_config(
         head_dim, element, gqa_ratio, min(block_size, TILE_KEYS), max_group_size, item_tokens
     )
+    config = config._replace(window=sequences.window)
     grid = blocks or device.sm_count() * config.blocks
     # A leading span of several segments merges in registers; but it must not be too large a part of a block's work.
     max_leading = min(max_leading or max(count * kv_heads // grid, 1), config.max_leading)
@@ -123,10 +125,10 @@ def plan_decode(cache_heads, sequences, config=None, blocks=None, max_leading=No
         config, count, kv_heads, gqa_ratio, max_seqlen_q, sequences.max_context_len,
         1 if config.grouped else max_leading,
     )  # fmt: skip
-    items = current().own(Workspace).item_list(count * splits, ITEM_COLUMNS)
+    items = current().own(Workspace).item_list(count * splits, ITEM_COLUMNS, sequences.window > 0)
     groups = sequences.groups[:2] if config.grouped else (unused(1), unused(1))
     launch(
-        list_work_items_kernel(config.rows, config.segment, config.grouped), 1,
+        list_work_items_kernel(config.rows, config.segment, config.grouped, config.window), 1,
         min(-(-max(count, 1) // 32) * 32, LISTING_THREADS),
         sequences.cu_seqlens, sequences.context_lens, *groups, np.int32(gqa_ratio), np.int32(max_leading), items,
         serialize_next=True,
@@ -137,7 +139,7 @@ def plan_decode(cache_heads, sequences, config=None, blocks=None, max_leading=No
 
 def _made_for(cache_heads, sequences):
     """DecodePlan.made_for of a call."""
-    bounds = sequences.max_seqlen_q, sequences.max_context_len, sequences.max_group_size
+    bounds = sequences.max_seqlen_q, sequences.max_context_len, sequences.max_group_size, sequences.window
     return *cache_heads, len(sequences.context_lens), *bounds
 
 
@@ -200,8 +202,9 @@ def paged_attention_sm90(q, caches, sequences, scale, out, lse=None, prefill_con
     )  # fmt: skip
     if max_seqlen_q * gqa_ratio <= config.rows:
         return
+    prefill_config = prefill_config or chunk_config(head_dim, element, gqa_ratio, box, max_seqlen_q)
     launch_attention(
-        prefill_config or chunk_config(head_dim, element, gqa_ratio, box, max_seqlen_q),
+        prefill_config.with_window(sequences.window),
         [tensor_map(q, TILE_ROWS, 1, 64), *maps],
         prefill_batch(sequences.cu_seqlens, sequences.context_lens, gqa_ratio, config.rows),
         Pages(sequences.block_tables, np.int32(block_size)), max_seqlen_q, float(scale * LOG2_E), out,

@@ -82,6 +82,14 @@ def apply_causal_mask(scores, mask_offset):
 
 
 @device_function
+def apply_window_mask(scores, mask_offset):
+    """Set scores of keys ahead of a window to -inf. mask_offset: as for apply_causal_mask, less the window."""
+    for i in range(TILE_KEYS // 2):
+        if i // 4 * 8 + i % 2 - i % 4 // 2 * 8 <= mask_offset:
+            scores[i] = MINUS_INFINITY
+
+
+@device_function
 def online_softmax_step(scores, row_max, sums, rescale, c):
     """Scores become probabilities; update row_max, rescale and sums (16,), eight for each of a thread's two rows."""
     for half in range(2):

@@ -160,9 +160,8 @@ class Workspace:
     """
 
     def __init__(self):
-        self.floats, self.counters, self.items = (
-            GrowingArray("attention", dtype) for dtype in (np.float32, np.int32, np.int32)
-        )
+        self.arrays = [GrowingArray("attention", dtype) for dtype in (np.float32, np.int32, np.int32, np.int32)]
+        self.floats, self.counters, self.items, self.window_items = self.arrays
 
     def float_array(self, count):
         return self.floats.first(count)
@@ -181,12 +180,17 @@ class Workspace:
         totals = self.float_array(slots * floats).reshape(slots, floats)
         return totals, self.counters.first(slots)
 
-    def item_list(self, items, columns):
-        return self.items.first((1 + items) * columns).reshape(-1, columns)
+    def item_list(self, items, columns, with_window):
+        """The list of work items. Layers with a window and those without use lists of their own in one step."""
+        items_of = self.window_items if with_window else self.items
+        return items_of.first((1 + items) * columns).reshape(-1, columns)
 
-    def reserve(self, floats, counters, items):
-        """Allocate arrays of at least so many elements; returns the bytes of all arrays."""
-        arrays = self.floats, self.counters, self.items
-        for array, count in zip(arrays, (floats, counters, items), strict=True):
-            array.first(count)
-        return sum(array.nbytes for array in arrays)
+    def reserve(self, *counts):
+        """Allocate arrays of at least so many elements: floats, counters, items, those with a window, if there are any.
+
+        Returns the bytes of all arrays.
+        """
+        for array, count in zip(self.arrays, counts, strict=True):
+            if count:
+                array.first(count)
+        return sum(array.nbytes for array in self.arrays)

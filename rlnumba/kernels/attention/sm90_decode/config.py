@@ -38,7 +38,7 @@ class DecodeConfig(NamedTuple):
     """One kernel. rows: columns of S^T, a multiple of 8; box: keys of one TMA box, a cache block's tokens or 64.
 
     stages: of the ring of K and V; blocks: of an SM; grouped: groups read the segments of a shared prefix once.
-    fused_qkv: queries are made from qkv (qkv.py).
+    fused_qkv: queries are made from qkv (qkv.py). window: of sequences.py; segment is then no part of the arithmetic.
     """
 
     head_dim: int
@@ -50,11 +50,17 @@ class DecodeConfig(NamedTuple):
     grouped: bool = False
     segment: int = softmax.SEGMENT_KEYS
     fused_qkv: bool = False
+    window: int = 0
 
     @property
     def max_leading(self):
         """Most segments of a sequence's first item, by most_leading_segments."""
-        return most_leading_segments(self.rows)
+        return 1 if self.window else most_leading_segments(self.rows)
+
+    @property
+    def several(self):
+        """Whether an item may have more keys than a segment, whose rows of the cache are looked up together."""
+        return self.max_leading > 1 or 0 < self.window and self.window + 2 * softmax.TILE_KEYS > self.segment
 
     @property
     def resumes(self):

@@ -62,19 +62,24 @@ def column_sum_function(rows):
 
 
 @functools.cache
-def softmax_functions(rows):
+def softmax_functions(rows, window=0):
     """(apply_mask, column_max, softmax_step) of scores S^T (64 keys, rows): as softmax.py's, across four warps."""
     columns = rows // 4
 
     @device_function
     def apply_mask(scores, key, position):
-        """Set scores of keys beyond the columns' positions to -inf; key: of the thread's first row."""
+        """Set scores of keys that the columns do not see to -inf; key: of the thread's first row."""
         for i in range(columns):
             j = i // 2 * 4 + i % 2
             if key > position[i]:
                 scores[j] = softmax.MINUS_INFINITY
             if key + 8 > position[i]:
                 scores[j + 2] = softmax.MINUS_INFINITY
+            if window > 0:
+                if key <= position[i] - window:
+                    scores[j] = softmax.MINUS_INFINITY
+                if key + 8 <= position[i] - window:
+                    scores[j + 2] = softmax.MINUS_INFINITY
 
     @device_function
     def column_max(tile_max, scores, memory, at):
@@ -136,19 +141,19 @@ def new_token_function(config):
 @functools.cache
 def mainloop_function(config):
     """The device function of the loop over the tiles of K and V of a work item."""
-    head_dim, element, rows, _, stages, _, grouped, segment, fused = config
+    head_dim, element, rows, _, stages, _, grouped, segment, fused, window = config
     boxes, tile_bytes, layout, segment_tiles = (
         config.boxes,
         config.tile_bytes,
         config.layout,
-        segment // softmax.TILE_KEYS,
+        (softmax.ONE_SEGMENT if window else segment) // softmax.TILE_KEYS,
     )
     columns, score_count, acc_count, word_count = rows // 4, rows // 2, boxes * rows // 2, rows // 4
     several = config.max_leading > 1
     start_scores, wait_scores = wgmma_async(rows, element, -(-head_dim // 16)), wgmma_wait_group(score_count, 0)
     start_values = wgmma_async(rows, element, softmax.TILE_KEYS // 16, "mn", blocks=boxes)
     wait_values = wgmma_wait_group(acc_count, 0)
-    apply_mask, column_max, softmax_step = softmax_functions(rows)
+    apply_mask, column_max, softmax_step = softmax_functions(rows, window)
     column_sums, merge_segment = column_sum_function(rows), segment_merge(acc_count, columns)
     write_new_token = new_token_function(config)
     zero_rows, cvt_pair, (_, advance) = softmax.zero_function(boxes), cvt_pack(element), ring(stages)
@@ -203,7 +208,9 @@ def mainloop_function(config):
                 write_new_token(q_tile, k_tile, i32(item.context_len - 1 - tile_key), at.thread)
             start_scores(scores, smem_descriptor(k_tile), smem_descriptor(q_tile), i32(0))
             wait_scores(scores)
-            if i32(tile_key + (softmax.TILE_KEYS - 1)) > first_position:
+            if i32(tile_key + (softmax.TILE_KEYS - 1)) > first_position or (
+                window > 0 and tile_key < i32(item.context_len - window)
+            ):
                 apply_mask(scores, i32(tile_key + at.warp * 16 + at.group_lane), position)
             column_max(
                 tile_max, scores, shared_memory.Address(base + layout.row_max + (index & 1) * (4 * rows * 4)), at
@@ -235,7 +242,7 @@ def mainloop_function(config):
 @functools.cache
 def partial_functions(config):
     """(resume, write_partial, enqueue): the device functions by which a computing warpgroup meets Partials."""
-    head_dim, element, rows, _, _, _, grouped, _, _ = config
+    head_dim, element, rows, _, _, _, grouped, *_ = config
     columns, layout, (_, next_slot) = rows // 4, config.layout, ring(MERGE_SLOTS)
     _, write_acc, read_acc = accumulator_access(config.boxes, head_dim, element, rows)
 

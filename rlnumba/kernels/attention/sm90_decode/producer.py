@@ -175,7 +175,7 @@ def resumes_partial(record, kv_head, batch, lane):
 def producer_function(config):
     """The device function of the two producer warps."""
     boxes, tile_bytes, stages, box, layout = config.boxes, config.tile_bytes, config.stages, config.box, config.layout
-    several, resumes, segment, fused = config.max_leading > 1, config.resumes, config.segment, config.fused_qkv
+    several, resumes, segment, fused = config.several, config.resumes, config.segment, config.fused_qkv
     boxes_per_tile, segment_tiles, lookups = TILE_KEYS // box, segment // TILE_KEYS, config.lookups
     # Tiles whose boxes 32 lanes look up at once.
     tiles_per_lookup = 32 // boxes_per_tile

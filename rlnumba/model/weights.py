@@ -44,8 +44,6 @@ OTHER_MODELS = (
     *("model.visual.", "visual.", "mtp."),
     *("vision_tower.", "model.vision_tower.", "multi_modal_projector.", "model.multi_modal_projector."),
 )
-# What names of a text model within another begin with.
-INNER_MODEL = re.compile(r"^(model\.language_model|language_model\.model)\.")
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -216,7 +214,7 @@ def _text_model(files, config):
     text = {}
     for name, stored in files.items():
         if not name.startswith(OTHER_MODELS):
-            own_name = INNER_MODEL.sub("model.", name).removeprefix("language_model.")
+            own_name = re.sub(r"^model\.language_model\.", "model.", name).removeprefix("language_model.")
             if own_name in text:
                 raise UserError(f"{stored.path}: tensor {name} is there under another name, too")
             text[own_name] = stored

@@ -16,19 +16,19 @@ from rlnumba.kernels.experts.ops import (
     Routing,
     add_router_load,
     combine,
-    combine_backward,
     dispatch,
     gather_rows,
     gather_rows_backward,
     route,
     route_backward,
+    weigh_rows_backward,
 )
 from rlnumba.kernels.gemm.grouped import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx
 from rlnumba.kernels.gemm.ops import linear_swiglu
 from rlnumba.kernels.nn.elementwise import add
 from rlnumba.kernels.nn.gated_sum import gated_sum, gated_sum_backward
 from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward
-from rlnumba.model.blocks.block import F32, Block, norm_backward, normed_rows, scope_of
+from rlnumba.model.blocks.block import F32, Block, norm_backward, normed_rows
 from rlnumba.model.blocks.projection import project, project_backward, reduced
 from rlnumba.model.parameter import Parameter
 from rlnumba.model.shard import Shard
@@ -57,8 +57,7 @@ class SavedExperts(NamedTuple):
     """The block's input and the outputs of its operators, None where the backward computes them again.
 
     x, normed (N, D); rstd (N,) f32; scores (N, E); experts, weights (N, k): a Routing's; sorted: the Dispatch; gate_up
-    (N k, 2 F), which the backward overwrites; activated (N k, F); y (N k, D), of each choice, sorted by expert. shared:
-    a SavedShared, or None.
+    (N k, 2 F) and activated (N k, F), which the backward overwrites. shared: a SavedShared, or None.
     """
 
     x: object
@@ -70,8 +69,7 @@ class SavedExperts(NamedTuple):
     sorted: object
     gate_up: object
     activated: object
-    y: object
-    shared: object = None
+    shared: object
 
 
 class SavedShared(NamedTuple):
@@ -127,42 +125,47 @@ class Experts(Block):
         dispatch(routing.experts, dispatched)
         if ctx.router_load is not None:
             add_router_load(scores, dispatched, ctx.router_load)
-        gate_up, y = empty((N * k, 2 * F), x.dtype), empty((N * k, D), x.dtype)
+        gate_up, shared = empty((N * k, 2 * F), x.dtype), self.shared_forward(normed, w, ctx)
         kept = None if "swiglu" in recomputed else empty((N * k, F), x.dtype)
-        gather_rows(normed, dispatched, y)
-        grouped_gemm(y, w.gate_up, dispatched.starts, gate_up)
-        with scope_of(ctx, "swiglu", recomputed):
+        with ctx.memory.scope():
+            rows = y = empty((N * k, D), x.dtype)
+            gather_rows(normed, dispatched, rows)
+            grouped_gemm(rows, w.gate_up, dispatched.starts, gate_up)
             activated = empty((N * k, F), x.dtype) if kept is None else kept
             swiglu(gate_up, activated)
-            grouped_gemm(activated, w.down, dispatched.starts, y)
-        saved = SavedExperts(x, normed, rstd, scores, *routing, dispatched, gate_up, kept, y)
-        return saved._replace(shared=self.add(saved, w, ctx, out))
+            if out is not None:
+                grouped_gemm(activated, w.down, dispatched.starts, y)
+                self.add(x, y, routing.weights, dispatched, shared, ctx, out)
+        return SavedExperts(x, normed, rstd, scores, *routing, dispatched, gate_up, kept, shared)
 
-    def add(self, saved, w, ctx, out):
-        """out = x + what each token's experts give; returns the arrays of a shared expert. out: None as in forward."""
-        if out is not None:
-            combine(saved.y, saved.weights, saved.sorted, out, residual=saved.x)
+    def shared_forward(self, normed, w, ctx):
+        """The SavedShared of a shared expert, None without one."""
+
+    def add(self, x, y, weights, dispatched, shared, ctx, out):
+        """out = x + the weighted sum of each token's y + what the shared expert gives."""
+        combine(y, weights, dispatched, out, residual=x)
 
     def shared_backward(self, dout, saved, w, grads, ctx):
         """The gradient of normed (N, D) by the shared expert; None without one."""
-        return None
 
     def backward(self, dx, w, grads, ctx, saved):
-        layer, x, normed, starts, y = self.layer, saved.x, saved.normed, saved.sorted.starts, saved.y
+        layer, x, normed, starts = self.layer, saved.x, saved.normed, saved.sorted.starts
         empty, gate_up, activated = ctx.memory.empty, saved.gate_up, saved.activated
         if activated is None:
-            activated = empty((len(y), w.down.shape[2]), x.dtype)
+            activated = empty((len(gate_up), w.down.shape[2]), x.dtype)
             swiglu(gate_up, activated)
         by_shared = self.shared_backward(dx, saved, w, grads, ctx)
-        dy, dweights = y, empty(saved.weights.shape, F32)
-        combine_backward(dx, y, saved.weights, saved.sorted, dy, dweights)
-        dactivated = empty(activated.shape, x.dtype)
-        grouped_gemm_dx(dy, w.down, starts, dactivated)
-        if grads.down is not None:
-            grouped_gemm_dw(dy, activated, starts, grads.down, accumulate=ctx.adds_gradients)
-        # The gradient of gate | up takes their place, and that of the experts' rows the place of dy.
+        rows, dactivated = empty((len(gate_up), x.shape[1]), x.dtype), empty(activated.shape, x.dtype)
+        dweights, trains_down = empty(saved.weights.shape, F32), grads.down is not None
+        # Weights are applied behind the down projection's gradient, so that its outputs need not be there.
+        gather_rows(dx, saved.sorted, rows)
+        grouped_gemm_dx(rows, w.down, starts, dactivated)
+        weigh_rows_backward(dactivated, activated, saved.weights, saved.sorted, dweights, trains_down)
+        if trains_down:
+            grouped_gemm_dw(rows, activated, starts, grads.down, accumulate=ctx.adds_gradients)
+        # The gradient of gate | up takes their place, and that of the experts' rows the place of these.
         swiglu_backward(dactivated, gate_up, gate_up)
-        rows = drows = dy
+        drows = rows
         if grads.gate_up is not None:
             gather_rows(normed, saved.sorted, rows)
             grouped_gemm_dw(gate_up, rows, starts, grads.gate_up, accumulate=ctx.adds_gradients)
@@ -201,19 +204,20 @@ class SharedExperts(Experts):
             *self.matrix("shared_gate", D, ((f"{at}_gate", 1),), Shard.all_rows),
         ]
 
-    def add(self, saved, w, ctx, out):
-        layer, empty, normed, (N, D) = self.layer, ctx.memory.empty, saved.normed, saved.normed.shape
-        S, dtype = w.shared_down.shape[1], normed.dtype
-        gate_up, activated, y = empty((N, 2 * S), dtype), empty((N, S), dtype), empty((N, D), dtype)
-        gate, combined = empty((N, 1), dtype), empty((N, D), dtype)
+    def shared_forward(self, normed, w, ctx):
+        layer, empty, (N, D), S = self.layer, ctx.memory.empty, normed.shape, w.shared_down.shape[1]
+        gate_up, activated = empty((N, 2 * S), normed.dtype), empty((N, S), normed.dtype)
+        y, gate = empty((N, D), normed.dtype), empty((N, 1), normed.dtype)
         gate_up_xa, low_rank = reduced(layer, "shared_gate_up", normed, ctx)
         linear_swiglu(normed, w.shared_gate_up, gate_up, activated, low_rank)
         down_xa = project(layer, "shared_down", activated, w, ctx, y)
         gate_xa = project(layer, "shared_gate", normed, w, ctx, gate)
-        if out is not None:
-            combine(saved.y, saved.weights, saved.sorted, combined)
-            gated_sum(saved.x, combined, y, gate, out)
         return SavedShared(gate_up, activated, y, gate, (gate_up_xa, down_xa, gate_xa))
+
+    def add(self, x, y, weights, dispatched, shared, ctx, out):
+        combined = ctx.memory.empty(x.shape, x.dtype)
+        combine(y, weights, dispatched, combined)
+        gated_sum(x, combined, shared.y, shared.gate, out)
 
     def shared_backward(self, dout, saved, w, grads, ctx):
         layer, empty, normed, shared = self.layer, ctx.memory.empty, saved.normed, saved.shared

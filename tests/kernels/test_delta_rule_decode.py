@@ -192,7 +192,11 @@ class Step:
 
 @pytest.mark.sim
 def test_simulator(rng):
-    Step(rng, PLACES, HEADS, "bfloat16").check()
+    step = Step(rng, PLACES, HEADS, "bfloat16")
+    if device.name() == "sim":
+        step.check()
+    else:
+        step.check_close(8e-4)
 
 
 @pytest.mark.sim

@@ -222,22 +222,28 @@ def delta_rule_backward(dout, tokens, cu_seqlens, gradients):
     rows, heads, value_dim = dout.shape
     key_dim, sequences, parts = tokens.k.shape[2], len(cu_seqlens) - 1, -(-value_dim // COLUMNS)
     values, empty = forward_of_blocks(tokens, cu_seqlens), device.xp().empty
-    blocks = len(values.states)
     dv = gradients.v if gradients.v.dtype == np.float32 else empty(dout.shape, np.float32)
     dstates = empty(values.states.shape, np.float32)
-    dbeta_parts, bounds = empty((parts, rows, heads), np.float32), empty((blocks, 2), np.int32)
-    launch(block_bounds_kernel, -(-sequences // SUM_THREADS), SUM_THREADS, cu_seqlens, bounds)
+    dbeta_parts, bounds = empty((parts, rows, heads), np.float32), block_bounds(cu_seqlens, len(values.states))
     arguments = dout, tokens, cu_seqlens, values.errors, dv, dstates, dbeta_parts
     launch(delta_rule_state_gradient_kernel(key_dim), (sequences, heads, parts), BLOCK, *arguments)
     by_head = [empty((rows, heads, key_dim), np.float32) for _ in range(2)]
     arguments = dout, tokens, bounds, values, dv, dstates, *by_head, gradients.log_decay
-    launch(delta_rule_gradient_kernel(key_dim), (blocks, heads), THREADS, *arguments)
+    launch(delta_rule_gradient_kernel(key_dim), (len(bounds), heads), THREADS, *arguments)
     for by_value_head, out in zip(by_head, (gradients.q, gradients.k), strict=True):
-        _add_parts(by_value_head.reshape(-1, heads // out.shape[1], key_dim), out.reshape(-1, key_dim))
-    _add_parts(dbeta_parts.reshape(1, parts, -1), gradients.beta.reshape(1, -1))
+        add_parts(by_value_head.reshape(-1, heads // out.shape[1], key_dim), out.reshape(-1, key_dim))
+    add_parts(dbeta_parts.reshape(1, parts, -1), gradients.beta.reshape(1, -1))
     if dv is not gradients.v:
         cast(dv, gradients.v)
 
 
-def _add_parts(parts, out):
+def block_bounds(cu_seqlens, blocks):
+    """(blocks, 2): what block_bounds_kernel writes."""
+    bounds = device.xp().empty((blocks, 2), np.int32)
+    launch(block_bounds_kernel, -(-(len(cu_seqlens) - 1) // SUM_THREADS), SUM_THREADS, cu_seqlens, bounds)
+    return bounds
+
+
+def add_parts(parts, out):
+    """add_parts_kernel."""
     launch(add_parts_kernel, -(-out.size // SUM_THREADS), SUM_THREADS, parts, out)

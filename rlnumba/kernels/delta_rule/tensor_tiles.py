@@ -1,0 +1,111 @@
+"""Tiles of 16-bit numbers in shared memory for mma.sync in the gradient of the gated delta rule.
+
+A line has DIM or COLUMNS numbers and 16 unused bytes, so that the eight half lines that ldmatrix reads at once lie in
+different banks.
+"""
+
+import functools
+
+import numpy as np
+
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK
+from rlnumba.kernels.ptx import sm80
+from rlnumba.kernels.ptx.shared_memory import load_words, store_words
+from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, sync_warp
+
+i32, f32 = np.int32, np.float32
+
+# K and V of the heads; columns of V that a block of the first kernel owns.
+DIM, COLUMNS = 128, 64
+CHUNK = sm80.CHUNK
+PITCH, COLUMNS_PITCH = 2 * DIM + CHUNK, 2 * COLUMNS + CHUNK
+ZERO = f32(0.0)
+
+
+@functools.cache
+def fragment_functions(pitch):
+    """(load_a, load_a_trans, load_b, load_b_trans) of tiles whose lines are `pitch` bytes apart.
+
+    Each takes (words, tile, line, column, lane): the tile's address and the place of 16 x 16 numbers in it. Lines are
+    the rows of A, or the columns of B; of the transposed ones they are k.
+    """
+
+    @device_function
+    def load_a(words, tile, line, column, lane):
+        address = tile + i32(line + (lane & i32(15))) * i32(pitch) + (lane >> i32(4)) * i32(CHUNK)
+        sm80.ldmatrix_fragment(words, 0, address + column * i32(2))
+
+    @device_function
+    def load_a_trans(words, tile, line, column, lane):
+        row = i32(line + (lane & i32(7)) + ((lane >> i32(4)) << i32(3)))
+        address = tile + row * i32(pitch) + ((lane >> i32(3)) & i32(1)) * i32(CHUNK)
+        sm80.ldmatrix_fragment_trans(words, 0, address + column * i32(2))
+
+    @device_function
+    def load_b(words, tile, line, column, lane):
+        row = i32(line + (lane & i32(7)) + ((lane >> i32(4)) << i32(3)))
+        address = tile + row * i32(pitch) + ((lane >> i32(3)) & i32(1)) * i32(CHUNK)
+        sm80.ldmatrix_fragment(words, 0, address + column * i32(2))
+
+    @device_function
+    def load_b_trans(words, tile, line, column, lane):
+        address = tile + i32(line + (lane & i32(15))) * i32(pitch) + (lane >> i32(4)) * i32(CHUNK)
+        sm80.ldmatrix_fragment_trans(words, 0, address + column * i32(2))
+
+    return load_a, load_a_trans, load_b, load_b_trans
+
+
+@functools.cache
+def copy_function(columns, threads):
+    """The device function that starts copies of BLOCK lines of `columns` numbers; zeros from `count` on."""
+    chunks, pitch = columns // 8, 2 * columns + CHUNK
+    lines = threads // chunks
+
+    @device_function
+    def copy_tile(target, source, row_bytes, count, thread):
+        """source: the address of the first line's; row_bytes: from one to the next."""
+        line, chunk = thread // i32(chunks), thread % i32(chunks)
+        for i in range(BLOCK // lines):
+            row = i32(line + i32(i * lines))
+            from_row = source + np.int64(row if row < count else i32(0)) * row_bytes + chunk * i32(CHUNK)
+            nbytes = i32(CHUNK) if row < count else i32(0)
+            sm80.cp_async_16(target + row * i32(pitch) + chunk * i32(CHUNK), from_row, nbytes)
+
+    return copy_tile
+
+
+@functools.cache
+def convert_function(threads):
+    """The device function that turns BLOCK lines of DIM float16 into bfloat16, in place."""
+    unpack, pack = cvt_unpack("float16"), cvt_pack("bfloat16")
+    chunks = DIM // 8
+
+    @device_function
+    def converted(word):
+        low, high = unpack(word)
+        return pack(low, high)
+
+    @device_function
+    def convert_tile(tile, thread):
+        for i in range(BLOCK * chunks // threads):
+            index = i32(thread + i32(i * threads))
+            address = tile + (index // i32(chunks)) * i32(PITCH) + (index % i32(chunks)) * i32(CHUNK)
+            a, b, c, d = load_words(address)
+            store_words(address, converted(a), converted(b), converted(c), converted(d))
+
+    return convert_tile
+
+
+@device_function
+def add_log_decays(log_decay, first, count, head, raw, sums, lane):
+    """sums = G of a block's tokens, in their order, by one warp; behind the last it stays. raw: scratch."""
+    for i in range(BLOCK // 32):
+        j = i32(lane + i32(32 * i))
+        raw[j] = log_decay[first + j, head] if j < count else ZERO
+    sync_warp()
+    if lane == 0:
+        total = ZERO
+        for j in range(BLOCK):
+            total += raw[j]
+            sums[j] = total
+    sync_warp()

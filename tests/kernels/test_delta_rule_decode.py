@@ -16,6 +16,7 @@ from rlnumba.kernels.delta_rule.arithmetic import (
 from rlnumba.kernels.delta_rule.decode import DecodeOutputs, delta_rule_decode
 from rlnumba.kernels.delta_rule.gated_norm import gated_norm
 from rlnumba.kernels.delta_rule.inputs import TAPS, ConvCache, DeltaRuleHeads
+from rlnumba.kernels.delta_rule.ops import delta_rule
 from rlnumba.runtime import device
 from tests.close import assert_same_bits
 from tests.kernels.test_delta_rule import bounds, relative_error
@@ -222,3 +223,48 @@ def test_wrong_arguments_are_named(rng):
 @pytest.mark.parametrize("heads", [DeltaRuleHeads(2, 2, 128, 128), DeltaRuleHeads(2, 6, 128, 128)])
 def test_gpu(rng, heads, dtype):
     Step(rng, PLACES + MORE, heads, dtype).check_close(8e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [DeltaRuleHeads(4, 4, 128, 128), DeltaRuleHeads(4, 8, 128, 128)])
+def test_decoding_all_tokens_has_the_bits_of_packed_sequences(rng, heads):
+    lengths = np.array([200, 1, 64, 65, 130, 191, 0, 199])
+    projected, weights = random_inputs(rng, lengths.sum(), heads, "bfloat16")
+    weights.dt_bias[1:] -= 3
+    tokens, norm, xp = packed(projected, weights, heads, lengths), device.asarray(projected[0, :128]), device.xp()
+    shape, dtype = tokens.v.shape, tokens.v.dtype
+    expected, found = (
+        DecodeOutputs(xp.full(shape, np.nan, np.float16), xp.full(shape, np.nan, dtype), xp.empty(shape[:2], "f"))
+        for _ in range(2)
+    )
+    projected, weights = device.asarray(projected), on_device(weights)
+    delta_rule(tokens, device.asarray(bounds(lengths)), expected.o)
+    gated_norm(expected.o, projected, heads, norm, EPS, expected.gated, expected.rstd)
+    count, first = len(lengths), bounds(lengths)[:-1]
+    full, slots = xp.full, device.asarray(rng.permutation(count).astype(np.int32))
+    cache = StateCache(
+        full((count, shape[1], 2, 128, 128), np.nan, np.float16),
+        full((count, BLOCK, heads.key_heads, 128), np.nan, np.float16),
+        full((count, BLOCK, shape[1], 128), np.nan, np.float16),
+        full((count, BLOCK, shape[1]), np.nan, np.float32),
+    )
+    conv = ConvCache(
+        full((count, TAPS, heads.channels), np.nan, dtype), full((count, 3, heads.channels), np.nan, dtype)
+    )
+    # A sequence's states take each other's place.
+    tables = device.asarray(np.repeat(rng.permutation(count).astype(np.int32)[:, None], 4, 1))
+    for position in range(lengths.max()):
+        running = (position < lengths).astype(np.int32)
+        contexts = np.where(running, position + 1, 0).astype(np.int32)
+        sequences = StateSequences(
+            *(device.asarray(x) for x in (bounds(running), contexts)), tables, slots, full(count, -1, np.int32)
+        )
+        rows = (first + position)[running > 0]
+        step = DecodeOutputs(*(xp.empty((len(rows), *x.shape[1:]), x.dtype) for x in found))
+        row_of_step = device.asarray(device.to_host(projected)[rows])
+        delta_rule_decode(row_of_step, weights, (norm, EPS), heads, sequences, cache, conv, step)
+        for array, part in zip(found, step, strict=True):
+            for row, value in zip(rows, part, strict=True):
+                array[int(row)] = value
+    for name, got, want in zip(DecodeOutputs._fields, found, expected, strict=True):
+        assert_same_bits(got, want, name)

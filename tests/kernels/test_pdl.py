@@ -9,6 +9,7 @@ from rlnumba.engine.runner import Runner
 from rlnumba.kernels.experts.ops import Dispatch, Routing, combine, dispatch, gather_rows, route
 from rlnumba.kernels.gemm.ops import linear, linear_swiglu
 from rlnumba.kernels.nn.rmsnorm import rmsnorm
+from rlnumba.model.transformer import pack, score
 from rlnumba.runtime import device
 from rlnumba.runtime.dispatch import forced
 from rlnumba.runtime.launch import pdl_scope
@@ -89,3 +90,29 @@ def test_decode_steps_of_the_engine(monkeypatch):
         expected = drawn(LLM(model).generate([[1, 2, 3]], params))
         monkeypatch.setattr(Runner, "compute", overlapped)
         assert drawn(LLM(model).generate([[1, 2, 3]], params)) == expected
+
+
+def test_decode_steps_with_linear_attention(monkeypatch):
+    """The kernel of a layer's decode step reads its state before the kernels ahead have ended: the bits of training."""
+    model = make_model(
+        "bfloat16", model_type="qwen3_5_text", vocab_size=20, hidden_size=64, intermediate_size=64, head_dim=64,
+        num_attention_heads=2, num_key_value_heads=1, layer_types=["linear_attention", "full_attention"],
+        linear_conv_kernel_dim=4, linear_num_key_heads=1, linear_num_value_heads=1, linear_key_head_dim=128,
+        linear_value_head_dim=128, hidden_act="silu",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True)
+    compute, steps = Runner.compute, []
+
+    def overlapped(runner, arrays, shape):
+        steps.append(shape.max_seqlen_q)
+        with pdl_scope():
+            compute(runner, arrays, shape)
+
+    monkeypatch.setattr(Runner, "compute", overlapped)
+    with forced("sm90"):
+        output = LLM(model).generate([[1, 2, 3]], params)[0].completions[0]
+        ids = [1, 2, 3, *output.token_ids]
+        logprobs = score(model, pack([ids]), params.temperature).logprobs
+    assert steps.count(1) >= 2
+    assert_same_bits(output.array("logprobs"), device.to_host(logprobs)[-3:])

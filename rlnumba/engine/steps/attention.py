@@ -3,9 +3,11 @@
 from rlnumba.kernels.attention.paged import fuses_qkv, paged_attention, paged_attention_qkv, plan_paged_attention
 from rlnumba.kernels.attention.sequences import PagedSequences, SharedPrefixes
 from rlnumba.kernels.delta_rule.arithmetic import StateCache, StateSequences
+from rlnumba.kernels.delta_rule.decode import delta_rule_decode
 from rlnumba.kernels.delta_rule.inputs import ConvCache, delta_rule_inputs, empty_tokens
-from rlnumba.kernels.delta_rule.ops import paged_delta_rule
+from rlnumba.kernels.delta_rule.ops import delta_rule_family, paged_delta_rule
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache
+from rlnumba.runtime import device
 
 
 def sequences_of(arrays, max_seqlen_q, max_context_len, max_group_size=1):
@@ -17,6 +19,12 @@ def sequences_of(arrays, max_seqlen_q, max_context_len, max_group_size=1):
         arrays["cu_seqlens"], arrays["context_lens"], arrays["block_tables"], max_seqlen_q, max_context_len, groups,
         arrays["slot_mapping"],
     )  # fmt: skip
+
+
+def fuses_delta_rule(element, config):
+    """Whether decode computes a layer with linear attention by one kernel; element: the model's dtype's name."""
+    dims = config.linear_key_head_dim, config.linear_value_head_dim
+    return device.name() != "cpu" and delta_rule_family(element, *dims) != "simt"
 
 
 class PagedAttention:
@@ -38,6 +46,7 @@ class PagedAttention:
             of_window = sequences._replace(window=window)
             self.of_window[window] = of_window._replace(plan=plan_paged_attention(*heads, of_window))
         if config.has_linear_attention:
+            self.fuses_delta_rule = max_seqlen_q == 1 and fuses_delta_rule(cache.arrays[0].dtype.name, config)
             names = "cu_seqlens", "context_lens", "state_tables", "state_slots", "resumed_at"
             self.state_sequences = StateSequences(*(arrays[name] for name in names))
 
@@ -65,9 +74,18 @@ class PagedAttention:
         cache = StateCache(states, key_rows, value_rows, decay_sums)
         paged_delta_rule(tokens, self.state_sequences, cache, out)
 
+    def delta_rule_decode(self, layer, projected, weights, norm, heads, outputs):
+        """delta_rule and the gated norm behind it, where each sequence has one token; norm: its weight and eps."""
+        states, page_rows = self.cache.pages[layer]
+        *rows, conv_rows = self.cache.slots[layer]
+        caches = StateCache(states, *rows), ConvCache(conv_rows, page_rows)
+        delta_rule_decode(projected, weights, norm, heads, self.state_sequences, *caches, outputs)
+
 
 class NullAttention:
     """An attention backend that computes nothing, for a forward pass that only sizes the arena."""
+
+    fuses_delta_rule = False
 
     def delta_rule(self, layer, projected, weights, heads, memory, out):
         empty_tokens(len(out), heads, projected.dtype, memory.empty, out.dtype)

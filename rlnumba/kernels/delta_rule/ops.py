@@ -17,7 +17,7 @@ head in ascending order. Source: Yang et al. 2024, Gated Delta Networks, section
 
 from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all, check_bounds, check_chunks
 from rlnumba.kernels.cpu import delta_rule as cpu
-from rlnumba.kernels.delta_rule import simt, simt_backward, tensor
+from rlnumba.kernels.delta_rule import simt, simt_backward, tensor, tensor_backward
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK, operand_dtype, planes_of
 from rlnumba.runtime import device, dispatch
 
@@ -108,4 +108,10 @@ def delta_rule_backward(dout, tokens, cu_seqlens, gradients):
     check_all(op, tokens.v.shape, (tokens.v.dtype,), dout=dout, dv=gradients.v)
     check_all(op, tokens.k.shape, (tokens.v.dtype,), dq=gradients.q, dk=gradients.k)
     check_all(op, (rows, heads), F32, dbeta=gradients.beta, dlog_decay=gradients.log_decay)
-    (cpu if device.name() == "cpu" else simt_backward).delta_rule_backward(dout, tokens, cu_seqlens, gradients)
+    if device.name() == "cpu":
+        cpu.delta_rule_backward(dout, tokens, cu_seqlens, gradients)
+    elif (family := _family(tokens)) == "simt":
+        simt_backward.delta_rule_backward(dout, tokens, cu_seqlens, gradients)
+    else:
+        check_chunks(op, dout=dout, q=tokens.q, k=tokens.k, v=tokens.v, dv=gradients.v)
+        tensor_backward.delta_rule_backward(family, dout, tokens, cu_seqlens, gradients)

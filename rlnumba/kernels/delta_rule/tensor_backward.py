@@ -12,8 +12,9 @@ import functools
 import numpy as np
 
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK, SUB_BLOCK
-from rlnumba.kernels.delta_rule.simt import decay_between, forward_of_blocks
+from rlnumba.kernels.delta_rule.simt import decay_between
 from rlnumba.kernels.delta_rule.simt_backward import add_parts, block_bounds
+from rlnumba.kernels.delta_rule.tensor import forward_of_blocks
 from rlnumba.kernels.delta_rule.tensor_block_backward import delta_rule_block_gradient
 from rlnumba.kernels.delta_rule.tensor_tiles import (
     CHUNK,
@@ -346,10 +347,9 @@ def delta_rule_state_backward_kernel(dout, tokens, cu_seqlens, errors, dv, dstat
         update(dstate, base, k_tile, q_tile, since[BLOCK - 1], warp, lane)
 
 
-def delta_rule_backward(dout, tokens, cu_seqlens, gradients):
-    """The operator delta_rule_backward, for heads of DIM columns of 16 bits; the operator has checked the arguments."""
-    values = forward_of_blocks(tokens, cu_seqlens)
-    backward_of_blocks(dout, tokens, cu_seqlens, values._make(_as_operands(x) for x in values), gradients)
+def delta_rule_backward(family, dout, tokens, cu_seqlens, gradients):
+    """The operator delta_rule_backward, with the forward of a family; the operator has checked the arguments."""
+    backward_of_blocks(dout, tokens, cu_seqlens, forward_of_blocks(family, tokens, cu_seqlens), gradients)
 
 
 def backward_of_blocks(dout, tokens, cu_seqlens, values, gradients):

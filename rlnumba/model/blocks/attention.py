@@ -78,6 +78,9 @@ class PackedAttention:
     log-sum-exps that the backward reads.
     """
 
+    # Linear attention is several operators.
+    fuses_delta_rule = False
+
     def __init__(self, cu_seqlens, max_seqlen, scale, memory=None):
         self.sequences, self.scale = PackedSequences(cu_seqlens, max_seqlen), scale
         self.memory = memory or HeapAllocator()

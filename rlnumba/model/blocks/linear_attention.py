@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK, operand_dtype, planes_of
+from rlnumba.kernels.delta_rule.decode import DecodeOutputs
 from rlnumba.kernels.delta_rule.gated_norm import gated_norm, gated_norm_backward
 from rlnumba.kernels.delta_rule.inputs import (
     CONV_ROWS,
@@ -123,11 +124,14 @@ class LinearAttention(Block):
         with scope_of(ctx, "norm", recomputed):
             normed = normed_rows(x, w.input_norm, rstd, ctx)
             in_xa = project(layer, "in_proj", normed, w, ctx, projected)
-        with ctx.memory.scope():
-            ctx.attention.delta_rule(layer, projected, w.inputs(), heads, ctx.memory, o)
         gated, head_rstd = empty((N, heads.values), x.dtype), empty(o.shape[:2], F32)
-        eps = ctx.config.rms_norm_eps
-        gated_norm(o, projected, heads, w.gated_norm, eps, gated.reshape(o.shape), head_rstd)
+        outputs, norm = DecodeOutputs(o, gated.reshape(o.shape), head_rstd), (w.gated_norm, ctx.config.rms_norm_eps)
+        if ctx.attention.fuses_delta_rule:
+            ctx.attention.delta_rule_decode(layer, projected, w.inputs(), norm, heads, outputs)
+        else:
+            with ctx.memory.scope():
+                ctx.attention.delta_rule(layer, projected, w.inputs(), heads, ctx.memory, o)
+            gated_norm(o, projected, heads, *norm, outputs.gated, head_rstd)
         out_xa = project_to_residual(layer, "out_proj", gated, w, ctx, out, x)
         normed = None if "norm" in recomputed else normed
         xas = None if recomputed else (in_xa, out_xa)

@@ -1,6 +1,6 @@
-"""A layer's decode step of linear attention, in CUDA graphs of as many layers as a model has.
+"""A layer's decode step of linear attention, in CUDA graphs of as many layers as a model has; its inputs and gradient.
 
-    python bench/linear_attention_decode.py              the decode kernel, and the inputs of training
+    python bench/linear_attention_decode.py              the decode kernel, inputs of training, the gradient
     python bench/linear_attention_decode.py --heads 32   value heads, of 16 key heads
 
 Each layer has a cache of its own, and sequences are at random places of their blocks: one in 64 folds a block. A layer
@@ -16,11 +16,14 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import cupy
-from harness import copy_gbs, graph_time_us, random_array
+from harness import copy_gbs, graph_time_us, random_array, time_us
 
-from rlnumba.kernels.delta_rule.arithmetic import BLOCK, StateCache, StateSequences
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK, StateCache, StateSequences, Tokens
 from rlnumba.kernels.delta_rule.decode import DecodeOutputs, delta_rule_decode
 from rlnumba.kernels.delta_rule.inputs import ConvCache, DeltaRuleHeads, InputWeights, delta_rule_inputs, empty_tokens
+from rlnumba.kernels.delta_rule.ops import delta_rule_backward, delta_rule_family
+from rlnumba.kernels.delta_rule.tensor import forward_of_blocks
+from rlnumba.kernels.delta_rule.tensor_backward import backward_of_blocks
 from rlnumba.runtime import device
 from rlnumba.runtime.launch import pdl_scope
 
@@ -83,11 +86,29 @@ def inputs(heads, rate, tokens=16384, sequences=64):
     print(f"inputs {heads.value_heads} heads, {tokens} tokens: {time:6.1f} us; floor {nbytes / rate / 1e3:6.1f}")
 
 
+def backward(heads, lengths):
+    tokens, dtype, half = sum(lengths), device.dtype("bfloat16"), "float16"
+    shape, keys = (tokens, heads.value_heads, DIM), (tokens, KEY_HEADS, DIM)
+    q, k = (random_array(*keys, dtype=half, scale=DIM**-0.5) for _ in range(2))
+    beta = cupy.full(shape[:2], 0.5, np.float32)
+    inputs = Tokens(q * np.float16(DIM**-0.5), k, random_array(*shape), beta, beta * np.float32(-0.1))
+    bounds = cupy.asarray(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    kinds = (dtype,) * 3 + (np.float32,) * 2
+    gradients = Tokens(*(cupy.empty(x.shape, kind) for x, kind in zip(inputs, kinds, strict=True)))
+    dout, name = random_array(*shape), f"{len(lengths)} x {lengths[0]}"
+    values = forward_of_blocks(delta_rule_family("bfloat16", DIM, DIM), inputs, bounds)
+    whole = time_us(lambda: delta_rule_backward(dout, inputs, bounds, gradients), 5)
+    alone = time_us(lambda: backward_of_blocks(dout, inputs, bounds, values, gradients), 5)
+    print(f"backward {heads.value_heads} heads, {name:>9} tokens: {whole:7.1f} us, without the forward {alone:7.1f}")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--heads", type=int, default=16)
     options = parser.parse_args()
     layer_heads, bandwidth = DeltaRuleHeads(KEY_HEADS, options.heads, DIM, DIM), copy_gbs()
     print(f"{device.describe()}, copy {bandwidth:.0f} GB/s")
+    for sequence_lengths in ([256] * 64, [2048] * 8, [16384]):
+        backward(layer_heads, sequence_lengths)
     inputs(layer_heads, bandwidth)
     decode(layer_heads, bandwidth)

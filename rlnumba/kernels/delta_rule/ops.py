@@ -110,7 +110,7 @@ def delta_rule_backward(dout, tokens, cu_seqlens, gradients):
     check_all(op, (rows, heads), F32, dbeta=gradients.beta, dlog_decay=gradients.log_decay)
     if device.name() == "cpu":
         cpu.delta_rule_backward(dout, tokens, cu_seqlens, gradients)
-    elif (family := _family(tokens)) == "simt":
+    elif (family := _family(tokens)) == "simt" or not tensor_backward.fits():
         simt_backward.delta_rule_backward(dout, tokens, cu_seqlens, gradients)
     else:
         check_chunks(op, dout=dout, q=tokens.q, k=tokens.k, v=tokens.v, dv=gradients.v)

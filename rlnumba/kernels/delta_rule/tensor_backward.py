@@ -15,6 +15,7 @@ from rlnumba.kernels.delta_rule.arithmetic import BLOCK, SUB_BLOCK
 from rlnumba.kernels.delta_rule.simt import decay_between
 from rlnumba.kernels.delta_rule.simt_backward import add_parts, block_bounds
 from rlnumba.kernels.delta_rule.tensor import forward_of_blocks
+from rlnumba.kernels.delta_rule.tensor_block_backward import SHARED_BYTES as BLOCK_SHARED_BYTES
 from rlnumba.kernels.delta_rule.tensor_block_backward import delta_rule_block_gradient
 from rlnumba.kernels.delta_rule.tensor_tiles import (
     CHUNK,
@@ -62,6 +63,8 @@ Z_PITCH, Z_COUNT, LAST = 4 * COLUMNS + CHUNK, 2 * SUB_BLOCK, 2 * SUB_BLOCK - 2
 Z = STATE + DIM * COLUMNS_PITCH
 DIAGONAL = Z + BLOCK * Z_PITCH
 SHARED_BYTES = DIAGONAL + BLOCK * SUB_BLOCK * 4
+# Static arrays of a block of the second kernel, rounded up.
+STATIC_BYTES = 20 << 10
 
 pack, unpack = cvt_pack("bfloat16"), cvt_unpack("bfloat16")
 store_float = store_function("f")
@@ -345,6 +348,11 @@ def delta_rule_state_backward_kernel(dout, tokens, cu_seqlens, errors, dv, dstat
             if lane == 0 and t < count:
                 dbeta_parts[part, first + t, head] = total
         update(dstate, base, k_tile, q_tile, since[BLOCK - 1], warp, lane)
+
+
+def fits():
+    """Whether the GPU has the shared memory of both kernels, beside some KiB of static arrays."""
+    return max(SHARED_BYTES, BLOCK_SHARED_BYTES) + STATIC_BYTES <= device.max_shared_bytes()
 
 
 def delta_rule_backward(family, dout, tokens, cu_seqlens, gradients):

@@ -17,9 +17,9 @@ from rlnumba.runtime import device
 from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.sft import run_sft
 from tests.parallel import in_threads
-from tests.trainers.runs import GOLDEN, MODEL, grpo_run, metrics_of, metrics_until, sft_run
+from tests.trainers.runs import GOLDEN, MODEL, golden, grpo_run, metrics_of, metrics_until, sft_run
 from tests.trainers.test_plan import assert_planned
-from tests.trainers.test_resume import hash_of
+from tests.trainers.test_resume import check_killed_run, hash_of
 
 pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="what a run does with such a model, not its kernels")
 
@@ -41,6 +41,28 @@ def hybrid(tmp_path_factory):
 def _console(monkeypatch):
     """A rank in a thread silences its process."""
     monkeypatch.setattr(stderr, "_is_silent", False)
+
+
+EXAMPLE = GOLDEN.parent.parent / "examples" / "qwen3_5" / "model"
+
+
+def test_golden_curve(tmp_path):
+    """The curve of transformers' model, of more positions than the example has; sequences have up to three blocks."""
+    expected, folder = golden("hybrid_sft.json"), tmp_path / "model"
+    shutil.copytree(EXAMPLE, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 256}))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in expected["rows"]))
+    run = dataclasses.replace(
+        sft_run(tmp_path / "run", data={"train": str(rows)}, **expected["config"]), model=str(folder)
+    )
+    run_sft(run)
+    got = metrics_of(run)
+    assert len(got) == len(expected["curve"]) == 50
+    for row, want in zip(got, expected["curve"], strict=True):
+        for name in ("loss", "grad_norm", "entropy", "learning_rate", "mean_token_accuracy"):
+            assert row[name] == pytest.approx(want[name], rel=1e-4, abs=1e-9), (row["step"], name)
 
 
 def run_of(hybrid, folder, **train):
@@ -94,6 +116,12 @@ def test_grpo_takes_what_was_planned(hybrid, tmp_path, length):
 
 def test_sft_takes_what_was_planned(hybrid, tmp_path):
     assert_planned(run_of(hybrid, tmp_path / "run", activation_memory="selective", max_steps=5), run_sft)
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_same_weights(hybrid, tmp_path):
+    run = grpo_run(tmp_path / "killed", max_steps=10, save_steps=2, num_prompts=8)
+    check_killed_run("grpo", TRAINERS["grpo"].train, dataclasses.replace(run, model=str(hybrid)), (5,))
 
 
 @pytest.mark.slow

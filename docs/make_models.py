@@ -54,6 +54,15 @@ def llama(*sizes, tied=False, vocab_size=128256):
     return OF_ALL | dict(zip(SIZES, sizes, strict=True)) | own
 
 
+def gemma3(*sizes, window=1024, head_dim=256, vocab_size=262208, scaling=8.0, **others):
+    """config.json of a Gemma 3 text model of these SIZES. scaling: the factor of its full layers' positions, or None."""
+    own = {"model_type": "gemma3_text", "head_dim": head_dim, "vocab_size": vocab_size, "sliding_window": window}
+    own["rope_scaling"] = scaling and {"rope_type": "linear", "factor": scaling}
+    return OF_ALL | dict(zip(SIZES, sizes, strict=True)) | own | {"max_position_embeddings": 131072} | others
+
+
+# Keys of the models without pictures.
+OF_TEXT = {"window": 512, "vocab_size": 262144, "scaling": None, "max_position_embeddings": 32768}
 MODELS = {
     "Qwen3.5-0.8B": qwen3_5(1024, 3584, 24, 8, 2, value_heads=16, tied=True),
     "Qwen3.5-4B": qwen3_5(2560, 9216, 32, 16, 4, value_heads=32, tied=True),
@@ -69,6 +78,11 @@ MODELS = {
     "Qwen2.5-1.5B": qwen2(1536, 8960, 28, 12, 2, tied=True, vocab_size=151936),
     "Qwen2.5-7B": qwen2(3584, 18944, 28, 28, 4),
     "Qwen2.5-32B": qwen2(5120, 27648, 64, 40, 8),
+    "Gemma-3-270M": gemma3(640, 2048, 18, 4, 1, **OF_TEXT),
+    "Gemma-3-1B": gemma3(1152, 6912, 26, 4, 1, **OF_TEXT),
+    "Gemma-3-4B": gemma3(2560, 10240, 34, 8, 4),
+    "Gemma-3-12B": gemma3(3840, 15360, 48, 16, 8),
+    "Gemma-3-27B": gemma3(5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168),
     "Llama-3.2-1B": llama(2048, 8192, 16, 32, 8, tied=True),
     "Llama-3.2-3B": llama(3072, 8192, 28, 24, 8, tied=True),
     "Llama-3.1-8B": llama(4096, 14336, 32, 32, 8),

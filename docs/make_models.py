@@ -55,7 +55,7 @@ def llama(*sizes, tied=False, vocab_size=128256):
 
 
 def gemma3(*sizes, window=1024, head_dim=256, vocab_size=262208, scaling=8.0, **others):
-    """config.json of a Gemma 3 text model of these SIZES. scaling: the factor of its full layers' positions, or None."""
+    """config.json of a Gemma 3 text model of these SIZES; scaling: the factor of positions in full layers, or None."""
     own = {"model_type": "gemma3_text", "head_dim": head_dim, "vocab_size": vocab_size, "sliding_window": window}
     own["rope_scaling"] = scaling and {"rope_type": "linear", "factor": scaling}
     return OF_ALL | dict(zip(SIZES, sizes, strict=True)) | own | {"max_position_embeddings": 131072} | others

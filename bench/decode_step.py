@@ -16,7 +16,7 @@ from shapes import random_model
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams, core
-from rlnumba.engine.runner import Runner
+from rlnumba.engine.runner import WHOLE, Runner
 from rlnumba.runtime import device
 
 WORKLOADS = ("1x1x128", "8x1x128", "64x1x100", "64x1x400", "64x8x2049")
@@ -41,7 +41,7 @@ class TimedRunner(Runner):
         number = super().begin(step, table)
         self.num_replays += 1
         if self.num_replays == REPLAYED:
-            graph, live = self.decode.graph.graph, self.decode.arrays["live"]
+            graph, live = self.decode.graphs[WHOLE].graph, self.decode.arrays["live"]
             # Rows that are not live compute the same again. Their contexts are as long, because nothing has ended them.
             with self.context.use():
                 live.fill(0)

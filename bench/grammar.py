@@ -2,6 +2,7 @@
 
     python bench/grammar.py                                  64 sequences of random weights, Qwen3-0.6B's shape on a GPU
     python bench/grammar.py --model FOLDER --rows 64         a model with its own tokenizer
+    python bench/grammar.py --tokenizer FOLDER               random weights, and the tokens of a real tokenizer
     python bench/grammar.py --device cpu --steps 20
 
 All sequences follow a JSON schema that they do not complete; beside them are printed steps without a grammar, and steps
@@ -97,6 +98,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--model", help="a Hugging Face folder; default: random weights and words")
+    parser.add_argument("--tokenizer", help="a folder with the tokenizer of a model with random weights")
     parser.add_argument("--shape", choices=tuple(SHAPES))
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--steps", type=int, help="that are timed; default 200 on a GPU, else 20")
@@ -106,7 +108,8 @@ def main():
         model, tokenizer = load_model(arguments.model), Tokenizer(arguments.model)
     else:
         model = random_model(arguments.shape)
-        tokenizer = random_tokenizer(model.config.vocab_size)
+        folder = arguments.tokenizer
+        tokenizer = Tokenizer(folder) if folder else random_tokenizer(model.config.vocab_size)
     engine = Engine(model, tokenizer, EngineConfig(max_num_seqs=arguments.rows, max_model_len=steps + 64))
     started = time.perf_counter()
     engine.grammars.check(SamplingParams(structured_outputs={"json": SCHEMA, "disable_any_whitespace": True}))

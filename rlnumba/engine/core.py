@@ -153,7 +153,7 @@ class Engine:
             sharing(*self.runner.heads),
             pages_for(self.model.config, table),
         )
-        self.run_ahead = RunAhead(self.scheduler, self.runner, self.config.async_scheduling)
+        self.run_ahead = RunAhead(self.scheduler, self.runner, self._masks, self.config.async_scheduling)
         # Computed, and recorded, but not yet returned by `step`.
         self.outputs: deque[StepOutput] = deque()
         self.speculator.reset()
@@ -339,8 +339,8 @@ class Engine:
 
     @property
     def _waits(self):
-        """Whether the next step is made from the tokens of the last one by the host: drafts, and masks of grammars."""
-        return self.speculator.is_on or self.scheduler.has_grammars
+        """Whether the next step is made from the tokens of the last one by the host: it has drafts."""
+        return self.speculator.is_on
 
     def synchronize(self):
         """Return once the device has done all work that it was given; the next steps return the results.
@@ -439,6 +439,11 @@ class Engine:
                 self.grammars.advance(sequences, token_ids)
         finished = self._finish(ended) if ended else []
         return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version, listed.sampled)
+
+    def _masks(self, step):
+        """Grammars.masks of a step. Raises PromptError and GrammarError."""
+        with self._failing():
+            return self.grammars.masks(step, self.scheduler.table)
 
     @contextlib.contextmanager
     def _failing(self):

@@ -4,6 +4,10 @@
     launch    the steps after it are launched without an upload, while fewer than DEPTH are in flight
     next      the oldest step in flight is waited for
 
+A step in which sequences have grammars is launched in two parts, since its masks follow from the tokens of the step
+before it: the forward pass, which needs only the tokens on the device, and what draws its tokens, as soon as the masks
+are made; the host makes them while the device computes the forward pass.
+
 The device makes each step's arrays from the last one's (kernels/decode_state.py), so while the host records the results
 of one step, it computes another. Between two steps the host uploads only blocks for tokens to come, several for each
 sequence at a time, and sequences that it ended itself: aborted ones, and those whose text has a stop string. Tokens
@@ -45,13 +49,16 @@ ADMIT_BYTES = 2 << 30
 class RunAhead:
     """The decode steps in flight.
 
-    scheduler, runner: whose steps they are. enabled: whether steps are launched ahead; else `begin` launches each.
+    scheduler, runner: whose steps they are. masks_of: a function of a SchedulerOutput, the words of the tokens that its
+    sequences may have, as Grammars.masks. enabled: whether steps are launched ahead; else `begin` launches each.
     """
 
-    def __init__(self, scheduler, runner, enabled=True):
+    def __init__(self, scheduler, runner, masks_of, enabled=True):
         self.scheduler, self.runner, self.enabled = scheduler, runner, enabled
         # Numbers of launched steps that were not waited for, the oldest first.
-        self.in_flight = deque()
+        self.in_flight, self.masks_of = deque(), masks_of
+        # Whether only the forward pass of the last of them is launched yet.
+        self.awaits_masks = False
         # The table's rows in the order of the step; which of them still run, by index and by row; and what all steps of
         # these have in common, as the last fields of SchedulerOutput.
         self.rows = self.open = self.open_rows = self.in_common = None
@@ -93,10 +100,12 @@ class RunAhead:
         self.launches_left -= 1
 
     def launch(self):
-        """Launch the next steps, if any are in flight and those are to go on."""
-        while 0 < len(self.in_flight) < DEPTH and self._goes_on():
+        """Launch the next steps, if any are in flight and those are to go on. Raises as masks_of does."""
+        self._draw()
+        while 0 < len(self.in_flight) < DEPTH and not self.awaits_masks and self._goes_on():
             edits, self.edits = self.edits, []
             self.in_flight.append(self.runner.repeat(np.concatenate(edits) if edits else None))
+            self.awaits_masks = self.runner.decode.awaits_masks
             self.launches_left -= 1
             self.wasted += self.waste
             self._count_missed()
@@ -109,7 +118,7 @@ class RunAhead:
         """The oldest step in flight: (SchedulerOutput, token_ids, logprobs, thresholds, Listed), of the rows that still
         run.
 
-        None if no step is in flight, or none that has a row that still runs.
+        None if no step is in flight, or none that has a row that still runs. Raises as masks_of does.
         """
         if self.in_flight:
             self._find_open()
@@ -117,19 +126,37 @@ class RunAhead:
                 self.discard()
         if not self.in_flight:
             return None
+        self._draw()
         token_ids, logprobs, thresholds, listed = self.runner.wait(self.in_flight[0])
         self.in_flight.popleft()
         if len(self.open_rows) < len(self.rows):
             token_ids, logprobs = token_ids[self.open], logprobs[self.open]
             thresholds, listed = None if thresholds is None else thresholds[self.open], listed.part(self.open)
-        starts = self.scheduler.table.num_computed[self.open_rows]
-        return SchedulerOutput(self.open_rows, starts, *self.in_common), token_ids, logprobs, thresholds, listed
+        return self._open_step(), token_ids, logprobs, thresholds, listed
 
     def discard(self):
         """Return once no step is in flight, without the results of those that are."""
         if self.in_flight:
             self.in_flight.clear()
+            self.awaits_masks = False
             self.runner.synchronize()
+
+    def _open_step(self):
+        """The SchedulerOutput of the oldest step in flight, of the rows that still run."""
+        starts = self.scheduler.table.num_computed[self.open_rows]
+        return SchedulerOutput(self.open_rows, starts, *self.in_common)
+
+    def _draw(self):
+        """Launch what draws the tokens of a step that awaits masks, if those of the step before it are recorded."""
+        if not self.awaits_masks or len(self.in_flight) > 1:
+            return
+        self._find_open()
+        masks = self.masks_of(self._open_step())
+        if len(self.open) < len(self.rows):
+            of_open, masks = masks, np.full((len(self.rows), masks.shape[1]), -1, np.int32)
+            masks[self.open] = of_open
+        self.runner.draw(masks)
+        self.awaits_masks = False
 
     def _find_open(self):
         """Find the rows that still run, if that may have changed, and end the others on the device, too."""

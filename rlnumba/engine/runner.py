@@ -45,6 +45,7 @@ from rlnumba.kernels.tile.tensor_map import keep_tensor_maps, release_tensor_map
 from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.runtime import device, memory, signals
 from rlnumba.runtime.arena import Arena
+from rlnumba.runtime.context import current
 from rlnumba.runtime.launch import pdl_scope
 
 # Bytes that an H200 moves in the 1.6 us from one kernel to the next, where each is a launch.
@@ -61,16 +62,21 @@ SCORED_ROWS = 64
 RESERVED_TOKENS = 64
 
 
+# The part of a step that is launched at once: all of it; or its forward pass, and later, with masks, its tokens.
+WHOLE, HIDDEN, TOKENS = "whole", "hidden", "tokens"
+
+
 class GraphKey(NamedTuple):
-    """The key of a captured graph: the shape of the step, and the names and widths of its arrays."""
+    """The key of a captured graph: the step's shape, the names and widths of its arrays, and which part of it it is."""
 
     shape: StepShape
     arrays: tuple
+    part: str
 
 
-def graph_key(shape, arrays):
+def graph_key(shape, arrays, part=WHOLE):
     """The GraphKey of a step with these padded arrays."""
-    return GraphKey(shape, tuple((name, *array.shape[1:]) for name, array in arrays.items()))
+    return GraphKey(shape, tuple((name, *array.shape[1:]) for name, array in arrays.items()), part)
 
 
 class StepGraph:
@@ -86,14 +92,16 @@ class StepGraph:
 class Decode(NamedTuple):
     """The decode steps that `begin` began: the number of sequences, the arrays on the device, and how these are run.
 
-    shape: that of the arrays; graph: a StepGraph, None without graphs.
+    shape: that of the arrays; graphs: {part of a step: StepGraph}, empty without graphs. awaits_masks: whether `repeat`
+    launches a step's forward pass alone, and `draw`, which has the masks, its tokens.
     """
 
     sequences: int
     arrays: dict
     state: DecodeState
     shape: StepShape
-    graph: StepGraph | None
+    graphs: dict
+    awaits_masks: bool
 
 
 class Runner:
@@ -132,6 +140,8 @@ class Runner:
             self.events = [device.xp().cuda.Event(disable_timing=True) for _ in range(MAX_IN_FLIGHT)]
         # The current decode steps, and how many of them have been launched.
         self.decode, self.num_launched = None, 0
+        # Hidden states between the two parts of a step that awaits masks, and pinned memory of these, once there is one.
+        self.handed = self.masks = None
         # StepGraphs by GraphKey, the latest used last, and the addresses of the buffers that they were captured with.
         self.graphs, self.graph_addresses = OrderedDict(), None
         # Numbers of steps that were replayed, captured, and run as they are.
@@ -252,7 +262,8 @@ class Runner:
                 sent = self.upload.send(arrays)
             self._compute_eagerly(sent, shape)
         else:
-            self._replay(*self._send_padded(arrays, bucket), bucket)
+            graphs, sent = self._send_padded(arrays, bucket)
+            self._replay(graphs[WHOLE], sent, bucket)
 
     def _shape_of(self, step, arrays):
         """The StepShape of a step, without padding."""
@@ -282,20 +293,29 @@ class Runner:
             bucket = bucket._replace(rows=shape.rows, tokens=shape.rows, sampled=shape.rows)
         blocks = bucket.max_context_len // self.block_size
         arrays |= decode_arrays(step, table, blocks, self.model.config.has_linear_attention)
-        self.begin_decode(arrays, bucket, shape.rows)
-        return self.repeat()
+        self.begin_decode(arrays, bucket, shape.rows, step.allowed is not None)
+        number = self.repeat()
+        if self.decode.awaits_masks:
+            self.draw(None)
+        return number
 
-    def begin_decode(self, arrays, bucket, sequences):
+    def begin_decode(self, arrays, bucket, sequences, awaits_masks=False):
         """Send the arrays of the first of several decode steps, padded to a StepShape."""
-        self._lead("begin_decode", arrays, bucket, sequences)
+        self._lead("begin_decode", arrays, bucket, sequences, awaits_masks)
         self._reserve_listings(arrays)
-        graph, sent = self._send_padded(arrays, bucket)
-        self.decode, self.num_launched = Decode(sequences, sent, decode_state(sent), bucket, graph), 0
+        graphs, sent = self._send_padded(arrays, bucket, (HIDDEN, TOKENS) if awaits_masks else (WHOLE,))
+        self.decode = Decode(sequences, sent, decode_state(sent), bucket, graphs, awaits_masks)
+        self.num_launched = 0
+        if awaits_masks and self.handed is None:
+            rows = self.published[1].shape[2]
+            self.handed = device.xp().empty((rows, self.model.config.hidden_size), self.model.dtype)
+        if awaits_masks and (self.masks is None or self.masks.shape != sent["allowed"].shape):
+            self.masks = memory.shared_with_host(sent["allowed"].shape, np.int32)[0]
 
     def repeat(self, edits=None):
         """Launch the step after the one launched last; returns its number, for `wait`.
 
-        edits (E, 3) int32: changes of the step's rows before it, as edit_decode_state takes them. At most MAX_IN_FLIGHT
+        Of steps that await masks, the forward pass alone; no other of them may be without its tokens then. edits (E, 3) int32: changes of the step's rows before it, as edit_decode_state takes them. At most MAX_IN_FLIGHT
         steps may be in flight, launched and not waited for, and all rows must have blocks for what the step writes
         and for one token more.
         """
@@ -312,10 +332,25 @@ class Runner:
             host[: len(edits)] = edits
             with self.context.use():
                 edit_decode_state(on_device, len(edits), self.decode.state, self.decode.shape.max_group_size > 1)
-        self.launch()
-        if self.events:
-            self.events[number % MAX_IN_FLIGHT].record(self.context.stream)
+        self.launch(HIDDEN if self.decode.awaits_masks else WHOLE)
         return number
+
+    def draw(self, allowed):
+        """Launch the tokens of the step launched last, which awaits masks.
+
+        allowed (B, W) int32: the words of the tokens that its sequences may have; None for those that were sent.
+        """
+        self._lead("draw", allowed)
+        if allowed is not None:
+            # The step that read them last has ended: its tokens are what these masks were made from.
+            self.masks[: len(allowed)] = allowed
+            on_device = self.decode.arrays["allowed"]
+            with self.context.use():
+                if self.masks is not on_device and device.name() == "cuda":
+                    on_device.set(self.masks, self.context.stream)
+                else:
+                    on_device[...] = self.masks
+        self.launch(TOKENS)
 
     @property
     def max_context_len(self):
@@ -378,25 +413,27 @@ class Runner:
         logprobs, thresholds = (results[i, :sampled].view(np.float32) for i in (1, 2))
         return results[0, :sampled].copy(), logprobs.copy(), thresholds.copy() if with_thresholds else None
 
-    def launch(self):
-        """Launch the current decode step."""
-        _, arrays, _, shape, graph = self.decode
+    def launch(self, part=WHOLE):
+        """Launch the current decode step, or a part of it; the step's number, for `wait`, is that of its tokens."""
+        arrays, shape = self.decode.arrays, self.decode.shape
         if self.eager:
-            self._compute_eagerly(arrays, shape)
+            self._compute_eagerly(arrays, shape, part)
         else:
-            self._replay(graph, arrays, shape)
+            self._replay(self.decode.graphs[part], arrays, shape, part)
+        if self.events and part != HIDDEN:
+            self.events[(self.num_launched - 1) % MAX_IN_FLIGHT].record(self.context.stream)
 
-    def _compute_eagerly(self, arrays, shape):
+    def _compute_eagerly(self, arrays, shape, part=WHOLE):
         with self.context.use():
-            self.compute(arrays, shape)
+            self.compute(arrays, shape, part)
         self.counts["eager"] += 1
 
-    def _send_padded(self, arrays, shape):
-        """(the StepGraph of a step's arrays padded to a StepShape, or None without graphs, these on the device)."""
+    def _send_padded(self, arrays, shape, parts=(WHOLE,)):
+        """({part: StepGraph} of a step's arrays padded to a StepShape, empty without graphs, these on the device)."""
         padded = pad_step(arrays, shape, self.block_size)
         with self.context.use():
             sent = self.upload.send(padded)
-        return None if self.eager else self._graph(graph_key(shape, padded)), sent
+        return {} if self.eager else {part: self._graph(graph_key(shape, padded, part)) for part in parts}, sent
 
     def _graph(self, key):
         """The StepGraph for a GraphKey, new if it is not known, or if buffers are not where they were."""
@@ -416,21 +453,21 @@ class Runner:
         with self.context.use():
             release_tensor_maps(oldest.tensor_maps)
 
-    def _replay(self, step_graph, arrays, shape):
+    def _replay(self, step_graph, arrays, shape, part=WHOLE):
         """Do what `compute` does with these arguments as a graph, captured if it has none and one has run without."""
         if not step_graph.has_run:
             # Compiles what is missing and allocates what is kept, which is not possible during a capture.
-            self._compute_eagerly(arrays, shape)
+            self._compute_eagerly(arrays, shape, part)
             step_graph.has_run = True
             return
         if step_graph.graph is None:
-            self._capture(step_graph, arrays, shape)
+            self._capture(step_graph, arrays, shape, part)
             self.counts["captured"] += 1
         else:
             self.counts["replayed"] += 1
         step_graph.graph.launch(self.context.stream)
 
-    def _capture(self, step_graph, arrays, shape):
+    def _capture(self, step_graph, arrays, shape, part):
         """Record what `compute` launches as a StepGraph's graph."""
         stream = self.context.stream
         with self.context.use():
@@ -439,7 +476,7 @@ class Runner:
             with signals.held():
                 stream.begin_capture()
                 with keep_tensor_maps() as tensor_maps, pdl_scope():
-                    self.compute(arrays, shape)
+                    self.compute(arrays, shape, part)
                 step_graph.graph, step_graph.tensor_maps = stream.end_capture(), tensor_maps
 
     def _addresses(self):
@@ -448,14 +485,20 @@ class Runner:
         adapters = adapter.generation if isinstance(adapter, AdapterStack) else 0
         return self.upload.generation, self.arena.address, self.top and self.top[0].ctypes.data, adapters
 
-    def compute(self, arrays, shape):
+    def compute(self, arrays, shape, part=WHOLE):
         """Compute a step of a StepShape from its arrays, on the device, and sample its last tokens if it samples any.
 
-        With the arrays of a decode step they are then those of the step after it.
+        With the arrays of a decode step they are then those of the step after it. part: HIDDEN leaves the hidden states
+        for TOKENS, which is the rest.
         """
-        sampled = shape.sampled
+        sampled, tokens = shape.sampled, len(arrays["input_ids"])
         with self.arena.scope():
-            hidden = self._hidden(arrays, shape)
+            hidden = self.handed[:tokens] if part == TOKENS else self._hidden(arrays, shape)
+            if part == HIDDEN:
+                self.handed[:tokens] = hidden
+                # CuPy's copy is not a kernel after which the next may start early.
+                current().serialize_next()
+                return
             if sampled:
                 self._sample(hidden, arrays, sampled)
             if "scored_rows" in arrays:

@@ -17,6 +17,7 @@ from rlnumba.engine.core import Engine, GrammarError, PromptError
 from rlnumba.engine.requests.grammar_tokens import GrammarTokens
 from rlnumba.engine.requests.grammars import GrammarReplay
 from rlnumba.engine.requests.streams import Streams
+from rlnumba.engine.runner import HIDDEN, TOKENS
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.runs.policy import Policy
@@ -125,6 +126,45 @@ def test_training_scores_completions_as_they_were_drawn(llm, model, tokenizer, o
     with pytest.raises(UserError, match="^structured_outputs: Parser Error"):
         regex = GrammarReplay(StructuredOutputsParams(regex="ab"), tokenizer, VOCABULARY, EOS)
         dataclasses.replace(rollouts, token_ids=wrong).micro_batch(regex)
+
+
+def test_masks_are_made_while_the_forward_pass_of_their_step_is_computed(model, tokenizer):
+    """Beside them stays what allowed_token_ids say, when no sequence with a grammar is left, too."""
+    llm = LLM(model, tokenizer)
+    few = SamplingParams(max_tokens=30, ignore_eos=True, seed=3, allowed_token_ids=[7, 8, 9], n=24)
+    prompts, every = [[5, 6, 7], [9] * 17], [params_of({"regex": "[a-z]{3}"}), few]
+    alone = [drawn(llm.generate([prompt], params)) for prompt, params in zip(prompts, every, strict=True)]
+    engine, order = llm.engine, []
+    launch, masks = engine.runner.launch, engine.run_ahead.masks_of
+    engine.runner.launch = lambda *part: (order.extend(part), launch(*part))
+    engine.run_ahead.masks_of = lambda step: (order.append("masks"), masks(step))[1]
+    assert drawn(llm.generate(prompts, every)) == [each for found in alone for each in found]
+    num_masks = order.count("masks")
+    assert num_masks > 20 and order == [HIDDEN, TOKENS] + [HIDDEN, "masks", TOKENS] * num_masks
+
+
+def test_requests_are_dropped_while_a_step_awaits_masks(model, tokenizer):
+    engine = Engine(model, tokenizer)
+    params = params_of(GRAMMARS["json"])
+    wanted = drawn(LLM(model, tokenizer).generate([[5, 6, 7]], params))[0][0]
+    engine.add_request(0, [5, 6, 7], params)
+    engine.add_request(1, [9] * 17, params)
+    while not engine.run_ahead.awaits_masks:
+        engine.step()
+    engine.abort(1)
+    engine.step()
+    engine.synchronize()
+    engine.add_request(2, [9] * 17, params)
+    finished = {}
+    while engine.has_unfinished:
+        finished |= {each.request_id: each.completion for each in engine.step().finished}
+    assert (finished[0].token_ids, finished[0].logprobs, finished[0].finish_reason) == wanted
+    engine.add_request(3, [9] * 17, params)
+    while not engine.run_ahead.awaits_masks:
+        engine.step()
+    engine.reset()
+    assert not engine.run_ahead.awaits_masks and not engine.has_unfinished
+    assert engine.blocks.num_free == engine.blocks.num_blocks
 
 
 def texts(llm, structured, **options):
@@ -243,7 +283,8 @@ def test_a_sequence_is_moved_with_its_grammar(model, tokenizer):
     for _ in range(6):
         first.step()
     moved = pickle.loads(pickle.dumps(first.move_out(1)))
-    assert len(moved[0].completion_ids) == 6 and moved[0].grammar.matcher is None
+    # The step in flight has drawn one more.
+    assert len(moved[0].completion_ids) == 7 and moved[0].grammar.matcher is None
     second.move_in(moved)
     finished = []
     while second.has_unfinished:
@@ -385,6 +426,7 @@ def test_grammars_on_the_gpu(tokenizer, dtype):
     )
     for _ in range(3):
         assert drawn(llm.generate(prompts, every)) == expected
-    assert any("allowed" in {name for name, *_ in key.arrays} for key in llm.engine.runner.graphs)
+    parts = {key.part for key in llm.engine.runner.graphs if "allowed" in {name for name, *_ in key.arrays}}
+    assert parts >= {HIDDEN, TOKENS}
     for config in SCHEDULES:
         assert drawn(LLM(model, tokenizer, EngineConfig(**config)).generate(prompts, every)) == expected

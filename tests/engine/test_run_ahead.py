@@ -182,8 +182,8 @@ def spy_on(engine):
     runner, flight, computed = engine.runner, [], []
     launch, compute = runner.launch, runner.compute
 
-    def launched():
-        launch()
+    def launched(*part):
+        launch(*part)
         flight.append(1 + len(engine.run_ahead.in_flight))
 
     def compute_and_count(arrays, *sizes):

@@ -135,13 +135,16 @@ class Grammars:
         return self._executor
 
     def allowed(self, step, table):
-        """Words of allowed tokens (D, W) int32 for the D tokens that a step samples; None where none has a grammar.
+        """The masks of a step; None where none of its sequences has a grammar. Raises as `masks` does."""
+        return self.masks(step, table) if table.has_grammar[step.sampled_rows].any() else None
 
-        Those of rows without one are allowed_token_ids'. Raises NoTokenLeft, and DamagedGrammars for too complex ones.
+    def masks(self, step, table):
+        """Words of allowed tokens (D, W) int32 for the D tokens that a step samples.
+
+        Those of rows without a grammar are allowed_token_ids'. Raises NoTokenLeft, and DamagedGrammars for too complex
+        ones.
         """
         sampled = step.sampled_rows
-        if not table.has_grammar[sampled].any():
-            return None
         words = -(-self.vocab_size // 32)
         masks = np.full((len(sampled), words), -1, np.int32)
         # A sequence with drafts has several samples: the mask after each draft follows that before it.

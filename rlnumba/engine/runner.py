@@ -140,7 +140,7 @@ class Runner:
             self.events = [device.xp().cuda.Event(disable_timing=True) for _ in range(MAX_IN_FLIGHT)]
         # The current decode steps, and how many of them have been launched.
         self.decode, self.num_launched = None, 0
-        # Hidden states between the two parts of a step that awaits masks, and pinned memory of these, once there is one.
+        # Hidden states between the parts of a step that awaits masks, and pinned memory for masks, once there is one.
         self.handed = self.masks = None
         # StepGraphs by GraphKey, the latest used last, and the addresses of the buffers that they were captured with.
         self.graphs, self.graph_addresses = OrderedDict(), None
@@ -315,7 +315,8 @@ class Runner:
     def repeat(self, edits=None):
         """Launch the step after the one launched last; returns its number, for `wait`.
 
-        Of steps that await masks, the forward pass alone; no other of them may be without its tokens then. edits (E, 3) int32: changes of the step's rows before it, as edit_decode_state takes them. At most MAX_IN_FLIGHT
+        A step that awaits masks has its forward pass launched, and no step before it may be without its tokens then.
+        edits (E, 3) int32: changes of the step's rows before it, as edit_decode_state takes them. At most MAX_IN_FLIGHT
         steps may be in flight, launched and not waited for, and all rows must have blocks for what the step writes
         and for one token more.
         """

@@ -25,7 +25,6 @@ from rlnumba.kernels.experts.ops import (
     Routing,
     add_router_load,
     combine,
-    combine_backward,
     dispatch,
     gather_rows,
     gather_rows_backward,
@@ -56,10 +55,6 @@ class Layer:
             "dispatch": (lambda: dispatch(routing.experts, dispatched), [routing.experts, *dispatched]),
             "gather_rows": (lambda: gather_rows(x, dispatched, rows), [x, rows]),
             "combine": (lambda: combine(rows, routing.weights, dispatched, out, x), [rows, x, out]),
-            "combine_backward": (
-                lambda: combine_backward(x, rows, routing.weights, dispatched, rows, dweights),
-                [x, rows, rows],
-            ),
             "weigh_rows_backward": (
                 lambda: weigh_rows_backward(inner, dinner, routing.weights, dispatched, dweights),
                 [inner, dinner, inner, dinner],

@@ -10,7 +10,6 @@ from rlnumba.kernels.experts.ops import (
     Routing,
     add_router_load,
     combine,
-    combine_backward,
     dispatch,
     gather_rows,
     gather_rows_backward,
@@ -20,7 +19,6 @@ from rlnumba.kernels.experts.ops import (
     weigh_rows_backward,
 )
 from rlnumba.kernels.experts.reference import (
-    combine_backward_ref,
     combine_ref,
     dispatch_ref,
     route_backward_ref,
@@ -113,7 +111,7 @@ def check_rows(rng, shape, dtype):
     for name, found, expected in zip(Dispatch._fields, dispatched, dispatch_ref(experts, num_experts), strict=True):
         assert_same_bits(found, expected, name)
     slot_of = device.to_host(dispatched.slot_of)
-    x, dout, residual = (random(rng, (tokens, columns), dtype) for _ in range(3))
+    x, residual = (random(rng, (tokens, columns), dtype) for _ in range(2))
     rows, weights = random(rng, (tokens * top_k, columns), dtype), random(rng, (tokens, top_k), dtype)
     gathered = full(rows.shape, x.dtype)
     gather_rows(device.asarray(x), dispatched, gathered)
@@ -138,13 +136,6 @@ def check_rows(rng, shape, dtype):
         gather_rows_backward(rows_d, dispatched, out, accumulate=True)
 
     check_sum(accumulate, None, residual, "dx accumulated")
-
-    dweights = full(weights.shape, np.float32)
-    drows, expected = combine_backward_ref(*wide(dout, rows, weights), slot_of)
-    # The gradient takes the place of the rows.
-    combine_backward(device.asarray(dout), rows_d, weights_d, dispatched, rows_d, dweights)
-    assert_same_bits(rows_d, drows.astype(x.dtype), "drows")
-    assert_close(dweights, expected, terms=columns, scale=10 * np.sqrt(columns), what="dweights")
 
 
 def check_weighed_rows(rng, shape, dtype):
@@ -211,12 +202,6 @@ def test_gradients_of_references(rng):
     experts, upstream = np.array([[0, 3], [4, 1], [3, 1]]), rng.standard_normal((3, 2))
     slot_of = dispatch_ref(experts, 5)[2]
     rows, dout = rng.standard_normal((6, 4)), rng.standard_normal((3, 4))
-
-    def combined_loss():
-        return float(np.sum(combine_ref(rows, upstream, slot_of) * dout))
-
-    for array, gradient in zip((rows, upstream), combine_backward_ref(dout, rows, upstream, slot_of), strict=True):
-        assert_gradient(combined_loss, gradient, array)
     x, row_of, drows = rng.standard_normal((3, 4)), dispatch_ref(experts, 5)[1], rng.standard_normal((6, 4))
     assert_gradient(lambda: float(np.sum(x[row_of] * drows)), combine_ref(drows, None, slot_of), x)
     # As an expert's output, the rows times a matrix.
@@ -344,14 +329,14 @@ def test_a_token_depends_on_itself_alone(rng):
         gather_rows(arrays[1], dispatched, rows)
         out, dx = (full((count, columns), x.dtype) for _ in range(2))
         combine(rows, routing.weights, dispatched, out)
-        of_weights, weighed = full((count, top_k), np.float32), full((count, top_k), np.float32)
-        dscores, weighed_dx = full((count, num_experts), x.dtype), full((count, columns), x.dtype)
-        combine_backward(arrays[2], rows, routing.weights, dispatched, drows, of_weights)
+        of_weights, weighed_dx = full((count, top_k), np.float32), full((count, columns), x.dtype)
+        dscores = full((count, num_experts), x.dtype)
+        gather_rows(arrays[2], dispatched, drows)
         gather_rows_backward(drows, dispatched, dx)
         route_backward(arrays[3], arrays[0], routing.experts, True, dscores)
-        weigh_rows_backward(drows, rows, routing.weights, dispatched, weighed)
+        weigh_rows_backward(drows, rows, routing.weights, dispatched, of_weights)
         gather_rows_backward(drows, dispatched, weighed_dx)
-        return *routing, out, of_weights, dx, dscores, weighed, weighed_dx
+        return *routing, out, of_weights, dx, dscores, weighed_dx
 
     together = run(np.arange(tokens))
     for chosen in ([0], [tokens - 1], np.arange(tokens)[::-1]):
@@ -371,7 +356,6 @@ def test_kernels_compile_for_gpus(compile_offline, element):
         (rows.dispatch_kernel(8, 4), [I1, "int64", I1, I1, I1]),
         (rows.gather_rows_kernel(8, word, *layout), [W, I2, W]),
         (rows.combine_kernel(8, kind, *layout), [X, I2, X, X, X]),
-        (rows.combine_backward_kernel(8, vector, vector, False), [X, X, I2, X, X, F2]),
         (rows.weigh_rows_backward_kernel(8, vector, vector, False), [X, X, I2, X, "int32", F2]),
     ]
     for num_experts in (128, 256):

@@ -4,7 +4,8 @@
     w_j = p_(e_j), with normalise over the sum of the k, added up in the order of j; rounded once to the scores' dtype
     out_t = sum over j of w_tj y_(slot_of[t, j])     in float32, in the order of j; each product is rounded, if 16 bits
 
-    with r = slot_of[t, j]:     dw_tj = dout_t . y_r      dy_r = w_tj dout_t      dx_t = sum over j of the rows' dx_r
+    r = slot_of[t, j], y_r = A a_r:     g = A^T dout_t      dw_tj = g . a_r      da_r = w_tj g
+    the rows' input x:                  dx_t = sum over j of dx_r, in the order of j
     dscores = p (dp - sum over E of p dp)      dp: dw_j at e_j, with normalise (dw_j - sum of w_i dw_i) / sum of p_(e_i)
     L = E sum over e of f_e P_e       f_e: rows of expert e over tokens, P_e: mean of p_e; dL/dp_e = E f_e / tokens
 
@@ -27,7 +28,6 @@ import numpy as np
 
 from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all, unused
 from rlnumba.kernels.experts.reference import (
-    combine_backward_ref,
     combine_ref,
     dispatch_ref,
     route_backward_ref,
@@ -49,7 +49,6 @@ from rlnumba.kernels.experts.rows import (
     SORT_THREADS,
     STEP,
     THREADS,
-    combine_backward_kernel,
     combine_kernel,
     dispatch_kernel,
     gather_rows_kernel,
@@ -263,27 +262,6 @@ def _combine(rows, weights, dispatched, out, residual):
     residual = unused(2, rows.dtype) if residual is None else residual
     kernel = combine_kernel(top_k, rows.dtype.name, *layout)
     launch(kernel, grid, block, rows, dispatched.slot_of, weights, residual, out)
-
-
-def combine_backward(dout, rows, weights, dispatched, drows, dweights):
-    """The gradient of combine: drows, which may be rows, and dweights. That of residual is dout.
-
-    dout (T, D), rows, drows (T k, D) and weights (T, k) of one floating dtype; dweights (T, k) float32; the last two
-    are written. Raises ValueError for other arrays.
-    """
-    op = "combine_backward"
-    tokens, top_k, _ = _check_dispatch(op, dispatched)
-    _, columns = check(op, "dout", dout, (tokens, None), FLOATS)
-    check_all(op, (tokens * top_k, columns), (dout.dtype,), rows=rows, drows=drows)
-    check(op, "weights", weights, (tokens, top_k), (dout.dtype,))
-    check(op, "dweights", dweights, (tokens, top_k), F32)
-    if device.name() == "cpu":
-        drows[...], dweights[...] = combine_backward_ref(dout, rows, weights, dispatched.slot_of)
-        return
-    vector, access = 16 // dout.itemsize, access_length(columns, dout, rows, drows)
-    kernel = combine_backward_kernel(top_k, vector, access, columns % vector != 0)
-    arguments = dout, rows, dispatched.slot_of, weights, drows, dweights
-    launch(kernel, -(-tokens * top_k // CHOICE_LINES), (32, CHOICE_LINES), *arguments)
 
 
 def weigh_rows_backward(drows, rows, weights, dispatched, dweights, weighs_rows=True):

@@ -90,13 +90,6 @@ def combine_ref(rows, weights, slot_of, residual=None):
     return out if residual is None else residual + out
 
 
-def combine_backward_ref(dout, rows, weights, slot_of):
-    """(drows, dweights) of combine_backward."""
-    drows = np.empty_like(rows)
-    drows[slot_of] = dout[:, None] * weights[..., None]
-    return drows, np.sum(_wide(dout)[:, None] * _wide(rows)[slot_of], axis=-1)
-
-
 def weigh_rows_backward_ref(drows, rows, weights, slot_of):
     """(drows, rows, dweights) after weigh_rows_backward."""
     of_row = np.empty((len(rows), 1), weights.dtype)

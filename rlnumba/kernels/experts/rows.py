@@ -29,7 +29,7 @@ SORT_THREADS, CHOICES = 1024, 4
 STEP = 32 * CHOICES
 # Threads of a block that moves or adds rows; rows that a thread loads before it adds the first.
 THREADS, AT_ONCE = 256, 4
-# Warps of a block of combine_backward_kernel, each with a row of its own.
+# Warps of a block of weigh_rows_backward_kernel, each with a row of its own.
 CHOICE_LINES = 8
 
 
@@ -210,42 +210,6 @@ def combine_kernel(top_k, element, access, bounded, parts):
 
 
 @specialize
-def combine_backward_kernel(top_k, vector, access, bounded):
-    """The kernel of rows read in vectors of `vector` columns, moved `access` at a time.
-
-    bounded: the last vectors of a row have columns beyond its end.
-    """
-    load, store = vector_access(vector, access, bounded)
-
-    @cuda.jit
-    def combine_backward_kernel(dout, rows, slot_of, weights, drows, dweights):
-        """A warp owns a choice: drows of its row, which may be rows, and dweights.
-
-        The dot product: lane l adds columns l * vector .. (l + 1) * vector - 1 of every 32 * vector, ascending; then
-        the lanes are added by a butterfly.
-        """
-        values, upstream = cuda.local.array(vector, np.float32), cuda.local.array(vector, np.float32)
-        index = cuda.blockIdx.x * CHOICE_LINES + cuda.threadIdx.y
-        token, rank = index // top_k, index % top_k
-        if token >= dout.shape[0]:
-            return
-        slot, weight, total = slot_of[token, rank], widen(weights[token, rank]), np.float32(0.0)
-        dout_row, row, drow = dout[token], rows[slot], drows[slot]
-        for first in range(cuda.threadIdx.x * vector, dout.shape[1], 32 * vector):
-            load(dout_row, first, upstream, 0)
-            load(row, first, values, 0)
-            for i in range(vector):
-                total = cuda.fma(upstream[i], values[i], total)
-                upstream[i] *= weight
-            store(drow, first, upstream, 0)
-        total = warp_sum(total)
-        if cuda.threadIdx.x == 0:
-            dweights[token, rank] = total
-
-    return combine_backward_kernel
-
-
-@specialize
 def weigh_rows_backward_kernel(top_k, vector, access, bounded):
     """The kernel of rows read in vectors of `vector` columns, moved `access` at a time.
 
@@ -255,7 +219,11 @@ def weigh_rows_backward_kernel(top_k, vector, access, bounded):
 
     @cuda.jit
     def weigh_rows_backward_kernel(drows, rows, slot_of, weights, weighs_rows, dweights):
-        """A warp owns a choice: dweights, as combine_backward_kernel's sum, and its rows, times the weight in place."""
+        """A warp owns a choice: dweights, and its rows, times the weight in place.
+
+        The dot product: lane l adds columns l * vector .. (l + 1) * vector - 1 of every 32 * vector, ascending; then
+        the lanes are added by a butterfly.
+        """
         values, upstream = cuda.local.array(vector, np.float32), cuda.local.array(vector, np.float32)
         index = cuda.blockIdx.x * CHOICE_LINES + cuda.threadIdx.y
         token, rank = index // top_k, index % top_k

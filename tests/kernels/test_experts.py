@@ -247,9 +247,13 @@ def test_sorting_by_several_warps_and_steps(rng, monkeypatch, tokens, threads):
 
 
 @pytest.mark.usefixtures("each_device")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_order_of_the_sum(dtype):
-    """A token's rows are added in the order of its choices, in float32, whichever experts they are of."""
+@pytest.mark.parametrize("dtype, few_tokens", [("float32", 1024), ("bfloat16", 1024), ("bfloat16", 0)])
+def test_order_of_the_sum(monkeypatch, dtype, few_tokens):
+    """A token's rows are added in the order of its choices, in float32, whichever experts they are of.
+
+    Whether there are few tokens, and all rows are loaded at once, or many.
+    """
+    monkeypatch.setattr(ops, "FEW_TOKENS", few_tokens)
     dispatched = dispatched_of(np.array([[5, 3, 4, 0, 2, 1]], np.int32), 6)
     terms = np.array([[2**26], [1], [-(2**26)], [1], [1], [1]], device.dtype(dtype))
     rows, weights = np.empty_like(terms), np.ones((1, 6), terms.dtype)
@@ -355,7 +359,8 @@ def test_kernels_compile_for_gpus(compile_offline, element):
     cases = [
         (rows.dispatch_kernel(8, 4), [I1, "int64", I1, I1, I1]),
         (rows.gather_rows_kernel(8, word, *layout), [W, I2, W]),
-        (rows.combine_kernel(8, kind, *layout), [X, I2, X, X, X]),
+        (rows.combine_kernel(8, rows.AT_ONCE, kind, *layout), [X, I2, X, X, X]),
+        (rows.combine_kernel(8, rows.FEW_AT_ONCE, kind, *layout), [X, I2, X, X, X]),
         (rows.weigh_rows_backward_kernel(8, vector, vector, False), [X, X, I2, X, "int32", F2]),
     ]
     for num_experts in (128, 256):

@@ -31,7 +31,7 @@ KERNELS = [
     (embedding.copy_rows_kernel(np.uint16, 8, True, True, 3, 2), [H2, I1, H2]),
     (embedding.embedding_backward_kernel(4, True), ["int32[:,::1]", I1, H2, F2, F3, I1]),
     (rows.gather_rows_kernel(8, np.uint16, 8, True, 3), [H2, "int32[:,::1]", H2]),
-    (rows.combine_kernel(8, "bfloat16", 8, True, 3), [H2, "int32[:,::1]", H2, H2, H2]),
+    (rows.combine_kernel(8, 4, "bfloat16", 8, True, 3), [H2, "int32[:,::1]", H2, H2, H2]),
     (rows.weigh_rows_backward_kernel(8, 8, 8, True), [H2, H2, "int32[:,::1]", H2, "int32", F2]),
     (reduce.piece_squares_kernel(4, True, 1 << 16), [F1, F1]),
     (reduce.segment_sums_kernel, [F1, F1]),

@@ -45,7 +45,10 @@ from rlnumba.kernels.experts.routing import (
     router_loss_kernel,
 )
 from rlnumba.kernels.experts.rows import (
+    AT_ONCE,
     CHOICE_LINES,
+    FEW_AT_ONCE,
+    FEW_TOKENS,
     SORT_THREADS,
     STEP,
     THREADS,
@@ -260,7 +263,8 @@ def _combine(rows, weights, dispatched, out, residual):
     grid, block, *layout = _row_blocks(tokens, rows.shape[1], rows, out, *others)
     weights = unused(2, rows.dtype) if weights is None else weights
     residual = unused(2, rows.dtype) if residual is None else residual
-    kernel = combine_kernel(top_k, rows.dtype.name, *layout)
+    at_once = min(top_k, FEW_AT_ONCE if tokens <= FEW_TOKENS else AT_ONCE)
+    kernel = combine_kernel(top_k, at_once, rows.dtype.name, *layout)
     launch(kernel, grid, block, rows, dispatched.slot_of, weights, residual, out)
 
 

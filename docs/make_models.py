@@ -36,6 +36,15 @@ def qwen3_5(*sizes, value_heads, tied):
     return OF_ALL | dict(zip(SIZES, sizes, strict=True)) | own
 
 
+def mixture(model_type, *sizes, **keys):
+    """config.json of a mixture of experts of these SIZES, but for the widths of its dense layers, of which it has none.
+
+    What is absent of keys has transformers' defaults.
+    """
+    names = [name for name in SIZES if name != "intermediate_size"]
+    return OF_ALL | dict(zip(names, sizes, strict=True)) | {"model_type": model_type} | keys
+
+
 def qwen3(*sizes, tied=False):
     """config.json of a Qwen3 model of these SIZES."""
     own = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "tie_word_embeddings": tied}
@@ -68,6 +77,8 @@ MODELS = {
     "Qwen3.5-4B": qwen3_5(2560, 9216, 32, 16, 4, value_heads=32, tied=True),
     "Qwen3.5-9B": qwen3_5(4096, 12288, 32, 16, 4, value_heads=32, tied=False),
     "Qwen3.5-27B": qwen3_5(5120, 17408, 64, 24, 4, value_heads=48, tied=False),
+    "Qwen3.5-35B-A3B": mixture("qwen3_5_moe_text", 2048, 40, 16, 2),
+    "Qwen3-30B-A3B": mixture("qwen3_moe", 2048, 48, 32, 4, head_dim=128, norm_topk_prob=True),
     "Qwen3-0.6B": qwen3(1024, 3072, 28, 16, 8, tied=True),
     "Qwen3-1.7B": qwen3(2048, 6144, 28, 16, 8, tied=True),
     "Qwen3-4B": qwen3(2560, 9728, 36, 32, 8, tied=True),

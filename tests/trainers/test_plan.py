@@ -337,7 +337,7 @@ def test_a_model_of_8b_for_a_gpu(tmp_path):
 
 
 def test_the_page_of_models_is_current(tmp_path):
-    """Of all its rows one is made again."""
+    """Of all its rows one is made again; it may be off by as much as a plan may."""
     spec = importlib.util.spec_from_file_location("make_models", ROOT / "docs" / "make_models.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -345,7 +345,10 @@ def test_the_page_of_models_is_current(tmp_path):
     rows = [line.strip("| ").split(" | ") for line in table.split("\n") if line]
     assert rows[0] == module.HEADER and [row[0] for row in rows[2:]] == list(module.MODELS)
     module.write_rows(tmp_path)
-    assert module.cells_of("Qwen3.5-0.8B", tmp_path) in rows, "run python docs/make_models.py"
+    name, parameters, *found = module.cells_of("Qwen3.5-0.8B", tmp_path)
+    expected = next(row for row in rows if row[0] == name)
+    assert expected[1] == parameters
+    assert list(map(float, found)) == pytest.approx(list(map(float, expected[2:])), rel=0.05), "run docs/make_models.py"
 
 
 def test_the_share_of_the_engine(tmp_path):

@@ -12,7 +12,7 @@ from rlnumba.config.lora import LoraConfig
 from rlnumba.config.schema import RECOMPUTE_MODULES
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.config import ModelConfig
-from rlnumba.model.lora import Adapter, load_adapter, read_adapter_config, save_adapter
+from rlnumba.model.lora import Adapter, load_adapter, merge, read_adapter_config, save_adapter
 from rlnumba.model.shard import Shard
 from rlnumba.model.tensor_file import open_tensors, write_tensors
 from rlnumba.model.transformer import Tape, check_shard, load_model, pack, save_model, score
@@ -288,6 +288,7 @@ def test_adapters_of_all_linear_layers(golden, tmp_path):
     model.adapter.flat -= device.asarray(2e-4 * direction)
     slope = (above - loss()) / 2e-4
     assert slope == pytest.approx(np.linalg.norm(device.to_host(grads.flat)), rel=0.02)
+    adapted = logits_of(model, pack(sequences))
     save_adapter(model.adapter, tmp_path)
     names = {name.split(".lora_")[0] for name in open_tensors(tmp_path / "adapter_model.safetensors")}
     modules = {name.split("layers.3.")[1] for name in names if "layers.3." in name}
@@ -299,6 +300,8 @@ def test_adapters_of_all_linear_layers(golden, tmp_path):
     for (name, values), (other_name, others) in zip(*(each.items() for each in tensors), strict=True):
         assert name == other_name
         assert_same_bits(values, others, name)
+    merge(model.weights, model.adapter)
+    assert_close(logits_of(model.without_adapter(), pack(sequences)), adapted, terms=2048, what="merged")
 
 
 def test_adapters_of_experts_are_refused(tmp_path):

@@ -104,6 +104,16 @@ def test_two_ranks_end_with_the_weights_of_one(mixture, tmp_path):
     assert [line["aux_loss"] for line in metrics_of(both) if "loss" in line] == [line["aux_loss"] for line in lines]
 
 
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(mixture, tmp_path):
+    keys = {"lr_scheduler_type": "constant", "save_steps": 1}
+    whole = run_of(mixture, tmp_path / "whole", **keys)
+    sft.run_sft(whole)
+    sft.run_sft(run_of(mixture, tmp_path / "parts", **keys | {"max_steps": 1}))
+    parts = run_of(mixture, tmp_path / "parts", **keys)
+    sft.run_sft(parts, resume=True)
+    assert hash_of(parts) == hash_of(whole)
+
+
 def test_an_adapter_is_trained_and_the_loss_can_be_off(mixture, tmp_path):
     run = run_of(mixture, tmp_path, gradient_checkpointing=True, router_aux_loss_coef=0.0)
     run = dataclasses.replace(run, lora=LoraConfig(r=2))

@@ -45,14 +45,15 @@ def product(total, a, b):
 
 
 def fma(a, b, c):
-    return (np.asarray(a, np.float64) * b + np.asarray(c, np.float64)).astype(np.float32)
+    """a b + c with the two roundings of the simulator's fma."""
+    return np.asarray(a, np.float32) * np.asarray(b, np.float32) + np.asarray(c, np.float32)
 
 
 def decays(later, earlier):
     """(later, earlier): exp of the differences of two lists of sums of log decays."""
     with np.errstate(over="ignore"):
         exponents = np.subtract.outer(np.asarray(later, np.float32), np.asarray(earlier, np.float32)) * LOG2_E
-        # ex2.approx.ftz flushes.
+        # ex2.approx.ftz makes 0 of these.
         return np.where(exponents < np.finfo(np.float32).minexp, np.float32(0), np.exp2(exponents))
 
 

@@ -23,7 +23,14 @@ from rlnumba.kernels.nn.swiglu import sigmoid
 from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.semaphore import atomic_add_acq_rel
-from rlnumba.kernels.ptx.shared_memory import load_function, load_word, shared_address, store_function, store_word
+from rlnumba.kernels.ptx.shared_memory import (
+    ldmatrix_x4,
+    load_function,
+    load_word,
+    shared_address,
+    store_function,
+    store_word,
+)
 from rlnumba.kernels.ptx.warp import (
     PTX_TYPES,
     cvt_pack,
@@ -94,14 +101,10 @@ def load_lines_trans(words, lines, k, column, lane):
 
 
 @device_function
-def load_columns(words, at, lines, pitch, k, first, lane):
-    """Two words of a fragment of B: 16 k of two lines, which are its columns 0 and 1; zeros before column `first`."""
-    column = lane >> i32(2)
-    words[at], words[at + 1] = i32(0), i32(0)
-    if column >= first and column < i32(2):
-        address = lines + column * i32(pitch) + (k + ((lane & i32(3)) << i32(1))) * i32(2)
-        words[at] = load_word(address)
-        words[at + 1] = load_word(address + i32(16))
+def load_columns(words, at, lines, pitch, k, lane):
+    """The halves of two fragments of B, 32 k from k on: column n is line n % 2, so that every lane has both."""
+    address = lines + (lane & i32(1)) * i32(pitch) + (k + ((lane >> i32(3)) << i32(3))) * i32(2)
+    words[at], words[at + 1], words[at + 2], words[at + 3] = ldmatrix_x4(address)
 
 
 @device_function
@@ -193,26 +196,26 @@ def fold_function():
 
 @functools.cache
 def products_functions():
-    """(score_tokens, read_state, finish): the device functions of a warp's products for one token."""
+    """(load_token, score_tokens, read_state, finish): the device functions of a warp's products for one token."""
     multiply = sm80.mma_half("float16")
 
     @device_function
-    def score_tokens(shared, base, sums, m, total, filled, warp, lane):
+    def load_token(columns, base, lane):
+        """The words of k and q, as columns of B."""
+        for step in range(DIM // 32):
+            load_columns(columns, 4 * step, base + i32(2 * TOKEN), PITCH, i32(step * 32), lane)
+
+    @device_function
+    def score_tokens(shared, base, columns, sums, m, total, filled, warp, lane):
         """M in m, and -M of earlier sub-blocks and P as operands, of the block's tokens 16 warp to 16 warp + 15."""
-        acc, a, b = (
-            cuda.local.array(4, np.float32),
-            cuda.local.array(4, np.int32),
-            cuda.local.array(2, np.int32),
-        )
+        acc, a = cuda.local.array(4, np.float32), cuda.local.array(4, np.int32)
         for i in range(4):
             acc[i] = ZERO
-        lines = (
-            base + i32(2 * KEYS) + i32(warp * i32(16) + (lane & i32(15))) * i32(PITCH) + (lane >> i32(4)) * i32(CHUNK)
-        )
+        line = base + i32(2 * KEYS) + i32(warp * i32(16) + (lane & i32(15))) * i32(PITCH)
+        line += (lane >> i32(4)) * i32(CHUNK)
         for step in range(DIM // 16):
-            sm80.ldmatrix_fragment(a, 0, lines + step * 32)
-            load_columns(b, 0, base + i32(2 * TOKEN), PITCH, i32(step * 16), i32(0), lane)
-            multiply(acc, 0, a, 0, b, 0)
+            sm80.ldmatrix_fragment(a, 0, line + step * 32)
+            multiply(acc, 0, a, 0, columns, 2 * step)
         if (lane & i32(3)) == 0:
             for half in range(2):
                 j = i32(i32(warp * i32(16) + (lane >> i32(2))) + i32(8 * half))
@@ -223,53 +226,53 @@ def products_functions():
                     if j < filled:
                         error = decay * acc[2 * half]
                 m[j] = error
-                is_earlier = j < (filled & i32(BLOCK - SUB_BLOCK))
-                shared[WEIGHTS + j] = narrow(saturated(-error) if is_earlier else ZERO, shared)
+                shared[WEIGHTS + j] = narrow(saturated(-error), shared)
                 shared[WEIGHTS + WEIGHT_LINE + j] = narrow(saturated(output), shared)
 
     @device_function
-    def read_state(acc, base, warp, lane):
+    def read_state(acc, base, columns, warp, lane):
         """acc[0], acc[1] = x and y of a lane's first column of V, acc[2], acc[3] of its second, 8 further."""
-        a, b = cuda.local.array(4, np.int32), cuda.local.array(2, np.int32)
+        a = cuda.local.array(4, np.int32)
         for i in range(4):
             acc[i] = ZERO
         for step in range(DIM // 16):
             load_lines_trans(a, base, i32(step * 16), i32(warp * i32(16)), lane)
-            load_columns(b, 0, base + i32(2 * TOKEN), PITCH, i32(step * 16), i32(0), lane)
-            multiply(acc, 0, a, 0, b, 0)
+            multiply(acc, 0, a, 0, columns, 2 * step)
 
     @device_function
     def finish(acc, shared, base, m, values, beta, total, filled, warp, lane):
         """From x and y to w, which goes to its line, and in acc[1] and acc[3] the outputs of a lane's columns."""
-        a, b = cuda.local.array(4, np.int32), cuda.local.array(2, np.int32)
-        column, owned = i32(warp * i32(16)) + (lane >> i32(2)), (lane & i32(3)) == 0
-        since = decay_between(total, ZERO)
+        a, weights = cuda.local.array(4, np.int32), cuda.local.array(8, np.int32)
+        column, since = i32(warp * i32(16)) + (lane >> i32(2)), decay_between(total, ZERO)
         for half in range(2):
-            if owned:
-                acc[2 * half] = cuda.fma(-since, acc[2 * half], values[column + i32(8 * half)]) + ZERO
-                acc[2 * half + 1] = cuda.fma(since, acc[2 * half + 1], ZERO)
-        steps = i32(filled >> i32(4))
-        for step in range(steps):
-            load_lines_trans(a, base + i32(2 * VALUES), i32(step * 16), i32(warp * i32(16)), lane)
-            load_columns(b, 0, base + i32(2 * WEIGHTS), 2 * WEIGHT_LINE, i32(step * 16), i32(0), lane)
-            multiply(acc, 0, a, 0, b, 0)
+            acc[2 * half] = cuda.fma(-since, acc[2 * half], values[column + i32(8 * half)]) + ZERO
+            acc[2 * half + 1] = cuda.fma(since, acc[2 * half + 1], ZERO)
+        for step in range(BLOCK // 32):
+            load_columns(weights, 4 * step, base + i32(2 * WEIGHTS), 2 * WEIGHT_LINE, i32(step * 32), lane)
+        own = i32(filled >> i32(4))
+        for step in range(BLOCK // 16 - 1):
+            if step < own:
+                load_lines_trans(a, base + i32(2 * VALUES), i32(step * 16), i32(warp * i32(16)), lane)
+                multiply(acc, 0, a, 0, weights, 2 * step)
         first, second = acc[0], acc[2]
-        for j in range(i32(steps * i32(SUB_BLOCK)), filled):
-            line = VALUES + i32(j) * LINE + column
-            first = cuda.fma(-m[j], widen(shared[line]), first)
-            second = cuda.fma(-m[j], widen(shared[line + 8]), second)
-        if owned:
+        j, line = i32(own * i32(SUB_BLOCK)), i32(own * i32(SUB_BLOCK * LINE)) + column
+        while j < filled:
+            weight, place = -m[np.uint32(j)], np.uint32(VALUES + line)
+            first = cuda.fma(weight, widen(shared[place]), first)
+            second = cuda.fma(weight, widen(shared[np.uint32(place + 8)]), second)
+            j, line = i32(j + i32(1)), i32(line + i32(LINE))
+        if (lane & i32(3)) == 0:
             line = VALUES + filled * LINE + column
             shared[line] = narrow(saturated(beta * first), shared)
             shared[line + 8] = narrow(saturated(beta * second), shared)
         sync_warp()
         # What column 0 adds up now is not read.
-        load_lines_trans(a, base + i32(2 * VALUES), i32(steps * i32(SUB_BLOCK)), i32(warp * i32(16)), lane)
-        weights = base + i32(2 * WEIGHTS)
-        load_columns(b, 0, weights, 2 * WEIGHT_LINE, i32(steps * i32(SUB_BLOCK)), i32(1), lane)
-        multiply(acc, 0, a, 0, b, 0)
+        load_lines_trans(a, base + i32(2 * VALUES), i32(own * i32(SUB_BLOCK)), i32(warp * i32(16)), lane)
+        for step in range(BLOCK // 16):
+            if step == own:
+                multiply(acc, 0, a, 0, weights, 2 * step)
 
-    return score_tokens, read_state, finish
+    return load_token, score_tokens, read_state, finish
 
 
 @specialize
@@ -279,7 +282,7 @@ def delta_rule_decode_kernel(heads, element, accesses):
     key_heads, value_heads, channels, gates = heads.key_heads, heads.value_heads, heads.channels, heads.gates
     ratio, keys, query_scale = value_heads // key_heads, key_heads * DIM, f32(DIM**-0.5)
     load, store, load_taps, activations, inverse_length = row_functions(DIM, element, accesses[0], accesses[2])
-    score_tokens, read_state, finish = products_functions()
+    load_token, score_tokens, read_state, finish = products_functions()
     fold = fold_function()
     wait_for_copies = sm80.cp_async_wait_group(0)
 
@@ -319,13 +322,14 @@ def delta_rule_decode_kernel(heads, element, accesses):
             cuda.local.array(16, np.float32),
             cuda.local.array(4, np.float32),
         )
-        acc = cuda.local.array(4, np.float32)
+        acc, columns = cuda.local.array(4, np.float32), cuda.local.array(16, np.int32)
         griddepcontrol_launch_dependents()
         head, b = i32(cuda.blockIdx.x), i32(cuda.blockIdx.y)
         thread = i32(cuda.threadIdx.x) & i32(THREADS - 1)
         lane, warp, key_head = thread & i32(31), thread >> i32(5), i32(head // i32(ratio))
-        t, context_len = sequences.cu_seqlens[b], sequences.context_lens[b]
-        if sequences.cu_seqlens[b + 1] == t:
+        t, next_t, context_len = sequences.cu_seqlens[b], sequences.cu_seqlens[b + 1], sequences.context_lens[b]
+        resumed_at, slot = sequences.resumed_at[b], sequences.slots[b]
+        if next_t == t:
             return
         if context_len == 0:
             griddepcontrol_wait()
@@ -333,7 +337,7 @@ def delta_rule_decode_kernel(heads, element, accesses):
                 outputs.o[t, head, thread] = narrow(ZERO, outputs.o)
                 outputs.gated[t, head, thread] = narrow(ZERO, outputs.gated)
             return
-        start, resumed_at, slot = i32(context_len - 1), sequences.resumed_at[b], sequences.slots[b]
+        start = i32(context_len - 1)
         table = sequences.state_tables[b]
         blocks = i32(state_blocks(start, resumed_at))
         filled = i32(start - blocks * i32(BLOCK))
@@ -355,7 +359,7 @@ def delta_rule_decode_kernel(heads, element, accesses):
         z = widen(projected[t, channels + head * DIM + (thread & i32(DIM - 1))])
         if warp < 3:
             load(projected[t], channel, window, 4 * (TAPS - 1))
-            activations(window, taps, row)
+            activations(window, 0, taps, row)
             # The other value heads of a key head have the same q and k.
             if warp == 2 or head % ratio == 0:
                 keep_window(window, conv, slot, next_page, start, channel)
@@ -413,9 +417,10 @@ def delta_rule_decode_kernel(heads, element, accesses):
         beta, total = gate[0], gate[1]
         if filled > 0:
             total = sums[filled - 1] + total
-        read_state(acc, base, warp, lane)
+        load_token(columns, base, lane)
+        read_state(acc, base, columns, warp, lane)
         if warp < 4 and warp * i32(16) <= filled:
-            score_tokens(shared, base, sums, m, total, filled, warp, lane)
+            score_tokens(shared, base, columns, sums, m, total, filled, warp, lane)
         cuda.syncthreads()
         finish(acc, shared, base, m, values, beta, total, filled, warp, lane)
         if (lane & i32(3)) == 0:

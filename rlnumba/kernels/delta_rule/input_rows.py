@@ -145,12 +145,12 @@ def row_functions(dim, element, access, tap_access):
             load_four(conv[channel + i], 0, taps, i * TAPS)
 
     @device_function
-    def activations(window, taps, values):
-        """values = the activations of the token of the window's row 3, after three rows before it."""
+    def activations(window, at, taps, values):
+        """values = the activations of a token, whose row and the three before it are in the window from `at` on."""
         for i in range(width):
-            total = cuda.fma(taps[4 * i], window[i], zero)
+            total = cuda.fma(taps[4 * i], window[at + i], zero)
             for tap in range(1, TAPS):
-                total = cuda.fma(taps[4 * i + tap], window[tap * width + i], total)
+                total = cuda.fma(taps[4 * i + tap], window[at + tap * width + i], total)
             values[i] = total
         round_values(values)
         for i in range(width):
@@ -179,75 +179,103 @@ def head_function(heads, element, is_value, is_paged, access, tap_access):
     """The device function of a head of q or k, or of v, for all tokens of a tile."""
     key_heads, dim = heads.key_heads, heads.value_dim if is_value else heads.key_dim
     width, query_scale, zero = lane_width(dim), np.float32(heads.key_dim**-0.5), np.float32(0.0)
-    rows = TAPS - 1 + AHEAD
-    window_size, taps_size = rows * width, TAPS * width
+    rows, columns, first_value = TAPS - 1 + AHEAD, heads.columns, 2 * key_heads
+    window_size, taps_size, ahead_size = rows * width, TAPS * width, AHEAD * width
     load, store, load_taps, activations, inverse_length = row_functions(dim, element, access, tap_access)
     any_value = is_value or heads.key_dim == heads.value_dim
 
     @device_function
+    def load_before(window, projected, sequences, cache, b, t, begin, start, resumed_at, channel):
+        """The three rows before token t of sequence b: packed, of the cache, or zeros before the sequence."""
+        for tap in range(TAPS - 1):
+            row = t - (TAPS - 1) + tap
+            before = start + row - begin
+            if row >= begin:
+                load(projected, row * columns + channel, window, tap * width)
+            elif is_paged and before >= 0:
+                if before < resumed_at:
+                    source = sequences.state_tables[b, resumed_at // BLOCK - 1]
+                    page_row = cache.page_rows[source, before - resumed_at + TAPS - 1]
+                    load(page_row, channel, window, tap * width)
+                else:
+                    slot_row = cache.rows[sequences.slots[b], before % cache.rows.shape[1]]
+                    load(slot_row, channel, window, tap * width)
+            else:
+                for j in range(width):
+                    window[tap * width + j] = zero
+
+    @device_function
+    def compute_token(window, at, taps, values, tokens, t, unit, lane, is_stored):
+        """A token's head, from the rows in the window from `at` on."""
+        activations(window, at, taps, values)
+        if any_value and unit >= first_value:
+            if is_stored:
+                place = (t * heads.value_heads + unit - first_value) * dim + lane * width
+                store(tokens.v, place, values, 0)
+        if not is_value and unit < first_value:
+            factor = inverse_length(values, lane)
+            if unit < key_heads:
+                factor = factor * query_scale
+            for j in range(width):
+                values[j] = values[j] * factor
+            if is_stored and unit < key_heads:
+                store(tokens.q, (t * key_heads + unit) * dim + lane * width, values, 0)
+            if is_stored and unit >= key_heads:
+                store(tokens.k, (t * key_heads + unit - key_heads) * dim + lane * width, values, 0)
+
+    @device_function
     def compute_head(projected, conv, sequences, cache, tokens, unit, first_token, stop, first, lane):
-        """Tokens first_token .. stop - 1; first: the head's first channel."""
-        window, taps, values = (
+        """Tokens first_token .. stop - 1; first: the head's first channel. projected, q, k and v with one axis."""
+        window, ahead, taps, values = (
             cuda.local.array(window_size, np.float32),
+            cuda.local.array(ahead_size, np.float32),
             cuda.local.array(taps_size, np.float32),
             cuda.local.array(width, np.float32),
         )
         owned = lane * width < dim
         channel = first + (lane * width if owned else 0)
         load_taps(conv, channel, taps)
-        begin, end, start, slot, resumed_at, state_len, b, live = 0, -1, 0, 0, -1, 0, 0, True
+        begin, end, start, resumed_at, state_len, b, is_stored = 0, -1, 0, -1, 0, 0, owned
         for i in range(AHEAD):
             if first_token + i < stop:
-                load(projected[first_token + i], channel, window, (TAPS - 1 + i) * width)
-        for t in range(first_token, stop):
+                load(projected, (first_token + i) * columns + channel, window, (TAPS - 1 + i) * width)
+        t = first_token
+        while t < stop:
             if t >= end:
                 b = sequence_of(sequences.cu_seqlens, t)
                 begin, end = sequences.cu_seqlens[b], sequences.cu_seqlens[b + 1]
                 if is_paged:
-                    start, slot = sequences.context_lens[b] - (end - begin), sequences.slots[b]
-                    resumed_at, live = sequences.resumed_at[b], sequences.context_lens[b] > 0
+                    start, resumed_at = sequences.context_lens[b] - (end - begin), sequences.resumed_at[b]
+                    is_stored = owned and sequences.context_lens[b] > 0
                     state_len = state_blocks(start, resumed_at) * BLOCK
-                for tap in range(TAPS - 1):
-                    row = t - (TAPS - 1) + tap
-                    before = start + row - begin
-                    if row >= begin:
-                        load(projected[row], channel, window, tap * width)
-                    elif is_paged and live and before >= 0:
-                        if before < resumed_at:
-                            source = sequences.state_tables[b, resumed_at // BLOCK - 1]
-                            page_row = cache.page_rows[source, before - resumed_at + TAPS - 1]
-                            load(page_row, channel, window, tap * width)
-                        else:
-                            load(cache.rows[slot, before % cache.rows.shape[1]], channel, window, tap * width)
-                    else:
-                        for j in range(width):
-                            window[tap * width + j] = zero
-            if is_paged:
-                position = start + t - begin
-                # The page of a boundary also keeps the rows before it.
-                if owned and live and position > state_len and position % BLOCK == 0:
-                    page = sequences.state_tables[b, position // BLOCK - 1]
-                    if page >= 0:
-                        for tap in range(TAPS - 1):
-                            store(cache.page_rows[page, tap], channel, window, tap * width)
-            activations(window, taps, values)
-            for i in range((rows - 1) * width):
-                window[i] = window[i + width]
-            if t + AHEAD < stop:
-                load(projected[t + AHEAD], channel, window, (rows - 1) * width)
-            if any_value and unit >= 2 * key_heads:
-                if owned and live:
-                    store(tokens.v[t, unit - 2 * key_heads], lane * width, values, 0)
-            if not is_value and unit < 2 * key_heads:
-                factor = inverse_length(values, lane)
-                if unit < key_heads:
-                    factor = factor * query_scale
-                for j in range(width):
-                    values[j] = values[j] * factor
-                if owned and live and unit < key_heads:
-                    store(tokens.q[t, unit], lane * width, values, 0)
-                if owned and live and unit >= key_heads:
-                    store(tokens.k[t, unit - key_heads], lane * width, values, 0)
+                load_before(window, projected, sequences, cache, b, t, begin, start, resumed_at, channel)
+            position = start + t - begin
+            # The page of a boundary also keeps the rows before it.
+            if is_paged and is_stored and position > state_len and position % BLOCK == 0:
+                page = sequences.state_tables[b, position // BLOCK - 1]
+                if page >= 0:
+                    for tap in range(TAPS - 1):
+                        store(cache.page_rows[page, tap], channel, window, tap * width)
+            if t + AHEAD <= min(stop, end) and (not is_paged or position % BLOCK <= BLOCK - AHEAD):
+                for i in range(AHEAD):
+                    if t + AHEAD + i < stop:
+                        load(projected, (t + AHEAD + i) * columns + channel, ahead, i * width)
+                compute_token(window, 0, taps, values, tokens, t, unit, lane, is_stored)
+                compute_token(window, width, taps, values, tokens, t + 1, unit, lane, is_stored)
+                compute_token(window, 2 * width, taps, values, tokens, t + 2, unit, lane, is_stored)
+                compute_token(window, 3 * width, taps, values, tokens, t + 3, unit, lane, is_stored)
+                for i in range((TAPS - 1) * width):
+                    window[i] = window[AHEAD * width + i]
+                for i in range(AHEAD * width):
+                    window[(TAPS - 1) * width + i] = ahead[i]
+                t += AHEAD
+            else:
+                compute_token(window, 0, taps, values, tokens, t, unit, lane, is_stored)
+                for i in range((rows - 1) * width):
+                    window[i] = window[i + width]
+                if t + AHEAD < stop:
+                    load(projected, (t + AHEAD) * columns + channel, window, (rows - 1) * width)
+                t += 1
 
     return compute_head
 
@@ -257,13 +285,17 @@ def delta_rule_inputs_kernel(heads, element, is_paged, accesses):
     """The kernel for DeltaRuleHeads (a tuple) of a dtype's name; is_paged: earlier tokens are in a ConvCache."""
     heads = DeltaRuleHeads(*heads)
     key_heads, key_dim, value_dim, value_heads = heads.key_heads, heads.key_dim, heads.value_dim, heads.value_heads
-    units, keys, gates, same_dim = 2 * key_heads + value_heads, key_heads * key_dim, heads.gates, key_dim == value_dim
+    units, keys, gates, columns = 2 * key_heads + value_heads, key_heads * key_dim, heads.gates, heads.columns
+    same_dim = key_dim == value_dim
     of_key = head_function(heads, element, False, is_paged, accesses[0], accesses[2])
     of_value = head_function(heads, element, True, is_paged, accesses[1], accesses[2])
 
     @cuda.jit
     def delta_rule_inputs_kernel(projected, weights, sequences, cache, tokens, tile):
-        """A warp owns a head of q, k or v of `tile` tokens, at most 32; that of v their gates, too, a token a lane."""
+        """A warp owns a head of q, k or v of `tile` tokens, at most 32; that of v their gates, too, a token a lane.
+
+        projected, q, k and v have one axis.
+        """
         index, lane = cuda.blockIdx.x * LINES + cuda.threadIdx.y, cuda.threadIdx.x
         first_token, unit = index // units * tile, index % units
         stop = min(first_token + tile, sequences.cu_seqlens[sequences.cu_seqlens.shape[0] - 1])
@@ -272,7 +304,8 @@ def delta_rule_inputs_kernel(heads, element, is_paged, accesses):
         head = unit - 2 * key_heads
         if head >= 0 and first_token + lane < stop:
             t = first_token + lane
-            b, a = widen(projected[t, gates + head]), widen(projected[t, gates + value_heads + head])
+            row = t * columns + gates
+            b, a = widen(projected[row + head]), widen(projected[row + value_heads + head])
             beta, log_decay = gates_of(b, a, widen(weights.a_log[head]), widen(weights.dt_bias[head]), projected)
             tokens.beta[t, head] = beta
             tokens.log_decay[t, head] = log_decay

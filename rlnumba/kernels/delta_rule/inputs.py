@@ -264,7 +264,8 @@ def delta_rule_inputs(projected, weights, heads, sequences, tokens, cache=None):
     kernel = delta_rule_inputs_kernel(tuple(heads), projected.dtype.name, is_paged, accesses)
     tile = min(max(count * units // ENOUGH_WARPS, 1), TILE)
     grid = -(-(-(-count // tile) * units) // LINES)
-    launch(kernel, grid, (32, LINES), projected, weights, sequences, cache, tokens, tile)
+    flat = tokens._replace(q=tokens.q.reshape(-1), k=tokens.k.reshape(-1), v=tokens.v.reshape(-1))
+    launch(kernel, grid, (32, LINES), projected.reshape(-1), weights, sequences, cache, flat, tile)
     if is_paged:
         launch(store_conv_rows_kernel, len(sequences.slots), THREADS, projected, sequences, cache.rows)
 

@@ -13,7 +13,7 @@ from rlnumba.kernels.attention import paged as paged_attention
 from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.logprob import ops as logprob
-from rlnumba.kernels.nn import elementwise, embedding, qkv, reduce, rmsnorm, swiglu
+from rlnumba.kernels.nn import elementwise, embedding, norm_to_residual, qkv, reduce, rmsnorm, swiglu
 from rlnumba.kernels.optim.adamw import adamw, adamw_scalars
 from rlnumba.kernels.optim.adamw_8bit import Moments, adamw_8bit
 from rlnumba.kernels.peer import checksum
@@ -126,6 +126,9 @@ OPERATORS = {
     embedding.embedding: lambda: {"input_ids": ids(N), "weight": f32(V, D), "out": f32(N, D)},
     embedding.embedding_backward: lambda: {"input_ids": ids(N), "dout": f32(N, D), "dweight": f32(V, D)},
     rmsnorm.rmsnorm: lambda: {"x": f32(N, D), "weight": f32(D), "eps": 1e-6, "out": f32(N, D), "rstd": f32(N)},
+    norm_to_residual.norm_to_residual: lambda: {
+        "x": f32(N, D), "weight": f32(D), "eps": 1e-6, "residual": f32(N, D), "out": f32(N, D), "rstd": f32(N),
+    },
     rmsnorm.rmsnorm_backward: lambda: {
         "dout": f32(N, D), "x": f32(N, D), "weight": f32(D), "rstd": f32(N), "dx": f32(N, D), "dweight": f32(D),
     },

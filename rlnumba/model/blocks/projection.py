@@ -6,7 +6,8 @@ import numpy as np
 
 from rlnumba.kernels.gemm.ops import bias_backward, linear, linear_backward_input, linear_backward_weight
 from rlnumba.kernels.nn.elementwise import add
-from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
+from rlnumba.kernels.nn.norm_to_residual import norm_to_residual
+from rlnumba.kernels.nn.rmsnorm import rmsnorm_backward
 
 
 class BlockOutput(NamedTuple):
@@ -49,14 +50,13 @@ def output_to_residual(layer, name, x, w, ctx, y, residual, output):
     weight, config, memory = getattr(w, f"{name}_norm"), ctx.config, ctx.memory
     with memory.scope():
         if ctx.ranks is None:
-            normed = memory.empty(output.rows.shape, output.rows.dtype) if y is None else y
-            rmsnorm(output.rows, weight, config.rms_norm_eps, normed, output.rstd, config.norm_offset)
+            out = memory.empty(output.rows.shape, output.rows.dtype) if y is None else y
+            arguments = output.rows, weight, config.rms_norm_eps, residual, out, output.rstd, config.norm_offset
+            norm_to_residual(*arguments)
         else:
             whole = memory.empty((len(x), len(weight)), x.dtype)
             ctx.ranks.rmsnorm(output.rows, weight, config.rms_norm_eps, whole, memory, config.norm_offset)
-            normed = ctx.ranks.own_columns(whole, memory)
-        if y is not None:
-            add(residual, normed, y)
+            add(residual, ctx.ranks.own_columns(whole, memory), y)
     return xa
 
 

@@ -13,9 +13,11 @@ from rlnumba.kernels.ptx.wgmma import ROWS
 
 # Up to so many rows of an expert are loaded eight at a time, so that decode loads little beside the weight.
 ROWS_IN_EIGHTS = 32
-# Rows an expert, on average, up to which reading the weights takes most of the time.
+# Rows an expert, on average, up to which reading the weights takes most of the time: tiles of one consumer. H100, 128
+# experts of 1536 x 2048, 16 rows each: 276 us, 97 % of a copy's bandwidth.
 FEW_ROWS = 48
-# With so many waves of tiles a last one that leaves SMs idle matters little.
+# With so many waves of tiles a last one that leaves SMs idle matters little. H100, one token, 8 experts: 32 columns of
+# 1536 x 2048 take 19.8 us, 84 % of a copy's bandwidth; 64 columns of 2048 x 768 11.4 us, 73 %.
 FEW_WAVES = 4
 
 

@@ -12,13 +12,14 @@ from rlnumba.engine.core import Engine
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK
-from rlnumba.model.lora import Adapter
-from rlnumba.model.transformer import load_model, pack, score
+from rlnumba.model.lora import Adapter, merge
+from rlnumba.model.transformer import load_model, pack, save_model, score
 from rlnumba.runtime import device
-from tests.close import assert_same_bits
+from tests.close import assert_close, assert_same_bits
 from tests.engine.test_core import check_idle
 from tests.engine.test_run_ahead import run_all
 from tests.engine.test_speculation import use_known_texts
+from tests.model.test_lora import random_adapter
 
 FOLDER = pathlib.Path(__file__).parent.parent / "golden" / "qwen3_5"
 
@@ -60,6 +61,29 @@ def test_rollout_and_training_agree_with_an_adapter(model):
     adapted.adapter.zero_outside_blocks()
     found = check_agreement(adapted, EngineConfig(max_num_batched_tokens=100), max_tokens=70)
     assert found == Agreement(12 * 70, 12 * 70, 0.0, None)
+
+
+def test_several_adapters_in_one_batch(model, tmp_path):
+    """Each completion has the log-probs of training with its adapter alone; merged, they are nearly these."""
+    kinds = {"all": ("all-linear",), "few": ("in_proj_qkv", "in_proj_a", "v_proj"), None: ()}
+    adapted = {None: model}
+    for name, targets in kinds.items():
+        if targets:
+            adapted[name] = random_adapter(model.without_adapter(), r=3, target_modules=targets)
+            save_model(adapted[name], tmp_path / name)
+    folders = {name: tmp_path / name for name in kinds if name}
+    llm = LLM(model, config=EngineConfig(max_num_batched_tokens=90), adapters=folders)
+    prompts = [np.random.default_rng(length).integers(3, 144, length).tolist() for length in (20, 100, 64)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=50, ignore_eos=True), adapters=list(kinds))
+    for name, prompt, output in zip(kinds, prompts, outputs, strict=True):
+        completion = output.completions[0]
+        batch = pack([[*prompt, *completion.token_ids]])
+        logprobs = score(adapted[name], batch).logprobs[len(prompt) :]
+        assert_same_bits(completion.array("logprobs"), device.to_host(logprobs))
+        if name:
+            merged = load_model(FOLDER, "float32")
+            merge(merged.weights, adapted[name].adapter)
+            assert_close(device.to_host(score(merged, batch).logprobs)[len(prompt) :], logprobs, terms=8192)
 
 
 def test_preempted_sequences_have_the_same_bits(model):

@@ -104,6 +104,22 @@ def test_two_ranks_end_with_the_weights_of_one(mixture, tmp_path):
     assert [line["aux_loss"] for line in metrics_of(both) if "loss" in line] == [line["aux_loss"] for line in lines]
 
 
+@pytest.mark.parametrize("option", ["layers on ranks", "updates in the backward"])
+def test_layer_by_layer_ends_with_the_same_weights(mixture, tmp_path, option):
+    """Weights of layers in parts on two ranks, and updates while the backward goes on."""
+    run = run_of(mixture, tmp_path / "one", max_grad_norm=0.0, per_device_train_batch_size=8, save_steps=3)
+    sft.run_sft(run)
+    if option == "layers on ranks":
+        other = on_two_ranks(run, tmp_path / "other")
+        other = dataclasses.replace(other, deploy=dataclasses.replace(other.deploy, zero_stage=3))
+        in_threads.run(lambda communicator: sft.run_sft(other, communicator=communicator), 2)
+    else:
+        train = dataclasses.replace(run.train, optimizer_in_backward=True)
+        other = dataclasses.replace(run, output_dir=str(tmp_path / "other"), train=train)
+        sft.run_sft(other)
+    assert hash_of(other) == hash_of(run)
+
+
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(mixture, tmp_path):
     keys = {"lr_scheduler_type": "constant", "save_steps": 1}
     whole = run_of(mixture, tmp_path / "whole", **keys)

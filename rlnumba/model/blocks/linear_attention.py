@@ -24,6 +24,7 @@ from rlnumba.kernels.delta_rule.inputs import (
     empty_tokens,
 )
 from rlnumba.kernels.delta_rule.ops import delta_rule_backward
+from rlnumba.kernels.nn.elementwise import cast, fill
 from rlnumba.model.blocks.block import F32, Block, CacheArray, norm_backward, normed_rows, scope_of
 from rlnumba.model.blocks.projection import project, project_backward, project_to_residual, reduce
 from rlnumba.model.shard import Shard
@@ -72,6 +73,20 @@ def heads_of(config):
         config.linear_key_head_dim,
         config.linear_value_head_dim,
     )
+
+
+def inputs_gradients(grads, ctx):
+    """The InputWeights of float32 that a backward adds to, None where they are not trained.
+
+    Where the gradients of layers' matrices are written instead, those of two of them begin with zeros.
+    """
+    found = grads.inputs()
+    if found is None or ctx.adds_gradients:
+        return found
+    conv, a_log = ctx.memory.empty(found.conv.shape, F32), ctx.memory.empty(found.a_log.shape, F32)
+    fill(0.0, conv)
+    fill(0.0, a_log)
+    return found._replace(conv=conv, a_log=a_log)
 
 
 class LinearAttention(Block):
@@ -149,7 +164,11 @@ class LinearAttention(Block):
         delta_rule_inputs(projected, w.inputs(), heads, cu_seqlens, tokens)
         dtokens = empty_tokens(N, heads, x.dtype, empty, x.dtype)
         delta_rule_backward(do, tokens, cu_seqlens, dtokens)
-        delta_rule_inputs_backward(dtokens, projected, w.inputs(), heads, cu_seqlens, dprojected, grads.inputs())
+        dweights = inputs_gradients(grads, ctx)
+        delta_rule_inputs_backward(dtokens, projected, w.inputs(), heads, cu_seqlens, dprojected, dweights)
+        if dweights is not None and not ctx.adds_gradients:
+            cast(dweights.conv, grads.inputs().conv)
+            cast(dweights.a_log, grads.a_log)
         normed = normed_rows(x, w.input_norm, saved.rstd, ctx) if saved.normed is None else saved.normed
         in_xa = reduce(layer, "in_proj", normed, ctx) if saved.xas is None else saved.xas[0]
         dnormed = project_backward(layer, "in_proj", dprojected, normed, in_xa, w, grads, ctx)

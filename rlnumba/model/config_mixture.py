@@ -1,6 +1,7 @@
 """The keys of config.json that mixtures of experts have: Qwen3-MoE's, and Qwen3.5-MoE's with its shared expert."""
 
 from rlnumba.errors import UserError
+from rlnumba.kernels.experts.ops import MAX_EXPERTS, MAX_TOP_K
 from rlnumba.model.config_values import count, get, positive
 
 # Keys that say how many experts there are. transformers 5 writes the second alone for Qwen3-MoE.
@@ -52,6 +53,9 @@ def mixture_fields(raw, source):
     names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
     fields = {name: count(raw, name, source) for name in names}
     experts, chosen = fields["num_experts"], fields["num_experts_per_tok"]
+    for name, most in (("num_experts", MAX_EXPERTS), ("num_experts_per_tok", MAX_TOP_K)):
+        if fields[name] > most:
+            raise UserError(f"{source}: {name} must be at most {most}, got {fields[name]}")
     if chosen > experts:
         raise UserError(f"{source}: num_experts_per_tok must be at most num_experts {experts}, got {chosen}")
     fields["norm_topk_prob"] = get(raw, "norm_topk_prob", bool, source)

@@ -23,7 +23,7 @@ from rlnumba.model.weights import DTYPES, INDEX, StoredWeights
 from rlnumba.runtime.transfer import copy_to_device
 
 # Fields of a ModelConfig that a fine-tuned model may have otherwise.
-FREE_FIELDS = {"eos_token_ids", "bos_token_id", "pad_token_id", "dtype", "heads"}
+FREE_FIELDS = {"eos_token_ids", "bos_token_id", "pad_token_id", "dtype", "heads", "router_aux_loss_coef"}
 CONFIGS = ("config.json", "generation_config.json", INDEX)
 
 

@@ -196,6 +196,8 @@ def test_a_checkpoint_of_vision_and_language(tmp_path):
 REFUSED = [
     ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok must be at least 1, got 0"),
     ("qwen3_moe", {"num_experts_per_tok": 8}, "num_experts_per_tok must be at most num_experts 7, got 8"),
+    ("qwen3_moe", {"num_local_experts": 1024}, "num_experts must be at most 512, got 1024"),
+    ("qwen3_moe", {"num_local_experts": 64, "num_experts_per_tok": 33}, "num_experts_per_tok must be at most 32"),
     ("qwen3_moe", {"num_local_experts": 0}, "num_experts must be at least 1, got 0"),
     ("qwen3_moe", {"num_experts": 8}, "num_experts 8 and num_local_experts 7 differ"),
     ("qwen3_moe", {"num_experts": "7", "num_local_experts": None}, "num_experts must be int, got '7'"),

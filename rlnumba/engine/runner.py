@@ -165,6 +165,11 @@ class Runner:
         config, element = self.model.config, self.model.dtype.name
         return element, config.num_attention_heads, config.num_key_value_heads, config.head_dim, self.block_size
 
+    @property
+    def has_windows(self):
+        """Whether layers have a sliding window."""
+        return any(map(self.model.config.window_of, range(self.model.config.num_hidden_layers)))
+
     def _lead(self, method, *arguments):
         """Let the runners of other ranks do the same, if there are any (parallel/tensor_parallel.py)."""
         if self.model.ranks is not None:
@@ -218,11 +223,11 @@ class Runner:
         """
         self._lead("reserve_workspace", cached_tokens)
         with self.context.use():
-            return reserve_workspace(*self.heads, self._largest_calls(cached_tokens, self.eager))
+            return reserve_workspace(*self.heads, self._largest_calls(cached_tokens, self.eager), self.has_windows)
 
     def workspace_bytes(self, cached_tokens, eager):
         """The bytes that reserve_workspace would return on a GPU, but for what fills the driver's pages."""
-        return 4 * sum(workspace_sizes(*self.heads, self._largest_calls(cached_tokens, eager)))
+        return 4 * sum(workspace_sizes(*self.heads, self._largest_calls(cached_tokens, eager), self.has_windows))
 
     def _largest_calls(self, cached_tokens, eager):
         """Bounds of the largest calls of attention, as workspace_sizes takes them."""

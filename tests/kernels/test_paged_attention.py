@@ -25,10 +25,10 @@ def bounds(lengths):
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def call(arguments, bounds, scale, out, groups=None):
+def call(arguments, bounds, scale, out, groups=None, window=0):
     """paged_attention of Case.arguments's arrays; bounds: max_seqlen_q and max_context_len."""
     q, k_cache, v_cache, block_tables, cu_seqlens, context_lens = arguments
-    sequences = PagedSequences(cu_seqlens, context_lens, block_tables, *bounds, groups)
+    sequences = PagedSequences(cu_seqlens, context_lens, block_tables, *bounds, groups, window=window)
     paged_attention(q, (k_cache, v_cache), sequences, scale, out)
 
 
@@ -288,22 +288,23 @@ def test_nothing_is_allocated_after_it_was_reserved(rng, monkeypatch, family, sh
     heads, kv_heads, head_dim = shape
     kind = device.dtype("bfloat16")
 
-    def run(sequences, longest, context, group_sizes=1):
+    def run(sequences, longest, context, group_sizes=1, window=0):
         tokens = min(sequences * longest, 64)
         q, cache = np.zeros((tokens, heads, head_dim), kind), np.zeros((4, 16, kv_heads, head_dim), kind)
         tables, lens = np.zeros((sequences, 5000 // 16), np.int32), np.zeros(sequences, np.int32)
         groups = SharedPrefixes(lens, lens, group_sizes) if group_sizes > 1 else None
         arguments = q, cache, cache, tables, np.zeros(sequences + 1, np.int32), lens
-        call(arguments, (longest, context), 1.0, np.zeros_like(q), groups)
+        call(arguments, (longest, context), 1.0, np.zeros_like(q), groups, window)
 
     with Context().use(), dispatch.forced(f"attention={family}"):
-        reserve = functools.partial(reserve_workspace, "bfloat16", *shape, 16)
+        reserve = functools.partial(reserve_workspace, "bfloat16", *shape, 16, windows=True)
         largest = [(9, 64, 64, 4100), (16, 16, 1, 4992)]
         reserved = reserve(largest)
         assert (reserved > 0) == (family != "simt")
         for longest in (1, 2, 3, 4, 7, 9, 16, 17, 64):
             run(9, longest, 4100)
             run(3, longest, 1024)
+            run(9, longest, 4100, window=512)
         run(16, 1, 4992)
         run(16, 1, 4992, 4)
         # The bytes of all arrays, so none was added.

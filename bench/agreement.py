@@ -1,6 +1,7 @@
 """Do the sampler's log-probs equal those of the training forward, bit for bit, with filters and adapters?
 
     python bench/agreement.py                     top_p 0.9, random weights of Qwen3-0.6B's shape, 131,072 tokens
+    python bench/agreement.py --shape qwen3-30b-a3b --layers 4
     python bench/agreement.py --model FOLDER --top-p 0.9 --top-k 50 --dtype float32 --lora 16
 
 Completions are sampled with top_p and top_k, and the smallest logit that these kept is recorded for each token; the
@@ -14,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 from report import row
-from shapes import random_model
+from shapes import SHAPES, random_model
 
 from rlnumba.config import EngineConfig, GRPOConfig, LoraConfig
 from rlnumba.data import Prompt
@@ -61,6 +62,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--model", help="a Hugging Face folder; default: random weights")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="of the random weights")
+    parser.add_argument("--layers", type=int, help="of the random weights; default: the shape's")
     parser.add_argument("--dtype", choices=tuple(device.DTYPES))
     parser.add_argument("--tokens", type=int, help="that are sampled; default 131,072 on a GPU, else 256")
     parser.add_argument("--length", type=int, default=256, help="tokens of a completion, where the model allows it")
@@ -73,7 +76,10 @@ def main():
     on_gpu = device.select(arguments.device) == "cuda"
     arguments.tokens = arguments.tokens or (131_072 if on_gpu else 256)
     folder, dtype = arguments.model, arguments.dtype
-    model = load_model(folder, dtype) if folder else random_model(dtype=dtype)
+    if folder:
+        model = load_model(folder, dtype)
+    else:
+        model = random_model(arguments.shape, dtype, layers=arguments.layers)
     if arguments.lora:
         model.adapter = random_adapter(model, arguments.lora)
     rollouts = generate(model, arguments)
@@ -85,7 +91,9 @@ def main():
     sampled, replayed = rollouts.rollout_logprobs, scored(rollouts)
     unfiltered = scored(replace(rollouts, thresholds=np.empty(0, np.float32)))
     largest = float(np.abs(sampled.astype(np.float64) - replayed).max())
-    what = f"sampling masks replayed, {folder and 'real' or 'random'} weights, {model.dtype.name}, "
+    weights = "real weights" if folder else f"random weights of {arguments.shape or 'the default shape'}"
+    weights += f" with {arguments.layers} layers" if arguments.layers else ""
+    what = f"sampling masks replayed, {weights}, {model.dtype.name}, "
     what += f"top_p {arguments.top_p:g}, top_k {arguments.top_k}, temperature {arguments.temperature:g}"
     what += f", LoRA {arguments.lora}" if arguments.lora else ""
     result = f"{(sampled == replayed).sum()} of {len(sampled)} log-probs equal, largest difference {largest:.2g} nats; "

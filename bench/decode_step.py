@@ -1,7 +1,8 @@
-"""Microseconds of one decode step of Qwen3-0.6B's shape with random weights, replayed as the engine's CUDA graph.
+"""Microseconds of one decode step of a model with random weights, replayed as the engine's CUDA graph.
 
     python bench/decode_step.py                    the workloads that docs/log.md quotes
     python bench/decode_step.py 64x8x2049          64 prompts of 2,049 tokens, 8 completions of each
+    python bench/decode_step.py --shape qwen3.5-0.8b 1x1x128
 
 The step is the REPLAYED-th of a run, in which all sequences decode; each replay computes the same. Needs a GPU.
 """
@@ -12,7 +13,7 @@ import statistics
 import numpy as np
 from harness import time_us
 from report import row
-from shapes import random_model
+from shapes import SHAPES, random_model
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams, core
@@ -52,12 +53,13 @@ class TimedRunner(Runner):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workloads", nargs="*", type=shape, default=list(map(shape, WORKLOADS)))
-    workloads = parser.parse_args().workloads
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen3-0.6b", help="of the random weights")
+    arguments = parser.parse_args()
     if device.select("auto") != "cuda":
         parser.error("needs a GPU")
     core.Runner = TimedRunner
-    model = random_model("qwen3-0.6b", "bfloat16")
-    for prompts, completions, length in workloads:
+    model = random_model(arguments.shape, "bfloat16")
+    for prompts, completions, length in arguments.workloads:
         config = EngineConfig(
             # A step at a time.
             gpu_memory_utilization=0.8, max_num_batched_tokens=8192, max_num_seqs=512, async_scheduling=False

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import numpy as np
 from report import row
-from shapes import copy_of, random_model
+from shapes import SHAPES, copy_of, random_model
 from train import print_memory
 
 from rlnumba.config import EngineConfig, GRPOConfig
@@ -36,6 +36,7 @@ def argument_parser(description):
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--model", help="a Hugging Face folder; default: random weights")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="of the random weights")
     parser.add_argument("--dtype", choices=tuple(device.DTYPES))
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--generations", type=int, default=8)
@@ -63,7 +64,7 @@ def model_of(arguments, heads=LM_HEAD):
     """The model of the folder that is named, or random weights."""
     if arguments.model:
         return load_model(arguments.model, arguments.dtype, heads)
-    return random_model(dtype=arguments.dtype, heads=heads)
+    return random_model(arguments.shape, arguments.dtype, heads)
 
 
 def engine_of(model, arguments):

@@ -21,12 +21,35 @@ QWEN3_4B = QWEN3_06B | {
     "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
 }  # fmt: skip
 QWEN3_8B = QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+QWEN35_08B = {
+    "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584,
+    "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 16, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN35_4B = QWEN35_08B | {
+    "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "linear_num_value_heads": 32,
+}  # fmt: skip
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": False,
+}  # fmt: skip
+GEMMA3_1B = {
+    "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912,
+    "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+    "sliding_window": 512, "query_pre_attn_scalar": 256, "max_position_embeddings": 32768,
+}  # fmt: skip
 STORIES_15M = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 288, "intermediate_size": 768,
     "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 48,
     "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 256, "tie_word_embeddings": True,
 }  # fmt: skip
-SHAPES = {"qwen3-0.6b": QWEN3_06B, "qwen3-4b": QWEN3_4B, "qwen3-8b": QWEN3_8B, "stories-15m": STORIES_15M}
+SHAPES = {
+    "qwen3-0.6b": QWEN3_06B, "qwen3-4b": QWEN3_4B, "qwen3-8b": QWEN3_8B, "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3.5-0.8b": QWEN35_08B, "qwen3.5-4b": QWEN35_4B, "gemma3-1b": GEMMA3_1B, "stories-15m": STORIES_15M,
+}  # fmt: skip
 
 
 def copy_of(model):
@@ -36,10 +59,14 @@ def copy_of(model):
     return copied
 
 
-def random_model(shape=None, dtype=None, heads=LM_HEAD):
-    """A Transformer of a name of SHAPES with random weights; by default what suits the device, in its usual dtype."""
+def random_model(shape=None, dtype=None, heads=LM_HEAD, layers=None):
+    """A Transformer of a name of SHAPES with random weights; by default what suits the device, in its usual dtype.
+
+    layers: how many it has, if not those of the shape.
+    """
     on_gpu = device.name() == "cuda"
-    config = ModelConfig.from_dict(SHAPES[shape or ("qwen3-0.6b" if on_gpu else "stories-15m")])
+    keys = SHAPES[shape or ("qwen3-0.6b" if on_gpu else "stories-15m")]
+    config = ModelConfig.from_dict(keys | ({"num_hidden_layers": layers} if layers else {}))
     config = replace(config, heads=heads)
     dtype = dtype or ("bfloat16" if on_gpu else "float32")
     if not on_gpu:
@@ -54,7 +81,8 @@ def random_model(shape=None, dtype=None, heads=LM_HEAD):
         if parameter.decays:
             cast(generator.standard_normal(view.size, np.float32) * np.float32(0.02), view.reshape(-1))
         elif parameter.name.endswith("norm"):
-            view.fill(1)
+            # A norm of linear attention's heads has no offset.
+            view.fill(0 if config.norm_offset and not parameter.name.endswith("gated_norm") else 1)
     return Transformer(config, weights)
 
 

@@ -29,7 +29,6 @@ from rlnumba.kernels.delta_rule.tensor_tiles import (
     copy_function,
     fragment_functions,
 )
-from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import (
@@ -350,9 +349,13 @@ def delta_rule_state_backward_kernel(dout, tokens, cu_seqlens, errors, dv, dstat
         update(dstate, base, k_tile, q_tile, since[BLOCK - 1], warp, lane)
 
 
-def fits():
-    """Whether the GPU has the shared memory of both kernels, beside some KiB of static arrays."""
-    return max(SHARED_BYTES, BLOCK_SHARED_BYTES) + STATIC_BYTES <= device.max_shared_bytes()
+def is_supported(element):
+    """Whether the gradient of a model of a dtype, by its name, has bfloat16's precision, and the GPU the shared memory.
+
+    Gradients of a float16 model are more precise than these operands: simt_backward.py computes them.
+    """
+    nbytes = max(SHARED_BYTES, BLOCK_SHARED_BYTES) + STATIC_BYTES
+    return element == "bfloat16" and nbytes <= device.max_shared_bytes()
 
 
 def delta_rule_backward(family, dout, tokens, cu_seqlens, gradients):
@@ -363,8 +366,7 @@ def delta_rule_backward(family, dout, tokens, cu_seqlens, gradients):
 def backward_of_blocks(dout, tokens, cu_seqlens, values, gradients):
     """delta_rule_backward with the BlockValues of the forward, bfloat16."""
     rows, heads, _ = dout.shape
-    empty, sequences, dout, operand = device.xp().empty, len(cu_seqlens) - 1, _as_operands(dout), values.rows.dtype
-    dv = gradients.v if gradients.v.dtype == operand else empty(dout.shape, operand)
+    empty, sequences, operand, dv = device.xp().empty, len(cu_seqlens) - 1, values.rows.dtype, gradients.v
     dstates, dbeta_parts = empty(values.states.shape, operand), empty((DIM // COLUMNS, rows, heads), np.float32)
     arguments = dout, tokens, cu_seqlens, values.errors, dv, dstates, dbeta_parts
     grid = DIM // COLUMNS, heads, sequences
@@ -378,15 +380,3 @@ def backward_of_blocks(dout, tokens, cu_seqlens, values, gradients):
         for parts, out in zip(by_head, keys, strict=True):
             add_parts(parts.reshape(-1, heads // out.shape[1], DIM), out.reshape(-1, DIM))
     add_parts(dbeta_parts.reshape(1, len(dbeta_parts), -1), gradients.beta.reshape(1, -1))
-    if dv is not gradients.v:
-        cast(dv, gradients.v)
-
-
-def _as_operands(array):
-    """The array in bfloat16."""
-    operand = device.dtype("bfloat16")
-    if array.dtype == operand:
-        return array
-    out = device.xp().empty(array.shape, operand)
-    cast(array, out)
-    return out

@@ -147,6 +147,15 @@ def test_chunks_have_the_bits_of_training_in_the_simulator(rng, family):
         chunks_agree(Sequences(rng, [150], 2, 1, 16, kind, window=20), [140], [100, 149])
 
 
+@pytest.mark.sim
+@pytest.mark.parametrize("family, length", [("sm90", 200), ("sm80", 132)])
+def test_gradient_of_several_blocks_of_keys_in_the_simulator(rng, family, length):
+    """Rows of 128 keys and more: the last that see a block's keys, and the block that begins a query tile's dq."""
+    if device.name() != "sim":
+        pytest.skip("small for the simulator")
+    run_attention(rng, family, [length], 2, 1, 16, "bfloat16", [], 2)
+
+
 @pytest.mark.parametrize("window", [200, 5000])
 def test_a_window_that_holds_the_text_has_the_bits_of_none(rng, window):
     if device.name() == "sim":

@@ -70,7 +70,7 @@ def test_preempted_groups_and_prefix_hits_have_the_bits_of_training(model):
     llm = LLM(model, config=EngineConfig(num_gpu_blocks_override=26, max_num_batched_tokens=70))
     assert_those_of_training(model, llm.generate(prompts, params))
     assert llm.engine.num_preemptions > 0
-    roomy = LLM(model)
+    roomy, params = LLM(model), SamplingParams(max_tokens=5, ignore_eos=True)
     for cached in (0, 1):
         outputs = roomy.generate(prompts, params)
         assert_those_of_training(model, outputs)

@@ -71,8 +71,17 @@ def test_the_routers_loss_is_that_of_transformers(family):
 
 @pytest.fixture(params=FAMILIES, scope="module")
 def mixture(request, tmp_path_factory):
+    return folder_of(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def with_linear_attention(tmp_path_factory):
+    return folder_of("qwen3_5_moe", tmp_path_factory)
+
+
+def folder_of(family, tmp_path_factory):
     """A folder of random weights with the tokenizer of the golden rows."""
-    raw, tokens = (json.loads((GOLDEN / name / "config.json").read_text()) for name in (request.param, "tiny-qwen3"))
+    raw, tokens = (json.loads((GOLDEN / name / "config.json").read_text()) for name in (family, "tiny-qwen3"))
     names = ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")
     config = ModelConfig.from_dict({**raw, **{name: tokens.get(name) for name in names}})
     folder = tmp_path_factory.mktemp("mixture")
@@ -120,12 +129,12 @@ def test_layer_by_layer_ends_with_the_same_weights(mixture, tmp_path, option):
     assert hash_of(other) == hash_of(run)
 
 
-def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(mixture, tmp_path):
-    keys = {"lr_scheduler_type": "constant", "save_steps": 1}
-    whole = run_of(mixture, tmp_path / "whole", **keys)
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(with_linear_attention, tmp_path):
+    keys = {"lr_scheduler_type": "constant", "save_steps": 1, "max_steps": 2}
+    whole = run_of(with_linear_attention, tmp_path / "whole", **keys)
     sft.run_sft(whole)
-    sft.run_sft(run_of(mixture, tmp_path / "parts", **keys | {"max_steps": 1}))
-    parts = run_of(mixture, tmp_path / "parts", **keys)
+    sft.run_sft(run_of(with_linear_attention, tmp_path / "parts", **keys | {"max_steps": 1}))
+    parts = run_of(with_linear_attention, tmp_path / "parts", **keys)
     sft.run_sft(parts, resume=True)
     assert hash_of(parts) == hash_of(whole)
 
@@ -139,11 +148,11 @@ def test_an_adapter_is_trained_and_the_loss_can_be_off(mixture, tmp_path):
     assert load_model(tmp_path / "final", base=str(mixture)).adapter is not None
 
 
-def test_grpo_on_two_ranks_is_that_of_one(mixture, tmp_path):
+def test_grpo_on_two_ranks_is_that_of_one(with_linear_attention, tmp_path):
     """Rollouts and training agree exactly, so that no importance weight differs from 1."""
     keys = {"max_steps": 2, "max_completion_length": 20, "global_batch_size": 8, "num_generations": 4}
     keys |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
-    run = dataclasses.replace(grpo_run(tmp_path / "one", **keys), model=str(mixture))
+    run = dataclasses.replace(grpo_run(tmp_path / "one", **keys), model=str(with_linear_attention))
     TRAINERS["grpo"].train(run)
     lines = [line for line in metrics_of(run) if "reward" in line]
     assert [line["sampling/sampling_logp_difference/max"] for line in lines] == [0.0, 0.0]

@@ -197,6 +197,16 @@ def test_rows_and_columns_may_lie_anywhere(operands, variant):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", SOME)
+def test_sixteen_products_have_no_order(operands, variant):
+    """Tokens of a sub-block may lie in any order, if it is the same in both operands."""
+    a, b, c = operands
+    rng = np.random.default_rng(4)
+    order = np.concatenate([16 * step + rng.permutation(16) for step in range(STEPS)])
+    assert_same_bits(product(variant, a[:, order], b[:, order], c), product(variant, a, b, c), f"{variant}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", SOME)
 @pytest.mark.parametrize("of_a", [True, False])
 def test_what_meets_a_zero_does_not_matter(operands, variant, of_a):
     """Rows behind a token are multiplied by zeros: finite numbers of any size there change no bit."""

@@ -125,8 +125,10 @@ def test_a_killed_run_ends_with_the_same_weights(hybrid, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_example_learns(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["qwen3_5", "moe"])
+def test_the_example_learns(tmp_path, monkeypatch, name):
+    """That of linear attention, and that of a mixture of experts."""
     monkeypatch.chdir(GOLDEN.parent.parent)
-    run = load_run("grpo", "examples/qwen3_5.toml", [("output_dir", str(tmp_path / "run"))])
+    run = load_run("grpo", f"examples/{name}.toml", [("output_dir", str(tmp_path / "run"))])
     rewards = [row["reward"] for row in metrics_until(0.8, TRAINERS["grpo"].train, run)]
     assert np.mean(rewards[:3]) < 0.5 and np.mean(rewards[-5:]) > 0.8

@@ -13,10 +13,18 @@ import numpy as np
 
 from rlnumba.kernels.checks import FLOATS, check, check_all
 from rlnumba.kernels.nn.swiglu import sigmoid
-from rlnumba.kernels.ptx.warp import access_length, narrow, vector_access, warp_sum, widen
+from rlnumba.kernels.ptx.warp import (
+    access_length,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    narrow,
+    vector_access,
+    warp_sum,
+    widen,
+)
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch, specialize
+from rlnumba.runtime.launch import launch, specialize, supports_pdl
 
 # Threads of a block of the forward, and warps of a block of the backward.
 THREADS, LINES = 256, 8
@@ -28,9 +36,12 @@ def gated_sum_kernel(columns, vector, access):
     load, store = vector_access(vector, access)
     row_vectors = columns // vector
 
+    @supports_pdl
     @cuda.jit
     def gated_sum_kernel(x, y, z, gate, out):
         """A thread owns a vector of a row."""
+        griddepcontrol_launch_dependents()
+        griddepcontrol_wait()
         index = cuda.grid(1)
         if index >= x.shape[0] * row_vectors:
             return

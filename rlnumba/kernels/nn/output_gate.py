@@ -12,10 +12,15 @@ import numpy as np
 
 from rlnumba.kernels.checks import FLOATS, check
 from rlnumba.kernels.nn.swiglu import sigmoid
-from rlnumba.kernels.ptx.warp import access_length, vector_access
+from rlnumba.kernels.ptx.warp import (
+    access_length,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    vector_access,
+)
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch, specialize
+from rlnumba.runtime.launch import launch, specialize, supports_pdl
 
 THREADS = 256
 
@@ -26,9 +31,12 @@ def output_gate_kernel(heads, width, vector, access):
     load, store = vector_access(vector, access)
     head_vectors = width // vector
 
+    @supports_pdl
     @cuda.jit
     def output_gate_kernel(attended, qkv, out):
         """attended, out (N * H, E), qkv (N, heads of a row, E). A thread owns a vector of a head."""
+        griddepcontrol_launch_dependents()
+        griddepcontrol_wait()
         index = cuda.grid(1)
         if index >= attended.shape[0] * head_vectors:
             return

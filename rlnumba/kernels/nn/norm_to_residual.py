@@ -22,6 +22,7 @@ from rlnumba.kernels.nn.rmsnorm import (
 )
 from rlnumba.kernels.ptx.warp import (
     access_length,
+    add_rounded,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     narrow,
@@ -71,7 +72,7 @@ def norm_to_residual_kernel(layout, few_rows, unit_offset):
         for chunk in range(chunks):
             load(residual_row, first + chunk * threads * vector, weights, chunk * vector)
         for i in range(values_count):
-            values[i] = weights[i] + widen(narrow(values[i], out_row))
+            values[i] = add_rounded(weights[i], widen(narrow(values[i], out_row)))
         for chunk in range(chunks):
             store(out_row, first + chunk * threads * vector, values, chunk * vector)
         if cuda.threadIdx.x == 0:

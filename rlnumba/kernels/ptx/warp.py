@@ -438,6 +438,12 @@ def add_gradient(total, part):
     return _flushed(_flushed(np.float32(total)) + _flushed(np.float32(part)))
 
 
+@instruction("add.rn.f32 $0, $1, $2;", "ff", "f", effects=False)
+def add_rounded(x, y):
+    """x + y of float32, which no compiler fuses with the multiplication that x or y comes from."""
+    return np.float32(x) + np.float32(y)
+
+
 def _flushed(value):
     """flushed of one float32: a simulated kernel adds number by number."""
     return np.copysign(np.float32(0.0), value) if abs(value) < TINY else value

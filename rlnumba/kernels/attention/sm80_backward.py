@@ -161,13 +161,13 @@ def softmax_backward_functions(window):
         for i in range(WIDTH // 2):
             half = i % 4 // 2
             p = exp2(cuda.fma(scores[i], scale_log2, -lse[half]))
-            column = i32(key + i32(i // 4 * 8 + i % 2) + ((lane & i32(3)) << i32(1)))
             if window > 0:
                 # As for keys.
+                column = i32(key + i32(i // 4 * 8 + i % 2) + ((lane & i32(3)) << i32(1)))
                 if np.uint32(i32(position[half] - column)) >= np.uint32(window):
                     p = f32(0.0)
             elif i32(key + i32(WIDTH - 1)) > first_position:
-                if column > position[half]:
+                if i32(key + i32(i // 4 * 8 + i % 2) + ((lane & i32(3)) << i32(1))) > position[half]:
                     p = f32(0.0)
             gradients[i] = p * (gradients[i] - delta[half])
 

@@ -189,7 +189,7 @@ SMALL = {"num_gpu_blocks_override": 12, "max_num_seqs": 8, "max_num_batched_toke
 
 
 @pytest.mark.parametrize(
-    "name, count", [*CASES[:3], ("wide", 2), ("wide, untied", 3), ("wide, biases", 4), ("adapter", 3), CASES[-1]]
+    "name, count", [*CASES[:3], ("wide", 2), ("wide, untied", 3), ("wide, biases", 4), ("adapter", 3), *CASES[-2:]]
 )
 def test_the_text_and_log_probs_of_one_rank(folder_of, name, count):
     """With preemption, chunked prefill, and prefixes that are in the cache, at once and in the second call."""

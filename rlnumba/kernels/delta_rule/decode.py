@@ -359,7 +359,7 @@ def delta_rule_decode_kernel(heads, element, accesses):
         z = widen(projected[t, channels + head * DIM + (thread & i32(DIM - 1))])
         if warp < 3:
             load(projected[t], channel, window, 4 * (TAPS - 1))
-            activations(window, 0, taps, row)
+            activations(window, taps, row)
             # The other value heads of a key head have the same q and k.
             if warp == 2 or head % ratio == 0:
                 keep_window(window, conv, slot, next_page, start, channel)

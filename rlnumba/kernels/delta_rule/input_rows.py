@@ -145,12 +145,12 @@ def row_functions(dim, element, access, tap_access):
             load_four(conv[channel + i], 0, taps, i * TAPS)
 
     @device_function
-    def activations(window, at, taps, values):
-        """values = the activations of a token, whose row and the three before it are in the window from `at` on."""
+    def activations(window, taps, values):
+        """values = the activations of the token of the window's row 3, after three rows before it."""
         for i in range(width):
-            total = cuda.fma(taps[4 * i], window[at + i], zero)
+            total = cuda.fma(taps[4 * i], window[i], zero)
             for tap in range(1, TAPS):
-                total = cuda.fma(taps[4 * i + tap], window[at + tap * width + i], total)
+                total = cuda.fma(taps[4 * i + tap], window[tap * width + i], total)
             values[i] = total
         round_values(values)
         for i in range(width):
@@ -180,7 +180,7 @@ def head_function(heads, element, is_value, is_paged, access, tap_access):
     key_heads, dim = heads.key_heads, heads.value_dim if is_value else heads.key_dim
     width, query_scale, zero = lane_width(dim), np.float32(heads.key_dim**-0.5), np.float32(0.0)
     rows, columns, first_value = TAPS - 1 + AHEAD, heads.columns, 2 * key_heads
-    window_size, taps_size, ahead_size = rows * width, TAPS * width, AHEAD * width
+    window_size, taps_size = rows * width, TAPS * width
     load, store, load_taps, activations, inverse_length = row_functions(dim, element, access, tap_access)
     any_value = is_value or heads.key_dim == heads.value_dim
 
@@ -205,9 +205,9 @@ def head_function(heads, element, is_value, is_paged, access, tap_access):
                     window[tap * width + j] = zero
 
     @device_function
-    def compute_token(window, at, taps, values, tokens, t, unit, lane, is_stored):
-        """A token's head, from the rows in the window from `at` on."""
-        activations(window, at, taps, values)
+    def compute_token(window, taps, values, tokens, t, unit, lane, is_stored):
+        """A token's head, from the window's first rows."""
+        activations(window, taps, values)
         if any_value and unit >= first_value:
             if is_stored:
                 place = (t * heads.value_heads + unit - first_value) * dim + lane * width
@@ -226,9 +226,8 @@ def head_function(heads, element, is_value, is_paged, access, tap_access):
     @device_function
     def compute_head(projected, conv, sequences, cache, tokens, unit, first_token, stop, first, lane):
         """Tokens first_token .. stop - 1; first: the head's first channel. projected, q, k and v with one axis."""
-        window, ahead, taps, values = (
+        window, taps, values = (
             cuda.local.array(window_size, np.float32),
-            cuda.local.array(ahead_size, np.float32),
             cuda.local.array(taps_size, np.float32),
             cuda.local.array(width, np.float32),
         )
@@ -239,8 +238,7 @@ def head_function(heads, element, is_value, is_paged, access, tap_access):
         for i in range(AHEAD):
             if first_token + i < stop:
                 load(projected, (first_token + i) * columns + channel, window, (TAPS - 1 + i) * width)
-        t = first_token
-        while t < stop:
+        for t in range(first_token, stop):
             if t >= end:
                 b = sequence_of(sequences.cu_seqlens, t)
                 begin, end = sequences.cu_seqlens[b], sequences.cu_seqlens[b + 1]
@@ -256,26 +254,11 @@ def head_function(heads, element, is_value, is_paged, access, tap_access):
                 if page >= 0:
                     for tap in range(TAPS - 1):
                         store(cache.page_rows[page, tap], channel, window, tap * width)
-            if t + AHEAD <= min(stop, end) and (not is_paged or position % BLOCK <= BLOCK - AHEAD):
-                for i in range(AHEAD):
-                    if t + AHEAD + i < stop:
-                        load(projected, (t + AHEAD + i) * columns + channel, ahead, i * width)
-                compute_token(window, 0, taps, values, tokens, t, unit, lane, is_stored)
-                compute_token(window, width, taps, values, tokens, t + 1, unit, lane, is_stored)
-                compute_token(window, 2 * width, taps, values, tokens, t + 2, unit, lane, is_stored)
-                compute_token(window, 3 * width, taps, values, tokens, t + 3, unit, lane, is_stored)
-                for i in range((TAPS - 1) * width):
-                    window[i] = window[AHEAD * width + i]
-                for i in range(AHEAD * width):
-                    window[(TAPS - 1) * width + i] = ahead[i]
-                t += AHEAD
-            else:
-                compute_token(window, 0, taps, values, tokens, t, unit, lane, is_stored)
-                for i in range((rows - 1) * width):
-                    window[i] = window[i + width]
-                if t + AHEAD < stop:
-                    load(projected, (t + AHEAD) * columns + channel, window, (rows - 1) * width)
-                t += 1
+            compute_token(window, taps, values, tokens, t, unit, lane, is_stored)
+            for i in range((rows - 1) * width):
+                window[i] = window[i + width]
+            if t + AHEAD < stop:
+                load(projected, (t + AHEAD) * columns + channel, window, (rows - 1) * width)
 
     return compute_head
 

@@ -16,6 +16,11 @@ ROWS_IN_EIGHTS = 32
 # Rows an expert, on average, up to which reading the weights takes most of the time: tiles of one consumer. H100, 128
 # experts of 1536 x 2048, 16 rows each: 276 us, 97 % of a copy's bandwidth.
 FEW_ROWS = 48
+# Wide tiles of a K-major weight: with few rows an expert and a long sum fewer stages are faster, with many rows tiles
+# that are numbered along an expert's columns first. H100, 128 experts of 1536 x 2048, TFLOP/s of two runs: with 256
+# rows each 351 and 340 by four stages, 368 and 361 along columns first, 433 and 430 by three stages; with 1,024 rows
+# 502 and 489, 574 and 556, 541 and 540. 2048 x 768, 1,024 rows: 569 and 500, 526 and 530, 491 and 495.
+MANY_ROWS, LONG_SUM, FEWER_STAGES = 512, 1024, 3
 # With so many waves of tiles a last one that leaves SMs idle matters little. H100, one token, 8 experts: 32 columns of
 # 1536 x 2048 take 19.8 us, 84 % of a copy's bandwidth; 64 columns of 2048 x 768 11.4 us, 73 %.
 FEW_WAVES = 4
@@ -40,11 +45,18 @@ def best_sm90_config(rows, experts, columns, steps, element, b_mn, sm_count, swi
     limit = SHARED_LIMIT - WORD * (experts + 1)
     kind = {"element": element, "b_mn": b_mn, "swiglu": swiglu}
     if rows > FEW_ROWS * experts:
-        return with_stages(Sm90GemmConfig(widest(columns, (256, 128, 64)), 2, 2, **kind), 1, steps, limit)
+        config = with_stages(Sm90GemmConfig(widest(columns, (256, 128, 64)), 2, 2, **kind), 1, steps, limit)
+        fewer = config.columns == 256 and not b_mn and rows <= MANY_ROWS * experts and steps > LONG_SUM
+        return config._replace(stages=FEWER_STAGES) if fewer else config
     # Few tiles leave SMs idle in the last wave; there are more of narrower ones.
     waves = used_experts(rows, experts) * -(-columns // 64) / sm_count
     width = 32 if waves < FEW_WAVES and math.ceil(waves) > 1.2 * waves and not b_mn else 64
     return with_stages(Sm90GemmConfig(width, 1, 2, **kind, streams_b=True), 1 if b_mn else 2, steps, limit)
+
+
+def is_across_first(config):
+    """Whether the sm90 kernel of a config numbers an expert's tiles along its columns first, else down its rows."""
+    return config.consumers == 2 and not config.b_mn and config.stages > FEWER_STAGES
 
 
 @functools.cache

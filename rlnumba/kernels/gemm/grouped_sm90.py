@@ -17,7 +17,7 @@ import functools
 import numpy as np
 
 from rlnumba.kernels.gemm.epilogue import store_by_threads_function, store_by_tma_function
-from rlnumba.kernels.gemm.grouped_config import ROWS_IN_EIGHTS, best_sm90_config, best_sm90_dw_config
+from rlnumba.kernels.gemm.grouped_config import ROWS_IN_EIGHTS, best_sm90_config, best_sm90_dw_config, is_across_first
 from rlnumba.kernels.gemm.grouped_tiles import WORD, most_row_tiles, row_tile_functions
 from rlnumba.kernels.gemm.scheduler import tokens_of_choice
 from rlnumba.kernels.gemm.sm90 import main_loop_function
@@ -54,7 +54,7 @@ def producers(config):
     stage_bytes, b_bytes, b_mn, swiglu = config.stage_bytes, config.b_bytes, config.b_mn, config.swiglu
     tile_columns = config.tile_columns
     _, advance = ring(config.stages)
-    _, find_tile = row_tile_functions(rows)
+    _, find_tile = row_tile_functions(rows, is_across_first(config))
     load_b = sm90.tma_load_3d_evict_first if config.streams_b else sm90.tma_load_3d
 
     @device_function
@@ -136,7 +136,7 @@ def consumer_function(config):
     start = wgmma_async(columns, config.element, config.steps // 16, "k", b_kind)
     main_loop = main_loop_function(columns, config.stages, config.stage_bytes, start, no_operation)
     _, advance = ring(config.stages)
-    _, find_tile = row_tile_functions(rows)
+    _, find_tile = row_tile_functions(rows, is_across_first(config))
     store_by_tma = store_by_tma_function(config) if staged_columns else None
     store_by_threads = store_by_threads_function(config)
 
@@ -201,7 +201,7 @@ def grouped_gemm_sm90_kernel(config):
     tile_columns, staged, reallocates_registers = config.tile_columns, config.staged_columns > 0, config.columns > 128
     table_offset = layout.nbytes - SWIZZLE_ALIGNMENT
     init_ring, _ = ring(config.stages)
-    fill_table, _ = row_tile_functions(config.rows)
+    fill_table, _ = row_tile_functions(config.rows, is_across_first(config))
     produce_rows, produce_weights = producers(config)
     consume = consumer_function(config)
 

@@ -25,8 +25,10 @@ def most_row_tiles(rows, experts, tile_rows):
 
 
 @functools.cache
-def row_tile_functions(rows):
+def row_tile_functions(rows, across_first=False):
     """(fill_table, find_tile) for tiles of so many rows.
+
+    across_first: an expert's tiles are numbered along its columns first, else down its rows.
 
     The table, in shared memory, has the row tiles of all experts before each expert, and at its end those of all.
     """
@@ -71,8 +73,11 @@ def row_tile_functions(rows):
             else:
                 end = middle
         before = load_word(table + expert * i32(WORD))
-        tiles_down = i32(load_word(table + expert * i32(WORD) + WORD) - before)
-        tile_row, tile_column = tile_coordinates(i32(index - before * tiles_across), tiles_down, tiles_across)
+        if across_first:
+            tile_row, tile_column = i32(row_tile - before), i32(index - row_tile * tiles_across)
+        else:
+            tiles_down = i32(load_word(table + expert * i32(WORD) + WORD) - before)
+            tile_row, tile_column = tile_coordinates(i32(index - before * tiles_across), tiles_down, tiles_across)
         first_row = i32(starts[u32(expert)] + tile_row * i32(rows))
         return (
             warp_uniform(expert),

@@ -23,7 +23,7 @@ from rlnumba.kernels.experts.ops import (
     route_backward,
     weigh_rows_backward,
 )
-from rlnumba.kernels.gemm.grouped import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx
+from rlnumba.kernels.gemm.grouped import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_swiglu
 from rlnumba.kernels.gemm.ops import linear_swiglu
 from rlnumba.kernels.nn.elementwise import add
 from rlnumba.kernels.nn.gated_sum import gated_sum, gated_sum_backward
@@ -130,9 +130,8 @@ class Experts(Block):
         with ctx.memory.scope():
             rows = y = empty((N * k, D), x.dtype)
             gather_rows(normed, dispatched, rows)
-            grouped_gemm(rows, w.gate_up, dispatched.starts, gate_up)
             activated = empty((N * k, F), x.dtype) if kept is None else kept
-            swiglu(gate_up, activated)
+            grouped_gemm_swiglu(rows, w.gate_up, dispatched.starts, gate_up, activated)
             if out is not None:
                 grouped_gemm(activated, w.down, dispatched.starts, y)
                 self.add(x, y, routing.weights, dispatched, shared, ctx, out)

@@ -153,7 +153,7 @@ class Engine:
             sharing(*self.runner.heads),
             pages_for(self.model.config, table),
         )
-        self.run_ahead = RunAhead(self.scheduler, self.runner, self._masks, self.config.async_scheduling)
+        self.run_ahead = RunAhead(self.scheduler, self.runner, self.grammars, self.config.async_scheduling)
         # Computed, and recorded, but not yet returned by `step`.
         self.outputs: deque[StepOutput] = deque()
         self.speculator.reset()
@@ -313,29 +313,31 @@ class Engine:
             run_ahead.end()
         # Steps that decode had ahead when speculation began are of neither kind.
         is_timed = not (speculator.is_on and run_ahead.in_flight)
-        run_ahead.launch()
-        computed = run_ahead.next()
-        if computed is None:
-            scheduler = self.scheduler
-            step = run_ahead.schedule()
-            if step.is_decode and speculator.verifies(len(step.rows)):
-                step = scheduler.add_drafts(step, speculator.drafts(scheduler.table, step.rows))
-            with self._failing():
-                step.allowed = self.grammars.allowed(step, scheduler.table)
-            if step.is_decode:
-                run_ahead.begin(step)
-                if not self._waits:
-                    run_ahead.launch()
-                computed = run_ahead.next()
-            else:
-                computed = step, *self.runner.run(step, scheduler.table)
+        with self._failing():
+            run_ahead.launch()
+            computed = run_ahead.next() or self._compute_next()
         step, num_seqs = computed[0], len(computed[0].rows)
         kind = (speculator.is_on, row_bucket_of(num_seqs)) if is_timed and (step.is_decode or step.has_drafts) else None
-        output = self._record(*computed)
+        with self._failing():
+            output = self._record(*computed)
         self._time(kind)
         if not self.requests:
             run_ahead.discard()
         return output
+
+    def _compute_next(self):
+        """Compute the scheduler's next step; returns what RunAhead.next does."""
+        scheduler, speculator, run_ahead = self.scheduler, self.speculator, self.run_ahead
+        step = run_ahead.schedule()
+        if step.is_decode and speculator.verifies(len(step.rows)):
+            step = scheduler.add_drafts(step, speculator.drafts(scheduler.table, step.rows))
+        step.allowed = self.grammars.allowed(step, scheduler.table)
+        if not step.is_decode:
+            return step, *self.runner.run(step, scheduler.table)
+        run_ahead.begin(step)
+        if not self._waits:
+            run_ahead.launch()
+        return run_ahead.next()
 
     @property
     def _waits(self):
@@ -347,8 +349,9 @@ class Engine:
 
         To be called before the weights are written while requests are unfinished. Raises as `step` does.
         """
-        while (computed := self.run_ahead.next()) is not None:
-            self.outputs.append(self._record(*computed))
+        with self._failing():
+            while (computed := self.run_ahead.next()) is not None:
+                self.outputs.append(self._record(*computed))
         self.run_ahead.discard()
 
     def release_retained(self, request_id):
@@ -435,15 +438,9 @@ class Engine:
         has_grammars = scheduler.has_grammars
         ended = scheduler.update(step, token_ids, logprobs, thresholds)
         if has_grammars:
-            with self._failing():
-                self.grammars.advance(sequences, token_ids)
+            self.grammars.advance(sequences, token_ids)
         finished = self._finish(ended) if ended else []
         return StepOutput(finished, sequences, token_ids, logprobs, self.policy_version, listed.sampled)
-
-    def _masks(self, step):
-        """Grammars.masks of a step. Raises PromptError and GrammarError."""
-        with self._failing():
-            return self.grammars.masks(step, self.scheduler.table)
 
     @contextlib.contextmanager
     def _failing(self):

@@ -49,14 +49,14 @@ ADMIT_BYTES = 2 << 30
 class RunAhead:
     """The decode steps in flight.
 
-    scheduler, runner: whose steps they are. masks_of: a function of a SchedulerOutput, the words of the tokens that its
-    sequences may have, as Grammars.masks. enabled: whether steps are launched ahead; else `begin` launches each.
+    scheduler, runner: whose steps they are. grammars: the Grammars of their sequences. enabled: whether steps are
+    launched ahead; else `begin` launches each.
     """
 
-    def __init__(self, scheduler, runner, masks_of, enabled=True):
+    def __init__(self, scheduler, runner, grammars, enabled=True):
         self.scheduler, self.runner, self.enabled = scheduler, runner, enabled
         # Numbers of launched steps that were not waited for, the oldest first.
-        self.in_flight, self.masks_of = deque(), masks_of
+        self.in_flight, self.grammars = deque(), grammars
         # Whether only the forward pass of the last of them is launched yet.
         self.awaits_masks = False
         # The table's rows in the order of the step; which of them still run, by index and by row; and what all steps of
@@ -100,7 +100,7 @@ class RunAhead:
         self.launches_left -= 1
 
     def launch(self):
-        """Launch the next steps, if any are in flight and those are to go on. Raises as masks_of does."""
+        """Launch the next steps, if any are in flight and those are to go on. Raises as Grammars.masks does."""
         self._draw()
         while 0 < len(self.in_flight) < DEPTH and not self.awaits_masks and self._goes_on():
             edits, self.edits = self.edits, []
@@ -118,7 +118,7 @@ class RunAhead:
         """The oldest step in flight: (SchedulerOutput, token_ids, logprobs, thresholds, Listed), of the rows that still
         run.
 
-        None if no step is in flight, or none that has a row that still runs. Raises as masks_of does.
+        None if no step is in flight, or none that has a row that still runs. Raises as Grammars.masks does.
         """
         if self.in_flight:
             self._find_open()
@@ -151,7 +151,7 @@ class RunAhead:
         if not self.awaits_masks or len(self.in_flight) > 1:
             return
         self._find_open()
-        masks = self.masks_of(self._open_step())
+        masks = self.grammars.masks(self._open_step(), self.scheduler.table)
         if len(self.open) < len(self.rows):
             of_open, masks = masks, np.full((len(self.rows), masks.shape[1]), -1, np.int32)
             masks[self.open] = of_open

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -545,3 +546,17 @@ def test_prefix_groups_run_ahead():
     engine = make_engine(model, blocks=4000)
     assert run_all(engine, requests) == expected
     check_idle(engine)
+
+
+def test_an_engine_is_freed_with_its_last_reference(model):
+    """Without the garbage collector: the next engine is to have the memory of its cache."""
+    engine = make_engine(model)
+    engine.add_request(0, [1, 2], SamplingParams(max_tokens=4, ignore_eos=True))
+    run(engine)
+    freed = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert freed() is None
+    finally:
+        gc.enable()

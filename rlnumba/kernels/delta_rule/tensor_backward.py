@@ -33,7 +33,6 @@ from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import (
     load_four,
-    load_function,
     load_pair,
     load_words,
     shared_address,
@@ -42,15 +41,14 @@ from rlnumba.kernels.ptx.shared_memory import (
     store_word,
     store_words,
 )
-from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, shuffle_xor, sync_warp, warp_sum, widen
+from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, sync_warp, warp_sum, widen
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch
 
 i32, f32 = np.int32, np.float32
 
-# Two warps have 16 rows, each half of the columns.
-THREADS, SIDE = 256, COLUMNS // 2
+THREADS = 128
 # Shared memory in bytes: two stages of q, k, do; E do; dr; -E dr; -M; P; dS; z and the diagonal blocks of M, float32.
 TILE, COLUMN_TILE = BLOCK * PITCH, BLOCK * COLUMNS_PITCH
 STAGE = 2 * TILE + COLUMN_TILE
@@ -60,7 +58,7 @@ SCALED_ROWS = ROWS + COLUMN_TILE
 M_TILE = SCALED_ROWS + COLUMN_TILE
 P_TILE = M_TILE + COLUMN_TILE
 STATE = P_TILE + COLUMN_TILE
-Z_PITCH, LAST = 4 * COLUMNS + CHUNK, SUB_BLOCK - 1
+Z_PITCH, Z_COUNT, LAST = 4 * COLUMNS + CHUNK, 2 * SUB_BLOCK, 2 * SUB_BLOCK - 2
 Z = STATE + DIM * COLUMNS_PITCH
 DIAGONAL = Z + BLOCK * Z_PITCH
 SHARED_BYTES = DIAGONAL + BLOCK * SUB_BLOCK * 4
@@ -68,7 +66,7 @@ SHARED_BYTES = DIAGONAL + BLOCK * SUB_BLOCK * 4
 STATIC_BYTES = 20 << 10
 
 pack, unpack = cvt_pack("bfloat16"), cvt_unpack("bfloat16")
-load_float, store_float = load_function("f"), store_function("f")
+store_float = store_function("f")
 
 
 @functools.cache
@@ -78,25 +76,25 @@ def weights_function():
     multiply = sm80.mma("float16")
 
     @device_function
-    def make_weights(base, k_tile, q_tile, sums, warp, side, lane):
+    def make_weights(base, k_tile, q_tile, sums, warp, lane):
         """-M and P as operands, and M of the own sub-block as float32: a row ends with its last element."""
-        errors, outputs = cuda.local.array(16, np.float32), cuda.local.array(16, np.float32)
-        a, b, other = cuda.local.array(4, np.int32), cuda.local.array(4, np.int32), cuda.local.array(4, np.int32)
-        first, column = i32(warp * i32(16)), side * i32(SIDE)
-        for i in range(16):
+        errors, outputs = cuda.local.array(32, np.float32), cuda.local.array(32, np.float32)
+        a, b = cuda.local.array(4, np.int32), cuda.local.array(4, np.int32)
+        first = i32(warp * i32(16))
+        for i in range(32):
             errors[i], outputs[i] = ZERO, ZERO
         for step in range(DIM // 16):
-            load_a(a, k_tile, first, i32(step * 16), lane)
-            load_a(other, q_tile, first, i32(step * 16), lane)
-            for n in range(SIDE // 16):
-                load_b(b, k_tile, i32(column + i32(n * 16)), i32(step * 16), lane)
+            for n in range(4):
+                load_b(b, k_tile, i32(n * 16), i32(step * 16), lane)
+                load_a(a, k_tile, first, i32(step * 16), lane)
                 multiply(errors, 8 * n, a, 0, b, 0)
-                multiply(outputs, 8 * n, other, 0, b, 0)
+                load_a(a, q_tile, first, i32(step * 16), lane)
+                multiply(outputs, 8 * n, a, 0, b, 0)
         for half in range(2):
             t = i32(first + (lane >> i32(2)) + i32(8 * half))
             total = sums[t]
-            for n in range(SIDE // 8):
-                j, at = i32(i32(column + i32(8 * n)) + ((lane & i32(3)) << i32(1))), 4 * n + 2 * half
+            for n in range(8):
+                j, at = i32(i32(8 * n) + ((lane & i32(3)) << i32(1))), 4 * n + 2 * half
                 for i in range(2):
                     decay = decay_between(total, sums[j + i]) if j + i <= t else ZERO
                     outputs[at + i] = decay * outputs[at + i]
@@ -105,9 +103,9 @@ def weights_function():
                 store_word(base + i32(M_TILE) + place, pack(-errors[at], -errors[at + 1]))
                 store_word(base + i32(P_TILE) + place, pack(outputs[at], outputs[at + 1]))
                 for i in range(2):
-                    row, earlier = t & i32(15), i32(j + i32(i)) & i32(15)
-                    if (j >> i32(4)) == warp and earlier < row:
-                        place = t * i32(SUB_BLOCK) + i32(SUB_BLOCK - 1) - row + earlier
+                    row, column = t & i32(15), i32(j + i32(i)) & i32(15)
+                    if (j >> i32(4)) == warp and column < row:
+                        place = t * i32(SUB_BLOCK) + i32(SUB_BLOCK - 1) - row + column
                         store_float(base + i32(DIAGONAL) + place * i32(4), errors[at + i])
 
     return make_weights
@@ -119,19 +117,19 @@ def substitution_functions():
     load_a, _, _, _ = fragment_functions(PITCH)
     _, load_a_trans, _, load_b_trans = fragment_functions(COLUMNS_PITCH)
     multiply = sm80.mma("bfloat16")
-    columns = SIDE // 16
+    columns = COLUMNS // 16
 
     @device_function
-    def begin_rows(acc, base, k_tile, do_tile, later, warp, side, lane):
-        """acc (16, SIDE) = F k dS + P^T do."""
+    def begin_rows(acc, base, k_tile, do_tile, later, warp, lane):
+        """acc (16, COLUMNS) = F k dS + P^T do."""
         a, b = cuda.local.array(4, np.int32), cuda.local.array(4, np.int32)
-        first, column = i32(warp * i32(16)), side * i32(SIDE)
-        for i in range(16):
+        first = i32(warp * i32(16))
+        for i in range(32):
             acc[i] = ZERO
         for step in range(DIM // 16):
             load_a(a, k_tile, first, i32(step * 16), lane)
             for n in range(columns):
-                load_b_trans(b, base + i32(STATE), i32(step * 16), i32(column + i32(n * 16)), lane)
+                load_b_trans(b, base + i32(STATE), i32(step * 16), i32(n * 16), lane)
                 multiply(acc, 8 * n, a, 0, b, 0)
         low, high = later[first + (lane >> i32(2))], later[first + (lane >> i32(2)) + 8]
         for n in range(2 * columns):
@@ -141,78 +139,74 @@ def substitution_functions():
         for step in range(BLOCK // 16):
             load_a_trans(a, base + i32(P_TILE), i32(step * 16), first, lane)
             for n in range(columns):
-                load_b_trans(b, do_tile, i32(step * 16), i32(column + i32(n * 16)), lane)
+                load_b_trans(b, do_tile, i32(step * 16), i32(n * 16), lane)
                 multiply(acc, 8 * n, a, 0, b, 0)
 
     @device_function
-    def solve(acc, base, beta, since, warp, side, lane):
+    def solve(acc, base, beta, since, warp, lane):
         """z and dr of the warp's sub-block, after the sub-blocks behind it: z float32, dr and -E dr operands."""
         a, b = cuda.local.array(4, np.int32), cuda.local.array(4, np.int32)
-        z, m = cuda.local.array(SUB_BLOCK, np.float32), cuda.local.array(SUB_BLOCK, np.float32)
-        first, column = i32(warp * i32(16)), side * i32(SIDE)
+        z, m = cuda.local.array(Z_COUNT, np.float32), cuda.local.array(SUB_BLOCK, np.float32)
+        first = i32(warp * i32(16))
         for step in range(warp + 1, BLOCK // 16):
             load_a_trans(a, base + i32(M_TILE), i32(step * 16), first, lane)
             for n in range(columns):
-                load_b_trans(b, base + i32(ROWS), i32(step * 16), i32(column + i32(n * 16)), lane)
+                load_b_trans(b, base + i32(ROWS), i32(step * 16), i32(n * 16), lane)
                 multiply(acc, 8 * n, a, 0, b, 0)
-        lines = base + i32(Z) + first * i32(Z_PITCH) + column * i32(4)
-        place = lines + (lane >> i32(2)) * i32(Z_PITCH) + (lane & i32(3)) * i32(8)
+        place = base + i32(Z) + (first + (lane >> i32(2))) * i32(Z_PITCH) + (lane & i32(3)) * i32(8)
         for n in range(2 * columns):
             store_pair(place + n * 32, acc[4 * n], acc[4 * n + 1])
             store_pair(place + 8 * Z_PITCH + n * 32, acc[4 * n + 2], acc[4 * n + 3])
         sync_warp()
-        # From here on a lane has a column.
-        lines += lane * i32(4)
+        # From here on a lane has two columns.
+        lines = base + i32(Z) + first * i32(Z_PITCH) + lane * i32(8)
         for i in range(SUB_BLOCK):
-            z[i] = load_float(lines + i * Z_PITCH)
+            z[2 * i], z[2 * i + 1] = load_pair(lines + i * Z_PITCH)
         diagonal = base + i32(DIAGONAL) + first * i32(SUB_BLOCK * 4)
-        # A lane with an even column stores two of dr, its neighbour the same two of -E dr.
-        is_odd = lane & i32(1)
-        rows = base + i32(ROWS) + first * i32(COLUMNS_PITCH) + (column + lane - is_odd) * i32(2)
-        rows += is_odd * i32(SCALED_ROWS - ROWS)
+        rows = base + i32(ROWS) + first * i32(COLUMNS_PITCH) + lane * i32(4)
         for turn in range(SUB_BLOCK):
             # The last of z is row i, and the rows before it are those ahead of it.
             i = i32(i32(SUB_BLOCK - 1) - i32(turn))
-            row = beta[first + i] * z[LAST]
-            store_float(lines + i * i32(Z_PITCH), z[LAST])
-            beside = shuffle_xor(row, 1)
-            scale = -since[first + i] if is_odd else f32(1.0)
-            low, high = (beside, row) if is_odd else (row, beside)
-            store_word(rows + i * i32(COLUMNS_PITCH), pack(scale * low, scale * high))
+            t = first + i
+            left, right, scale = beta[t] * z[LAST], beta[t] * z[LAST + 1], -since[t]
+            store_pair(lines + i * i32(Z_PITCH), z[LAST], z[LAST + 1])
+            store_word(rows + i * i32(COLUMNS_PITCH), pack(left, right))
+            place = rows + i32(SCALED_ROWS - ROWS) + i * i32(COLUMNS_PITCH)
+            store_word(place, pack(scale * left, scale * right))
             for four in range(SUB_BLOCK // 4):
                 place = diagonal + i * i32(SUB_BLOCK * 4) + four * CHUNK
                 m[4 * four], m[4 * four + 1], m[4 * four + 2], m[4 * four + 3] = load_four(place)
             for back in range(SUB_BLOCK - 1):
                 j = SUB_BLOCK - 2 - back
-                z[j + 1] = cuda.fma(-m[j], row, z[j])
+                z[2 * j + 2] = cuda.fma(-m[j], left, z[2 * j])
+                z[2 * j + 3] = cuda.fma(-m[j], right, z[2 * j + 1])
 
     return begin_rows, solve
 
 
 @functools.cache
 def state_functions():
-    """(publish, update): the device functions of the gradient of the state: 32 rows of K, SIDE columns of a warp."""
+    """(publish, update): the device functions of the gradient of the state, of which a warp has 32 rows of K."""
     _, load_a_trans, _, _ = fragment_functions(PITCH)
     _, _, _, load_b_trans = fragment_functions(COLUMNS_PITCH)
     multiply = sm80.mma("bfloat16")
-    columns = SIDE // 16
+    columns = COLUMNS // 16
 
     @device_function
-    def publish(dstate, base, warp, side, lane):
+    def publish(dstate, base, warp, lane):
         """dS as operands, to shared memory."""
-        place = base + i32(STATE) + (warp * i32(32) + (lane >> i32(2))) * i32(COLUMNS_PITCH)
-        place += side * i32(2 * SIDE) + (lane & i32(3)) * i32(4)
+        place = base + i32(STATE) + (warp * i32(32) + (lane >> i32(2))) * i32(COLUMNS_PITCH) + (lane & i32(3)) * i32(4)
         for i in range(4):
             for n in range(2 * columns):
-                at = (i // 2) * 16 + 4 * n + 2 * (i % 2)
+                at = (i // 2) * 32 + 4 * n + 2 * (i % 2)
                 store_word(place + i * 8 * COLUMNS_PITCH + n * CHUNK, pack(dstate[at], dstate[at + 1]))
 
     @device_function
-    def update(dstate, base, k_tile, q_tile, kept, warp, side, lane):
+    def update(dstate, base, k_tile, q_tile, kept, warp, lane):
         """dS = E_last dS + q^T (E do) - k^T (E dr)."""
         a, b = cuda.local.array(4, np.int32), cuda.local.array(4, np.int32)
         other = cuda.local.array(4, np.int32)
-        for i in range(32):
+        for i in range(64):
             dstate[i] = dstate[i] * kept
         for half in range(2):
             tile, operand = q_tile if half == 0 else k_tile, base + i32(SCALED if half == 0 else SCALED_ROWS)
@@ -220,9 +214,9 @@ def state_functions():
                 load_a_trans(a, tile, i32(step * 16), warp * i32(32), lane)
                 load_a_trans(other, tile, i32(step * 16), warp * i32(32) + i32(16), lane)
                 for n in range(columns):
-                    load_b_trans(b, operand, i32(step * 16), side * i32(SIDE) + i32(n * 16), lane)
+                    load_b_trans(b, operand, i32(step * 16), i32(n * 16), lane)
                     multiply(dstate, 8 * n, a, 0, b, 0)
-                    multiply(dstate, 16 + 8 * n, other, 0, b, 0)
+                    multiply(dstate, 32 + 8 * n, other, 0, b, 0)
 
     return publish, update
 
@@ -293,9 +287,9 @@ def delta_rule_state_backward_kernel(dout, tokens, cu_seqlens, errors, dv, dstat
     since, later = cuda.shared.array(BLOCK, np.float32), cuda.shared.array(BLOCK, np.float32)
     beta = cuda.shared.array(BLOCK, np.float32)
     base = shared_address(cuda.shared.array(0, np.uint8))
-    dstate, acc = cuda.local.array(32, np.float32), cuda.local.array(16, np.float32)
+    dstate, acc = cuda.local.array(64, np.float32), cuda.local.array(32, np.float32)
     thread = i32(cuda.threadIdx.x) & i32(THREADS - 1)
-    lane, warp, side = thread & i32(31), (thread >> i32(5)) & i32(3), thread >> i32(7)
+    lane, warp = thread & i32(31), thread >> i32(5)
     part, head, b = i32(cuda.blockIdx.x), i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
     column = part * i32(COLUMNS)
     key_head = i32(head // i32(i32(dout.shape[1]) // i32(tokens.k.shape[1])))
@@ -303,7 +297,7 @@ def delta_rule_state_backward_kernel(dout, tokens, cu_seqlens, errors, dv, dstat
     blocks = i32(i32(end - begin) + i32(BLOCK - 1)) // i32(BLOCK)
     if blocks == 0:
         return
-    for i in range(32):
+    for i in range(64):
         dstate[i] = ZERO
     for i in range(BLOCK * SUB_BLOCK // THREADS):
         store_float(base + i32(DIAGONAL) + i32(thread + i32(i * THREADS)) * i32(4), ZERO)
@@ -321,29 +315,29 @@ def delta_rule_state_backward_kernel(dout, tokens, cu_seqlens, errors, dv, dstat
         if block > 0:
             before = i32(first - i32(BLOCK))
             start_copies(stage, dout, tokens, before, i32(BLOCK), head, key_head, column, thread)
-        publish(dstate, base, warp, side, lane)
-        if thread < 32:
+        publish(dstate, base, warp, lane)
+        if warp == 0:
             add_log_decays(tokens.log_decay, first, count, head, raw, sums, lane)
         cuda.syncthreads()
         if thread < BLOCK:
             since[thread] = decay_between(sums[thread], ZERO)
             later[thread] = decay_between(sums[BLOCK - 1], sums[thread])
             beta[thread] = tokens.beta[first + thread, head] if thread < count else ZERO
-        make_weights(base, k_tile, q_tile, sums, warp, side, lane)
+        make_weights(base, k_tile, q_tile, sums, warp, lane)
         cuda.syncthreads()
         convert_keys(q_tile, thread)
         convert_keys(k_tile, thread)
         scale_rows(base, do_tile, since, thread)
         cuda.syncthreads()
-        begin_rows(acc, base, k_tile, do_tile, later, warp, side, lane)
+        begin_rows(acc, base, k_tile, do_tile, later, warp, lane)
         for step in range(BLOCK // SUB_BLOCK):
             if warp == i32(BLOCK // SUB_BLOCK - 1) - i32(step):
-                solve(acc, base, beta, since, warp, side, lane)
+                solve(acc, base, beta, since, warp, lane)
             cuda.syncthreads()
         index = i32(begin // i32(BLOCK)) + b + block
         store_block(base, dv, dstates, first, count, index, head, column, thread)
-        for i in range(BLOCK * 32 // THREADS):
-            t, total = i32((thread >> i32(5)) * i32(BLOCK * 32 // THREADS)) + i32(i), ZERO
+        for i in range(SUB_BLOCK):
+            t, total = i32(warp * i32(16)) + i32(i), ZERO
             if t < count:
                 left, right = load_pair(base + i32(Z) + t * i32(Z_PITCH) + lane * i32(8))
                 place = column + 2 * lane
@@ -352,7 +346,7 @@ def delta_rule_state_backward_kernel(dout, tokens, cu_seqlens, errors, dv, dstat
             total = warp_sum(total)
             if lane == 0 and t < count:
                 dbeta_parts[part, first + t, head] = total
-        update(dstate, base, k_tile, q_tile, since[BLOCK - 1], warp, side, lane)
+        update(dstate, base, k_tile, q_tile, since[BLOCK - 1], warp, lane)
 
 
 def is_supported(element):

@@ -21,7 +21,8 @@ class GenerationPlan(NamedTuple):
     number of prompts, for messages. ratio_to_sampler: whether the importance ratio is to the sampler's log-probs also
     before the first update. difficulty_weights, solved_at: how a PromptOrder draws prompts. replay_buffer_size: groups
     of the past that are kept, 0 without a ReplayBuffer. dynamic: a DynamicSampling, or None. replays_mask: whether the
-    tokens that filters kept are recorded, to train on their distribution.
+    tokens that filters kept are recorded, to train on their distribution; replays_experts: whether the experts are that
+    the sampler chose, to train with these.
     """
 
     num_prompts: int
@@ -36,6 +37,7 @@ class GenerationPlan(NamedTuple):
     replay_buffer_size: int = 0
     dynamic: DynamicSampling | None = None
     replays_mask: bool = False
+    replays_experts: bool = False
 
     @property
     def num_micro_steps(self):

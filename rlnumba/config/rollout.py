@@ -108,6 +108,11 @@ class GroupConfig(ReferenceConfig, SamplingConfig):
         "With top_p, top_k or min_p, train the distribution that was sampled from: the tokens that the filters kept, "
         "renormalised. For generations that one optimizer step uses up; not in TRL.",
     )
+    router_replay: bool = key(
+        False,
+        "Mixtures of experts: train with the experts that the sampler chose, where the weights have changed since (R3, "
+        "arXiv 2510.11370); the router keeps its gradient. For one GPU.",
+    )
     num_iterations: int = key(1, "Times that each generation is trained on (mu of DeepSeekMath).", minimum=1)
     mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
     difficulty_weights: list[float] | None = key(
@@ -170,6 +175,7 @@ class GroupConfig(ReferenceConfig, SamplingConfig):
             difficulty_weights=self.difficulty_weights,
             solved_at=self.no_resampling_pass_rate,
             replays_mask=self.sampling_mask_replay,
+            replays_experts=self.router_replay,
         )
 
     def size_keys(self, num_ranks):
@@ -324,6 +330,8 @@ class AheadRun(PromptRun):
     def resolved(self):
         """See Run; the importance weights are those that async.staleness asks for."""
         run = super().resolved()
+        if run.train.router_replay:
+            run = replace(run, engine=replace(run.engine, enable_return_routed_experts=True))
         if not self.is_stale or "is" not in self.asynchronous.staleness or self.train.rollout_is is not None:
             return run
         cap = str(self.asynchronous.importance_sampling_cap)
@@ -348,6 +356,16 @@ class AheadRun(PromptRun):
         if self.deploy.update_weights_transport != "auto":
             return self.deploy.update_weights_transport
         return "peer" if gpu_bytes and 4 * nbytes <= gpu_bytes and not self.keeps_old_versions else "shm"
+
+    def _check_router_replay(self):
+        if self.num_ranks > 1:
+            self.refuse_ranks("train.router_replay")
+        if self.deploy.num_infer_gpus or self.deploy.launcher == "ray":
+            raise ConfigError("train.router_replay needs completions of the training process's own engine, on one GPU")
+        if self.has_episodes:
+            raise ConfigError(
+                "train.router_replay is of completions of one turn: not with tools, an environment or rollout.func"
+            )
 
     def _check_async(self):
         train, deploy = self.train.on_ranks(self.num_ranks), self.deploy
@@ -376,3 +394,5 @@ class AheadRun(PromptRun):
         super().__post_init__()
         if self.asynchronous is not None:
             self._check_async()
+        if self.train.router_replay:
+            self._check_router_replay()

@@ -96,6 +96,7 @@ class EngineConfig(Section):
         choices=("processed_logprobs", "raw_logprobs"),
         words={"processed": "processed_logprobs", "raw": "raw_logprobs"},
     )
+    enable_return_routed_experts: bool = key(False, "Completions have the experts of each token, in mixtures of them.")
     num_gpu_blocks_override: int | None = key(None, "KV blocks of 16 tokens; None: as many as fit.", minimum=1)
     enable_sleep_mode: bool | None = key(
         None,

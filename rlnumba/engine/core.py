@@ -127,6 +127,8 @@ class Engine:
             self.runner = Runner(
                 model, self.context, BLOCK_SIZE, *sizes, self.config.enforce_eager, longest_verified(self.config)
             )
+        if self.config.enable_return_routed_experts:
+            self.runner.record_experts()
         self.runner.raw_logprobs = self.config.logprobs_mode == "raw_logprobs"
         self.grammars = Grammars(tokenizer, model.config.vocab_size, self.eos_token_ids)
         # Texts of single tokens that were listed, by id.
@@ -153,6 +155,7 @@ class Engine:
             sharing(*self.runner.heads),
             pages_for(self.model.config, table),
         )
+        self.scheduler.routed_experts = self.runner.routed_experts
         self.run_ahead = RunAhead(self.scheduler, self.runner, self.grammars, self.config.async_scheduling)
         # Computed, and recorded, but not yet returned by `step`.
         self.outputs: deque[StepOutput] = deque()
@@ -502,6 +505,7 @@ class Engine:
             reason = stop_reason(self.tokenizer, sequence, stop, self.eos_token_ids)
             values = *values, sequence.index, reason, sequence.num_cached_tokens or 0
             completion = Completion(sequence.completion_ids, *values)
+            completion.routed_experts = sequence.routed_experts
             if is_listed:
                 pairs = zip(sequence.listings, sequence.completion_ids, strict=True)
                 completion.top_logprobs = [entries(listing, token, self.token_text) for listing, token in pairs]

@@ -158,6 +158,8 @@ def launch_steps(request, make_model=model_of):
         sizes = BLOCK_SIZE, engine.max_num_batched_tokens, seqs, limit
         runner = Runner(make_model(request, config), Context(), *sizes, True, longest_verified(engine))
         runner.reserve_top(1)
+        if engine.enable_return_routed_experts:
+            runner.record_experts()
         runner.allocate(most_rows * (blocks_needed(longest, BLOCK_SIZE) + 1))
         runners.append(runner)
     whole, shortened = runners

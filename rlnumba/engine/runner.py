@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.engine.blocks.routed_experts import RoutedExperts
 from rlnumba.engine.blocks.state_pages import num_pages_for
 from rlnumba.engine.cache import KVCache, block_bytes_of, state_bytes_of
 from rlnumba.engine.few_rows import FewRowsDecoder
@@ -38,6 +39,7 @@ from rlnumba.engine.steps.shapes import (
     row_bucket_of,
 )
 from rlnumba.engine.steps.upload import Upload
+from rlnumba.errors import ConfigError
 from rlnumba.kernels.attention.paged import reserve_workspace, workspace_sizes
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.decode_state import DecodeState, advance_decode_state, edit_decode_state
@@ -135,6 +137,8 @@ class Runner:
         # Listings of sampled tokens, as those of `published`, once there are any; those of the last step's prompts.
         self.top, self.top_rows, self.scored = None, max(rows, self.max_verified), None
         self.raw_logprobs = False
+        # RoutedExperts, where an engine returns them.
+        self.routed_experts = None
         self.events = []
         if device.name() == "cuda":
             self.events = [device.xp().cuda.Event(disable_timing=True) for _ in range(MAX_IN_FLIGHT)]
@@ -170,6 +174,16 @@ class Runner:
         """Whether layers have a sliding window."""
         return any(map(self.model.config.window_of, range(self.model.config.num_hidden_layers)))
 
+    def record_experts(self):
+        """Keep the experts of every token that is computed from now on; before `allocate`.
+
+        Raises ConfigError for a model without mixtures of experts.
+        """
+        config = self.model.config
+        if not config.mixture_layers:
+            raise ConfigError(f"engine.enable_return_routed_experts: a {config.model_type} model has no experts")
+        self.routed_experts = RoutedExperts(config, self.block_size)
+
     def _lead(self, method, *arguments):
         """Let the runners of other ranks do the same, if there are any (parallel/tensor_parallel.py)."""
         if self.model.ranks is not None:
@@ -186,6 +200,8 @@ class Runner:
         elif self.cache.num_blocks < num_blocks:
             self.cache.grow(num_blocks)
         self.cache.take()
+        if self.routed_experts is not None:
+            self.routed_experts.grow(num_blocks)
 
     def release(self, give_back):
         """Let others use the memory of cache and activations: at once (True), never (False), or as they need it.
@@ -528,7 +544,8 @@ class Runner:
         attention = PagedAttention(self.cache, self.model.config, arrays, *bounds, shape.max_group_size)
         adapter_ids = {"adapter_ids": arrays["adapter_ids"]} if "adapter_ids" in arrays else {}
         tokens = arrays["input_ids"], arrays["position_ids"]
-        return self.model.forward(*tokens, attention, arena=self.arena, **adapter_ids)
+        records = self.routed_experts and self.routed_experts.of_step(arrays["slot_mapping"])
+        return self.model.forward(*tokens, attention, arena=self.arena, **adapter_ids, records=records)
 
     def _sample(self, hidden, arrays, sampled):
         names = SamplingInputs.__dataclass_fields__

@@ -135,6 +135,8 @@ class Scheduler:
         self.has_stop_string = has_stop_string
         self.sharing = sharing if sharing and sharing.sizes else None
         self.pages = pages
+        # RoutedExperts of the blocks, where an engine returns them.
+        self.routed_experts = None
         self.waiting: deque[Sequence] = deque()
         # The sequences that wait for a prefix leader to compute their prompt, by prompt.
         self.waiting_on_prefix: dict[bytes, list[Sequence]] = {}
@@ -567,6 +569,8 @@ class Scheduler:
     def _vacate(self, row):
         """Take a sequence off its row and release its blocks, the last first: the first are the likeliest to match."""
         table = self.table
+        if self.routed_experts is not None:
+            self.routed_experts.keep(table.sequences[row], table.block_tables[row], int(table.num_computed[row]))
         self.blocks.release(table.block_tables[row, : table.num_blocks[row]].tolist()[::-1])
         if self.pages is not None:
             self.pages.end(row)

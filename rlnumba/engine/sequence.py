@@ -223,6 +223,10 @@ class Completion:
 
     mask: (T,) bool, whether each token was drawn, None where all were: others are the environment's, with log-prob 0
     and the policy version of the token before. episode: the EpisodeRecord of several turns, or None.
+
+    routed_experts: (P + T - 1, L, k) int16, the experts of the L mixtures that have computed each token of the prompt
+    and the completion, but for the last one, which nothing follows, by descending weight; None unless the engine
+    returns them.
     """
 
     token_ids: list[int] = LazyList(np.int32)
@@ -238,6 +242,7 @@ class Completion:
     episode: EpisodeRecord | None = None
     top_logprobs: list[dict] | None = None
     prompt_logprobs: list[dict | None] | None = None
+    routed_experts: np.ndarray | None = None
 
     @property
     def cumulative_logprob(self):
@@ -270,7 +275,7 @@ class Completion:
         if type(self).__dict__["logprobs"].is_none(self):
             columns[1] = None
         values = self.finish_reason, self.text, self.thresholds, self.index, self.stop_reason, self.num_cached_tokens
-        values = *values, self.mask, self.episode, self.top_logprobs, self.prompt_logprobs
+        values = *values, self.mask, self.episode, self.top_logprobs, self.prompt_logprobs, self.routed_experts
         return _completion_of, (columns, *values)
 
 
@@ -391,8 +396,8 @@ class Sequence:
     def __init__(self, request_id, index, prompt, params, philox_key, length_limit, stop_ids=(), adapter=(-1, "")):
         # The TokenRules of the request, if it has any; listings of its tokens, and of its prompt's, in their order.
         self.rules, self.listings, self.prompt_listings = None, [], []
-        # Its GrammarState, if the request has a grammar.
-        self.grammar = None
+        # Its GrammarState, if the request has a grammar; experts of its first tokens, where the engine returns them.
+        self.grammar = self.routed_experts = None
         self.request_id, self.index, (self.adapter_id, self.cache_salt) = request_id, index, adapter
         self.adapter_slot = -1
         # Sequences of one key share the blocks of the prompt.

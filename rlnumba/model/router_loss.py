@@ -88,3 +88,9 @@ def check_router_loss(train, read):
         raise ConfigError(
             f"train.router_aux_loss_coef {train.router_aux_loss_coef}: a {config.model_type} model has no router"
         )
+
+
+def check_router_replay(config):
+    """Raise ConfigError for replayed experts of a model, a ModelConfig, without routers."""
+    if not config.mixture_layers:
+        raise ConfigError(f"train.router_replay: a {config.model_type} model has no router")

@@ -112,14 +112,17 @@ class Transformer:
         model.adapter = None
         return model
 
-    def forward(self, input_ids, position_ids, attention, tape=None, arena=None, adapter_ids=None):
+    def forward(
+        self, input_ids, position_ids, attention, tape=None, arena=None, adapter_ids=None, replayed=None, records=None
+    ):
         """Hidden states (N, D) after the final norm, in the model's dtype.
 
         input_ids, position_ids: (N,) int32 on the device, ids below vocab_size and positions below
         num_positions (not checked here). attention: the attention backend, such as PackedAttention. tape: a
         new Tape, if backward is to be called. arena: activations come from it and are valid in the scope around this
         call; without a tape only the result is. adapter_ids: (N,) int32, each row's adapter in the AdapterStack, -1 for
-        none; None: all rows have the first.
+        none; None: all rows have the first. replayed (L, N, k) int32: the experts of the L mixtures to take instead of
+        the routers' choice, -1 for none; records: ExpertRecords that the experts are written to.
         """
         config, weights, memory = self.config, self.weights, arena or HeapAllocator()
         lora = None
@@ -129,7 +132,10 @@ class Transformer:
             lora = LoraContext(self.adapter.layers, self.adapter.scales, adapter_ids, dropout, numbers)
         rotations = {kind: Rotation(*tables, position_ids) for kind, tables in self.ropes.items()}
         of_layers = tuple(rotations.get(kind) for kind in config.layer_kinds)
-        ctx = ForwardContext(config, of_layers, attention, memory, lora, ranks=self.ranks)
+        if replayed is not None:
+            replayed = dict(zip(config.mixture_layers, replayed, strict=True))
+        choices = {"replayed_experts": replayed, "expert_records": records}
+        ctx = ForwardContext(config, of_layers, attention, memory, lora, ranks=self.ranks, **choices)
         N, D = input_ids.shape[0], config.hidden_size
         hidden, rstd = memory.empty((N, D), self.dtype), memory.empty((N,), F32)
         if tape is None:

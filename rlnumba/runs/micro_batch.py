@@ -48,7 +48,8 @@ class TargetBatch:
     input_ids, position_ids (N,), cu_seqlens (B + 1,) i32; rows (T,) i32: the positions that predict the targets, or
     whose values are computed; target_ids (T,) i32, None where only values are; thresholds (T,) f32: the smallest logit
     of the prediction of each, or None for all logits. every_row: compute targets without a gradient, too. allowed
-    (T, ceil(V / 32)) i32: the tokens that a grammar allows for each, or None for all.
+    (T, ceil(V / 32)) i32: the tokens that a grammar allows for each, or None for all. routed_experts: those that
+    Transformer.forward takes as `replayed`, or None.
     """
 
     input_ids: object
@@ -60,6 +61,7 @@ class TargetBatch:
     thresholds: object = None
     every_row: bool = False
     allowed: object = None
+    routed_experts: object = None
 
     @staticmethod
     def of(token_ids, lengths, targets, thresholds=None):
@@ -183,7 +185,7 @@ class DeviceBatch:
         """A MicroBatch whose arrays are `arrays` on the device."""
         names = ("input_ids", "position_ids", "cu_seqlens", "rows", "target_ids")
         of_policy = {name: arrays[name] for name in names} | {
-            name: arrays.get(name) for name in ("thresholds", "allowed")
+            name: arrays.get(name) for name in ("thresholds", "allowed", "routed_experts")
         }
         targets = TargetBatch(**of_policy, max_seqlen=micro_batch.max_seqlen, every_row=micro_batch.is_padded)
         return DeviceBatch(targets, arrays)

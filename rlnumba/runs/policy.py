@@ -201,8 +201,8 @@ class Policy:
         model: the policy's, or another such as the reference.
         """
         if model is not None and model is not self.model:
-            # The thresholds are of this model's logits: another one has all of its own.
-            batch = replace(batch, thresholds=None)
+            # Thresholds and experts are of this model: another one has all of its own.
+            batch = replace(batch, thresholds=None, routed_experts=None)
         self._evaluate(model or self.model, self.logprob_head, batch, logprobs, entropy, top1)
 
     def values(self, batch, values):
@@ -296,7 +296,8 @@ class Policy:
 
     def _hidden(self, model, batch, tape=None):
         attention = packed_attention(model, batch, self.arena)
-        return model.forward(batch.input_ids, batch.position_ids, attention, tape, self.arena)
+        tokens, replayed = (batch.input_ids, batch.position_ids), batch.routed_experts
+        return model.forward(*tokens, attention, tape, self.arena, replayed=replayed)
 
     def zero_grad(self, learning_rate=None):
         """Begin an optimizer step: set the gradients to zero.

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import closing, contextmanager, nullcontext
 from typing import NamedTuple
 
+import numpy as np
+
 from rlnumba import data
 from rlnumba.config.rollout import GroupConfig
 from rlnumba.engine.core import longest_sequence
@@ -143,6 +145,9 @@ class TrainerOnPrompts(NamedTuple):
         prompts, prompt, length = longest_completions(planner, run)
         rows = self.completions_at_once(run.train, length)
         longest = invented_rollouts(run.train, [prompt], length - prompt, rows)
+        if run.train.generation.replays_experts:
+            sizes = len(planner.config.mixture_layers), planner.config.num_experts_per_tok
+            longest.routed_experts = np.full((len(longest.token_ids), *sizes), -1, np.int16)
 
         def rehearse(policy, critic, rollouts, every_form):
             return self.rehearse(run, policy, critic, rollouts, every_form)

@@ -49,6 +49,9 @@ def encoded_completions(completions):
     """Completions as arrays of all of them: dict."""
     found = {name: np.concatenate([each.array(name) for each in completions]) for name in OF_TOKENS}
     found["lengths"] = np.array([each.num_tokens for each in completions], np.int32)
+    if all(each.routed_experts is not None for each in completions):
+        found["routed_experts"] = np.concatenate([each.routed_experts for each in completions])
+        found["routed_lengths"] = np.array([len(each.routed_experts) for each in completions], np.int32)
     return found | {name: [getattr(each, name) for each in completions] for name in ("finish_reason", "text")}
 
 
@@ -56,9 +59,13 @@ def decoded_completions(saved):
     """The inverse of encoded_completions: list."""
     cuts = np.cumsum(saved["lengths"])[:-1]
     columns = [np.split(saved[name], cuts) for name in OF_TOKENS]
+    experts = [None] * len(saved["lengths"])
+    if "routed_experts" in saved:
+        experts = np.split(saved["routed_experts"], np.cumsum(saved["routed_lengths"])[:-1])
+    columns = *columns, saved["finish_reason"], saved["text"], experts
     return [
-        Completion(ids, logprobs, reason, text, versions)
-        for ids, logprobs, versions, reason, text in zip(*columns, saved["finish_reason"], saved["text"], strict=True)
+        Completion(ids, logprobs, reason, text, versions, routed_experts=routed)
+        for ids, logprobs, versions, reason, text, routed in zip(*columns, strict=True)
     ]
 
 

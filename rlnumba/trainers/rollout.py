@@ -81,6 +81,12 @@ def ranges_of_tokens(lengths, limit):
     return list(zip(firsts, [*firsts[1:], len(lengths)], strict=True))
 
 
+def _routed_experts(completion, length):
+    """The experts of a completion's prompt and tokens, (length, L, k) int16: -1 where nothing was recorded."""
+    known = completion.routed_experts
+    return np.concatenate([known, np.full((length - len(known), *known.shape[1:]), -1, np.int16)])
+
+
 def _drawn_mask(completion):
     """A Completion's mask, (T,) bool, also where all tokens were drawn."""
     return np.ones(completion.num_tokens, bool) if completion.mask is None else completion.mask
@@ -96,7 +102,8 @@ class Rollouts:
     of several conversations has a row of each, a sequence of its own to the model; by default it is one row;
     loss_mask (T,) f32, 0 or 1; rollout_logprobs (T,) f32, the sampler's; advantages (T,) f32; old_logprobs and
     ref_logprobs (T,) f32, or of length 0 where the loss takes them from elsewhere; thresholds (T,) f32: the smallest
-    logit that the sampler's filters kept, or of length 0 where all are trained. on_policy: see MicroStep.
+    logit that the sampler's filters kept, or of length 0 where all are trained. routed_experts (sum of S, L, k) i16:
+    those of the sampler's mixtures, -1 for none, or of length 0 where training has its own. on_policy: see MicroStep.
     is_stale: whether some tokens were sampled from older weights than those that are trained on them first, or their
     log-probs are a rollout function's.
     rejected_fraction: share of the tokens whose mask rollout_rs has set to 0. correction_mean: what
@@ -120,6 +127,7 @@ class Rollouts:
     target_lengths: np.ndarray | None = None
     num_rows: np.ndarray | None = None
     row_lengths: np.ndarray | None = None
+    routed_experts: np.ndarray = field(default_factory=partial(np.empty, (0, 0, 0), np.int16))
 
     def __post_init__(self):
         if self.target_lengths is None:
@@ -139,6 +147,8 @@ class Rollouts:
         target_lengths = np.array([each.num_drawn for each in completions], np.int32)
         masks = [] if all(each.mask is None for each in completions) else map(_drawn_mask, completions)
         thresholds = [each.drawn("thresholds") for each in completions if each.thresholds is not None]
+        has_experts = bool(completions) and all(each.routed_experts is not None for each in completions)
+        of_tokens = list(map(_routed_experts, completions, lengths.sum(axis=1))) if has_experts else []
         masked = np.array([mask_truncated and sample.truncated for sample in samples])
         no_ids, nothing = np.empty(0, np.int32), np.empty(0, np.float32)
         rows = [
@@ -159,6 +169,7 @@ class Rollouts:
             target_lengths=target_lengths,
             num_rows=np.array(list(map(len, rows)), np.int32),
             row_lengths=np.array(list(chain.from_iterable(rows)), np.int32),
+            routed_experts=np.concatenate(of_tokens or [np.empty((0, 0, 0), np.int16)]),
         )
 
     def part(self, first, count, on_policy=False):
@@ -172,6 +183,9 @@ class Rollouts:
         parts = {"token_ids": self.token_ids[tokens(self.lengths)], "drawn": self.drawn}
         if len(self.drawn):
             parts["drawn"] = self.drawn[tokens(self.completion_lengths)]
+        parts["routed_experts"] = self.routed_experts
+        if len(self.routed_experts):
+            parts["routed_experts"] = self.routed_experts[tokens(self.lengths)]
         for name in ("prompt_lengths", "completion_lengths", "target_lengths", "num_rows"):
             parts[name] = getattr(self, name)[sequences]
         parts["row_lengths"] = self.row_lengths[tokens(self.num_rows)]
@@ -254,7 +268,11 @@ class Rollouts:
         of_targets = {name: getattr(self, name) for name in names if len(getattr(self, name))}
         if grammar is not None:
             of_targets["allowed"] = grammar.allowed(self.token_ids[self.targets], self.target_lengths)
-        return batch.with_arrays(of_targets, {"completion_bounds": bounds})
+        others = {}
+        if len(self.routed_experts):
+            # A layer's are those of all tokens.
+            others["routed_experts"] = np.ascontiguousarray(self.routed_experts.swapaxes(0, 1), np.int32)
+        return batch.with_arrays(of_targets, {"completion_bounds": bounds}, others)
 
     def to_device(self):
         """All sequences on the device: DeviceBatch."""

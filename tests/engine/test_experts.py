@@ -1,6 +1,7 @@
 """Generation with mixtures of experts gives the bits of training: over chunks, preemption, groups and prefix hits."""
 
 import pathlib
+import pickle
 
 import numpy as np
 import pytest
@@ -8,10 +9,13 @@ import pytest
 from rlnumba.config import EngineConfig
 from rlnumba.config.lora import LoraConfig
 from rlnumba.engine.check import Agreement, check_agreement
+from rlnumba.engine.core import Engine
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
+from rlnumba.errors import ConfigError
+from rlnumba.model.blocks.block import ExpertRecords
 from rlnumba.model.lora import Adapter
-from rlnumba.model.transformer import load_model, pack, score
+from rlnumba.model.transformer import load_model, pack, packed_attention, score
 from rlnumba.runtime import device
 from tests.close import assert_same_bits
 
@@ -75,6 +79,68 @@ def test_preempted_groups_and_prefix_hits_have_the_bits_of_training(model):
         outputs = roomy.generate(prompts, params)
         assert_those_of_training(model, outputs)
         assert (max(each.num_cached_tokens for each in outputs[4].completions[:1]) > 0) == cached
+
+
+def routed(model, ids):
+    """The experts (N, L, k) that the training forward of a sequence has in its L mixtures."""
+    config, batch = model.config, pack([ids])
+    shape = len(config.mixture_layers), len(ids), config.num_experts_per_tok
+    found = device.asarray(np.full(shape, -1, np.int16))
+    slots = device.asarray(np.arange(len(ids), dtype=np.int32))
+    records = ExpertRecords(slots, dict(zip(config.mixture_layers, found, strict=True)))
+    model.forward(batch.input_ids, batch.position_ids, packed_attention(model, batch), records=records)
+    return device.to_host(found).swapaxes(0, 1)
+
+
+def test_completions_have_the_experts_of_the_training_forward(model):
+    """Prompts are cut into chunks, and sequences preempted; with more blocks the same prompts are found again."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, 144, length).tolist() for length in (5, 63, 64, 90, 130)]
+    few, roomy = {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 70}, {}
+    for sizes, max_tokens in ((few, 20), (roomy, 5)):
+        llm = LLM(model, enable_return_routed_experts=True, **sizes)
+        for _ in range(1 if sizes else 2):
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True, n=3))
+            for output in outputs:
+                for each in output.completions:
+                    expected = routed(model, [*output.prompt_token_ids, *each.token_ids])[:-1]
+                    assert_same_bits(each.routed_experts, expected)
+        assert llm.engine.num_preemptions > 0 if sizes else outputs[4].completions[0].num_cached_tokens > 0
+    assert_same_bits(pickle.loads(pickle.dumps(each)).routed_experts, expected)
+    assert LLM(model).generate([[5, 6]], SamplingParams(max_tokens=2))[0].completions[0].routed_experts is None
+
+
+def test_tokens_keep_the_experts_of_the_weights_that_drew_them(model):
+    """They are computed again, with other weights, where these change while a completion is drawn."""
+    changed = load_model(GOLDEN / model.config.model_type.removesuffix("_text"), "float32")
+    engine = Engine(changed, config=EngineConfig(enable_return_routed_experts=True))
+    prompt = np.random.default_rng(3).integers(3, 144, 40).tolist()
+    engine.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    steps = [engine.step() for _ in range(11)]
+    engine.synchronize()
+    begun = len(prompt) + sum(len(step.token_ids) for step in steps)
+    perturb(changed)
+    engine.update_weights(1)
+    while engine.has_unfinished:
+        finished = engine.step().finished
+    completion = finished[0].completion
+    ids = [*prompt, *completion.token_ids]
+    # The last token that was drawn before has not been computed before; steps ahead have drawn more.
+    kept = int((completion.array("policy_versions") == 0).sum()) + len(prompt) - 1
+    assert kept >= begun - 1
+    assert_same_bits(completion.routed_experts[:kept], routed(model, ids)[:kept])
+    assert_same_bits(completion.routed_experts[kept:], routed(changed, ids)[kept:-1])
+    assert (routed(changed, ids) != routed(model, ids))[:kept].any()
+
+
+def perturb(model):
+    noise = np.random.default_rng(5).standard_normal(model.weights.flat.shape, np.float32)
+    model.weights.flat += device.asarray(0.02 * noise)
+
+
+def test_a_dense_model_has_no_experts_to_return():
+    with pytest.raises(ConfigError, match="engine.enable_return_routed_experts: a qwen3 model has no experts"):
+        LLM(load_model(GOLDEN / "tiny-qwen3", "float32"), enable_return_routed_experts=True)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from rlnumba.kernels.experts.ops import (
     dispatch,
     gather_rows,
     gather_rows_backward,
+    record_experts,
     route,
     route_backward,
     router_loss,
@@ -290,6 +291,20 @@ def test_order_of_the_chosen(rng, dtype):
         scores = rng.permutation(values)[None]
         experts = device.to_host(routed(scores, 10, False).experts)
         assert experts.tolist() == [np.argsort(-scores[0].astype(np.float64), kind="stable").tolist()]
+
+
+@pytest.mark.usefixtures("each_device")
+def test_experts_are_recorded_in_their_tokens_slots():
+    """More choices than threads of a block; padding, without a slot, is written nowhere."""
+    tokens, top_k = 90, 3
+    experts = np.arange(tokens * top_k, dtype=np.int32).reshape(tokens, top_k)
+    slots = np.random.default_rng(0).permutation(200)[:tokens].astype(np.int32)
+    slots[[0, 7, tokens - 1]] = -1
+    records = device.asarray(np.full((200, top_k), -9, np.int16))
+    record_experts(*on_device(experts, slots), records)
+    expected = np.full((200, top_k), -9, np.int16)
+    expected[slots[slots >= 0]] = experts[slots >= 0]
+    assert_same_bits(device.to_host(records), expected)
 
 
 @pytest.mark.usefixtures("each_device")

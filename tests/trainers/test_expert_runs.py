@@ -3,14 +3,18 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rlnumba.config import SFTConfig
+from rlnumba.config import AsyncConfig, DeployConfig, EnvironmentConfig, SFTConfig
 from rlnumba.config.lora import LoraConfig
 from rlnumba.data.packing import TokenSequence
+from rlnumba.engine.llm import LLM
+from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
+from rlnumba.model.blocks.block import ExpertRecords
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.router_loss import RouterLosses, values_of
 from rlnumba.model.transformer import Tape, Transformer, load_model, pack, packed_attention, save_model
@@ -19,10 +23,14 @@ from rlnumba.reporting import stderr
 from rlnumba.runs.policy import Policy
 from rlnumba.runs.resolve import resolve
 from rlnumba.runtime import device
+from rlnumba.sampling.pipeline_state import decoded_completions, encoded_completions
+from rlnumba.sampling.samples import Sample
 from rlnumba.trainers import sft
 from rlnumba.trainers.every import TRAINERS
+from rlnumba.trainers.rollout import Rollouts
+from tests.close import assert_same_bits
 from tests.parallel import in_threads
-from tests.trainers.runs import GOLDEN, MODEL, grpo_run, metrics_of, sft_run
+from tests.trainers.runs import GOLDEN, MODEL, grpo_config, grpo_run, metrics_of, sft_run
 from tests.trainers.test_resume import hash_of
 
 pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="what a run does with such a model, not its kernels")
@@ -162,9 +170,110 @@ def test_grpo_on_two_ranks_is_that_of_one(with_linear_attention, tmp_path):
     assert hash_of(run) == hash_of(both)
 
 
+def grpo_run_of(mixture, folder, **train):
+    keys = {"max_steps": 2, "max_completion_length": 12, "global_batch_size": 8, "num_generations": 4}
+    keys |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    return dataclasses.replace(grpo_run(folder, **keys | train), model=str(mixture))
+
+
+def rollouts_of(model, count=8):
+    """Rollouts of random prompts, drawn by a model whose engine returns experts."""
+    rng, llm = np.random.default_rng(2), LLM(model, enable_return_routed_experts=True)
+    prompts = [rng.integers(3, 47, length).tolist() for length in rng.integers(4, 30, count)]
+    pairs = zip(prompts, llm.generate(prompts, SamplingParams(max_tokens=16, ignore_eos=True, seed=3)), strict=True)
+    samples = [Sample(SimpleNamespace(prompt_token_ids=p), each.completions[0], [1.0], 1.0, {}) for p, each in pairs]
+    return Rollouts.of(samples, False)
+
+
+def chosen(model, batch):
+    """The experts (N, L, k) that a model's forward of a TargetBatch has."""
+    config, count = model.config, len(batch.input_ids)
+    found = np.empty((len(config.mixture_layers), count, config.num_experts_per_tok), np.int16)
+    records = ExpertRecords(np.arange(count, dtype=np.int32), dict(zip(config.mixture_layers, found, strict=True)))
+    arrays = batch.input_ids, batch.position_ids, packed_attention(model, batch)
+    model.forward(*arrays, replayed=batch.routed_experts, records=records)
+    return found.swapaxes(0, 1)
+
+
+def test_stale_tokens_have_the_experts_of_the_sampler(mixture):
+    """Weights that have changed choose other experts for many tokens, with replay for none; routers have a gradient."""
+    rollouts, model = rollouts_of(load_model(mixture, "float32")), load_model(mixture, "float32")
+    model.weights.flat += np.random.default_rng(4).standard_normal(model.weights.flat.shape, np.float32) * 0.01
+    batch = rollouts.to_device().targets
+    recorded = rollouts.routed_experts[:, 0, 0] >= 0
+    assert np.count_nonzero(~recorded) == rollouts.num_sequences
+
+    def share_of_others(found):
+        others = np.sort(found, axis=2) != np.sort(rollouts.routed_experts, axis=2)
+        return others.any(axis=(1, 2))[recorded].mean()
+
+    without = share_of_others(chosen(model, dataclasses.replace(batch, routed_experts=None)))
+    assert without > 0.1 and share_of_others(chosen(model, batch)) == 0
+    # As backward sees it: layers that it computes again have these experts, too.
+    gradients = []
+    for recomputes in (False, True):
+        policy = Policy(model, grpo_config(gradient_checkpointing=recomputes))
+        policy.zero_grad()
+        logprobs, ones = np.empty(len(batch.rows), np.float32), np.ones(len(batch.rows), np.float32)
+        with policy.scope():
+            policy.backward(policy.forward(batch, logprobs), ones)
+        gradients.append([np.array(policy.grads.layers[i][1].router) for i in model.config.mixture_layers])
+    assert all(np.count_nonzero(gradient) for gradient in gradients[0])
+    for found, expected in zip(*gradients, strict=True):
+        assert_same_bits(found, expected)
+
+
+def test_replay_changes_nothing_on_policy(with_linear_attention, tmp_path):
+    run = grpo_run_of(with_linear_attention, tmp_path / "plain")
+    replayed = grpo_run_of(with_linear_attention, tmp_path / "replayed", router_replay=True)
+    for each in (run, replayed):
+        TRAINERS["grpo"].train(each)
+    lines, others = ([line for line in metrics_of(each) if "reward" in line] for each in (run, replayed))
+    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
+    assert hash_of(run) == hash_of(replayed)
+
+
+def test_replay_of_older_weights(with_linear_attention, tmp_path):
+    """Completions of the weights before, whose experts training has: it ends with other weights than by its own."""
+    ahead = AsyncConfig(max_staleness=1, queue_maxsize=64, decode_steps_per_micro_batch=4)
+    hashes = set()
+    for replays in (False, True):
+        run = grpo_run_of(with_linear_attention, tmp_path / str(replays), learning_rate=1e-2, router_replay=replays)
+        run = dataclasses.replace(run, asynchronous=ahead)
+        TRAINERS["grpo"].train(run)
+        hashes.add(hash_of(run))
+    assert len(hashes) == 2
+
+
+def test_a_checkpoint_keeps_experts(mixture):
+    llm = LLM(load_model(mixture, "float32"), enable_return_routed_experts=True)
+    outputs = llm.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=3, seed=1))
+    completions = [each.completions[0] for each in outputs]
+    restored = decoded_completions(encoded_completions(completions))
+    for found, expected in zip(restored, completions, strict=True):
+        assert_same_bits(found.routed_experts, expected.routed_experts)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"deploy": {"num_train_gpus": 2}}, "train.router_replay is for one GPU"),
+        ({"deploy": {"num_infer_gpus": 1}, "asynchronous": {}}, "the training process's own engine"),
+        ({"environment": {"factory": "module:Environment"}}, "completions of one turn"),
+    ],
+)
+def test_what_replay_does_not_go_with(mixture, tmp_path, changes, message):
+    run = grpo_run_of(mixture, tmp_path, router_replay=True)
+    kinds = {"deploy": DeployConfig, "asynchronous": AsyncConfig, "environment": EnvironmentConfig}
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(run, **{name: kinds[name](**keys) for name, keys in changes.items()})
+
+
 def test_a_dense_model_has_no_router(tmp_path):
     """A coefficient is an error before anything is loaded; 0 is none."""
     run = sft_run(tmp_path, router_aux_loss_coef=0.01)
     with pytest.raises(ConfigError, match="train.router_aux_loss_coef 0.01: a qwen3 model has no router"):
         resolve(run, False, 1 << 34)
     resolve(sft_run(tmp_path, router_aux_loss_coef=0.0), False, 1 << 34)
+    with pytest.raises(ConfigError, match="train.router_replay: a qwen3 model has no router"):
+        resolve(grpo_run(tmp_path, router_replay=True), False, 1 << 34)

@@ -3,5 +3,6 @@
 - block_manager.py: blocks of keys and values, references to them, and prefixes that are found by hash
 - prefix_groups.py: running sequences whose first blocks are the same, which attention reads once
 - window_blocks.py: places of blocks in the cache of layers with a sliding window
+- routed_experts.py: the experts that computed each token of a block
 - state_pages.py: states of linear attention, and the sequences that resume at them
 """

@@ -55,6 +55,7 @@ from rlnumba.kernels.experts.rows import (
     combine_kernel,
     dispatch_kernel,
     gather_rows_kernel,
+    record_experts_kernel,
     weigh_rows_backward_kernel,
 )
 from rlnumba.kernels.nn.rmsnorm import add_partials
@@ -195,6 +196,26 @@ def dispatch(experts, dispatched):
     kernel, flat = dispatch_kernel(top_k, access_length(experts.size, experts)), dispatched.slot_of.reshape(-1)
     arguments = experts.reshape(-1), span, dispatched.starts, dispatched.row_of, flat
     launch(kernel, num_experts, (32, warps), *arguments)
+
+
+def record_experts(experts, slots, records):
+    """records[slots[t]] = experts[t] for each token whose slot is not negative.
+
+    experts (T, k) int32, as route wrote them; slots (T,) int32, below S, none twice; records (S, k) int16, which may be
+    memory of the host (memory.shared_with_host). Raises ValueError for other arrays, or 2^31 choices.
+    """
+    op = "record_experts"
+    tokens, top_k = check(op, "experts", experts, (None, None), I32)
+    check(op, "slots", slots, (tokens,), I32)
+    check(op, "records", records, (None, top_k), (np.dtype(np.int16),))
+    if experts.size >= MOST_CHOICES:
+        raise ValueError(f"{op}: experts must have fewer than {MOST_CHOICES} elements, got {experts.size}")
+    if device.name() == "cpu":
+        kept = slots >= 0
+        records[slots[kept]] = experts[kept]
+        return
+    if experts.size:
+        launch(record_experts_kernel, -(-experts.size // THREADS), THREADS, experts, slots, records)
 
 
 def _row_blocks(tokens, columns, *arrays):

@@ -212,6 +212,20 @@ def combine_kernel(top_k, at_once, element, access, bounded, parts):
     return combine_kernel
 
 
+@supports_pdl
+@cuda.jit(launch_bounds=(THREADS, 1))
+def record_experts_kernel(experts, slots, records):
+    """records[slots[t], j] = experts[t, j], a thread each; tokens with a negative slot are padding."""
+    griddepcontrol_launch_dependents()
+    griddepcontrol_wait()
+    choice = i32(cuda.blockIdx.x) * i32(THREADS) + i32(cuda.threadIdx.x)
+    top_k = i32(records.shape[1])
+    token = choice // top_k
+    if token < slots.shape[0] and slots[token] >= 0:
+        rank = choice - token * top_k
+        records[slots[token], rank] = np.int16(experts[token, rank])
+
+
 @specialize
 def weigh_rows_backward_kernel(top_k, vector, access, bounded):
     """The kernel of rows read in vectors of `vector` columns, moved `access` at a time.

@@ -31,7 +31,8 @@ class ForwardContext:
     memory: an Arena or HeapAllocator; lora: the LoraContext of the model's adapter, or None. adds_gradients: whether
     the gradients of layers' matrices are added to what is there, or written. ranks: see Transformer; config is then
     that of this rank's shard. router_load: a RouterLoad that mixtures of experts add to, or None; router_slopes: of the
-    backward, what router_loss wrote, or None.
+    backward, what router_loss wrote, or None. replayed_experts: {layer: (N, k) int32} of its mixtures, experts to take
+    as route's `recorded`, or None; expert_records: ExpertRecords that they are written to, or None.
     """
 
     config: object
@@ -43,6 +44,16 @@ class ForwardContext:
     ranks: object = None
     router_load: object = None
     router_slopes: object = None
+    replayed_experts: dict | None = None
+    expert_records: object = None
+
+
+class ExpertRecords(NamedTuple):
+    """The place of a forward's choices of experts. slots (N,) int32: of each token, -1 for none; of_layers: {layer:
+    (S, k) int16} of its mixtures."""
+
+    slots: object
+    of_layers: dict
 
 
 class CacheArray(NamedTuple):

@@ -19,6 +19,7 @@ from rlnumba.kernels.experts.ops import (
     dispatch,
     gather_rows,
     gather_rows_backward,
+    record_experts,
     route,
     route_backward,
     weigh_rows_backward,
@@ -121,7 +122,10 @@ class Experts(Block):
         normed = normed_rows(x, w.post_norm, rstd, ctx)
         project(self.layer, "router", normed, w, ctx, scores)
         routing, dispatched = Routing.empty(N, k, x.dtype, empty), Dispatch.empty(N, k, E, empty)
-        route(scores, config.norm_topk_prob, routing)
+        replayed = None if ctx.replayed_experts is None else ctx.replayed_experts[self.layer]
+        route(scores, config.norm_topk_prob, routing, replayed)
+        if ctx.expert_records is not None:
+            record_experts(routing.experts, ctx.expert_records.slots, ctx.expert_records.of_layers[self.layer])
         dispatch(routing.experts, dispatched)
         if ctx.router_load is not None:
             add_router_load(scores, dispatched, ctx.router_load)

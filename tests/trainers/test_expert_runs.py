@@ -209,6 +209,11 @@ def test_stale_tokens_have_the_experts_of_the_sampler(mixture):
 
     without = share_of_others(chosen(model, dataclasses.replace(batch, routed_experts=None)))
     assert without > 0.1 and share_of_others(chosen(model, batch)) == 0
+    own, of_reference = np.empty((2, len(batch.rows)), np.float32)
+    policy, reference = Policy(load_model(mixture, "float32"), grpo_config()), model
+    policy.logprobs(batch, of_reference, model=reference)
+    Policy(reference, grpo_config()).logprobs(dataclasses.replace(batch, routed_experts=None), own)
+    assert_same_bits(of_reference, own)
     # As backward sees it: layers that it computes again have these experts, too.
     gradients = []
     for recomputes in (False, True):

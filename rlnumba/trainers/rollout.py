@@ -81,10 +81,19 @@ def ranges_of_tokens(lengths, limit):
     return list(zip(firsts, [*firsts[1:], len(lengths)], strict=True))
 
 
-def _routed_experts(completion, length):
-    """The experts of a completion's prompt and tokens, (length, L, k) int16: -1 where nothing was recorded."""
-    known = completion.routed_experts
-    return np.concatenate([known, np.full((length - len(known), *known.shape[1:]), -1, np.int16)])
+def _joined_experts(recorded, lengths):
+    """The experts of sequences of these lengths, end to end: (sum of lengths, L, k) int16, -1 where there are none.
+
+    recorded: (tokens, L, k) int16 of the first tokens of each, or None; of length 0 if they all are.
+    """
+    sizes = next((known.shape[1:] for known in recorded if known is not None and len(known)), None)
+    if sizes is None:
+        return np.empty((0, 0, 0), np.int16)
+    joined, ends = np.full((int(np.sum(lengths)), *sizes), -1, np.int16), np.cumsum(lengths)
+    for known, begin in zip(recorded, ends - lengths, strict=True):
+        if known is not None and len(known):
+            joined[begin : begin + len(known)] = known
+    return joined
 
 
 def _drawn_mask(completion):
@@ -147,8 +156,6 @@ class Rollouts:
         target_lengths = np.array([each.num_drawn for each in completions], np.int32)
         masks = [] if all(each.mask is None for each in completions) else map(_drawn_mask, completions)
         thresholds = [each.drawn("thresholds") for each in completions if each.thresholds is not None]
-        has_experts = bool(completions) and all(each.routed_experts is not None for each in completions)
-        of_tokens = list(map(_routed_experts, completions, lengths.sum(axis=1))) if has_experts else []
         masked = np.array([mask_truncated and sample.truncated for sample in samples])
         no_ids, nothing = np.empty(0, np.int32), np.empty(0, np.float32)
         rows = [
@@ -169,7 +176,7 @@ class Rollouts:
             target_lengths=target_lengths,
             num_rows=np.array(list(map(len, rows)), np.int32),
             row_lengths=np.array(list(chain.from_iterable(rows)), np.int32),
-            routed_experts=np.concatenate(of_tokens or [np.empty((0, 0, 0), np.int16)]),
+            routed_experts=_joined_experts([each.routed_experts for each in completions], lengths.sum(axis=1)),
         )
 
     def part(self, first, count, on_policy=False):
@@ -205,7 +212,10 @@ class Rollouts:
     def joined(parts):
         """Several Rollouts, all on-policy or none, one after the other."""
         names = [name for name, value in vars(parts[0]).items() if isinstance(value, np.ndarray)]
+        names.remove("routed_experts")
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        experts, lengths = [part.routed_experts for part in parts], [len(part.token_ids) for part in parts]
+        arrays["routed_experts"] = _joined_experts(experts, lengths)
         if len(arrays["drawn"]):
             every = [part.drawn if len(part.drawn) else part.completion_lengths.sum() for part in parts]
             arrays["drawn"] = np.concatenate([each if np.ndim(each) else np.ones(each, bool) for each in every])

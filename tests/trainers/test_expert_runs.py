@@ -202,6 +202,13 @@ def test_stale_tokens_have_the_experts_of_the_sampler(mixture):
     batch = rollouts.to_device().targets
     recorded = rollouts.routed_experts[:, 0, 0] >= 0
     assert np.count_nonzero(~recorded) == rollouts.num_sequences
+    assert_same_bits(Rollouts.joined(rollouts.parts(3)).routed_experts, rollouts.routed_experts)
+    # Such as a checkpoint has of a run without replay.
+    first, others = rollouts.part(0, 3), rollouts.part(3, 5)
+    others.routed_experts = np.empty((0, 0, 0), np.int16)
+    mixed = Rollouts.joined([others, first])
+    assert_same_bits(mixed.part(5, 3).routed_experts, first.routed_experts)
+    assert (mixed.part(0, 5).routed_experts == -1).all() and not len(Rollouts.joined([others, others]).routed_experts)
 
     def share_of_others(found):
         others = np.sort(found, axis=2) != np.sort(rollouts.routed_experts, axis=2)

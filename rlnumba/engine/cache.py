@@ -2,12 +2,14 @@
 
     one block       block_size tokens of a sequence, in every layer that keeps something of them
     a pool          the arrays of the layers whose blocks keep the same: k and v (layers, num_blocks, block_size, HK, E)
+    one place       a block in the pools of the layers with a window, which have num_places (blocks/window_blocks.py)
     one page        a state of linear attention at a block's end (layers, num_pages, ...)
     one slot        what linear attention has of a running sequence's last tokens (layers, num_slots, ...)
 
 The blocks of a model say what each of them keeps (model/blocks/block.py: cache_entry, page_entry, slot_entry); a block
-of the cache has the same number in all pools, so that one BlockManager allocates for all, StatePages for pages
-(blocks/state_pages.py), and a slot has the number of its row in the table of running sequences.
+of the cache has the same number in all pools without windows, so that one BlockManager allocates for all, RowWindows
+for those with windows (blocks/row_windows.py), StatePages for pages (blocks/state_pages.py), and a slot has the number
+of its row in the table of running sequences.
 
 The memory is kept where there is enough for both, and lent (runtime/memory.py): an allocation of the trainer's that
 would fail takes as much of it as it lacks. On the GPU its addresses are fixed (runtime/mapped_memory.py), so that
@@ -21,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.engine.blocks.state_pages import num_pages_for
+from rlnumba.engine.blocks.window_blocks import most_places_of
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.mapped_memory import MappedMemory
 
@@ -32,10 +35,14 @@ ALIGNMENT = 256
 
 
 class Pool(NamedTuple):
-    """The layers that keep the same CacheArrays of a block of block_size tokens, or of a slot, and these."""
+    """The layers that keep the same CacheArrays of a block of block_size tokens, or of a slot, and these.
+
+    has_window: whether they keep the blocks of a window alone.
+    """
 
     entry: tuple
     layers: tuple
+    has_window: bool = False
 
     def shapes(self, count):
         """[(shape, dtype)] of the arrays of so many blocks or slots."""
@@ -49,7 +56,7 @@ class Pool(NamedTuple):
 
 def pools_of(config, block_size, dtype):
     """The Pools of a model's cache, in the order of their first layers: list."""
-    return _pools(config, lambda block: block.cache_entry(config, block_size, np.dtype(dtype)))
+    return _pools(config, lambda block: block.cache_entry(config, block_size, np.dtype(dtype)), config.window_of)
 
 
 def page_pools_of(config, dtype):
@@ -62,12 +69,12 @@ def slot_pools_of(config, dtype, verified=1):
     return _pools(config, lambda block: block.slot_entry(config, np.dtype(dtype), verified))
 
 
-def _pools(config, entry_of):
+def _pools(config, entry_of, window_of=lambda layer: 0):
     layers = {}
     for block in (block for blocks in config.blocks for block in blocks):
         if entry := entry_of(block):
-            layers.setdefault((type(block), entry), []).append(block.layer)
-    return [Pool(entry, tuple(of_entry)) for (_, entry), of_entry in layers.items()]
+            layers.setdefault((type(block), entry, window_of(block.layer) > 0), []).append(block.layer)
+    return [Pool(entry, tuple(of_entry), has_window) for (_, entry, has_window), of_entry in layers.items()]
 
 
 def state_bytes_of(config, num_slots, dtype, verified=1):
@@ -87,19 +94,53 @@ def block_bytes_of(config, block_size, dtype):
     return sum(pool.block_bytes for pool in pools_of(config, block_size, dtype))
 
 
+class BlockSizes(NamedTuple):
+    """Bytes of a block in all pools, and in those with a window, which never need more than most_places.
+
+    most_places: 0 where all pools have all blocks.
+    """
+
+    block_bytes: int
+    window_bytes: int
+    most_places: int
+
+    @classmethod
+    def of(cls, config, block_size, dtype, num_rows, tokens):
+        """Those of a model whose steps have up to so many sequences and tokens, with those to come."""
+        window_bytes = sum(pool.block_bytes for pool in pools_of(config, block_size, dtype) if pool.has_window)
+        places = most_places_of(config, block_size, num_rows, tokens)
+        return cls(block_bytes_of(config, block_size, dtype), window_bytes if places else 0, places)
+
+    def places_of(self, num_blocks):
+        """The places of a cache of num_blocks; None without windows."""
+        return min(num_blocks, self.most_places) if self.most_places else None
+
+    def blocks_in(self, nbytes):
+        """The number of blocks that so many bytes hold with their places."""
+        if not self.most_places or nbytes <= self.most_places * self.block_bytes:
+            return nbytes // self.block_bytes
+        return (nbytes - self.most_places * self.window_bytes) // max(self.block_bytes - self.window_bytes, 1)
+
+    def nbytes(self, num_blocks):
+        """Bytes of num_blocks blocks and their places."""
+        shared = num_blocks * (self.block_bytes - self.window_bytes)
+        return shared + (self.places_of(num_blocks) or 0) * self.window_bytes
+
+
 class KVCache:
     """The memory of a model's cache. arrays: those of all Pools, (layers, num_blocks, ...) each; None before `take`
     and after `give_back`.
 
     layers[i]: the views of layer i, (num_blocks, ...) each, in the order of the entry; pages[i] and slots[i]: those of
-    its pages and slots, (num_pages, ...) and (num_slots, ...) each, {} without. Raises OutOfMemory from `take` when the
-    GPU has not enough memory left.
+    its pages and slots, (num_pages, ...) and (num_slots, ...) each, {} without. num_places: blocks of the pools with a
+    window, None for num_blocks. Raises OutOfMemory from `take` when the GPU has not enough memory left.
     """
 
-    def __init__(self, config, num_blocks, block_size, dtype, num_slots=0, num_pages=0, verified=1):
+    def __init__(self, config, num_blocks, block_size, dtype, num_slots=0, num_pages=0, verified=1, num_places=None):
         self.pools = pools_of(config, block_size, dtype)
         self.page_pools, self.slot_pools = page_pools_of(config, dtype), slot_pools_of(config, dtype, verified)
         self.num_blocks, self.block_size, self.num_slots, self.num_pages = num_blocks, block_size, num_slots, num_pages
+        self.num_places = num_places
         self.arrays = self.layers = self.pages = self.slots = None
         self.memory = MappedMemory(REGION, self.nbytes) if device.name() == "cuda" else None
 
@@ -109,8 +150,10 @@ class KVCache:
 
     def _shapes(self):
         """[(shape, dtype)] of all arrays."""
-        counts = (self.num_blocks, self.pools), (self.num_pages, self.page_pools), (self.num_slots, self.slot_pools)
-        return [each for count, pools in counts for pool in pools for each in pool.shapes(count)]
+        places = self.num_blocks if self.num_places is None else self.num_places
+        shapes = [each for pool in self.pools for each in pool.shapes(places if pool.has_window else self.num_blocks)]
+        counts = (self.num_pages, self.page_pools), (self.num_slots, self.slot_pools)
+        return shapes + [each for count, pools in counts for pool in pools for each in pool.shapes(count)]
 
     def take(self):
         """Allocate the memory, or end `lend`; its content is undefined."""
@@ -172,11 +215,14 @@ class KVCache:
         elif is_there:
             self.untrack()
 
-    def grow(self, num_blocks):
-        """Have num_blocks blocks, with the content of those there are. Not on the GPU, where addresses are fixed."""
+    def grow(self, num_blocks, num_places=None):
+        """Have num_blocks blocks and num_places, with the content of those there are.
+
+        Not on the GPU, where addresses are fixed.
+        """
         before = self.arrays
         self.give_back()
-        self.num_blocks = num_blocks
+        self.num_blocks, self.num_places = num_blocks, num_places
         if before is not None:
             self.take()
             for array, old in zip(self.arrays, before, strict=True):

@@ -31,6 +31,7 @@ import numpy as np
 from rlnumba.config import EngineConfig
 from rlnumba.engine.adapters import AdapterSlots
 from rlnumba.engine.blocks.block_manager import BlockManager
+from rlnumba.engine.blocks.row_windows import row_windows_for
 from rlnumba.engine.blocks.state_pages import pages_for
 from rlnumba.engine.requests.grammars import DamagedGrammars, Grammars, NoTokenLeft
 from rlnumba.engine.requests.logprobs import entries, record_listed
@@ -146,6 +147,8 @@ class Engine:
         self.blocks_wanted = self.most_blocks = 0
         options = self.max_num_batched_tokens, self.config.enable_prefix_caching, policy_version
         table = SequenceTable(self.max_num_seqs, BLOCK_SIZE)
+        places = self.runner.sizes.places_of(blocks.num_blocks)
+        table.windows = row_windows_for(self.model.config, table, blocks.num_blocks, places)
         self.scheduler = Scheduler(
             table,
             blocks,
@@ -546,7 +549,7 @@ class Engine:
         if (capacity := self._capacity()) < math.inf:
             return capacity
         wanted = min(self.blocks_wanted, self.max_num_seqs * (self.most_blocks + 1))
-        return max(self.most_blocks, min(wanted, CPU_CACHE_BYTES // self.runner.block_bytes))
+        return max(self.most_blocks, min(wanted, self.runner.sizes.blocks_in(CPU_CACHE_BYTES)))
 
     def _take_cache(self):
         """Take the memory of the cache, and on the GPU decide once how many blocks it has."""
@@ -559,6 +562,8 @@ class Engine:
         with self.context.use():
             self.runner.allocate(num_blocks)
         self.blocks.grow(num_blocks)
+        if (windows := self.scheduler.table.windows) is not None:
+            windows.blocks.grow(num_blocks, self.runner.sizes.places_of(num_blocks))
         self.is_asleep = False
 
     def _gpu_blocks(self):
@@ -584,7 +589,7 @@ class Engine:
         sharing = device.num_sharing_gpu()
         share = int(total * self.config.gpu_memory_utilization / sharing)
         room = min(share - own, free - GPU_MARGIN_BYTES)
-        num_blocks = room // self.runner.block_bytes
+        num_blocks = self.runner.sizes.blocks_in(room)
         if num_blocks <= 0:
             processes = f", for {sharing} processes," if sharing > 1 else ""
             raise DeviceError(

@@ -46,7 +46,8 @@ class FewRowsDecoder:
 
     def supports(self, arrays, max_seqlen_q, max_context_len):
         """Whether it computes a step with these arrays (steps/arrays.py:step_arrays) and bounds."""
-        return max_seqlen_q == 1 and self.decodes(len(arrays["context_lens"]), max_context_len)
+        has_windows = "window_tables" in arrays
+        return max_seqlen_q == 1 and not has_windows and self.decodes(len(arrays["context_lens"]), max_context_len)
 
     def decodes(self, rows, max_context_len):
         """Whether it computes decode steps of so many rows."""

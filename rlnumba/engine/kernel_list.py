@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.config import EngineConfig, LoraConfig
+from rlnumba.engine.blocks.window_blocks import window_for
 from rlnumba.engine.core import BLOCK_SIZE, longest_sequence
 from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import blocks_needed, steps_of_group
@@ -270,6 +271,8 @@ def step_arrays_of(shape, request):
     arrays = {name: zeros(shape.tokens) for name in ("input_ids", "position_ids", "slot_mapping")}
     arrays["block_tables"] = zeros(shape.rows, -(-context_bucket_of(shape.max_context_len) // BLOCK_SIZE))
     arrays |= {"cu_seqlens": zeros(shape.rows + 1), "context_lens": zeros(shape.rows)}
+    if window_for(request.model):
+        arrays |= {"window_slots": zeros(shape.tokens), "window_tables": arrays["block_tables"].copy()}
     if request.model.has_linear_attention:
         tables = zeros(shape.rows, -(-shape.max_context_len // STATE_BLOCK))
         arrays |= {"state_tables": tables, "state_slots": zeros(shape.rows), "resumed_at": zeros(shape.rows)}

@@ -73,7 +73,7 @@ class RunAhead:
         # Whether waiting sequences are admitted as long as they can be, and without graphs they always are; bytes that
         # free rows have cost since they were not, while more sequences waited.
         self.admits, self.admits_always, self.missed = True, runner.eager or not enabled, 0
-        # Edits that edit_decode_state is to make before the next step, arrays (E, 3).
+        # Edits that edit_decode_state is to make before the next step, as Runner.repeat takes them.
         self.edits = []
 
     def schedule(self):
@@ -165,7 +165,8 @@ class RunAhead:
             return
         is_open = np.isin(self.rows, running)
         if self.running is not None and len(ended := self.open[~is_open[self.open]]):
-            edits = np.full((len(ended), 3), -1, np.int32)
+            has_windows = self.scheduler.table.windows is not None
+            edits = np.full((len(ended), 4 if has_windows else 3), -1, np.int32)
             edits[:, 0] = ended
             self.edits.append(edits)
         self.running, self.has_changed = running, True
@@ -248,6 +249,9 @@ class RunAhead:
             if reserved is None:
                 return 0
             indices, columns, blocks = reserved
-            self.edits.append(np.stack([self.open[indices], columns, blocks], axis=1).astype(np.int32))
+            parts = [self.open[indices], columns, blocks]
+            if table.windows is not None:
+                parts.append(table.windows.places(blocks))
+            self.edits.append(np.stack(parts, axis=1).astype(np.int32))
             has_room = table.num_blocks[rows] * size
         return int(min(count, (has_room - length)[has_room < most].min(initial=count)))

@@ -21,12 +21,13 @@ import numpy as np
 
 from rlnumba.engine.blocks.routed_experts import RoutedExperts
 from rlnumba.engine.blocks.state_pages import num_pages_for
-from rlnumba.engine.cache import KVCache, block_bytes_of, state_bytes_of
+from rlnumba.engine.blocks.window_blocks import AHEAD
+from rlnumba.engine.cache import BlockSizes, KVCache, state_bytes_of
 from rlnumba.engine.few_rows import FewRowsDecoder
 from rlnumba.engine.requests.logprobs import Listed
 from rlnumba.engine.sampler import SamplingInputs, sample_tokens, score_tokens
 from rlnumba.engine.speculation import MAX_NUM_SEQS
-from rlnumba.engine.steps.arrays import decode_arrays, decode_state, max_group_size_of, step_arrays
+from rlnumba.engine.steps.arrays import decode_arrays, decode_state, max_group_size_of, step_arrays, window_state
 from rlnumba.engine.steps.attention import NullAttention, PagedAttention
 from rlnumba.engine.steps.shapes import (
     MAX_PREFILL_CONTEXT,
@@ -42,7 +43,7 @@ from rlnumba.engine.steps.upload import Upload
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.attention.paged import reserve_workspace, workspace_sizes
 from rlnumba.kernels.checks import unused
-from rlnumba.kernels.decode_state import DecodeState, advance_decode_state, edit_decode_state
+from rlnumba.kernels.decode_state import DecodeState, advance_decode_state, advance_window_slots, edit_decode_state
 from rlnumba.kernels.tile.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
 from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.runtime import device, memory, signals
@@ -62,6 +63,8 @@ MAX_IN_FLIGHT = 3
 SCORED_ROWS = 64
 # Tokens to come that a decoding sequence gets blocks for at a time, so that these reach the device in few steps.
 RESERVED_TOKENS = 64
+# Where its next token has no block, which that of steps in flight has.
+assert RESERVED_TOKENS + MAX_IN_FLIGHT + 2 <= AHEAD
 
 
 # The part of a step that is launched at once: all of it; or its forward pass, and later, with masks, its tokens.
@@ -133,7 +136,9 @@ class Runner:
         # The same three rows of decode steps, a slot a step in turn; and edits of the host before a step
         # (edit_decode_state).
         self.published = memory.shared_with_host((MAX_IN_FLIGHT, 3, rows), np.int32)
-        self.edits = memory.shared_with_host((MAX_IN_FLIGHT, rows * (RESERVED_TOKENS // block_size + 3), 3), np.int32)
+        # With windows, those of their tables behind the others.
+        most_edits = rows * (RESERVED_TOKENS // block_size + 3) * (2 if self.has_windows else 1)
+        self.edits = memory.shared_with_host((MAX_IN_FLIGHT, most_edits, 3), np.int32)
         # Listings of sampled tokens, as those of `published`, once there are any; those of the last step's prompts.
         self.top, self.top_rows, self.scored = None, max(rows, self.max_verified), None
         self.raw_logprobs = False
@@ -151,8 +156,10 @@ class Runner:
         # Numbers of steps that were replayed, captured, and run as they are.
         self.counts = {"replayed": 0, "captured": 0, "eager": 0}
         self.max_prefill_tokens = most_prefill_tokens(model.config, max_num_batched_tokens)
-        # Bytes of one block of the cache.
-        self.block_bytes = block_bytes_of(model.config, block_size, model.dtype)
+        # Bytes of the blocks of the cache, and of one.
+        largest = max_num_seqs, max_num_batched_tokens
+        self.sizes = BlockSizes.of(model.config, block_size, model.dtype, *largest)
+        self.block_bytes = self.sizes.block_bytes
         # Bytes of all states of linear attention.
         verified = max(longest_verified, 1)
         self.state_bytes = state_bytes_of(model.config, max_num_seqs, model.dtype, verified)
@@ -195,10 +202,10 @@ class Runner:
         self.arena.take()
         if self.cache is None:
             slots = self.max_num_seqs, num_pages_for(self.max_num_seqs), max(self.longest_verified, 1)
-            sizes = num_blocks, self.block_size, self.model.dtype, *slots
+            sizes = num_blocks, self.block_size, self.model.dtype, *slots, self.sizes.places_of(num_blocks)
             self.cache = KVCache(self.model.config, *sizes)
         elif self.cache.num_blocks < num_blocks:
-            self.cache.grow(num_blocks)
+            self.cache.grow(num_blocks, self.sizes.places_of(num_blocks))
         self.cache.take()
         if self.routed_experts is not None:
             self.routed_experts.grow(num_blocks)
@@ -337,9 +344,9 @@ class Runner:
         """Launch the step after the one launched last; returns its number, for `wait`.
 
         A step that awaits masks has its forward pass launched, and no step before it may be without its tokens then.
-        edits (E, 3) int32: changes of the step's rows before it, as edit_decode_state takes them. At most MAX_IN_FLIGHT
-        steps may be in flight, launched and not waited for, and all rows must have blocks for what the step writes
-        and for one token more.
+        edits (E, 3) int32: changes of the step's rows before it, as edit_decode_state takes them; with windows (E, 4),
+        the block's place behind it. At most MAX_IN_FLIGHT steps may be in flight, launched and not waited for, and all
+        rows must have blocks for what the step writes and for one token more.
         """
         self._lead("repeat", edits)
         number, self.num_launched = self.num_launched, self.num_launched + 1
@@ -351,9 +358,13 @@ class Runner:
             if self.events:
                 self.events[number % MAX_IN_FLIGHT].synchronize()
             host, on_device = (array[number % MAX_IN_FLIGHT] for array in self.edits)
-            host[: len(edits)] = edits
+            count, grouped = len(edits), self.decode.shape.max_group_size > 1
+            host[:count] = edits[:, :3]
             with self.context.use():
-                edit_decode_state(on_device, len(edits), self.decode.state, self.decode.shape.max_group_size > 1)
+                edit_decode_state(on_device, count, self.decode.state, grouped)
+                if "window_tables" in self.decode.arrays:
+                    host[count : 2 * count] = edits[:, [0, 1, 3]]
+                    edit_decode_state(on_device[count:], count, window_state(self.decode.arrays), grouped)
         self.launch(HIDDEN if self.decode.awaits_masks else WHOLE)
         return number
 
@@ -533,6 +544,8 @@ class Runner:
             drawn = token_ids, logprobs, thresholds if "replay" in arrays else unused()
             state, grouped = decode_state(arrays), shape.max_group_size > 1
             advance_decode_state(*drawn, self.block_size, state, self.published[1], grouped)
+            if "window_tables" in arrays:
+                advance_window_slots(state, arrays["window_tables"], self.block_size, arrays["window_slots"])
 
     def _hidden(self, arrays, shape):
         """The hidden states (N, D) of a step, inside the arena's scope."""

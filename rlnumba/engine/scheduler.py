@@ -47,9 +47,8 @@ class EndConditions(NamedTuple):
     @classmethod
     def of(cls, table, rows):
         """The EndConditions of rows of the table."""
-        return cls(
-            table.stop_ids[rows], table.length_limit[rows], np.flatnonzero(table.has_stop_strings[rows]).tolist()
-        )
+        with_stop_strings = np.flatnonzero(table.has_stop_strings[rows]).tolist()
+        return cls(table.stop_ids[rows], table.length_limit[rows], with_stop_strings)
 
 
 @dataclass
@@ -179,6 +178,8 @@ class Scheduler:
         counts = table.length[self.running] - table.num_computed[self.running]
         counts = np.minimum(counts, self.max_num_batched_tokens - len(counts) + 1)
         budget = self.max_num_batched_tokens - int(counts.sum())
+        if table.windows is not None:
+            table.windows.prepare(self.running, counts)
         rows, added = [], []
         # After a preemption nothing is admitted: it would be the sequence that was just preempted.
         while admits and budget and self.waiting and self.free_rows and not preempted:
@@ -193,6 +194,8 @@ class Scheduler:
             missing = int(table.length[row] - table.num_computed[row])
             added.append(min(missing, budget))
             budget -= added[-1]
+            if table.windows is not None:
+                table.windows.prepare(np.array([row]), added[-1])
             # A state is not there before the step has ended.
             if sequence.is_prefix_leader and added[-1] == missing and self.pages is None:
                 self._share_prompt(sequence)
@@ -229,6 +232,8 @@ class Scheduler:
             more = max(-(-(length + count) // size) - num_blocks, 0)
             table.block_tables[row, num_blocks : num_blocks + more] = self.blocks.allocate(more)
             table.num_blocks[row] += more
+            if table.windows is not None:
+                table.windows.prepare(np.array([row]), 1)
             num_free -= more
             table.token_ids[row, length : length + count] = ids[:count]
             counts[i] += count
@@ -276,6 +281,8 @@ class Scheduler:
             completes_block = computed // size > step.starts // size
             if completes_block.any():
                 self._register(step.rows[completes_block], computed[completes_block])
+        if table.windows is not None:
+            table.windows.slide(step.rows, computed)
         if self.pages is not None:
             self.pages.note(step.rows, computed)
         if self.waiting_on_prefix:
@@ -402,6 +409,8 @@ class Scheduler:
         blocks = np.array(self.blocks.allocate(total), np.int64)
         table.block_tables[rows[indices], columns] = blocks
         table.num_blocks[rows] += more
+        if table.windows is not None:
+            table.windows.prepare(rows, 1)
         return indices, columns, blocks
 
     def can_admit(self, in_flight):
@@ -433,6 +442,8 @@ class Scheduler:
         kept = self._blocks_of_length(rows)
         for index in np.flatnonzero(table.num_blocks[rows] > kept).tolist():
             row, first = rows[index], int(kept[index])
+            if table.windows is not None:
+                table.windows.give_back(row, first)
             self.blocks.give_back(table.block_tables[row, first : table.num_blocks[row]].tolist()[::-1])
             table.num_blocks[row] = first
 
@@ -456,6 +467,8 @@ class Scheduler:
         if self.pages is not None:
             # A sequence resumes where its state is.
             matched = matched[: self.pages.match(hashes, len(matched)) * self.pages.ratio]
+        if self.table.windows is not None:
+            matched = self.table.windows.cut(matched)
         needed = -(-length // size) - len(matched)
         # A free block for each running sequence, which will need one soon, keeps admission from causing preemption.
         reserve = len(self.running) + num_admitted
@@ -493,11 +506,12 @@ class Scheduler:
         table.num_registered[row] = len(matched)
         table.last_hash[row] = hashes[len(matched) - 1] if matched else self._salt(sequence)
         table.num_computed[row] = len(matched) * size
+        if table.windows is not None:
+            table.windows.begin(row, len(matched))
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = len(matched) * size
         if self.pages is None:
-            # At least one token of the prompt is computed by each sequence, for the logits of the first completion
-            # token.
+            # Each sequence computes a token of its prompt at least, for the logits of the first completion token.
             leads = self.prefix_caching and len(matched) < (len(sequence.prompt) - 1) // size
         else:
             leads = self.pages.begin(row, hashes, len(matched) // self.pages.ratio, len(sequence.prompt))
@@ -545,6 +559,9 @@ class Scheduler:
         for row, block in zip(owners.tolist(), token_ids.astype(np.int64), strict=True):
             parents[row] = block_hash(parents[row], block)
             hashes.append(parents[row])
+        if (windows := table.windows) is not None:
+            # A sequence can resume at these where it could not at others with their hashes.
+            self.blocks.forget([each for each in hashes if not windows.has(self.blocks.block_of_hash.get(each))])
         self.blocks.register(table.block_tables[owners, indices].tolist(), hashes, token_ids)
         table.num_registered[rows] = full
         table.last_hash[rows] = np.array(list(parents.values()), np.uint64)
@@ -572,6 +589,8 @@ class Scheduler:
         if self.routed_experts is not None:
             self.routed_experts.keep(table.sequences[row], table.block_tables[row], int(table.num_computed[row]))
         self.blocks.release(table.block_tables[row, : table.num_blocks[row]].tolist()[::-1])
+        if table.windows is not None:
+            table.windows.leave(row)
         if self.pages is not None:
             self.pages.end(row)
         self.free_rows.append(row)

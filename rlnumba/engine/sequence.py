@@ -452,6 +452,8 @@ class SequenceTable:
         # Pages of linear attention's states, and where a sequence begins at one (blocks/state_pages.py).
         self.state_tables = np.zeros((R, -(-max_length // STATE_BLOCK)), np.int32)
         self.resumed_at = np.full(R, -1)
+        # The RowWindows of a model with windows (blocks/row_windows.py).
+        self.windows = None
         self.last_hash = np.zeros(R, np.uint64)
         self.stop_ids = np.full((R, 0), -1, np.int32)
         # As TokenRules, of the rows with has_bias, has_allowed and has_bad_words; others change nothing.

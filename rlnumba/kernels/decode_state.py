@@ -115,6 +115,18 @@ def edit_decode_state_kernel(edits, count, keeps_context, live, slot_mapping, co
             block_tables[row, column] = edits[index, 2]
 
 
+@cuda.jit
+def advance_window_slots_kernel(position_ids, slot_mapping, tables, block_size, slots):
+    """A thread owns a row."""
+    row = cuda.grid(1)
+    if row < slots.shape[0]:
+        slot = -1
+        if slot_mapping[row] >= 0:
+            p = position_ids[row]
+            slot = tables[row, p // block_size] * block_size + p % block_size
+        slots[row] = slot
+
+
 def check_state(op, state):
     """The rows of a DecodeState; ValueError for other shapes or dtypes."""
     (rows,) = check(op, "live", state.live, (None,), I32)
@@ -171,6 +183,23 @@ def edit_decode_state(edits, count, state, keeps_context=False):
     launch(edit_decode_state_kernel, -(-count // THREADS), THREADS, edits, *numbers, *edited, serialize_next=True)
 
 
+def advance_window_slots(state, tables, block_size, slots):
+    """Write the slots (B,) int32 of the tokens of a DecodeState of B rows in other tables (B, W), as wide as its own.
+
+    Those are of layers with a window, whose blocks are in other places. A row without a slot in the DecodeState has -1.
+    Raises ValueError for other shapes or dtypes.
+    """
+    op = "advance_window_slots"
+    rows = check_state(op, state)
+    check(op, "tables", tables, state.block_tables.shape, I32)
+    check(op, "slots", slots, (rows,), I32)
+    if device.name() == "cpu":
+        advance_window_slots_ref(state, tables, block_size, slots)
+        return
+    arguments = state.position_ids, state.slot_mapping, tables, np.int32(block_size), slots
+    launch(advance_window_slots_kernel, -(-rows // THREADS), THREADS, *arguments, serialize_next=True)
+
+
 def advance_decode_state_ref(token_ids, logprobs, thresholds, block_size, state, results, keeps_context=False):
     """advance_decode_state by the formulas, of all rows at once."""
     published = results[int(state.num_steps[0]) % len(results)]
@@ -204,3 +233,11 @@ def edit_decode_state_ref(edits, count, state, keeps_context=False):
                 state.context_lens[row] = 0
         else:
             state.block_tables[row, column] = block
+
+
+def advance_window_slots_ref(state, tables, block_size, slots):
+    """advance_window_slots of all rows at once."""
+    p, has_slot = state.position_ids, state.slot_mapping >= 0
+    columns = np.where(has_slot, p // block_size, 0)
+    of_tokens = tables[np.arange(len(p)), columns] * block_size + p % block_size
+    slots[:] = np.where(has_slot, of_tokens, -1)

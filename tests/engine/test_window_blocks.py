@@ -25,7 +25,6 @@ class Running:
         """Compute `count` more tokens; returns (first, end) of the blocks that these read or write."""
         end = self.computed + count
         new = self.manager.allocate(max(-(-end // self.manager.block_size) - len(self.blocks), 0))
-        self.windows.empty(new)
         self.windows.hold(new)
         self.blocks += new
         read = int(self.windows.first_block(self.computed)), len(self.blocks)

@@ -7,6 +7,8 @@ from rlnumba.kernels.decode_state import (
     advance_decode_state,
     advance_decode_state_kernel,
     advance_decode_state_ref,
+    advance_window_slots,
+    advance_window_slots_kernel,
     edit_decode_state,
     edit_decode_state_kernel,
     edit_decode_state_ref,
@@ -174,6 +176,8 @@ def test_machine_code(compile_offline):
         assert not compile_offline(
             edit_decode_state_kernel, (matrix, "int32", "int32", *[vector] * 3, matrix), architecture
         )
+        types_of_slots = vector, vector, matrix, "int32", vector
+        assert not compile_offline(advance_window_slots_kernel, types_of_slots, architecture)
 
 
 FIELDS = DecodeState._fields
@@ -188,3 +192,12 @@ def test_wrong_arguments_are_named():
         advance_decode_state(*sampled, BLOCK, state._replace(position=sampled[0][:4]), results)
     with pytest.raises(ValueError, match=r"edit_decode_state: count must be at most 2, got 3"):
         edit_decode_state(device.asarray(np.zeros((2, 3), np.int32)), 3, state)
+
+
+def test_slots_in_the_tables_of_windows():
+    """The row of each token is that of its place: a row that is not live has none."""
+    tables, slots = i32([8, 3, 9], [5, 2, 7], [1, 1, 1], [4, 4, 4], [6, 6, 6]), i32(50, 51, 52, 53, 54)
+    state, found = on_device(state_of(slot_mapping=i32(4, 26, -1, 20, -1))), device.asarray(slots)
+    advance_window_slots(state, device.asarray(tables), BLOCK, found)
+    # Positions 4, 6, 4, 8 and 2, in blocks of 4.
+    assert device.to_host(found).tolist() == [12, 10, -1, 16, -1]

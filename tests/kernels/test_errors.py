@@ -174,6 +174,9 @@ OPERATORS = {
         "token_ids": ids(B), "logprobs": ids(B), "thresholds": ids(B), "block_size": 4, "state": state(),
         "results": np.zeros((2, 3, B), np.int32),
     },
+    decode_state.advance_window_slots: lambda: {
+        "state": state(), "tables": ids(B, 2), "block_size": 4, "slots": ids(B),
+    },
     decode_state.edit_decode_state: lambda: {"edits": ids(2, 3, below=1), "count": 1, "state": state()},
     policy_loss.policy_loss: lambda: {
         "logprobs": -(f32(N) ** 2), "old_logprobs": -(f32(N) ** 2), "ref_logprobs": -(f32(N) ** 2),

@@ -119,6 +119,13 @@ class BlockManager:
                 kept.append(i)
         self.token_ids[[blocks[i] for i in kept]] = token_ids[kept]
 
+    def forget(self, hashes):
+        """Make no block with one of these hashes match any more."""
+        for each in hashes:
+            block = self.block_of_hash.pop(each, None)
+            if block is not None:
+                del self.hash_of_block[block]
+
     def forget_hashes(self):
         """Make no block match any more, as after a change of weights. References stay."""
         self.block_of_hash.clear()

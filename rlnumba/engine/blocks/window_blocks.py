@@ -9,7 +9,7 @@ The queries after `computed` tokens read from `first_block(computed)` on: whole 
 (kernels/attention/sequences.py). A sequence holds the places of these blocks and of those that it is going to write.
 A block that no sequence holds keeps its place, so that a prefix can be found there, until the place is wanted for
 another: that of the block that was dropped first. A prefix can be resumed where the blocks that its next query reads
-have one.
+have one. A block that is allocated anew may have the place that it had before, but no hash before its own content.
 """
 
 from collections import OrderedDict
@@ -19,6 +19,8 @@ import numpy as np
 from rlnumba.kernels.attention.sequences import KEPT_MULTIPLE, first_kept_key
 
 NOWHERE = -1
+# Tokens that a sequence may have places for beside those of a step: the ones to come, of steps in flight, and drafts.
+AHEAD = 80
 
 
 def places_for(window, block_size, tokens):
@@ -27,6 +29,22 @@ def places_for(window, block_size, tokens):
     computed = np.arange(window, window + max(KEPT_MULTIPLE, block_size))
     first = first_kept_key(computed, window) // block_size
     return int((-(-(computed + tokens) // block_size) - first).max())
+
+
+def window_for(config):
+    """The longest window of a model whose layers with windows give blocks back; 0 where none do."""
+    if config.has_linear_attention:
+        return 0
+    return max(map(config.window_of, range(config.num_hidden_layers)))
+
+
+def most_places_of(config, block_size, num_rows, tokens):
+    """The most places that num_rows sequences hold whose steps have up to `tokens` tokens, and AHEAD more each.
+
+    0 for a model without windows.
+    """
+    window = window_for(config)
+    return num_rows * places_for(window, block_size, AHEAD) + -(-tokens // block_size) if window else 0
 
 
 class WindowBlocks:
@@ -45,8 +63,11 @@ class WindowBlocks:
         self.unused = list(range(num_places))[::-1]
         self.num_held = self.most_held = 0
 
-    def grow(self, num_blocks):
-        """Have num_blocks blocks; those that exist keep their places."""
+    def grow(self, num_blocks, num_places=None):
+        """Have num_blocks blocks, and num_places if given; those that exist keep their places."""
+        if num_places is not None:
+            self.unused[:0] = range(self.num_places, num_places)[::-1]
+            self.num_places = num_places
         added = num_blocks - len(self.place)
         self.place = np.append(self.place, np.full(added, NOWHERE, np.int32))
         self.ref_count = np.append(self.ref_count, np.zeros(added, np.int64))
@@ -105,14 +126,6 @@ class WindowBlocks:
     def end(self, blocks, computed):
         """Drop what a sequence with these blocks holds after `computed` tokens, the last first."""
         self.drop(blocks[int(self.first_block(computed)) :][::-1])
-
-    def empty(self, blocks):
-        """Take the places of blocks that are allocated anew, and that no sequence holds: their content is another's."""
-        for block in blocks:
-            if self.place[block] != NOWHERE:
-                del self.dropped[block]
-                self.unused.append(int(self.place[block]))
-                self.place[block] = NOWHERE
 
     def _take(self):
         """The place of the block that was dropped first, which has none any more."""

@@ -30,7 +30,8 @@ def step_arrays(step, table, block_size, with_adapters=False, with_states=False)
     """{name: array} of a step of B sequences and N tokens, D of them sampled, for the model, the cache and the sampler.
 
     Tokens have input_ids, position_ids, slot_mapping (N,) int32, and with_adapters adapter_ids. Sequences have
-    block_tables (B, W), cu_seqlens (B + 1,), context_lens (B,) int32, in the order of step.rows, with_states those of
+    block_tables (B, W), cu_seqlens (B + 1,), context_lens (B,) int32, in the order of step.rows; where the table has
+    windows, tokens also have window_slots, and sequences window_tables, of places, not blocks; with_states those of
     state_arrays, and in a step with prefix groups shared_prefix_lens, group_sizes (B,) int32. Sampled tokens have the
     fields of SamplingInputs.
     """
@@ -54,6 +55,10 @@ def step_arrays(step, table, block_size, with_adapters=False, with_states=False)
         "cu_seqlens": cu_seqlens,
         "context_lens": context_lens.astype(np.int32),
     }
+    if table.windows is not None:
+        slots = table.windows.places(blocks) * block_size + positions % block_size
+        arrays["window_slots"] = slots.astype(np.int32)
+        arrays["window_tables"] = table.windows.places(arrays["block_tables"])
     if with_states:
         arrays |= state_arrays(table, rows, int(context_lens.max()))
     if with_adapters:
@@ -140,14 +145,23 @@ def decode_arrays(step, table, max_blocks, with_states=False):
     The block tables have their first max_blocks columns, with blocks for tokens to come.
     """
     rows = step.rows
-    return (state_arrays(table, rows, max_blocks * table.block_size) if with_states else {}) | {
-        "block_tables": table.block_tables[rows, :max_blocks],
+    tables = table.block_tables[rows, :max_blocks]
+    arrays = state_arrays(table, rows, max_blocks * table.block_size) if with_states else {}
+    if table.windows is not None:
+        arrays["window_tables"] = table.windows.places(tables)
+    return arrays | {
+        "block_tables": tables,
         "live": np.ones(len(rows), np.int32),
         "stop_ids": table.stop_ids[rows],
         "length_limit": table.length_limit[rows].astype(np.int32),
         "banned_until": (table.prompt_length[rows] + table.min_tokens[rows]).astype(np.int32),
         "num_steps": np.zeros(1, np.int32),
     }
+
+
+def window_state(arrays):
+    """The DecodeState as the layers with a window have it: places in its tables, and slots of these."""
+    return decode_state(arrays)._replace(block_tables=arrays["window_tables"], slot_mapping=arrays["window_slots"])
 
 
 def decode_state(arrays):

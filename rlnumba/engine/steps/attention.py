@@ -44,6 +44,9 @@ class PagedAttention:
         self.of_window = {}
         for window in {config.window_of(layer) for layer in range(config.num_hidden_layers)}:
             of_window = sequences._replace(window=window)
+            if window and "window_tables" in arrays:
+                tables = {"block_tables": arrays["window_tables"], "slot_mapping": arrays["window_slots"]}
+                of_window = of_window._replace(**tables)
             self.of_window[window] = of_window._replace(plan=plan_paged_attention(*heads, of_window))
         if config.has_linear_attention:
             self.fuses_delta_rule = max_seqlen_q == 1 and fuses_delta_rule(cache.arrays[0].dtype.name, config)

@@ -28,11 +28,11 @@ MAX_PREFILL_TOKENS, MAX_PREFILL_CONTEXT = 4096, 4096
 LAYER_PRODUCTS = 6 * 10**10
 # The values of padding where they are not 0: no slot, a prefix group of its own, no adapter, no token, all allowed.
 OF_NOTHING = ("slot_mapping", "adapter_ids", "history", "banned", "stop_ids", "bias_ids", "allowed", "bad_words")
-PADDING = dict.fromkeys((*OF_NOTHING, "num_logprobs"), -1) | {"group_sizes": 1}
+PADDING = dict.fromkeys((*OF_NOTHING, "num_logprobs", "window_slots"), -1) | {"group_sizes": 1}
 # Arrays with an entry for each token, and for each sequence; those that padding does not lengthen so. The others have
 # an entry for each sampled token; in decode all of these are as many.
-OF_TOKENS = ("input_ids", "position_ids", "slot_mapping", "adapter_ids")
-OF_SEQUENCES = ("block_tables", "context_lens", "state_tables", "state_slots", "resumed_at")
+OF_TOKENS = ("input_ids", "position_ids", "slot_mapping", "window_slots", "adapter_ids")
+OF_SEQUENCES = ("block_tables", "window_tables", "context_lens", "state_tables", "state_slots", "resumed_at")
 OF_STEP = ("cu_seqlens", "num_steps")
 
 
@@ -114,6 +114,7 @@ def pad_step(arrays, shape, block_size):
     padded = arrays | {"cu_seqlens": np.concatenate([arrays["cu_seqlens"], arrays["cu_seqlens"][-1] + added])}
     counts = dict.fromkeys(OF_TOKENS, shape.tokens) | dict.fromkeys(OF_SEQUENCES, shape.rows)
     widths = {"block_tables": shape.max_context_len // block_size, "history": shape.max_context_len}
+    widths["window_tables"] = widths["block_tables"]
     widths["state_tables"] = shape.max_context_len // STATE_BLOCK
     for name, array in arrays.items():
         size = counts.get(name, shape.sampled), *((widths[name],) if name in widths else array.shape[1:])

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlnumba import data
-from rlnumba.engine.cache import block_bytes_of, state_bytes_of
+from rlnumba.engine.cache import BlockSizes, state_bytes_of
 from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
 from rlnumba.engine.parallel_size import weights_bytes
 from rlnumba.engine.runner import Runner
@@ -237,8 +237,8 @@ class Planner:
         needs, or all where their number is given.
         """
         engine = run.engine
-        block_bytes = block_bytes_of(config, BLOCK_SIZE, device.dtype(dtype))
         seqs = min(engine.max_num_seqs, engine.max_num_batched_tokens)
+        sizes = BlockSizes.of(config, BLOCK_SIZE, device.dtype(dtype), seqs, engine.max_num_batched_tokens)
         verified = max(longest_verified(engine), 1)
         state_bytes = state_bytes_of(config, seqs, device.dtype(dtype), verified)
         limit = longest_sequence(config, engine)
@@ -256,16 +256,16 @@ class Planner:
             own = regions["engine activations"] + regions.get("attention", 0) + state_bytes
             room = min(share - own, own_bytes - others - state_bytes)
             most = engine.max_num_seqs * (blocks_needed(limit, BLOCK_SIZE) + 1)
-            blocks = max(min(room // block_bytes, most), 0)
+            blocks = max(min(sizes.blocks_in(room), most), 0)
             notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens, engine.gpu_memory_utilization = "
             notes["kv"] += f"{engine.gpu_memory_utilization}"
         else:
             wanted = -(-run.train.generation.num_completions_each * sum(count + 1 for count in needed) // run.num_ranks)
             wanted = min(wanted, engine.max_num_seqs * (max(needed) + 1))
-            blocks = max(least, min(wanted, CPU_CACHE_BYTES // block_bytes))
+            blocks = max(least, min(wanted, sizes.blocks_in(CPU_CACHE_BYTES)))
             notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens"
-        regions["kv"] = blocks * block_bytes + state_bytes
-        return least * block_bytes + state_bytes
+        regions["kv"] = sizes.nbytes(blocks) + state_bytes
+        return sizes.nbytes(least) + state_bytes
 
     def _prompts(self, max_prompt_length):
         """(the lengths of all prompts of a run with `[rewards]`, a list; tokens that all of them begin with)."""

@@ -53,11 +53,11 @@ def with_fake_graphs(engine):
     runner = engine.runner
     runner.eager, runner.upload = False, FixedUpload()
 
-    def capture(step_graph, arrays, shape):
+    def capture(step_graph, arrays, shape, part):
         assert len(arrays["input_ids"]) == shape.tokens and len(arrays["context_lens"]) == shape.rows
         assert np.diff(arrays["cu_seqlens"]).max() <= shape.max_seqlen_q
         assert len(arrays.get("temperature", ())) == shape.sampled
-        step_graph.graph = FakeGraph(lambda: runner.compute(arrays, shape))
+        step_graph.graph = FakeGraph(lambda: runner.compute(arrays, shape, part))
 
     runner._capture = capture
     return engine

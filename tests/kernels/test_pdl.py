@@ -82,9 +82,9 @@ def test_decode_steps_of_the_engine(monkeypatch):
     # The layers of a decode step are separate kernels.
     monkeypatch.setattr(FewRowsDecoder, "supports", lambda *_: False)
 
-    def overlapped(runner, arrays, shape):
+    def overlapped(runner, *step):
         with pdl_scope():
-            compute(runner, arrays, shape)
+            compute(runner, *step)
 
     with forced("sm90"):
         expected = drawn(LLM(model).generate([[1, 2, 3]], params))
@@ -104,10 +104,10 @@ def test_decode_steps_with_linear_attention(monkeypatch):
     params = SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True)
     compute, steps = Runner.compute, []
 
-    def overlapped(runner, arrays, shape):
+    def overlapped(runner, arrays, shape, *part):
         steps.append(shape.max_seqlen_q)
         with pdl_scope():
-            compute(runner, arrays, shape)
+            compute(runner, arrays, shape, *part)
 
     monkeypatch.setattr(Runner, "compute", overlapped)
     with forced("sm90"):

@@ -201,3 +201,8 @@ def test_slots_in_the_tables_of_windows():
     advance_window_slots(state, device.asarray(tables), BLOCK, found)
     # Positions 4, 6, 4, 8 and 2, in blocks of 4.
     assert device.to_host(found).tolist() == [12, 10, -1, 16, -1]
+
+
+@pytest.mark.sim
+def test_slots_in_the_tables_of_windows_in_the_simulator():
+    test_slots_in_the_tables_of_windows()

@@ -375,7 +375,11 @@ def test_mistakes_of_the_command(run, tmp_path, monkeypatch, capsys):
 def test_command_until_a_signal(run, tmp_path, number):
     pytest.importorskip("uvicorn")
     command = [sys.executable, "-m", "rlnumba", "watch", str(tmp_path / "later"), "--port", "0", "--wait", "30"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Tests that run as a background job ignore SIGINT, and so would the command.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )  # fmt: skip
     run.rename(tmp_path / "later")
     url = process.stdout.readline().strip()
     assert url.startswith("http://127.0.0.1:")

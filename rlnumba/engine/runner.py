@@ -339,6 +339,8 @@ class Runner:
             self.handed = device.xp().empty((rows, self.model.config.hidden_size), self.model.dtype)
         if awaits_masks and (self.masks is None or self.masks.shape != sent["allowed"].shape):
             self.masks = memory.shared_with_host(sent["allowed"].shape, np.int32)[0]
+            # Rows of padding may have all tokens.
+            self.masks[...] = -1
 
     def repeat(self, edits=None):
         """Launch the step after the one launched last; returns its number, for `wait`.
@@ -379,7 +381,7 @@ class Runner:
             self.masks[: len(allowed)] = allowed
             on_device = self.decode.arrays["allowed"]
             with self.context.use():
-                if self.masks is not on_device and device.name() == "cuda":
+                if device.name() == "cuda":
                     on_device.set(self.masks, self.context.stream)
                 else:
                     on_device[...] = self.masks

@@ -184,7 +184,7 @@ class GRPOConfig(PolicyLossConfig, GroupConfig, RouterLossConfig):
         "grpo",
         "How rewards become advantages; the formulas of all but `grpo` are in rlnumba/trainers/estimators.py. "
         "verl: adv_estimator.",
-        choices=("grpo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rae"),
+        choices=("grpo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "rae"),
     )
     length_penalty: float = key(
         0.0, "Subtracted from the reward, for advantages, times tokens / max_completion_length (not TRL).", minimum=0
@@ -192,8 +192,10 @@ class GRPOConfig(PolicyLossConfig, GroupConfig, RouterLossConfig):
     multi_objective_aggregation: str = key(
         "sum_then_normalize",
         "`sum_then_normalize`: a completion's weighted sum within its group; `normalize_then_sum`: each function's "
-        "rewards in the group, then their sum over the batch, whatever scale_rewards says (GDPO, arXiv 2601.05242).",
+        "rewards in the group, then their sum over the batch, whatever scale_rewards says; also under its name, `gdpo` "
+        "(arXiv 2601.05242).",
         choices=("sum_then_normalize", "normalize_then_sum"),
+        words={"gdpo": "normalize_then_sum"},
     )
     entropy_coef: float = key(
         0.0, "The loss gets minus this times the mean entropy of the trained tokens; adaptive: the first value."

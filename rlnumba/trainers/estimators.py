@@ -5,6 +5,7 @@ With r the rewards, a group the completions of one prompt, T a completion's toke
     maxrl                           A = (r - mean(group)) / mean(group); 0 where that mean is not above 0
     reinforce_plus_plus             A = whiten(r)
     reinforce_plus_plus_baseline    A = whiten(r - mean(group))
+    opo                             A = r - sum(T r) / sum(T), sums over the group: long completions count more
     rae                             b <- 0.95 b + 0.05 r, A = r - b, completion after completion; b begins with 0
 
     whiten(a) = (a - mean) / sqrt(var + 1e-8), over all tokens of the generation: a completion counts T times; the
@@ -14,8 +15,9 @@ With r the rewards, a group the completions of one prompt, T a completion's toke
 A completion without a reward is left out of all means and has advantage 0. These are a few hundred numbers, on the host
 in float64. rae's b is kept from generation to generation and in checkpoints.
 
-Sources: Tajwar et al. 2026 (MaxRL); Hu 2025 (REINFORCE++, arXiv 2501.03262) and verl, whose names are adv_estimator's;
-Liu et al. 2025 (SPIRAL, arXiv 2506.24119: role-conditioned advantage estimation, here with one role).
+Sources: Tajwar et al. 2026 (MaxRL); Hu 2025 (REINFORCE++, arXiv 2501.03262), Hao et al. 2025 (OPO, arXiv 2505.23585)
+and verl, whose names are adv_estimator's; Liu et al. 2025 (SPIRAL, arXiv 2506.24119: role-conditioned advantage
+estimation, here with one role).
 """
 
 import numpy as np
@@ -37,10 +39,18 @@ def advantages_of(estimator, rewards, num_generations, num_active, state):
     rewards = np.asarray(rewards, np.float64)
     known = ~np.isnan(rewards)
     filled = np.where(known, rewards, 0.0)
-    counts = np.maximum(known.reshape(-1, num_generations).sum(axis=1), 1)
-    mean = np.repeat(filled.reshape(-1, num_generations).sum(axis=1) / counts, num_generations)
+    tokens = np.where(known, num_active, 0)
+
+    def group_mean(weights):
+        """The mean reward of each completion's group, its members weighted, (B,)."""
+        total, count = (each.reshape(-1, num_generations).sum(axis=1) for each in (weights * filled, weights))
+        return np.repeat(total / np.maximum(count, 1), num_generations)
+
+    mean = group_mean(known)
     if estimator == "maxrl":
         found = np.where(mean > 0, (filled - mean) / np.where(mean > 0, mean, 1.0), 0.0)
+    elif estimator == "opo":
+        found = filled - group_mean(tokens)
     elif estimator == "rae":
         found, baseline = np.zeros(len(rewards)), state.get("rae_baseline", 0.0)
         for i in np.flatnonzero(known):
@@ -49,9 +59,8 @@ def advantages_of(estimator, rewards, num_generations, num_active, state):
         state["rae_baseline"] = float(baseline)
     else:
         found = filled - mean if estimator == "reinforce_plus_plus_baseline" else filled
-        weights = np.where(known, num_active, 0)
-        total = max(weights.sum(), 1)
-        center = np.sum(weights * found) / total
-        variance = np.sum(weights * (found - center) ** 2) / max(total - 1, 1)
+        total = max(tokens.sum(), 1)
+        center = np.sum(tokens * found) / total
+        variance = np.sum(tokens * (found - center) ** 2) / max(total - 1, 1)
         found = (found - center) / np.sqrt(variance + WHITEN_EPSILON)
     return np.where(known, found, 0.0)

@@ -24,6 +24,15 @@ def test_maxrl_by_hand():
     assert not advantages_of("maxrl", np.zeros(8), 4, TOKENS, {}).any()
 
 
+def test_opo_by_hand():
+    """Long completions weigh more in the baseline, those without a reward not at all."""
+    found = advantages_of("opo", REWARDS, 4, TOKENS, {})
+    first, second = (3 + 5) / 11, 0.5 * 4 / 12
+    np.testing.assert_allclose(found, [1 - first, -first, -first, 1 - first, 0, 0.5 - second, -second, -second])
+    # A group whose tokens are all masked has nothing that is trained, and no number that is none.
+    assert advantages_of("opo", REWARDS[:4], 4, np.zeros(4), {}).tolist() == [1, 0, 0, 1]
+
+
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_reinforce_plus_plus_is_white_over_tokens(estimator):
     found = advantages_of(estimator, REWARDS, 4, TOKENS, {})
@@ -45,6 +54,12 @@ def test_rae_goes_on_from_its_state():
     np.testing.assert_array_equal([*first, *second], advantages_of("rae", REWARDS, 4, TOKENS, whole))
     assert first[0] == pytest.approx(0.95) and first[1] == pytest.approx(-0.0475) and second[0] == 0
     assert whole["rae_baseline"] != state["rae_baseline"]
+
+
+def test_gdpo_is_a_name_of_its_aggregation():
+    assert grpo_config(multi_objective_aggregation="gdpo") == grpo_config(
+        multi_objective_aggregation="normalize_then_sum"
+    )
 
 
 def test_length_penalty_by_hand():
@@ -192,7 +207,7 @@ def test_wrong_options_are_named(options, message):
         grpo_config(**options)
 
 
-@pytest.mark.parametrize("estimator", ["maxrl", "reinforce_plus_plus_baseline", "rae"])
+@pytest.mark.parametrize("estimator", ["maxrl", "reinforce_plus_plus_baseline", "opo", "rae"])
 def test_estimators_in_a_run_that_is_resumed(tmp_path, estimator):
     options = {"advantage_estimator": estimator, "length_penalty": 0.5, "save_steps": 2}
     whole = grpo_run(tmp_path / "whole", "digits length", **options)

@@ -83,7 +83,8 @@ def test_several_adapters_in_one_batch(model, tmp_path):
         if name:
             merged = load_model(FOLDER, "float32")
             merge(merged.weights, adapted[name].adapter)
-            assert_close(device.to_host(score(merged, batch).logprobs)[len(prompt) :], logprobs, terms=8192)
+            expected = device.to_host(score(merged, batch).logprobs)[len(prompt) :]
+            assert_close(logprobs, expected, terms=8192)
 
 
 def test_preempted_sequences_have_the_same_bits(model):

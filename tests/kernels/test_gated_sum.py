@@ -27,7 +27,9 @@ def run_all(rng, shape, dtype):
     gated_sum_backward(dout, z, gate, dz, dgate)
     expected = gated_sum_backward_ref(wide[3], wide[2], wide[4])
     assert_close(dz, expected[0], terms=4, what="dz")
-    assert_close(dgate, expected[1], terms=4 * shape[1], scale=4, what="dgate")
+    # Its terms are about 4; the sum, which is rounded at the end, may be larger.
+    largest = max(4, np.max(np.abs(expected[1]), initial=0.0))
+    assert_close(dgate, expected[1], terms=4 * shape[1], scale=largest, what="dgate")
     for row in range(min(shape[0], 3)):
         alone = [xp.ascontiguousarray(a[row : row + 1]) for a in (x, y, z, dout, gate)]
         one, one_dgate = xp.empty((1, shape[1]), kind), xp.empty((1, 1), kind)

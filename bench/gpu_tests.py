@@ -29,6 +29,7 @@ PAGE = ROOT / "bench" / "results" / "gpu-tests.md"
 PARTS = {
     "attention": ("kernels/test_attention*.py", "kernels/test_paged_attention.py", "kernels/test_dec*.py"),
     "gemm": ("kernels/test_gemm*.py", "kernels/test_logprob*.py", "kernels/test_qkv.py", "kernels/test_sampling.py"),
+    "families": ("kernels/test_delta_rule*.py", "kernels/test_grouped_gemm*.py", "kernels/test_ex*.py"),
     "kernels": ("kernels/test_*.py",),
     "engine": ("engine/test_*.py", "model/test_*.py", "test_*.py"),
     "trainers": ("trainers/test_*.py",),

@@ -32,7 +32,7 @@ from shapes import QWEN3_06B, SHAPES, STORIES_15M, in_own_process, write_model
 
 from rlnumba.config import DataConfig, EngineConfig, GRPOConfig, GRPORun, RewardsConfig, SFTConfig, SFTRun
 from rlnumba.config.lora import LoraConfig
-from rlnumba.engine.core import GPU_MARGIN_BYTES
+from rlnumba.engine.blocks.cache_size import GPU_MARGIN_BYTES
 from rlnumba.errors import UserError
 from rlnumba.runs.planning.fit import HEADROOM, available_bytes, fit_to_device, with_train
 from rlnumba.runs.planning.plan import CONTEXT_BYTES, GIB, Planner

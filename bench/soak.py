@@ -20,7 +20,7 @@ from shapes import random_model
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import Engine, SamplingParams
-from rlnumba.engine.core import BLOCK_SIZE
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device

@@ -18,6 +18,7 @@ from report import row
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams, core
+from rlnumba.engine.blocks import cache_size
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
@@ -106,7 +107,7 @@ def main():
     if on_gpu:
         # The three engines share the GPU: caches for what they are given, not for what fits.
         length = min(max(map(len, prompts)) + arguments.tokens, longest)
-        config["num_gpu_blocks_override"] = (max(numbers) + 1) * (-(-length // core.BLOCK_SIZE) + 1)
+        config["num_gpu_blocks_override"] = (max(numbers) + 1) * (-(-length // cache_size.BLOCK_SIZE) + 1)
     print(device.describe())
     for temperature in map(float, arguments.temperatures.split(",")):
         for sequences in numbers:

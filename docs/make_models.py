@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 from rlnumba.config import load_run
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.engine.cache import block_bytes_of, state_bytes_of
-from rlnumba.engine.core import BLOCK_SIZE
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.weights import write_json
 from rlnumba.runs.planning.plan import GIB, Planner

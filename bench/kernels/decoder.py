@@ -20,8 +20,8 @@ sys.path.append(str(Path(__file__).parent.parent))
 from report import row  # noqa: E402
 from shapes import random_model  # noqa: E402
 
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE  # noqa: E402
 from rlnumba.engine.cache import KVCache  # noqa: E402
-from rlnumba.engine.core import BLOCK_SIZE  # noqa: E402
 from rlnumba.engine.few_rows import FewRowsDecoder  # noqa: E402
 from rlnumba.engine.steps.attention import PagedAttention  # noqa: E402
 from rlnumba.engine.steps.shapes import context_bucket_of  # noqa: E402

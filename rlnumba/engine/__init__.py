@@ -5,9 +5,7 @@ llm.py            LLM.generate: prompts in, completions out
 adapters.py       low-rank adapters that come and go while the engine runs
 async_llm.py      AsyncLLM: the same for asyncio
 scheduler.py      which tokens of which sequences the next step computes
-prefix_groups.py  which sequences of a step begin with the same blocks
-block_manager.py  allocation of the KV cache's blocks, and lookup of cached prefixes
-row_windows.py    which blocks the layers with a window keep of the running sequences
+blocks/           the cache's blocks: how many, whose, what is shared, what windows and states keep
 cache.py          the memory of the KV cache
 sequence.py       sampling parameters, sequences, the table of the running ones
 run_ahead.py      decode steps launched before the results of the last ones are read

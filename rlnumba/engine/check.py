@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.engine.cache import KVCache
-from rlnumba.engine.core import BLOCK_SIZE
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.engine.steps.attention import PagedAttention

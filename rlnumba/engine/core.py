@@ -30,7 +30,8 @@ import numpy as np
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine.adapters import AdapterSlots
-from rlnumba.engine.blocks.block_manager import BlockManager
+from rlnumba.engine.blocks.block_manager import BlockManager, blocks_needed
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE, CacheSize
 from rlnumba.engine.blocks.row_windows import row_windows_for
 from rlnumba.engine.blocks.state_pages import pages_for
 from rlnumba.engine.requests.grammars import DamagedGrammars, Grammars, NoTokenLeft
@@ -45,7 +46,7 @@ from rlnumba.engine.requests.stops import (
 from rlnumba.engine.requests.token_rules import NO_TOKEN, check_drawable, token_rules
 from rlnumba.engine.run_ahead import RunAhead
 from rlnumba.engine.runner import Runner
-from rlnumba.engine.scheduler import Scheduler, blocks_needed
+from rlnumba.engine.scheduler import Scheduler
 from rlnumba.engine.sequence import (
     Completion,
     FinishedCompletion,
@@ -56,19 +57,12 @@ from rlnumba.engine.sequence import (
 )
 from rlnumba.engine.speculation import Speculator, longest_verified
 from rlnumba.engine.steps.shapes import row_bucket_of
-from rlnumba.errors import ConfigError, DeviceError, UserError
+from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.attention.paged import sharing
 from rlnumba.kernels.philox import noise_key
 from rlnumba.model.transformer import NOT_FINITE
-from rlnumba.runtime import device, memory
+from rlnumba.runtime import device
 from rlnumba.runtime.context import Context, current
-
-# vLLM's default; small blocks waste little and a prompt's tail, computed again by each of its completions, is short.
-BLOCK_SIZE = 16
-# The CPU's cache is as large as the requests need, but not larger than this unless one sequence needs it.
-CPU_CACHE_BYTES = 1 << 30
-# Left to the driver and to what allocates outside of the plan.
-GPU_MARGIN_BYTES = 512 << 20
 
 
 class PromptError(UserError):
@@ -98,12 +92,6 @@ def longest_sequence(model_config, engine_config):
     return longest
 
 
-def _blocks_wanted_by(sequence):
-    """The blocks that the cache is to have for a sequence: one more than it needs, so that admission finds its reserve;
-    for a turn of an episode as many again, because half of the cache may be retained."""
-    return (blocks_needed(sequence.length_limit, BLOCK_SIZE) + 1) * (2 if sequence.retains_blocks else 1)
-
-
 class Engine:
     """Continuous batching of requests over one model.
 
@@ -128,6 +116,7 @@ class Engine:
             self.runner = Runner(
                 model, self.context, BLOCK_SIZE, *sizes, self.config.enforce_eager, longest_verified(self.config)
             )
+        self.cache_size = CacheSize(model, self.runner, self.config, self.max_num_seqs, self.max_model_len)
         if self.config.enable_return_routed_experts:
             self.runner.record_experts()
         self.runner.raw_logprobs = self.config.logprobs_mode == "raw_logprobs"
@@ -143,8 +132,7 @@ class Engine:
         self.blocks = blocks
         # The unfinished sequences of each request, by their index.
         self.requests: dict[Hashable, dict[int, Sequence]] = {}
-        # Blocks that the unfinished sequences need together, and the most that one of them needs.
-        self.blocks_wanted = self.most_blocks = 0
+        self.cache_size.clear()
         options = self.max_num_batched_tokens, self.config.enable_prefix_caching, policy_version
         table = SequenceTable(self.max_num_seqs, BLOCK_SIZE)
         places = self.runner.sizes.places_of(blocks.num_blocks)
@@ -158,7 +146,7 @@ class Engine:
             sharing(*self.runner.heads),
             pages_for(self.model.config, table),
         )
-        self.scheduler.routed_experts = self.runner.routed_experts
+        self.scheduler.row_blocks.routed_experts = self.runner.routed_experts
         self.run_ahead = RunAhead(self.scheduler, self.runner, self.grammars, self.config.async_scheduling)
         # Computed, and recorded, but not yet returned by `step`.
         self.outputs: deque[StepOutput] = deque()
@@ -259,8 +247,7 @@ class Engine:
             self.grammars.resume(sequence)
             self.requests.setdefault(sequence.request_id, {})[sequence.index] = sequence
             self.scheduler.add(sequence)
-            self.blocks_wanted += _blocks_wanted_by(sequence)
-            self.most_blocks = max(self.most_blocks, blocks_needed(sequence.length_limit, BLOCK_SIZE))
+            self.cache_size.add(sequence)
 
     def move_out(self, count, least_left=1):
         """Drop up to `count` unfinished sequences, those with the fewest tokens, and return them for `move_in`: list.
@@ -362,7 +349,7 @@ class Engine:
 
     def release_retained(self, request_id):
         """Free the blocks that are retained for the next turn of a request, which has none, or is begun elsewhere."""
-        self.scheduler.retained.release(request_id)
+        self.scheduler.row_blocks.retained.release(request_id)
 
     def abort(self, request_id):
         """Drop what is unfinished of a request; nothing happens if that is nothing, as when it has just finished."""
@@ -387,7 +374,7 @@ class Engine:
     def reset_prefix_cache(self):
         """Let no request share the cached blocks of an earlier one any more. Raises as `step` does."""
         self.synchronize()
-        self.scheduler.forget_cached()
+        self.scheduler.row_blocks.forget_cached()
 
     def reset(self):
         """Drop all requests and the content of the cache: after an exception in `step`, wherever it was raised."""
@@ -414,7 +401,7 @@ class Engine:
         """
         self.synchronize()
         self.scheduler.preempt_all()
-        self.scheduler.forget_cached()
+        self.scheduler.row_blocks.forget_cached()
         self.runner.release(self.config.enable_sleep_mode)
         self.is_asleep = True
 
@@ -531,7 +518,7 @@ class Engine:
         if not unfinished:
             del self.requests[sequence.request_id]
             self.speculator.forget(sequence.request_id)
-        self.blocks_wanted -= _blocks_wanted_by(sequence)
+        self.cache_size.remove(sequence)
 
     def _capacity(self):
         """The most blocks that the cache can have: inf where it grows with the requests."""
@@ -544,19 +531,17 @@ class Engine:
         return self.blocks.num_blocks
 
     def _blocks_to_have(self):
-        """The number of blocks that the cache must have for the next step; where it grows, as many as can be used
-        later, too."""
+        """The number of blocks that the cache must have for the next step."""
         if (capacity := self._capacity()) < math.inf:
             return capacity
-        wanted = min(self.blocks_wanted, self.max_num_seqs * (self.most_blocks + 1))
-        return max(self.most_blocks, min(wanted, self.runner.sizes.blocks_in(CPU_CACHE_BYTES)))
+        return self.cache_size.for_requests()
 
     def _take_cache(self):
         """Take the memory of the cache, and on the GPU decide once how many blocks it has."""
         # The weights may have been written, or loaded, on another stream.
         self.context.wait_for(current())
         if device.name() == "cuda" and self.runner.cache is None:
-            num_blocks = self._gpu_blocks()
+            num_blocks = self.cache_size.of_gpu()
         else:
             num_blocks = max(self._blocks_to_have(), self.blocks.num_blocks)
         with self.context.use():
@@ -565,36 +550,3 @@ class Engine:
         if (windows := self.scheduler.table.windows) is not None:
             windows.blocks.grow(num_blocks, self.runner.sizes.places_of(num_blocks))
         self.is_asleep = False
-
-    def _gpu_blocks(self):
-        """The number of blocks that fit into the engine's share of the GPU's memory beside all else of the engine."""
-        num_blocks = self.config.num_gpu_blocks_override
-        if num_blocks is not None:
-            self.runner.reserve_workspace(num_blocks * BLOCK_SIZE)
-            return num_blocks
-        self.runner.reserve_activations()
-        # Before the cache: it grows with the longest sequence that the cache can hold.
-        workspace = self.runner.reserve_workspace(self._blocks_beside(0) * BLOCK_SIZE)
-        most = self.max_num_seqs * (-(-self.max_model_len // BLOCK_SIZE) + 1)
-        return min(self._blocks_beside(workspace), most)
-
-    def _blocks_beside(self, workspace):
-        """The number of blocks that fit beside weights, activations and `workspace` bytes; DeviceError if none do."""
-        # Memory that sleeping engines have lent counts as free.
-        memory.reclaim()
-        device.xp().get_default_memory_pool().free_all_blocks()
-        free, total = device.memory_info()
-        own = self.model.nbytes + self.runner.arena.peak + workspace + memory.allocated("new weights")
-        own += self.runner.state_bytes
-        sharing = device.num_sharing_gpu()
-        share = int(total * self.config.gpu_memory_utilization / sharing)
-        room = min(share - own, free - GPU_MARGIN_BYTES)
-        num_blocks = self.runner.sizes.blocks_in(room)
-        if num_blocks <= 0:
-            processes = f", for {sharing} processes," if sharing > 1 else ""
-            raise DeviceError(
-                f"engine: gpu_memory_utilization {self.config.gpu_memory_utilization} of {total / 2**30:.1f} GiB"
-                f"{processes} has no room for a KV cache beside {own / 2**30:.1f} GiB of weights, activations and "
-                f"attention's partial results ({free / 2**30:.1f} GiB are free)"
-            )
-        return num_blocks

@@ -11,10 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.config import EngineConfig, LoraConfig
+from rlnumba.engine.blocks.block_manager import blocks_needed
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.engine.blocks.window_blocks import window_for
-from rlnumba.engine.core import BLOCK_SIZE, longest_sequence
+from rlnumba.engine.core import longest_sequence
 from rlnumba.engine.runner import Runner
-from rlnumba.engine.scheduler import blocks_needed, steps_of_group
+from rlnumba.engine.scheduler import steps_of_group
 from rlnumba.engine.speculation import MAX_NUM_SEQS, longest_verified
 from rlnumba.engine.steps.arrays import decode_state
 from rlnumba.engine.steps.shapes import (

@@ -245,7 +245,7 @@ class RunAhead:
         has_room = table.num_blocks[rows] * size
         if (has_room < np.minimum(length + 1, most)).any():
             needed, wanted = (np.minimum(length + more, most) for more in (1, 1 + RESERVED_TOKENS))
-            reserved = self.scheduler.reserve_blocks(rows, needed, wanted)
+            reserved = self.scheduler.row_blocks.reserve(rows, needed, wanted)
             if reserved is None:
                 return 0
             indices, columns, blocks = reserved

@@ -28,13 +28,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.engine.blocks.block_manager import RetainedBlocks, block_hash
 from rlnumba.engine.blocks.prefix_groups import PrefixGroups, find_prefix_groups
+from rlnumba.engine.blocks.row_blocks import RowBlocks
 from rlnumba.engine.sequence import Sequence
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK as STATE_BLOCK
-
-# Steps that may compute a token of a sequence which has ended, before the device knows.
-MOST_IN_FLIGHT = 3
 
 
 class EndConditions(NamedTuple):
@@ -86,11 +83,6 @@ class SchedulerOutput:
         return len(self.rows) == self.num_tokens == len(self.sampled_rows)
 
 
-def blocks_needed(length_limit, block_size):
-    """The most blocks that a sequence of length_limit tokens needs: the last one ends it and is never computed."""
-    return -(-(length_limit - 1) // block_size)
-
-
 def steps_of_group(prompt_length, n, block_size, prefix_caching, has_states=False):
     """Tokens of each of the steps that begin a prompt's n completions: tuple.
 
@@ -128,14 +120,11 @@ class Scheduler:
     ):
         if budget < table.num_rows:
             raise ValueError(f"scheduler: {budget} tokens a step for {table.num_rows} sequences")
-        self.table, self.blocks, self.retained = table, blocks, RetainedBlocks(blocks)
+        self.table, self.blocks = table, blocks
+        self.row_blocks = RowBlocks(table, blocks, prefix_caching, policy_version, pages)
         self.max_num_batched_tokens = budget
-        self.prefix_caching, self.policy_version = prefix_caching, policy_version
         self.has_stop_string = has_stop_string
         self.sharing = sharing if sharing and sharing.sizes else None
-        self.pages = pages
-        # RoutedExperts of the blocks, where an engine returns them.
-        self.routed_experts = None
         self.waiting: deque[Sequence] = deque()
         # The sequences that wait for a prefix leader to compute their prompt, by prompt.
         self.waiting_on_prefix: dict[bytes, list[Sequence]] = {}
@@ -143,12 +132,13 @@ class Scheduler:
         self.running = np.zeros(0, np.int64)
         # The array `running` that prefix groups were last searched for, and what was found.
         self.grouped_running, self.prefix_groups = None, None
-        # (token ids, salt, hashes) of the sequence that was last hashed: others of its request have the same array.
-        self.hashed = None, None, []
-        # While sequences are admitted: the list of hashes whose blocks were acquired last, and these.
-        self.matched = None, []
         self.free_rows = list(range(table.num_rows))[::-1]
         self.num_preemptions = 0
+
+    @property
+    def policy_version(self):
+        """The version of the weights that tokens are sampled from."""
+        return self.row_blocks.policy_version
 
     @property
     def has_grammars(self):
@@ -172,14 +162,13 @@ class Scheduler:
         Raises ValueError if the next sequence to be admitted does not fit into the cache even alone.
         """
         if self.waiting:
-            self._give_back_reserved()
+            self.row_blocks.give_back_reserved(self.running)
         table, preempted = self.table, self._allocate_decode_blocks()
         # Only the sequence admitted last may lack more than one token: the next one is admitted after its last chunk.
         counts = table.length[self.running] - table.num_computed[self.running]
         counts = np.minimum(counts, self.max_num_batched_tokens - len(counts) + 1)
         budget = self.max_num_batched_tokens - int(counts.sum())
-        if table.windows is not None:
-            table.windows.prepare(self.running, counts)
+        self.row_blocks.prepare(self.running, counts)
         rows, added = [], []
         # After a preemption nothing is admitted: it would be the sequence that was just preempted.
         while admits and budget and self.waiting and self.free_rows and not preempted:
@@ -194,12 +183,11 @@ class Scheduler:
             missing = int(table.length[row] - table.num_computed[row])
             added.append(min(missing, budget))
             budget -= added[-1]
-            if table.windows is not None:
-                table.windows.prepare(np.array([row]), added[-1])
+            self.row_blocks.prepare(np.array([row]), added[-1])
             # A state is not there before the step has ended.
-            if sequence.is_prefix_leader and added[-1] == missing and self.pages is None:
+            if sequence.is_prefix_leader and added[-1] == missing and self.row_blocks.pages is None:
                 self._share_prompt(sequence)
-        self.matched = None, []
+        self.row_blocks.forget_match()
         if rows:
             self.running, counts = np.append(self.running, rows), np.append(counts, added)
         if not len(counts):
@@ -219,22 +207,17 @@ class Scheduler:
         and rows of a draft that is not accepted are overwritten: the next tokens have its positions.
         """
         table, size = self.table, self.blocks.block_size
-        counts, num_free = step.counts.copy(), self.blocks.num_free
+        counts = step.counts.copy()
         budget = self.max_num_batched_tokens - step.num_tokens
         for i, (row, ids) in enumerate(zip(step.rows.tolist(), drafts, strict=True)):
-            length, num_blocks = int(table.length[row]), int(table.num_blocks[row])
-            has_room = (num_blocks + num_free) * size
+            length = int(table.length[row])
+            has_room = (int(table.num_blocks[row]) + self.blocks.num_free) * size
             count = min(len(ids), budget, int(table.length_limit[row]) - length - 1, has_room - length)
-            if self.pages is not None:
+            if self.row_blocks.pages is not None:
                 count = min(count, -length % STATE_BLOCK)
             if count <= 0:
                 continue
-            more = max(-(-(length + count) // size) - num_blocks, 0)
-            table.block_tables[row, num_blocks : num_blocks + more] = self.blocks.allocate(more)
-            table.num_blocks[row] += more
-            if table.windows is not None:
-                table.windows.prepare(np.array([row]), 1)
-            num_free -= more
+            self.row_blocks.extend_by_drafts(row, count)
             table.token_ids[row, length : length + count] = ids[:count]
             counts[i] += count
             budget -= count
@@ -274,17 +257,10 @@ class Scheduler:
         thresholds (D,) float32: the smallest logits that filters kept, where a sequence wants them. A step with drafts
         gives what `accept` left. Returns the sequences that end with it.
         """
-        table, size = self.table, self.blocks.block_size
+        table = self.table
         computed = step.starts + step.counts
         table.num_computed[step.rows] = computed
-        if self.prefix_caching:
-            completes_block = computed // size > step.starts // size
-            if completes_block.any():
-                self._register(step.rows[completes_block], computed[completes_block])
-        if table.windows is not None:
-            table.windows.slide(step.rows, computed)
-        if self.pages is not None:
-            self.pages.note(step.rows, computed)
+        self.row_blocks.note_computed(step.rows, step.starts, computed)
         if self.waiting_on_prefix:
             prompt_length = table.prompt_length[step.rows]
             for row in step.rows[(step.starts < prompt_length) & (computed >= prompt_length)].tolist():
@@ -314,7 +290,7 @@ class Scheduler:
         finished = []
         for i in np.flatnonzero(ends).tolist():
             if table.sequences[rows[i]].retains_blocks:
-                self._retain(int(rows[i]))
+                self.row_blocks.retain(int(rows[i]))
             sequence = self._vacate(int(rows[i]))
             sequence.finish_reason = "stop" if stops[i] else "length"
             finished.append(sequence)
@@ -341,15 +317,8 @@ class Scheduler:
         """
         for row in self.running.tolist():
             self.table.note_version(row, self.policy_version)
-        self.forget_cached()
-        self.policy_version = policy_version
-
-    def forget_cached(self):
-        """Make no cached block match any more; those of running sequences stay with them."""
-        self.retained.release_all()
-        self.blocks.forget_hashes()
-        if self.pages is not None:
-            self.pages.forget()
+        self.row_blocks.forget_cached()
+        self.row_blocks.policy_version = policy_version
 
     def preempt_all(self):
         """Send all running sequences back to the front of the queue, the oldest first."""
@@ -373,45 +342,19 @@ class Scheduler:
 
     def _allocate_decode_blocks(self):
         """Allocate a block for each running sequence whose next token begins one; True if that took a preemption."""
-        table, preempted = self.table, False
+        row_blocks, preempted = self.row_blocks, False
         while True:
-            num_blocks = table.num_blocks[self.running]
-            rows = self.running[table.length[self.running] > num_blocks * self.blocks.block_size]
+            rows = row_blocks.full(self.running)
             if len(rows) > self.blocks.num_free:
-                self._give_back_reserved()
-            if self._has_free(len(rows)):
+                row_blocks.give_back_reserved(self.running)
+            if row_blocks.has_free(len(rows)):
                 break
             self.waiting.appendleft(self._vacate(int(self.running[-1])))
             self.running = self.running[:-1]
             self.num_preemptions += 1
             preempted = True
-        if len(rows):
-            table.block_tables[rows, table.num_blocks[rows]] = self.blocks.allocate(len(rows))
-            table.num_blocks[rows] += 1
+        row_blocks.extend(rows)
         return preempted
-
-    def reserve_blocks(self, rows, needed, wanted):
-        """Allocate blocks for tokens to come of running rows: (indices into rows, columns of their tables, blocks).
-
-        needed, wanted (B,): tokens that each row is to have blocks for; `wanted` if half of the free blocks are enough,
-        else `needed`, within its length_limit. None, and nothing is allocated, where too few blocks are free.
-        """
-        table, size, free = self.table, self.blocks.block_size, self.blocks.num_free
-        have = table.num_blocks[rows]
-        more = np.maximum(-(-wanted // size) - have, 0)
-        if more.sum() > free // 2:
-            more = np.maximum(-(-needed // size) - have, 0)
-        total = int(more.sum())
-        if not self._has_free(total):
-            return None
-        indices = np.repeat(np.arange(len(rows)), more)
-        columns = np.arange(total) - np.repeat(np.cumsum(more) - more, more) + have[indices]
-        blocks = np.array(self.blocks.allocate(total), np.int64)
-        table.block_tables[rows[indices], columns] = blocks
-        table.num_blocks[rows] += more
-        if table.windows is not None:
-            table.windows.prepare(rows, 1)
-        return indices, columns, blocks
 
     def can_admit(self, in_flight):
         """Whether a waiting sequence could be admitted, once `in_flight` more tokens of the running ones are computed.
@@ -423,99 +366,21 @@ class Scheduler:
         sequence = self.waiting[0]
         if sequence.prompt_key in self.waiting_on_prefix and not sequence.is_prefix_leader:
             return True
-        spare = self.table.num_blocks[self.running] - self._blocks_of_length(self.running, in_flight)
-        return self._find_blocks(sequence, int(np.maximum(spare, 0).sum())) is not None
-
-    def _blocks_of_length(self, rows, more=0):
-        """(B,) blocks that the tokens of rows, and `more` of each, take."""
-        return -(-(self.table.length[rows] + more) // self.blocks.block_size)
-
-    def _has_free(self, count):
-        """Whether `count` blocks are free, once as many as that takes are retained no more."""
-        while count > self.blocks.num_free and self.retained:
-            self.retained.release_oldest()
-        return count <= self.blocks.num_free
-
-    def _give_back_reserved(self):
-        """Free the blocks of running sequences that none of their tokens has a place in."""
-        table, rows = self.table, self.running
-        kept = self._blocks_of_length(rows)
-        for index in np.flatnonzero(table.num_blocks[rows] > kept).tolist():
-            row, first = rows[index], int(kept[index])
-            if table.windows is not None:
-                table.windows.give_back(row, first)
-            self.blocks.give_back(table.block_tables[row, first : table.num_blocks[row]].tolist()[::-1])
-            table.num_blocks[row] = first
-
-    def _find_blocks(self, sequence, spare=0, num_admitted=0):
-        """(cached blocks of a waiting sequence, their hashes, new blocks needed), or None without enough free blocks.
-
-        spare: blocks that are going to be free beside those that are; num_admitted: sequences that run, too.
-        """
-        blocks, size, length = self.blocks, self.blocks.block_size, len(sequence.token_ids)
-        hashes, salt = [], self._salt(sequence)
-        if self.prefix_caching:
-            if self.hashed[0] is not sequence.token_ids or self.hashed[1] != salt:
-                found = self._hashes(sequence.token_ids, (length - 1) // size, salt)
-                self.hashed = sequence.token_ids, salt, found
-            hashes = self.hashed[2]
-            if sequence.num_to_score:
-                # What the cache holds is not computed, and so not scored.
-                hashes = hashes[: len(sequence.prompt_listings) // size]
-        # The blocks that were acquired are matched again: others of a request need not be compared.
-        matched = self.matched[1] if self.matched[0] is hashes else blocks.match(hashes, sequence.token_ids)
-        if self.pages is not None:
-            # A sequence resumes where its state is.
-            matched = matched[: self.pages.match(hashes, len(matched)) * self.pages.ratio]
-        if self.table.windows is not None:
-            matched = self.table.windows.cut(matched)
-        needed = -(-length // size) - len(matched)
-        # A free block for each running sequence, which will need one soon, keeps admission from causing preemption.
-        reserve = len(self.running) + num_admitted
-        if needed + blocks.count_free(matched) + reserve > blocks.num_free + spare:
-            return None
-        return matched, hashes, needed
+        spare = self.row_blocks.spare(self.running, in_flight)
+        return self.row_blocks.find(sequence, len(self.running), spare) is not None
 
     def _admit(self, num_admitted):
         """Give the first waiting sequence a row, and return that, or None without enough free blocks.
 
         num_admitted: sequences that have got a row before it, and are not yet in `running`.
         """
-        sequence, table, blocks = self.waiting[0], self.table, self.blocks
-        size = blocks.block_size
-        most = blocks_needed(sequence.length_limit, size)
-        if most > blocks.num_blocks:
-            raise ValueError(f"scheduler: a sequence of {most} blocks in a cache of {blocks.num_blocks}")
-        found = self._find_blocks(sequence, 0, num_admitted)
-        # Nothing else will free any.
-        while found is None and self.retained and not len(self.running) + num_admitted:
-            self.retained.release_oldest()
-            found = self._find_blocks(sequence)
+        sequence = self.waiting[0]
+        found = self.row_blocks.find_room(sequence, len(self.running) + num_admitted)
         if found is None:
             return None
-        matched, hashes, needed = found
         self.waiting.popleft()
-        blocks.acquire(matched)
-        self.matched = hashes, matched
-        owned = matched + blocks.allocate(needed)
-        self.retained.release(sequence.request_id)
         row = self.free_rows.pop()
-        table.put(row, sequence)
-        table.block_tables[row, : len(owned)] = owned
-        table.num_blocks[row] = len(owned)
-        table.num_registered[row] = len(matched)
-        table.last_hash[row] = hashes[len(matched) - 1] if matched else self._salt(sequence)
-        table.num_computed[row] = len(matched) * size
-        if table.windows is not None:
-            table.windows.begin(row, len(matched))
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = len(matched) * size
-        if self.pages is None:
-            # Each sequence computes a token of its prompt at least, for the logits of the first completion token.
-            leads = self.prefix_caching and len(matched) < (len(sequence.prompt) - 1) // size
-        else:
-            leads = self.pages.begin(row, hashes, len(matched) // self.pages.ratio, len(sequence.prompt))
-        if not leads:
+        if not self.row_blocks.begin(row, sequence, found):
             self.release_waiters(sequence)
         elif not sequence.is_prefix_leader:
             sequence.is_prefix_leader = True
@@ -524,74 +389,12 @@ class Scheduler:
 
     def _share_prompt(self, sequence):
         """Let others match the blocks of a prefix leader, all of whose tokens the step that is scheduled computes."""
-        self._register(np.array([sequence.row]), self.table.length[[sequence.row]])
+        self.row_blocks.register(np.array([sequence.row]), self.table.length[[sequence.row]])
         # Their match is longer than that of their leader.
-        self.matched = None, []
+        self.row_blocks.forget_match()
         self.release_waiters(sequence)
 
-    def _salt(self, sequence):
-        """The salt of a first block's hash: the policy version, with adapter and cache_salt if there are any."""
-        salt = self.policy_version
-        if sequence.adapter_id >= 0:
-            salt = block_hash(salt, np.array([-1 - sequence.adapter_id]))
-        if sequence.cache_salt:
-            # A negative number begins it, as it does an adapter's: no block of token ids has the hash.
-            salt = block_hash(salt, np.array([-1, *sequence.cache_salt.encode()]))
-        return salt
-
-    def _hashes(self, token_ids, count, parent):
-        """The hashes of the first `count` full blocks of token_ids; parent: what the first one follows."""
-        size, hashes = self.blocks.block_size, []
-        for block in token_ids[: count * size].astype(np.int64).reshape(count, size):
-            parent = block_hash(parent, block)
-            hashes.append(parent)
-        return hashes
-
-    def _register(self, rows, computed):
-        """Record the hashes of the rows' blocks that are full once so many tokens of each, (B,), are computed."""
-        table, size = self.table, self.blocks.block_size
-        first, full = table.num_registered[rows], computed // size
-        new = full - first
-        owners = np.repeat(rows, new)
-        indices = np.arange(len(owners)) - np.repeat(np.cumsum(new) - new - first, new)
-        token_ids = table.token_ids[owners[:, None], indices[:, None] * size + np.arange(size)]
-        parents, hashes = dict(zip(rows.tolist(), table.last_hash[rows].tolist(), strict=True)), []
-        for row, block in zip(owners.tolist(), token_ids.astype(np.int64), strict=True):
-            parents[row] = block_hash(parents[row], block)
-            hashes.append(parents[row])
-        if (windows := table.windows) is not None:
-            # A sequence can resume at these where it could not at others with their hashes.
-            self.blocks.forget([each for each in hashes if not windows.has(self.blocks.block_of_hash.get(each))])
-        self.blocks.register(table.block_tables[owners, indices].tolist(), hashes, token_ids)
-        table.num_registered[rows] = full
-        table.last_hash[rows] = np.array(list(parents.values()), np.uint64)
-
-    def _retain(self, row):
-        """Retain the blocks that the next turn of a row's sequence, which has ended, is going to match.
-
-        Not the row's own, of which other sequences may have registered copies. The last token is not computed.
-        """
-        if not self.prefix_caching:
-            return
-        table, sequence = self.table, self.table.sequences[row]
-        token_ids = table.token_ids[row, : table.length[row]]
-        hashes = self._hashes(token_ids, (len(token_ids) - 1) // self.blocks.block_size, self._salt(sequence))
-        self.retained.retain(sequence.request_id, self.blocks.match(hashes, token_ids))
-        # The last computed token is the one before the last; steps in flight must not have begun another state.
-        computed = len(token_ids) - 1
-        states = (computed - 1) // STATE_BLOCK
-        if self.pages is not None and states and (computed - 1 + MOST_IN_FLIGHT) // STATE_BLOCK == states:
-            self.pages.keep_own(row, hashes[states * self.pages.ratio - 1])
-
     def _vacate(self, row):
-        """Take a sequence off its row and release its blocks, the last first: the first are the likeliest to match."""
-        table = self.table
-        if self.routed_experts is not None:
-            self.routed_experts.keep(table.sequences[row], table.block_tables[row], int(table.num_computed[row]))
-        self.blocks.release(table.block_tables[row, : table.num_blocks[row]].tolist()[::-1])
-        if table.windows is not None:
-            table.windows.leave(row)
-        if self.pages is not None:
-            self.pages.end(row)
+        """Take a sequence off its row."""
         self.free_rows.append(row)
-        return table.take(row, self.policy_version)
+        return self.row_blocks.end(row)

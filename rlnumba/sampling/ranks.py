@@ -381,7 +381,7 @@ class LedEngine:
         """Drop all requests, on this rank: each calls it after `led`."""
         for number in list(self.episodes.running):
             self.episodes.abort(number)
-        for request_id in [*self.engine.requests, *self.engine.scheduler.retained.of_request]:
+        for request_id in [*self.engine.requests, *self.engine.scheduler.row_blocks.retained.of_request]:
             self.engine.abort(request_id)
         self.engine.outputs.clear()
         self._start()

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from rlnumba.engine.core import BLOCK_SIZE
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 
 # Upper ends of buckets in seconds: vLLM's.
 TO_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)

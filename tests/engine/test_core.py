@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import Engine, PromptError, SamplingParams
-from rlnumba.engine.core import BLOCK_SIZE
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.transformer import pack, score
 from rlnumba.runtime import device, memory
@@ -94,9 +94,9 @@ def check_blocks(engine):
     for row in running:
         references.update(table.block_tables[row, : table.num_blocks[row]].tolist())
         assert table.sequences[row].row == row
-    for retained in scheduler.retained.of_request.values():
+    for retained in scheduler.row_blocks.retained.of_request.values():
         references.update(retained)
-    assert len({*chain(*scheduler.retained.of_request.values())}) <= blocks.num_blocks // 2
+    assert len({*chain(*scheduler.row_blocks.retained.of_request.values())}) <= blocks.num_blocks // 2
     assert blocks.ref_count == [references[block] for block in range(blocks.num_blocks)]
     assert sorted(blocks.free) == [block for block in range(blocks.num_blocks) if not references[block]]
     assert {value: block for block, value in blocks.hash_of_block.items()} == blocks.block_of_hash
@@ -113,7 +113,7 @@ def check_idle(engine):
     """No request is left, and every block is free."""
     check_blocks(engine)
     assert not engine.has_unfinished
-    assert engine.blocks.num_free == engine.blocks.num_blocks and engine.blocks_wanted == 0
+    assert engine.blocks.num_free == engine.blocks.num_blocks and engine.cache_size.blocks_wanted == 0
 
 
 def test_many_requests_at_random_times_with_random_aborts(model, alone):

@@ -5,7 +5,7 @@ import pytest
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams
-from rlnumba.engine.core import BLOCK_SIZE
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.engine.few_rows import FewRowsDecoder
 from tests.graph_edges import edges_of
 from tests.kernels.test_decoder import model_of

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rlnumba.config import EngineConfig, SFTConfig
-from rlnumba.engine import LLM, PromptError, SamplingParams, core, sampler
+from rlnumba.engine import LLM, PromptError, SamplingParams, sampler
+from rlnumba.engine.blocks import cache_size
 from rlnumba.engine.cache import KVCache
 from rlnumba.engine.sequence import RequestOutput
 from rlnumba.engine.steps import attention
@@ -491,12 +492,12 @@ def test_the_cpus_cache_follows_the_requests(model, monkeypatch):
     assert blocks(max_num_seqs=5, max_num_batched_tokens=2) == 2 * (3 + 1)
     assert blocks(num_gpu_blocks_override=4) == 4
     block_bytes = 2 * 2 * 16 * 2 * 16 * 4  # K and V, layers, tokens, heads, head_dim, float32
-    monkeypatch.setattr(core, "CPU_CACHE_BYTES", 5 * block_bytes + 1)
+    monkeypatch.setattr(cache_size, "CPU_CACHE_BYTES", 5 * block_bytes + 1)
     assert blocks() == 5
-    monkeypatch.setattr(core, "CPU_CACHE_BYTES", 2 * block_bytes)
+    monkeypatch.setattr(cache_size, "CPU_CACHE_BYTES", 2 * block_bytes)
     assert blocks() == 3
     monkeypatch.undo()
-    assert core.CPU_CACHE_BYTES == 2**30
+    assert cache_size.CPU_CACHE_BYTES == 2**30
     # It grows where more is asked for, and is kept where less is.
     llm = LLM(model)
     sizes = []
@@ -823,8 +824,8 @@ def test_the_cache_gets_what_attention_leaves(model, monkeypatch):
     monkeypatch.setattr(device, "xp", lambda: SimpleNamespace(get_default_memory_pool=lambda: pool))
     room = total // 2 - model.weights.flat.nbytes
     block = llm.engine.runner.block_bytes
-    llm.engine.max_model_len = 1 << 20
-    assert llm.engine._gpu_blocks() == (room - own) // block
+    llm.engine.cache_size.max_model_len = 1 << 20
+    assert llm.engine.cache_size.of_gpu() == (room - own) // block
     assert asked == [room // block * 16]
 
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlnumba.config import EngineConfig
-from rlnumba.engine.blocks.block_manager import BlockManager
+from rlnumba.engine.blocks.block_manager import BlockManager, blocks_needed
 from rlnumba.engine.blocks.row_windows import RowWindows
 from rlnumba.engine.blocks.window_blocks import WindowBlocks, places_for
 from rlnumba.engine.cache import BlockSizes, KVCache
 from rlnumba.engine.llm import LLM
-from rlnumba.engine.scheduler import Scheduler, blocks_needed
+from rlnumba.engine.scheduler import Scheduler
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
 from rlnumba.engine.steps.arrays import step_arrays
 from rlnumba.engine.steps.shapes import StepShape, pad_step
@@ -104,7 +104,7 @@ def test_any_schedule_reads_the_windows_of_its_own_tokens(requests, rows, extra_
         elif step.is_decode and rng.random() < 0.3:
             length = table.length[step.rows]
             limit = table.length_limit[step.rows] - 1
-            scheduler.reserve_blocks(step.rows, *(np.minimum(length + more, limit) for more in (1, 65)))
+            scheduler.row_blocks.reserve(step.rows, *(np.minimum(length + more, limit) for more in (1, 65)))
         sampled, logprobs = model.run(step, table)
         if step.has_drafts:
             step, kept = scheduler.accept(step, sampled)

@@ -10,7 +10,7 @@ import pytest
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import Engine, SamplingParams, run_ahead
-from rlnumba.engine.core import BLOCK_SIZE
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.engine.runner import MAX_IN_FLIGHT, RESERVED_TOKENS
 from rlnumba.runtime import device
 from tests.engine.test_core import TINY, check_blocks, check_idle, make_engine, run

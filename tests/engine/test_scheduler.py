@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlnumba.engine import scheduler as scheduler_module
-from rlnumba.engine.blocks.block_manager import BlockManager
-from rlnumba.engine.scheduler import Scheduler, blocks_needed
+from rlnumba.engine.blocks.block_manager import BlockManager, blocks_needed
+from rlnumba.engine.scheduler import Scheduler
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
 from rlnumba.kernels.attention.paged import PrefixSharing
 
@@ -226,23 +226,23 @@ def decoding(num_blocks, lengths):
 def test_blocks_are_reserved_for_tokens_to_come():
     scheduler, _ = decoding(20, [3, 6])
     rows, table = scheduler.running, scheduler.table
-    reserved = scheduler.reserve_blocks(rows, np.array([5, 8]), np.array([17, 12]))
+    reserved = scheduler.row_blocks.reserve(rows, np.array([5, 8]), np.array([17, 12]))
     indices, columns, blocks = (values.tolist() for values in reserved)
     # Blocks for 17 and 12 tokens are 5 and 3, of which one and two are there.
     assert indices == [0, 0, 0, 0, 1] and columns == [1, 2, 3, 4, 2] and table.num_blocks[rows].tolist() == [5, 3]
     assert table.block_tables[rows[0], 1:5].tolist() + table.block_tables[rows[1], 2:3].tolist() == blocks
     assert scheduler.blocks.num_free == 12
     # Half of the free blocks are not enough for 41 tokens, so there are blocks for 21; then for none.
-    indices, _, _ = scheduler.reserve_blocks(rows, np.array([21, 12]), np.array([21, 41]))
+    indices, _, _ = scheduler.row_blocks.reserve(rows, np.array([21, 12]), np.array([21, 41]))
     assert indices.tolist() == [0] and scheduler.blocks.num_free == 11
-    assert scheduler.reserve_blocks(rows, np.array([80, 12]), np.array([80, 12])) is None
+    assert scheduler.row_blocks.reserve(rows, np.array([80, 12]), np.array([80, 12])) is None
     assert scheduler.blocks.num_free == 11 and table.num_blocks[rows].tolist() == [6, 3]
 
 
 def test_reserved_blocks_are_given_back_before_one_is_preempted():
     scheduler, model = decoding(6, [3, 7])
     rows = scheduler.running
-    scheduler.reserve_blocks(rows, np.array([15, 8]), np.array([15, 8]))
+    scheduler.row_blocks.reserve(rows, np.array([15, 8]), np.array([15, 8]))
     assert scheduler.blocks.num_free == 0
     step = scheduler.schedule()
     scheduler.update(step, *model.run(step, scheduler.table))
@@ -258,7 +258,7 @@ def test_whether_a_sequence_can_be_admitted_counts_reserved_blocks_as_free():
     scheduler.add(sequences_of([([9] * 14, 1, 4)])[0])
     # Four blocks, and one for the sequence that runs.
     assert scheduler.can_admit(1)
-    scheduler.reserve_blocks(rows, np.array([18]), np.array([18]))
+    scheduler.row_blocks.reserve(rows, np.array([18]), np.array([18]))
     assert scheduler.blocks.num_free == 3 and scheduler.can_admit(1)
     # With nine tokens more, 13, it needs four of its five blocks itself.
     assert scheduler.can_admit(8) and not scheduler.can_admit(9)

@@ -7,7 +7,7 @@ import pytest
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, Engine, SamplingParams, speculation
-from rlnumba.engine.core import BLOCK_SIZE
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.engine.ngram import NgramIndex
 from rlnumba.engine.scheduler import SchedulerOutput
 from rlnumba.engine.speculation import MAX_NUM_SEQS, SpeculationPolicy, Speculator

@@ -7,7 +7,7 @@ import pytest
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import Engine, SamplingParams, run_ahead, runner
-from rlnumba.engine.core import BLOCK_SIZE
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.engine.steps.shapes import row_bucket_of
 from rlnumba.runtime import device
 from tests.engine.test_core import TINY, check_idle, run

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlnumba.engine import PromptError, SamplingParams
-from rlnumba.engine.core import BLOCK_SIZE
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.model.transformer import pack, score
 from rlnumba.runtime import device
@@ -232,9 +232,9 @@ def test_equal_rollouts_retain_the_blocks_that_can_be_matched(model):
     waits = lambda rollout, turn, value: gates[rollout.index]  # noqa: E731
     episodes.submit(request_of(scripted(lengths, waits), params=replace(PARAMS, temperature=0.0)))
     for _ in range(1000):
-        if len(episodes.engine.scheduler.retained) < 4:
+        if len(episodes.engine.scheduler.row_blocks.retained) < 4:
             episodes.step(0.0)
-    assert len(episodes.engine.scheduler.retained) == 4 and not episodes.engine.has_unfinished
+    assert len(episodes.engine.scheduler.row_blocks.retained) == 4 and not episodes.engine.has_unfinished
     check_blocks(episodes.engine)
     gates[0].set_result([30])
     # Its blocks are free, and used by others.
@@ -465,7 +465,7 @@ def test_episodes_that_are_dropped_end_and_keep_no_block(model, tools, steps, le
         run(episodes, found)
         assert results(found[1]) == results(expected[1])
     check_idle(episodes.engine)
-    assert not episodes.engine.scheduler.retained and len(closed) == len({*closed})
+    assert not episodes.engine.scheduler.row_blocks.retained and len(closed) == len({*closed})
     if request is not None:
         again = Episodes(make_engine(model))
         again.submit(replace(request, episode=scripted(lengths)))
@@ -517,10 +517,10 @@ def test_an_episode_lives_over_a_change_of_weights(keep_cache):
     for _ in range(25):
         episodes.step(0.0)
     episodes.engine.synchronize()
-    assert len(episodes.engine.scheduler.retained) == 1
+    assert len(episodes.engine.scheduler.row_blocks.retained) == 1
     model.weights.flat *= np.float32(0.7)
     episodes.update_weights(4, keep_cache)
-    assert not episodes.engine.scheduler.retained
+    assert not episodes.engine.scheduler.row_blocks.retained
     check_blocks(episodes.engine)
     gate.set_result(SUFFIX)
     running, waiting = run(episodes)[0]
@@ -603,7 +603,7 @@ def test_retained_blocks_are_released_before_any_is_preempted(model, length):
     lengths = [33, 8]
     episodes = Episodes(make_engine(model, blocks=13))
     engine, params = episodes.engine, replace(PARAMS, n=4)
-    retained = engine.scheduler.retained
+    retained = engine.scheduler.row_blocks.retained
     episodes.submit(request_of(scripted(lengths, waits), params=params))
     while engine.has_unfinished or len(order) < 4:
         episodes.step(0.0)
@@ -657,7 +657,7 @@ def test_episodes_with_aborts_return_every_block(model):
         check_blocks(engine)
         preempted = max(preempted, engine.num_preemptions)
     check_idle(engine)
-    assert not engine.scheduler.retained and not engine.scheduler.retained.counts
+    assert not engine.scheduler.row_blocks.retained and not engine.scheduler.row_blocks.retained.counts
     assert len(aborted) > EPISODES / 15 and len(found) > EPISODES / 1.5
     for group in range(12, 24):
         prompt, lengths = shapes[group % 12]

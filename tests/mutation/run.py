@@ -67,7 +67,7 @@ GPU_ONLY = {
     "rlnumba/engine/steps/attention.py": ("NullAttention",),
     "rlnumba/engine/steps/upload.py": ("Upload._grow", "Upload._layout"),
     # How many blocks fit into the GPU's memory.
-    "rlnumba/engine/core.py": ("Engine._gpu_blocks", "Engine._blocks_beside"),
+    "rlnumba/engine/blocks/cache_size.py": ("CacheSize.of_gpu", "CacheSize._beside"),
 }
 # Seconds of tests that are tried together: most mutants fail one of the first, and one that loops for ever ends there.
 ROUNDS = (4.0, 30.0, float("inf"))

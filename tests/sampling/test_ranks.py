@@ -190,7 +190,7 @@ def test_episodes_have_the_text_of_one_engine(model, monkeypatch, world_size):
             return [[(c.token_ids, c.logprobs, c.episode.value) for c in found[number]] for number in range(2)]
 
         found, own = together.led(draw), together.own.engine
-        assert own.blocks.num_free == own.blocks.num_blocks and not own.scheduler.retained
+        assert own.blocks.num_free == own.blocks.num_blocks and not own.scheduler.row_blocks.retained
         return found
 
     with ThreadPoolExecutor(4) as executor:

@@ -23,6 +23,11 @@ def block_hash(parent, token_ids):
     return xxhash.xxh64_intdigest(int(parent).to_bytes(8, "little") + token_ids.astype("<i8").tobytes())
 
 
+def blocks_needed(length_limit, block_size):
+    """The most blocks that a sequence of length_limit tokens needs: the last one ends it and is never computed."""
+    return -(-(length_limit - 1) // block_size)
+
+
 class BlockManager:
     """num_blocks blocks of block_size tokens, all free at the start."""
 

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlnumba import data
+from rlnumba.engine.blocks.block_manager import blocks_needed
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES
 from rlnumba.engine.cache import BlockSizes, state_bytes_of
-from rlnumba.engine.core import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES, longest_sequence
+from rlnumba.engine.core import longest_sequence
 from rlnumba.engine.parallel_size import weights_bytes
 from rlnumba.engine.runner import Runner
-from rlnumba.engine.scheduler import blocks_needed, steps_of_group
+from rlnumba.engine.scheduler import steps_of_group
 from rlnumba.engine.speculation import longest_verified
 from rlnumba.environments.agents import load_agents
 from rlnumba.kernels.logprob import chunked

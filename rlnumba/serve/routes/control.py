@@ -10,7 +10,7 @@ import json
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from rlnumba.engine.core import BLOCK_SIZE
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.errors import UserError, shown
 from rlnumba.model.new_weights import WeightFolders
 from rlnumba.serve.control import MODES, PauseOvertaken

@@ -56,7 +56,7 @@ def phases(policy, sequences):
         batch = timed(seconds, "batch", lambda: sft.target_batch(sequences))
         xp, count = device.xp(), batch.rows.shape[0]
         outputs = xp.empty(count, np.float32), xp.empty(count, np.float32), xp.empty(count, np.int32)
-        tape, attention = policy.new_tape(), packed_attention(model, batch, arena)
+        tape, attention = policy.new_tape(batch), packed_attention(model, batch, arena)
         hidden = timed(
             seconds,
             "forward",

@@ -49,7 +49,8 @@ class Layer:
         inner, dinner = (random_array(tokens * top_k, inner_columns) for _ in range(2))
         routing = Routing.empty(tokens, top_k, dtype, cupy.empty)
         dispatched = Dispatch.empty(tokens, top_k, num_experts, cupy.empty)
-        load = RouterLoad(cupy.zeros(num_experts, np.int32), cupy.zeros(num_experts, f32))
+        sums = cupy.zeros(num_experts, np.int32), cupy.zeros(num_experts, f32)
+        load = RouterLoad(*sums, cupy.full(1, tokens, np.int32))
         self.operators = {
             "route": (lambda: route(scores, True, routing), [scores, *routing]),
             "dispatch": (lambda: dispatch(routing.experts, dispatched), [routing.experts, *dispatched]),

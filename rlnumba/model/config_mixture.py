@@ -80,6 +80,12 @@ def mixture_fields(raw, source):
     return fields
 
 
+def idle_parameters(config):
+    """The parameters of a ModelConfig's experts that a token does not have: int, 0 for a dense model."""
+    of_expert = 3 * config.hidden_size * config.moe_intermediate_size if config.num_experts else 0
+    return len(config.mixture_layers) * (config.num_experts - config.num_experts_per_tok) * of_expert
+
+
 def mixture_keys(config):
     """The keys that a mixture's config.json has beside those of other models: dict."""
     names = ["num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"]

@@ -17,23 +17,36 @@ from rlnumba.kernels.experts.ops import RouterLoad
 from rlnumba.runtime import device
 
 
-class RouterTerm(NamedTuple):
-    """The routers' loss of a forward with a tape, of all its tokens, whose gradient its backward adds.
+class RouterArrays(NamedTuple):
+    """Arrays of a micro-batch's routers' loss, on the device: num_tokens (1,) int32, those that are no padding, and
+    weight (1,) float32, the factor of the loss, are read; loss (1,) float32 and counts (E,) int32, the rows of each
+    expert, are written."""
 
-    load: RouterLoad of zeros, which the layers add to; weight: the factor of the loss; loss (1,), slopes (E,) float32:
-    what router_loss writes.
+    num_tokens: object
+    weight: object
+    loss: object
+    counts: object
+
+
+class RouterTerm(NamedTuple):
+    """The routers' loss of a forward with a tape, of its first tokens, whose gradient its backward adds.
+
+    load: RouterLoad of zeros, which the layers add to; weight (1,): the factor of the loss; loss (1,), slopes (E,)
+    float32: what router_loss writes. has_gradient: whether the factor is not 0.
     """
 
     load: object
-    weight: float
+    weight: object
     loss: object
     slopes: object
+    has_gradient: bool
 
 
 class RouterLosses:
-    """The RouterTerms of a policy's micro-batches, on the device until the step's metrics are read.
+    """The routers' losses of a policy's micro-batches, on the device until the step's metrics are read.
 
     config: the model's; train: the [train] section, whose coefficient is 0 where it is no RouterLossConfig.
+    outputs: the results that each micro-batch of a mixture has of it, as MicroBatchGraphs.run takes them.
     """
 
     def __init__(self, config, train):
@@ -41,22 +54,43 @@ class RouterLosses:
         if self.num_experts and isinstance(train, RouterLossConfig):
             given = train.router_aux_loss_coef
             self.coefficient = config.router_aux_loss_coef if given is None else given
-        self.terms = []
+        self.outputs = {"aux_loss": (1, np.float32), "expert_rows": (self.num_experts, np.int32)}
+        self.outputs = self.outputs if self.num_experts else {}
+        # Functions that return (loss, rows of each expert) of a micro-batch.
+        self.readings = []
 
-    def new_term(self, num_micro_batches):
-        """The RouterTerm of the next micro-batch of a step of so many; None for a dense model."""
+    def inputs(self, num_tokens, num_micro_batches):
+        """Arrays for the device of a micro-batch of so many tokens, of a step of so many; {} for a dense model."""
+        if not self.num_experts:
+            return {}
+        weight = self.coefficient / num_micro_batches
+        return {"num_tokens": np.int32([num_tokens]), "router_weight": np.float32([weight])}
+
+    def add(self, read):
+        """Count a micro-batch whose results, with `outputs` among them, read() returns."""
+        if self.num_experts:
+            self.readings.append(lambda: (float(read()["aux_loss"][0]), read()["expert_rows"]))
+
+    def new_term(self, arrays, num_tokens, num_micro_batches):
+        """The RouterTerm of a micro-batch of a step of so many; None for a dense model.
+
+        arrays: its RouterArrays, whose results its sender reads; None: it has its own, of num_tokens, read here.
+        """
         if not self.num_experts:
             return None
         xp, count = device.xp(), self.num_experts
-        load = RouterLoad(xp.zeros(count, np.int32), xp.zeros(count, np.float32))
-        weight = self.coefficient / num_micro_batches
-        term = RouterTerm(load, weight, xp.empty(1, np.float32), xp.empty(count, np.float32))
-        self.terms.append(term)
-        return term
+        if arrays is None:
+            sent = self.inputs(num_tokens, num_micro_batches)
+            tokens, weight = (xp.full(1, sent[name][0]) for name in ("num_tokens", "router_weight"))
+            arrays = RouterArrays(tokens, weight, xp.empty(1, np.float32), xp.empty(count, np.int32))
+            self.readings.append(lambda: (float(device.to_host(arrays.loss)[0]), device.to_host(arrays.counts)))
+        arrays.counts[...] = 0
+        load = RouterLoad(arrays.counts, xp.zeros(count, np.float32), arrays.num_tokens)
+        return RouterTerm(load, arrays.weight, arrays.loss, xp.empty(count, np.float32), self.coefficient != 0)
 
     def take(self):
-        """The terms of the step that has ended."""
-        found, self.terms = self.terms, []
+        """The readings of the step that has ended."""
+        found, self.readings = self.readings, []
         return found
 
     def metrics(self, results):
@@ -75,11 +109,6 @@ class RouterLosses:
         if "aux_loss" in metrics:
             metrics["loss"] += self.coefficient * metrics["aux_loss"]
         return metrics
-
-
-def values_of(terms):
-    """[(loss, rows of each expert)] of RouterTerms, on the host."""
-    return [(float(device.to_host(term.loss)[0]), device.to_host(term.load.counts)) for term in terms]
 
 
 def check_router_loss(train, read):

@@ -154,9 +154,9 @@ class Transformer:
             return hidden
         tape.ctx, tape.input_ids, router = ctx, input_ids, tape.router
         if router is not None:
+            # The load is not the backward's, which may run layers again.
+            tape.ctx = replace(ctx, router_gradient=router if router.has_gradient else None)
             ctx = replace(ctx, router_load=router.load)
-            # Not in the backward, which may run layers again.
-            tape.ctx = replace(tape.ctx, router_slopes=router.slopes if router.weight else None)
         if lora is None:
             tape.token_list = list_tokens(input_ids, weights.embed_tokens.shape, config.pad_token_id)
         x = memory.empty((N, D), self.dtype)
@@ -173,7 +173,7 @@ class Transformer:
         rmsnorm(x, weights.norm, config.rms_norm_eps, hidden, rstd, config.norm_offset)
         tape.last = x, rstd
         if router is not None:
-            router_loss(router.load, N * len(config.mixture_layers), router.weight, router.loss, router.slopes)
+            router_loss(router.load, len(config.mixture_layers), router.weight, router.loss, router.slopes)
         return hidden
 
     def _embed(self, input_ids, x):

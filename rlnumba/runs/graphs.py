@@ -9,8 +9,8 @@ to compute. So a micro-batch of at most max_tokens() tokens is padded to the sha
 from the second of a bucket on, runs as a graph. The first one runs as it is, which compiles kernels and sizes the
 arena; a run whose every micro-batch has another shape therefore captures nothing. Without graphs, train.cuda_graphs =
 false, the same kernels run on the same padded arrays: the bits are equal. Larger micro-batches, those of
-optimizer_in_backward, which update weights, of dropout, whose masks the host numbers, and of mixtures of experts,
-whose routers' loss is a mean over all tokens, are neither padded nor captured.
+optimizer_in_backward, which update weights, and of dropout, whose masks the host numbers, are neither padded nor
+captured.
 
 Arrays that a graph reads and writes stay where they are: inputs and outputs have buffers of the bucket, activations are
 at the beginning of the policy's arena, and what operators allocate for themselves comes from a memory pool of the
@@ -44,15 +44,14 @@ POOL_BYTES = 2 << 30
 TENSOR_MAPS = 1 << 13
 
 
-def has_graphs(train, lora, config):
-    """Whether a run with these sections, lora being None or a LoraConfig, and ModelConfig has graphs of its
-    micro-batches on a GPU."""
-    keeps_shapes = (lora is not None and lora.lora_dropout > 0) or bool(config.mixture_layers)
-    return train.cuda_graphs and not train.optimizer_in_backward and not keeps_shapes
+def has_graphs(train, lora):
+    """Whether a run with these sections, lora being None or a LoraConfig, has graphs of its micro-batches on a GPU."""
+    has_dropout = lora is not None and lora.lora_dropout > 0
+    return train.cuda_graphs and not train.optimizer_in_backward and not has_dropout
 
 
 def max_tokens(num_parameters):
-    """The most tokens of a micro-batch that runs as a graph, for a model of so many parameters."""
+    """The most tokens of a micro-batch that runs as a graph, for a model of which a token has so many parameters."""
     return min(MAX_PRODUCTS // num_parameters, MAX_TOKENS)
 
 
@@ -80,15 +79,15 @@ class ShapeBucket:
 class MicroBatchGraphs:
     """The graphs of one policy.
 
-    train: its [train] section; keeps_shapes: whether its training forward has dropout or a routers' loss, into which no
-    padding may go; num_parameters: its model's.
+    train: its [train] section; has_dropout: whether its training forward has; num_parameters: those of its model that a
+    token has.
     pads: whether micro-batches get the shape of a bucket; captures: whether these may become graphs.
     """
 
-    def __init__(self, train, keeps_shapes, num_parameters, captures=True):
+    def __init__(self, train, has_dropout, num_parameters, captures=True):
         self.max_tokens = max_tokens(num_parameters)
         is_gpu = device.name() == "cuda" or device.properties().capability is not None
-        self.pads = is_gpu and not train.optimizer_in_backward and not keeps_shapes
+        self.pads = is_gpu and not train.optimizer_in_backward and not has_dropout
         self.captures = captures and train.cuda_graphs and device.name() == "cuda" and not DEBUG
         self.buckets = OrderedDict()
         self.stream = self.pool = None
@@ -121,7 +120,7 @@ class MicroBatchGraphs:
         else:
             bucket = ShapeBucket(*layouts)
         bucket.inputs.send(arrays)
-        batch = DeviceBatch.of(micro_batch, bucket.inputs.arrays)
+        batch = DeviceBatch.of(micro_batch, bucket.inputs.arrays, bucket.outputs.arrays)
 
         def compute():
             with policy.scope():

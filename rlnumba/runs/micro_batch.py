@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rlnumba.model.router_loss import RouterArrays
 from rlnumba.model.transformer import packed_positions
 from rlnumba.runtime import device
 from rlnumba.runtime.buckets import bucket_of, bucket_step
@@ -49,7 +50,7 @@ class TargetBatch:
     whose values are computed; target_ids (T,) i32, None where only values are; thresholds (T,) f32: the smallest logit
     of the prediction of each, or None for all logits. every_row: compute targets without a gradient, too. allowed
     (T, ceil(V / 32)) i32: the tokens that a grammar allows for each, or None for all. routed_experts: those that
-    Transformer.forward takes as `replayed`, or None.
+    Transformer.forward takes as `replayed`, or None. router: the RouterArrays of a training step, or None.
     """
 
     input_ids: object
@@ -62,6 +63,7 @@ class TargetBatch:
     every_row: bool = False
     allowed: object = None
     routed_experts: object = None
+    router: RouterArrays | None = None
 
     @staticmethod
     def of(token_ids, lengths, targets, thresholds=None):
@@ -141,7 +143,11 @@ class MicroBatch:
         ends = sequences["cu_seqlens"][len(self.sequences["cu_seqlens"]) :]
         ends[:] = np.minimum(self.num_tokens + TILE * np.arange(1, len(ends) + 1), num_tokens)
         tokens = {name: _extended(array, num_tokens, 0) for name, array in self.tokens.items()}
-        arrays = {"tokens": tokens, "targets": targets, "sequences": sequences}
+        others = dict(self.others)
+        if "routed_experts" in others:
+            # Padding has its own.
+            others["routed_experts"] = _extended(others["routed_experts"], num_tokens, -1, axis=1)
+        arrays = {"tokens": tokens, "targets": targets, "sequences": sequences, "others": others}
         return replace(self, **arrays, max_seqlen=seqlen_bucket_of(self.max_seqlen), is_padded=True)
 
     def to_device(self):
@@ -149,10 +155,10 @@ class MicroBatch:
         return DeviceBatch.of(self, {name: device.asarray(array) for name, array in self.arrays.items()})
 
 
-def _extended(array, length, value):
-    """A copy of an array (n, ...) with n = length, what is new being `value`."""
-    extended = np.full((length, *array.shape[1:]), value, array.dtype)
-    extended[: len(array)] = array
+def _extended(array, length, value, axis=0):
+    """A copy of an array with `length` elements along an axis, what is new being `value`."""
+    extended = np.full((*array.shape[:axis], length, *array.shape[axis + 1 :]), value, array.dtype)
+    np.moveaxis(extended, axis, 0)[: array.shape[axis]] = np.moveaxis(array, axis, 0)
     return extended
 
 
@@ -181,11 +187,14 @@ class DeviceBatch:
     arrays: dict
 
     @staticmethod
-    def of(micro_batch, arrays):
-        """A MicroBatch whose arrays are `arrays` on the device."""
+    def of(micro_batch, arrays, results=None):
+        """A MicroBatch whose arrays are `arrays` on the device; results: the arrays that its function writes."""
         names = ("input_ids", "position_ids", "cu_seqlens", "rows", "target_ids")
         of_policy = {name: arrays[name] for name in names} | {
             name: arrays.get(name) for name in ("thresholds", "allowed", "routed_experts")
         }
+        if "router_weight" in arrays:
+            written = results["aux_loss"], results["expert_rows"]
+            of_policy["router"] = RouterArrays(arrays["num_tokens"], arrays["router_weight"], *written)
         targets = TargetBatch(**of_policy, max_seqlen=micro_batch.max_seqlen, every_row=micro_batch.is_padded)
         return DeviceBatch(targets, arrays)

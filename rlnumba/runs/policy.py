@@ -24,10 +24,11 @@ import numpy as np
 
 from rlnumba.checkpoint import ArrayPart
 from rlnumba.kernels.nn.elementwise import add, scale
+from rlnumba.model.config_mixture import idle_parameters
 from rlnumba.model.heads import HeadGradients, LogprobHead, ValueHead
 from rlnumba.model.layer_gradients import backward_and_update
 from rlnumba.model.low_rank import Dropout
-from rlnumba.model.router_loss import RouterLosses, values_of
+from rlnumba.model.router_loss import RouterLosses
 from rlnumba.model.transformer import Tape, packed_attention
 from rlnumba.optim import AdamWConfig, Optimizer
 from rlnumba.parallel.gradient_fold import GradientFold, rounds
@@ -82,8 +83,8 @@ class Policy:
         self.router = RouterLosses(model.config, train)
         # Those of the optimizer step that each_micro_batch goes through, on all ranks.
         self.num_micro_batches = 1
-        keeps_shapes = self.has_dropout or bool(model.config.mixture_layers)
-        self.graphs = MicroBatchGraphs(train, keeps_shapes, model.weights.size, not self.folds_layers)
+        of_token = model.weights.size - idle_parameters(model.config)
+        self.graphs = MicroBatchGraphs(train, self.has_dropout, of_token, not self.folds_layers)
         # With optimizer_in_backward, of the backward to come.
         self._learning_rate = None
         # Values that a loss carries from one step to the next, by name: JSON, part of the checkpoint.
@@ -187,9 +188,16 @@ class Policy:
         """
         return self.graphs.run(self, function, micro_batch, outputs, constants)
 
-    def run_unpadded(self, function, micro_batch, outputs, *constants):
-        """Do what `run` does, never as a graph, for a function that reads from the device."""
-        return self.graphs.run(self, function, micro_batch, outputs, constants, pads=False)
+    def run_training(self, function, micro_batch, outputs, *constants, pads=True):
+        """Do what `run` does for a function with a forward and a backward, whose results have the routers', too.
+
+        pads: False for a function that reads from the device, which never runs as a graph.
+        """
+        sent = self.router.inputs(micro_batch.num_tokens, self.num_micro_batches)
+        micro_batch, outputs = micro_batch.with_arrays(others=sent), outputs | self.router.outputs
+        read = self.graphs.run(self, function, micro_batch, outputs, constants, pads)
+        self.router.add(read)
+        return read
 
     def scope(self):
         """Activations of the micro-batch inside come from the arena and are freed at the end of the block."""
@@ -227,14 +235,16 @@ class Policy:
         finally:
             self._is_training = True
 
-    def new_tape(self):
-        """A Tape for the next micro-batch of the optimizer step."""
+    def new_tape(self, batch):
+        """A Tape for a TargetBatch, the next micro-batch of the optimizer step."""
         dropout = None
         if self.has_dropout:
             step = self.optimizer.steps + self.optimizer.skipped_steps
             dropout = Dropout(self.model.adapter.lora.lora_dropout, self.seed, step, self.micro_batch)
         self.micro_batch += 1
-        router = self.router.new_term(self.num_micro_batches) if self._is_training else None
+        router = None
+        if self._is_training:
+            router = self.router.new_term(batch.router, len(batch.input_ids), self.num_micro_batches)
         tape, kept = Tape(dropout=dropout, router=router), self.train.kept_activations
         tape.recompute = kept == "minimal"
         if kept == "selective":
@@ -246,7 +256,7 @@ class Policy:
 
         head: by default the LogprobHead, whose outputs are those of `logprobs`. `backward` is called in the same scope.
         """
-        tape, head = self.new_tape(), self.logprob_head if head is None else head
+        tape, head = self.new_tape(batch), self.logprob_head if head is None else head
         hidden = self._hidden(self.model, batch, tape)
         return Forward(tape, head, head.forward(self.model, hidden, batch, self.arena, *outputs))
 
@@ -258,7 +268,7 @@ class Policy:
 
     def forward_backward(self, batch, dlogprobs, logprobs, entropy=None, top1=None):
         """forward and backward at once, for dlogprobs known beforehand, which takes fewer GEMMs."""
-        tape, head = self.new_tape(), self.logprob_head
+        tape, head = self.new_tape(batch), self.logprob_head
         hidden, gradients = self._hidden(self.model, batch, tape), self._begin_backward(head)
         of_head = self.model, hidden, batch, gradients, self.arena
         dhidden = head.forward_backward(*of_head, dlogprobs, (logprobs, entropy, top1))
@@ -318,12 +328,12 @@ class Policy:
         self._begin_update()
         in_backward = self.train.optimizer_in_backward
         norm = self.optimizer.finish() if in_backward else self.optimizer.step(learning_rate)
-        terms, has_router = self.router.take(), self.router.num_experts > 0
+        readings, has_router = self.router.take(), self.router.num_experts > 0
 
         def read():
             metrics = {"grad_norm": float(norm), "learning_rate": learning_rate}
             if has_router:
-                metrics |= self.router.metrics(self.of_all_micro_batches(values_of(terms)))
+                metrics |= self.router.metrics(self.of_all_micro_batches([each() for each in readings]))
             if self.communicator is not None:
                 self.communicator.check()
             return metrics | ({"skipped_steps": norm.skipped_steps} if norm.skipped_steps else {})

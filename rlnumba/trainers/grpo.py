@@ -220,13 +220,13 @@ def optimizer_step(policy, micro_batches, learning_rate, bonus):
         batch = part.micro_batch(policy.grammar).with_arrays(others={"scale": np.float32([scale])})
         tokens = slice(ends[i] - len(part.loss_mask), ends[i])
         if part.on_policy and gradient_is_known and not part.is_stale:
-            readings.append(policy.run(known_gradient_step, batch, outputs))
+            readings.append(policy.run_training(known_gradient_step, batch, outputs))
         elif selects and not choice.is_made:
             # With one micro-batch, the entropies of its own forward choose the tokens.
-            readings.append(policy.run_unpadded(general_step, batch, outputs, part.on_policy, choice))
+            readings.append(policy.run_training(general_step, batch, outputs, part.on_policy, choice, pads=False))
         else:
             batch = batch.with_arrays(targets=choice.arrays(tokens))
-            readings.append(policy.run(general_step, batch, outputs, part.on_policy))
+            readings.append(policy.run_training(general_step, batch, outputs, part.on_policy))
     if selects and len(micro_batches) == 1:
         # On all ranks, of which one has made it.
         made = [(choice.kept, choice.num_kept)] if choice.is_made else []

@@ -55,7 +55,7 @@ def train_step(policy, rows, learning_rate):
     policy.zero_grad(learning_rate)
     for batch in policy.each_micro_batch(batches):
         weighted = batch.with_arrays(targets={"weights": np.full(batch.num_targets, -1.0 / count, np.float32)})
-        readings.append(policy.run(step, weighted, OUTPUTS, loss_type == "dft"))
+        readings.append(policy.run_training(step, weighted, OUTPUTS, loss_type == "dft"))
     info = policy.step(learning_rate)
 
     def read():

@@ -24,7 +24,6 @@ from rlnumba.kernels.experts.reference import (
     dispatch_ref,
     route_backward_ref,
     route_ref,
-    router_load_ref,
     router_loss_ref,
     shares_ref,
     weigh_rows_backward_ref,
@@ -95,11 +94,13 @@ def check_route(rng, shape, dtype, normalise):
     assert_close(replayed.weights, weights, terms=num_experts, what="weights of recorded experts")
 
     dweights, slopes = rng.standard_normal((tokens, top_k), np.float32), rng.standard_normal(num_experts, np.float32)
+    padding_from = tokens * 3 // 4
     for given in (None, slopes):
         dscores = full(scores.shape, scores.dtype)
         arguments = *on_device(dweights, scores, experts), normalise, dscores
-        route_backward(*arguments, None if given is None else device.asarray(given))
-        expected = route_backward_ref(*wide(dweights, scores), experts, normalise, given)
+        of_loss = (None, None) if given is None else on_device(given, np.int32([padding_from]))
+        route_backward(*arguments, *of_loss)
+        expected = route_backward_ref(*wide(dweights, scores), experts, normalise, given, padding_from)
         # Terms of either sign cancel.
         scale = float(np.max(np.abs(dweights), initial=0)) + (0 if given is None else np.abs(given).max())
         assert_close(dscores, expected, terms=num_experts, scale=scale, what="dscores")
@@ -156,20 +157,24 @@ def check_weighed_rows(rng, shape, dtype):
 
 def check_load(rng, shape, dtype):
     tokens, num_experts, top_k, _ = shape
-    counts, shares = full((num_experts,), np.int32), full((num_experts,), np.float32, 0.25)
-    load = RouterLoad(counts, shares)
     scores = random(rng, (tokens, num_experts), dtype)
     experts, _ = route_ref(scores, top_k, True)
-    add_router_load(device.asarray(scores), dispatched_of(experts, num_experts), load)
-    expected_counts, expected = router_load_ref(*wide(scores), dispatch_ref(experts, num_experts)[0])
-    assert_same_bits(counts, (expected_counts - 7).astype(np.int32), "counts")
-    assert_close(shares, expected + 0.25, terms=tokens + num_experts, scale=tokens + 1, what="shares")
-    loss, slopes = full((1,), np.float32), full((num_experts,), np.float32)
-    router_loss(load, tokens + 1, 0.5, loss, slopes)
-    expected = router_loss_ref(device.to_host(counts), *wide(device.to_host(shares)), tokens + 1, 0.5)
-    for name, found, wanted in zip(("loss", "slopes"), (loss, slopes), expected, strict=True):
-        size = num_experts * 10 * (1 if name == "loss" else np.abs(wanted).max())
-        assert_close(found, np.reshape(wanted, found.shape), terms=num_experts, scale=size, what=name)
+    # Of all tokens, and of those that are no padding.
+    for real in (tokens, tokens * 2 // 3):
+        counts, shares = full((num_experts,), np.int32), full((num_experts,), np.float32, 0.25)
+        load = RouterLoad(counts, shares, device.asarray(np.int32([real])))
+        add_router_load(device.asarray(scores), dispatched_of(experts, num_experts), load)
+        expected_counts = np.bincount(experts[:real].reshape(-1), minlength=num_experts)
+        expected = shares_ref(*wide(scores))[:real].sum(axis=0)
+        assert_same_bits(counts, (expected_counts - 7).astype(np.int32), "counts")
+        assert_close(shares, expected + 0.25, terms=tokens + num_experts, scale=tokens + 1, what="shares")
+        loss, slopes = full((1,), np.float32), full((num_experts,), np.float32)
+        load, weight = load._replace(num_tokens=device.asarray(np.int32([real + 1]))), np.float32([0.5])
+        router_loss(load, 3, device.asarray(weight), loss, slopes)
+        expected = router_loss_ref(device.to_host(counts), *wide(device.to_host(shares)), 3 * (real + 1), 0.5)
+        for name, found, wanted in zip(("loss", "slopes"), (loss, slopes), expected, strict=True):
+            size = num_experts * 10 * (1 if name == "loss" else np.abs(wanted).max())
+            assert_close(found, np.reshape(wanted, found.shape), terms=num_experts, scale=size, what=name)
 
 
 def check_all(rng, shape, dtype):
@@ -381,8 +386,8 @@ def test_kernels_compile_for_gpus(compile_offline, element):
     for num_experts in (128, 256):
         cases += [
             (routing.route_kernel(num_experts, 8, True, element == "uint16"), [X, I2, I2, X]),
-            (routing.route_backward_kernel(num_experts, 8, True), [F2, X, I2, F1, X]),
-            (routing.router_load_kernel(num_experts), [X, I1, I1, F2]),
+            (routing.route_backward_kernel(num_experts, 8, True), [F2, X, I2, F1, I1, X]),
+            (routing.router_load_kernel(num_experts), [X, I1, I1, I1, I1, F2]),
         ]
     troubles = []
     for kernel, types in cases:

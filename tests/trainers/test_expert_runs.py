@@ -16,7 +16,7 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.model.blocks.block import ExpertRecords
 from rlnumba.model.config import ModelConfig
-from rlnumba.model.router_loss import RouterLosses, values_of
+from rlnumba.model.router_loss import RouterLosses
 from rlnumba.model.transformer import Tape, Transformer, load_model, pack, packed_attention, save_model
 from rlnumba.model.weights import Weights
 from rlnumba.reporting import stderr
@@ -68,10 +68,10 @@ def test_the_routers_loss_is_that_of_transformers(family):
     losses = RouterLosses(model.config, SFTConfig(router_aux_loss_coef=1.0))
     sequences = np.split(expected["input_ids"], np.cumsum(expected["lengths"])[:-1])
     for ids in sequences:
-        batch, tape = pack([ids.tolist()]), Tape(recompute=True, router=losses.new_term(1))
+        batch, tape = pack([ids.tolist()]), Tape(recompute=True, router=losses.new_term(None, len(ids), 1))
         hidden = model.forward(batch.input_ids, batch.position_ids, packed_attention(model, batch), tape)
         model.backward(device.xp().zeros_like(hidden), tape, model.weights.grads())
-    found = values_of(losses.take())
+    found = [read() for read in losses.take()]
     assert [loss for loss, _ in found] == pytest.approx(expected["aux_loss"], rel=1e-5)
     layers, chosen = len(model.config.mixture_layers), model.config.num_experts_per_tok
     assert [counts.sum() for _, counts in found] == [len(ids) * layers * chosen for ids in sequences]

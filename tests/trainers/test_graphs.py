@@ -30,7 +30,7 @@ from rlnumba.runtime.mapped_memory import PIECE_BYTES
 from rlnumba.trainers import grpo, rloo, sft
 from rlnumba.trainers.rollout import Rollouts
 from tests.close import assert_same_bits
-from tests.trainers.runs import MODEL, grpo_config
+from tests.trainers.runs import GOLDEN, MODEL, grpo_config
 from tests.trainers.test_grpo import golden_policy, golden_rollouts
 from tests.trainers.test_rloo import small_policy
 
@@ -57,7 +57,8 @@ def test_padding_comes_last(rng, lengths):
     plain = MicroBatch.of(ids, lengths, targets, np.ones(len(targets), np.float32))
     bounds = np.arange(len(lengths) + 1, dtype=np.int32)
     plain = plain.with_arrays(sequences={"completion_bounds": bounds, "advantages": np.ones(len(lengths), np.float32)})
-    padded = plain.padded()
+    recorded = rng.integers(0, 4, (2, tokens, 3)).astype(np.int32)
+    padded = plain.with_arrays(others={"routed_experts": recorded}).padded()
     for name, array in plain.arrays.items():
         assert_same_bits(padded.arrays[name][: len(array)], array, name)
         assert padded.arrays[name].dtype == array.dtype
@@ -74,6 +75,9 @@ def test_padding_comes_last(rng, lengths):
     assert (arrays["completion_bounds"][len(lengths) :] == len(lengths)).all()
     assert len(arrays["completion_bounds"]) == len(arrays["advantages"]) + 1 == len(cu_seqlens)
     assert padded.num_targets == len(targets) and padded.is_padded
+    experts = arrays["routed_experts"]
+    assert experts.shape == (2, num_tokens, 3)
+    assert (experts[:, :tokens] == recorded).all() and (experts[:, tokens:] == -1).all()
     assert padded.padded().num_tokens == num_tokens
 
 
@@ -89,7 +93,7 @@ def sequences(count, seed=0, vocab=48):
 
 def sft_policy(**options):
     dtype, lora = options.pop("dtype", None), options.pop("lora", False)
-    model = load_model(MODEL, dtype)
+    model = load_model(options.pop("model", MODEL), dtype)
     if lora:
         model.adapter = Adapter.new(model.config, LoraConfig(r=4), model.dtype.name, "", 0)
     train = SFTConfig(**{"per_device_train_batch_size": 4, "gradient_checkpointing": False} | options)
@@ -132,7 +136,13 @@ def compare_with_padding(make_policy, train_step, parts, results, exact=("logpro
     return metrics
 
 
-@pytest.mark.parametrize("options", [{}, {"loss_type": "dft"}, {"gradient_checkpointing": True}, {"lora": True}])
+# A loss of the routers beside which the other's is small.
+MIXTURE = {"model": GOLDEN / "qwen3_moe", "router_aux_loss_coef": 10.0}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"loss_type": "dft"}, {"gradient_checkpointing": True}, {"lora": True}, MIXTURE], ids=str
+)
 def test_padding_changes_nothing_in_sft(results_of, options):
     rows = [[each] for each in sequences(11)]
     compare_with_padding(lambda: sft_policy(**options), sft.train_step, lambda: rows, results_of)
@@ -276,6 +286,8 @@ def grpo_policy(dtype=None, **options):
         (sft_policy, sft_steps),
         (lambda: sft_policy(loss_type="dft", gradient_checkpointing=True), sft_steps),
         (lambda: sft_policy(lora=True), sft_steps),
+        (lambda: sft_policy(**MIXTURE), sft_steps),
+        (lambda: sft_policy(**MIXTURE, gradient_accumulation_steps=3), sft_steps),
         (grpo_policy, grpo_steps(True)),
         (lambda: grpo_policy(loss_type="bnpo", beta=0.1), grpo_steps(False)),
         (lambda: grpo_policy(use_adaptive_entropy=True, entropy_target=9.0), grpo_steps(True)),
@@ -334,6 +346,8 @@ def assert_graphs_change_nothing(make_policy, train_step):
         {"gradient_checkpointing": True},
         {"lora": True},
         {"gradient_accumulation_steps": 2},
+        MIXTURE,
+        {**MIXTURE, "gradient_accumulation_steps": 2},
         {"optim": "adamw_8bit"},
         {"offload_optimizer": True},
     ],

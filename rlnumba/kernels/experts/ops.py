@@ -9,6 +9,8 @@
     dscores = p (dp - sum over E of p dp)      dp: dw_j at e_j, with normalise (dw_j - sum of w_i dw_i) / sum of p_(e_i)
     L = E sum over e of f_e P_e       f_e: rows of expert e over tokens, P_e: mean of p_e; dL/dp_e = E f_e / tokens
 
+The sums of L are over the first tokens alone, whose number is on the device: those behind them are padding.
+
 scores (T, E); experts (T, k) int32; rows of experts are sorted by expert, then by token: those of expert e are
 starts[e], ..., starts[e + 1] - 1, row r is that of token row_of[r], and choice j of token t has row slot_of[t, j]. No
 token is dropped. Everything is float32 inside. A row's sums have one order, and a token's results do not depend on the
@@ -95,10 +97,14 @@ class Dispatch(NamedTuple):
 
 
 class RouterLoad(NamedTuple):
-    """Sums over tokens and layers. counts (E,) int32: rows of each expert; shares (E,) float32: sums of softmax."""
+    """Sums over tokens and layers. counts (E,) int32: rows of each expert; shares (E,) float32: sums of softmax.
+
+    num_tokens (1,) int32: the first tokens of each layer, which count.
+    """
 
     counts: object
     shares: object
+    num_tokens: object
 
 
 def _check_scores(op, scores, top_k):
@@ -143,12 +149,12 @@ def route(scores, normalise, routing, recorded=None):
     launch(kernel, grid, (32, ROUTER_LINES), scores, unused(2) if recorded is None else recorded, *routing)
 
 
-def route_backward(dweights, scores, experts, normalise, dscores, slopes=None):
+def route_backward(dweights, scores, experts, normalise, dscores, slopes=None, num_tokens=None):
     """The gradient of route's weights by the scores; the experts, chosen or recorded, are constants.
 
     dweights (T, k) float32; scores (T, E) and normalise as in route, experts (T, k) as it wrote them; dscores (T, E) of
-    the scores' dtype is written. slopes (E,) float32 or None: the loss's derivative by p_e of each row, besides, such
-    as router_loss writes it. Raises ValueError for other arrays.
+    the scores' dtype is written. slopes (E,) float32 or None: the loss's derivative by p_e of each of the first
+    num_tokens (1,) int32 rows, besides, such as router_loss writes it. Raises ValueError for other arrays.
     """
     op = "route_backward"
     tokens, top_k = check(op, "experts", experts, (None, None), I32)
@@ -157,13 +163,16 @@ def route_backward(dweights, scores, experts, normalise, dscores, slopes=None):
     check(op, "dweights", dweights, (tokens, top_k), F32)
     if slopes is not None:
         check(op, "slopes", slopes, (num_experts,), F32)
+        check(op, "num_tokens", num_tokens, (1,), I32)
     if device.name() == "cpu":
         _check_range(op, "experts", experts, num_experts)
-        dscores[...] = route_backward_ref(dweights, scores, experts, normalise, slopes)
+        count = None if slopes is None else int(num_tokens[0])
+        dscores[...] = route_backward_ref(dweights, scores, experts, normalise, slopes, count)
         return
     kernel, grid = route_backward_kernel(num_experts, top_k, bool(normalise)), -(-tokens // ROUTER_LINES)
-    slopes = unused(1, np.float32) if slopes is None else slopes
-    launch(kernel, grid, (32, ROUTER_LINES), dweights, scores, experts, slopes, dscores)
+    if slopes is None:
+        slopes, num_tokens = unused(1, np.float32), unused(1)
+    launch(kernel, grid, (32, ROUTER_LINES), dweights, scores, experts, slopes, num_tokens, dscores)
 
 
 def _check_dispatch(op, dispatched):
@@ -316,7 +325,7 @@ def weigh_rows_backward(drows, rows, weights, dispatched, dweights, weighs_rows=
 
 
 def add_router_load(scores, dispatched, load):
-    """Add a layer's tokens to a RouterLoad: rows of each expert, and the sum of each expert's p.
+    """Add a layer's first load.num_tokens tokens to a RouterLoad: rows of each expert, and the sum of each expert's p.
 
     scores (T, E) of a floating dtype, dispatched those of its choices; load's counts and shares +=. The order of the
     sums depends on T alone. Raises ValueError for other arrays.
@@ -327,32 +336,34 @@ def add_router_load(scores, dispatched, load):
     check(op, "scores", scores, (tokens, num_experts), FLOATS)
     check(op, "counts", load.counts, (num_experts,), I32)
     check(op, "shares", load.shares, (num_experts,), F32)
+    check(op, "num_tokens", load.num_tokens, (1,), I32)
     if device.name() == "cpu":
-        counts, shares = router_load_ref(scores, dispatched.starts)
+        counts, shares = router_load_ref(scores, dispatched.starts, dispatched.row_of, int(load.num_tokens[0]))
         load.counts[...] += counts
         load.shares[...] += shares
         return
     if not tokens:
         return
     partials = device.xp().empty((min(-(-tokens // ROUTER_LINES), BLOCKS), num_experts), np.float32)
-    arguments = scores, dispatched.starts, load.counts, partials
+    arguments = scores, dispatched.starts, dispatched.row_of, load.num_tokens, load.counts, partials
     launch(router_load_kernel(num_experts), len(partials), (32, ROUTER_LINES), *arguments)
     add_partials(partials, load.shares)
 
 
-def router_loss(load, num_rows, weight, loss, slopes):
+def router_loss(load, num_layers, weight, loss, slopes):
     """The load balancing loss of all tokens of a RouterLoad, and weight times its derivative by p_e of each row.
 
-    num_rows: tokens times layers that were added to load; loss (1,) and slopes (E,), float32, are written. The
-    derivative goes through p alone: f is a count. Raises ValueError for other arrays, or no rows.
+    num_layers: those that were added to load, which has a token at least; weight (1,) float32; loss (1,) and slopes
+    (E,), float32, are written. The derivative goes through p alone: f is a count. ValueError for other arrays.
     """
     (num_experts,) = check("router_loss", "counts", load.counts, (None,), I32)
     check_all("router_loss", (num_experts,), F32, shares=load.shares, slopes=slopes)
-    check("router_loss", "loss", loss, (1,), F32)
-    if num_rows < 1:
-        raise ValueError(f"router_loss: num_rows must be at least 1, got {num_rows}")
+    check_all("router_loss", (1,), F32, weight=weight, loss=loss)
+    check("router_loss", "num_tokens", load.num_tokens, (1,), I32)
+    if num_layers < 1:
+        raise ValueError(f"router_loss: num_layers must be at least 1, got {num_layers}")
     if device.name() == "cpu":
-        loss[...], slopes[...] = router_loss_ref(load.counts, load.shares, np.float32(num_rows), np.float32(weight))
+        num_rows = np.float32(load.num_tokens[0] * num_layers)
+        loss[...], slopes[...] = router_loss_ref(load.counts, load.shares, num_rows, weight[0])
         return
-    scalars = np.float32(1 / num_rows), np.float32(weight)
-    launch(router_loss_kernel, 1, 32, load.counts, load.shares, *scalars, loss, slopes)
+    launch(router_loss_kernel, 1, 32, *load, np.float32(num_layers), weight, loss, slopes)

@@ -57,7 +57,7 @@ def route_ref(scores, top_k, normalise, recorded=None):
     return experts, _normalised(weights)[0] if normalise else weights
 
 
-def route_backward_ref(dweights, scores, experts, normalise, slopes=None):
+def route_backward_ref(dweights, scores, experts, normalise, slopes=None, num_tokens=None):
     """dscores of route_backward."""
     shares, experts = shares_ref(scores), experts.astype(np.int64)
     dshares = np.zeros_like(shares)
@@ -68,7 +68,7 @@ def route_backward_ref(dweights, scores, experts, normalise, slopes=None):
         dchosen = dweights
     np.put_along_axis(dshares, experts, dchosen, axis=1)
     if slopes is not None:
-        dshares += slopes
+        dshares[:num_tokens] += slopes
     return shares * (dshares - _row_sums(shares * dshares))
 
 
@@ -98,9 +98,11 @@ def weigh_rows_backward_ref(drows, rows, weights, slot_of):
     return of_row * drows, of_row * rows, products[slot_of]
 
 
-def router_load_ref(scores, starts):
+def router_load_ref(scores, starts, row_of, num_tokens):
     """(counts, shares) that add_router_load adds."""
-    return np.diff(starts), np.sum(shares_ref(scores), axis=0)
+    expert_of = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    counts = np.bincount(expert_of[row_of < num_tokens], minlength=len(starts) - 1)
+    return counts, np.sum(shares_ref(scores[:num_tokens]), axis=0)
 
 
 def router_loss_ref(counts, shares, num_rows, weight):

@@ -181,8 +181,9 @@ def route_backward_kernel(num_experts, top_k, normalise):
     load_row, weight_of = row_functions(num_experts, top_k)
 
     @cuda.jit
-    def route_backward_kernel(dweights, scores, experts, slopes, dscores):
-        """A warp owns a row. slopes (E,): the loss's derivative by an expert's share in any row, or (0,)."""
+    def route_backward_kernel(dweights, scores, experts, slopes, num_tokens, dscores):
+        """A warp owns a row. slopes (E,): the loss's derivative by an expert's share in any of the first
+        num_tokens[0] rows, or (0,)."""
         values = cuda.local.array(count, np.float32)
         row, lane = cuda.blockIdx.x * ROUTER_LINES + cuda.threadIdx.y, i32(cuda.threadIdx.x)
         if row >= scores.shape[0]:
@@ -198,7 +199,8 @@ def route_backward_kernel(num_experts, top_k, normalise):
             mean = cuda.fma(shuffle(weight, j), shuffle(upstream, j), mean)
         own = weight * (upstream - mean)
         slope_mean = ZERO
-        if slopes.shape[0] > 0:
+        has_slopes = slopes.shape[0] > 0 and row < num_tokens[0]
+        if has_slopes:
             for i in range(count):
                 if lane + 32 * i < num_experts:
                     share = exponential(values[i], largest) / total
@@ -214,7 +216,7 @@ def route_backward_kernel(num_experts, top_k, normalise):
                 if shuffle(chosen, j) == expert:
                     gradient = of_chosen
             if expert < i32(num_experts):
-                if slopes.shape[0] > 0:
+                if has_slopes:
                     gradient = cuda.fma(share, slopes[expert] - slope_mean, gradient)
                 dscores[row, expert] = narrow(gradient, dscores)
 
@@ -229,17 +231,19 @@ def router_load_kernel(num_experts):
     size = count * 32
 
     @cuda.jit
-    def router_load_kernel(scores, starts, counts, partials):
+    def router_load_kernel(scores, starts, row_of, num_tokens, counts, partials):
         """counts += rows of each expert; partials (blocks, E): sums of softmax over every gridDim-th batch of rows.
 
-        A warp adds its rows in registers, ascending; then the block's warps are added in order.
+        Of the first num_tokens[0] tokens. A warp adds its rows in registers, ascending; then the block's warps are
+        added in order. The rows of an expert are sorted by token: a binary search finds the end of those that count.
         """
         sums = cuda.shared.array((ROUTER_LINES, size), np.float32)
         values, totals = cuda.local.array(count, np.float32), cuda.local.array(count, np.float32)
         line, lane = i32(cuda.threadIdx.y), i32(cuda.threadIdx.x)
         for i in range(count):
             totals[i] = ZERO
-        for row in range(cuda.blockIdx.x * ROUTER_LINES + line, scores.shape[0], cuda.gridDim.x * ROUTER_LINES):
+        limit = num_tokens[0]
+        for row in range(cuda.blockIdx.x * ROUTER_LINES + line, limit, cuda.gridDim.x * ROUTER_LINES):
             largest, total = load_row(scores, row, lane, values)
             for i in range(count):
                 totals[i] += exponential(values[i], largest) / total
@@ -252,19 +256,31 @@ def router_load_kernel(num_experts):
                 total += sums[other, expert]
             partials[cuda.blockIdx.x, expert] = total
             if cuda.blockIdx.x == 0:
-                counts[expert] += starts[expert + 1] - starts[expert]
+                first, end = starts[expert], starts[expert + 1]
+                begin = first
+                while first < end:
+                    middle = i32(first + i32(i32(end - first) >> i32(1)))
+                    if row_of[middle] < limit:
+                        first = i32(middle + i32(1))
+                    else:
+                        end = middle
+                counts[expert] += i32(first - begin)
 
     return router_load_kernel
 
 
 @cuda.jit
-def router_loss_kernel(counts, shares, scale, weight, loss, slopes):
-    """loss = E * sum of (scale counts) (scale shares); slopes = weight * scale^2 * E * counts. One warp."""
+def router_loss_kernel(counts, shares, num_tokens, num_layers, weight, loss, slopes):
+    """loss = E * sum of (scale counts) (scale shares); slopes = weight[0] * scale^2 * E * counts. One warp.
+
+    scale: 1 over tokens times layers.
+    """
     total, num_experts = ZERO, np.float32(counts.shape[0])
+    scale, factor = np.float32(1.0) / (np.float32(num_tokens[0]) * num_layers), weight[0]
     for expert in range(cuda.threadIdx.x, counts.shape[0], 32):
         chosen = np.float32(counts[expert]) * scale * num_experts
         total = cuda.fma(chosen, shares[expert] * scale, total)
-        slopes[expert] = weight * (chosen * scale)
+        slopes[expert] = factor * (chosen * scale)
     total = warp_sum(total)
     if cuda.threadIdx.x == 0:
         loss[0] = total

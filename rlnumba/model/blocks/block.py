@@ -30,9 +30,9 @@ class ForwardContext:
     rotations: for each layer the Rotation of all rows, None without attention; attention: the attention backend;
     memory: an Arena or HeapAllocator; lora: the LoraContext of the model's adapter, or None. adds_gradients: whether
     the gradients of layers' matrices are added to what is there, or written. ranks: see Transformer; config is then
-    that of this rank's shard. router_load: a RouterLoad that mixtures of experts add to, or None; router_slopes: of the
-    backward, what router_loss wrote, or None. replayed_experts: {layer: (N, k) int32} of its mixtures, experts to take
-    as route's `recorded`, or None; expert_records: ExpertRecords that they are written to, or None.
+    that of this rank's shard. router_load: a RouterLoad that mixtures of experts add to, or None; router_gradient: of
+    the backward, the RouterTerm whose loss has one, or None. replayed_experts: {layer: (N, k) int32} of its mixtures,
+    experts to take as route's `recorded`, or None; expert_records: ExpertRecords that they are written to, or None.
     """
 
     config: object
@@ -43,7 +43,7 @@ class ForwardContext:
     adds_gradients: bool = True
     ranks: object = None
     router_load: object = None
-    router_slopes: object = None
+    router_gradient: object = None
     replayed_experts: dict | None = None
     expert_records: object = None
 

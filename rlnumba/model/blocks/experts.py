@@ -174,7 +174,9 @@ class Experts(Block):
             grouped_gemm_dw(gate_up, rows, starts, grads.gate_up, accumulate=ctx.adds_gradients)
         grouped_gemm_dx(gate_up, w.gate_up, starts, drows)
         dscores = empty(saved.scores.shape, x.dtype)
-        route_backward(dweights, saved.scores, saved.experts, ctx.config.norm_topk_prob, dscores, ctx.router_slopes)
+        term = ctx.router_gradient
+        of_loss = (None, None) if term is None else (term.slopes, term.load.num_tokens)
+        route_backward(dweights, saved.scores, saved.experts, ctx.config.norm_topk_prob, dscores, *of_loss)
         dnormed = project_backward(layer, "router", dscores, normed, None, w, grads, ctx)
         gather_rows_backward(drows, saved.sorted, dnormed, accumulate=True)
         if by_shared is not None:

@@ -30,6 +30,7 @@ from rlnumba.engine.scheduler import steps_of_group
 from rlnumba.engine.speculation import longest_verified
 from rlnumba.environments.agents import load_agents
 from rlnumba.kernels.logprob import chunked
+from rlnumba.model.config_mixture import idle_parameters
 from rlnumba.model.hub import find_model, read_config
 from rlnumba.model.lora import Places, lora_of_run
 from rlnumba.model.shard import WHOLE, Shard
@@ -186,8 +187,8 @@ class Planner:
         if self.on_gpu:
             extra = {"operators": operators, "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
-            max_tokens = 0 if folds_layers else graphs.max_tokens(parameters)
-            if self.trainer.has_graphs and graphs.has_graphs(run.train, run.lora, self.config) and tokens <= max_tokens:
+            max_tokens = 0 if folds_layers else graphs.max_tokens(parameters - idle_parameters(self.config))
+            if self.trainer.has_graphs and graphs.has_graphs(run.train, run.lora) and tokens <= max_tokens:
                 extra["graphs"] = min(extra["operators"], graphs.POOL_BYTES)
                 notes["graphs"] = "the same arrays once more, for micro-batches that are replayed"
         order = ["weights", "adapter", "reference", "grads", "moments", "activations"]

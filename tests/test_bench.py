@@ -64,7 +64,7 @@ def test_the_page_of_gpu_tests_names_failures_and_missing_parts(imported, tmp_pa
     result |= {"passed": passed, "skipped": skipped, "failed": failed}
     page = gpu_tests.page_of({"kernels": result, "engine": result | {"ended": False, "failed": {}}}, "abc1234")
     assert "Commit abc1234, 2030-01-01: 2 passed, 1 failed, 2 skipped." in page
-    assert f"- `{name}`: assert 1 == 2" in page and "Parts without a result: attention, gemm, engine" in page
+    assert f"- `{name}`: assert 1 == 2" in page and "Parts without a result: attention, gemm, families, engine" in page
     assert "| kernels | 1 passed, 1 failed, 1 skipped | 7 s | 1 x G, driver 5 |" in page
 
 

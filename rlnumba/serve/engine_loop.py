@@ -6,7 +6,8 @@
     loop.control                pause, weights and sleep, for `call`
     loop.run(ends)              the steps, until ends() is true
 
-Only this thread uses the engine. What it sends to the server's thread goes there once a step.
+Only this thread uses the engine. What it sends to the server's thread goes there once a step, or, where that thread has
+not ended with what it got before, after several: the tokens of one choice are then one Delta.
 """
 
 import itertools
@@ -61,13 +62,13 @@ class EngineState:
 
 
 class EngineLoop:
-    """The engine behind a queue of commands. events: called with lists of (function, argument) for the other thread.
+    """The engine behind a queue of commands. metrics: a ServerMetrics, whose counters are those of this thread.
 
-    metrics: a ServerMetrics, whose counters are those of this thread. max_loras: adapters at a time.
+    max_loras: adapters at a time. outlet: the ServerThread, which whoever made the loop gives it before it runs.
     """
 
-    def __init__(self, engine, metrics, events, max_loras=0):
-        self.engine, self.metrics, self.events = engine, metrics, events
+    def __init__(self, engine, metrics, max_loras=0):
+        self.engine, self.metrics, self.outlet = engine, metrics, None
         self.adapters = NamedAdapters(engine, max_loras)
         self.episodes = Episodes(engine)
         self.commands = SimpleQueue()
@@ -76,7 +77,8 @@ class EngineLoop:
         self.groups = {}
         # Tokens of a choice that were sent, {(number, index): count}, and of those drawn again, how many to leave out.
         self.sent, self.drawn_again = {}, {}
-        self.outgoing = []
+        # (function, argument) for the server's thread, and the Deltas among them that may get more tokens, by choice.
+        self.outgoing, self.deltas = [], {}
         self.state = EngineState()
         self.control = EngineControl(self)
 
@@ -87,6 +89,10 @@ class EngineLoop:
 
     def cancel(self, job):
         self.commands.put(partial(self._cancel, job))
+
+    def go_on(self):
+        """The server's thread is ready for what an engine without work would keep until its next look."""
+        self.commands.put(nothing)
 
     def call(self, function, *arguments):
         """The Future of a function's result, or of its UserError, called between two steps."""
@@ -126,7 +132,7 @@ class EngineLoop:
         for job in [*self.jobs(), *self.control.held]:
             self.outgoing.append((job.fail, error))
             self._cancel(job)
-        self._flush()
+        self._deliver()
 
     def jobs(self):
         """The jobs that the engine has: list."""
@@ -156,7 +162,7 @@ class EngineLoop:
             self.episodes.abort(number)
             self.metrics.abort(len(finished))
             for _, index, completion in finished:
-                self._end_choice(self.groups[number], index, completion, None)
+                self._end_choice(number, index, completion)
             self._forget(number)
 
     def _carry_out_commands(self):
@@ -253,7 +259,7 @@ class EngineLoop:
 
     def _send(self, output, started, now):
         """Queue the Deltas of a step: of a job that streams all tokens, of others the completions that ended."""
-        deltas, streamed = {}, set()
+        streamed = set()
         for number, count in Counter([sequence.request_id for sequence in output.sequences]).items():
             group = self.groups[number]
             times = group.job.times[group.prompt]
@@ -262,32 +268,37 @@ class EngineLoop:
             self.metrics.tokens(times, len(group.job.prompts[group.prompt]), count, now)
             if group.job.streams:
                 streamed.add(number)
+        sent, drawn_again, deltas = self.sent, self.drawn_again, self.deltas
         for sequence, token, logprob, listing in self._tokens_of(output, streamed):
-            number, index = key = sequence.request_id, sequence.index
-            if self.drawn_again.get(key):
-                self.drawn_again[key] -= 1
+            key = sequence.request_id, sequence.index
+            if drawn_again and drawn_again.get(key):
+                drawn_again[key] -= 1
                 continue
-            self.sent[key] = self.sent.get(key, 0) + 1
-            if (delta := deltas.get(key)) is None:
-                group = self.groups[number]
-                delta = deltas[key] = group.delta(index)
-                self.outgoing.append((group.job.inbox.put, delta))
+            sent[key] = sent.get(key, 0) + 1
+            delta = deltas.get(key) or self._open_delta(key)
             delta.version = output.policy_version
             delta.token_ids.append(token)
             delta.logprobs.append(logprob)
-            if sequence.params.num_logprobs >= 0:
+            if listing is not None and sequence.params.num_logprobs >= 0:
                 delta.listings.append(cut(listing, sequence.params.num_logprobs))
         for number, index, completion in output.finished:
             group = self.groups[number]
             self.metrics.end_choice(len(group.job.prompts[group.prompt]), completion)
-            self._end_choice(group, index, completion, deltas.get((number, index)))
+            self._end_choice(number, index, completion)
 
-    def _end_choice(self, group, index, completion, delta):
-        """Send a Completion of a group, with the Delta of its last tokens, or None without any."""
+    def _open_delta(self, key):
+        """A new Delta of a choice, (number of its group, index), which is queued."""
+        number, index = key
+        group = self.groups[number]
+        delta = self.deltas[key] = group.delta(index)
+        self.outgoing.append((group.job.inbox.put, delta))
+        return delta
+
+    def _end_choice(self, number, index, completion):
+        """Queue a Completion of a group, with the last of its tokens that are queued, if any are."""
+        key, group = (number, index), self.groups[number]
         group.left -= 1
-        if delta is None:
-            delta = group.delta(index)
-            self.outgoing.append((group.job.inbox.put, delta))
+        delta = self.deltas.pop(key, None) or self._open_delta(key)
         delta.completion = completion
         self.outgoing.append((group.job.end_choice, None))
 
@@ -301,9 +312,12 @@ class EngineLoop:
         return [each for each in zip(*columns, strict=True) if each[0].request_id in numbers]
 
     def _flush(self):
-        if self.outgoing:
-            events, self.outgoing = self.outgoing, []
-            self.events(events)
+        if self.outgoing and self.outlet.is_ready:
+            self._deliver()
+
+    def _deliver(self):
+        events, self.outgoing, self.deltas = self.outgoing, [], {}
+        self.outlet.deliver(events)
 
     def _note_state(self):
         engine, blocks = self.engine, self.engine.blocks
@@ -311,6 +325,10 @@ class EngineLoop:
         used = blocks.num_blocks - blocks.num_free
         waiting = engine.num_unfinished - num_running
         self.state = EngineState(num_running, waiting, used, blocks.num_blocks, engine.num_preemptions)
+
+
+def nothing():
+    """A command that only ends the wait for one."""
 
 
 def of_engine(error):

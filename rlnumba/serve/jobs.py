@@ -1,7 +1,7 @@
 """One HTTP request between the server's thread and the engine's.
 
 The server's thread makes an ApiJob, gives it to EngineLoop.submit, and awaits its deltas; the engine's thread sends
-them once a step, for all jobs together.
+them for all jobs together, once a step or less often.
 """
 
 import asyncio

@@ -6,6 +6,7 @@ The first SIGINT or SIGTERM lets what has begun end, for drain_timeout seconds; 
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -29,19 +30,29 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
 # Seconds for answers that are written when the engine has ended.
 LAST_WRITES_S = 5
+# Both threads need Python's lock. After the server's thread has written pieces of streams for some time, it leaves the
+# lock alone for REST times as long, at most MAX_REST_S, in which tokens gather for the next pieces. Timers of the event
+# loop are whole milliseconds: shorter rests are left out, so a few streams get each token at once.
+REST = 2
+MIN_REST_S, MAX_REST_S = 0.001, 0.05
+# Seconds after which a thread that waits for Python's lock gets it: a part of the engine's step, which waits with it.
+SWITCH_S = 0.0005
 
 
 class ServerThread:
-    """uvicorn with an event loop of its own, in a thread. app: ASGI; bound: the socket."""
+    """uvicorn with an event loop of its own, in a thread. app: ASGI; bound: the socket.
 
-    def __init__(self, app, bound):
+    is_ready: whether the thread has ended with what was delivered before. on_ready: called, in it, whenever it has.
+    """
+
+    def __init__(self, app, bound, on_ready=lambda: None):
         config = uvicorn.Config(
             app, log_config=None, log_level="critical", access_log=False, lifespan="off", ws="none",
             server_header=False, proxy_headers=False, backlog=BACKLOG, timeout_graceful_shutdown=LAST_WRITES_S,
         )  # fmt: skip
         self.server, self.bound, self.loop = uvicorn.Server(config), bound, None
-        # Lists of events that are not yet delivered, and whether the thread is on its way to them.
-        self.events, self.is_woken = deque(), False
+        # Lists of events that are not yet delivered.
+        self.events, self.is_ready, self.on_ready = deque(), True, on_ready
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="server", daemon=True)
 
     async def _serve(self):
@@ -57,21 +68,38 @@ class ServerThread:
             time.sleep(0.005)
 
     def deliver(self, events):
-        """Call functions in the server's thread. events: list of (function, argument).
+        """Call functions in the server's thread, those that are delivered while it is not ready once it is.
 
-        A thread that has been woken and is late is not woken again: each time the caller would give up Python's lock.
+        events: list of (function, argument). Any thread may call this at any time.
         """
         self.events.append(events)
-        if not self.is_woken:
-            self.is_woken = True
+        if self.is_ready:
+            self.is_ready = False
             self.loop.call_soon_threadsafe(self._call_all)
 
     def _call_all(self):
-        # Before the queue is read: what comes while it is read, and is not found, wakes again.
-        self.is_woken = False
+        began = time.monotonic()
         while self.events:
             for function, argument in self.events.popleft():
                 function(argument)
+        # The handlers that this has woken are ahead of it in the event loop's queue.
+        self.loop.call_soon(self._rest, began)
+
+    def _rest(self, began):
+        """The handlers have written what was delivered: be ready for more after a rest."""
+        rest = min(REST * (time.monotonic() - began), MAX_REST_S)
+        if rest < MIN_REST_S:
+            self._get_ready()
+        else:
+            self.loop.call_later(rest, self._get_ready)
+
+    def _get_ready(self):
+        # Before the queue is read: what comes afterwards, and is not found, is called for by `deliver`.
+        self.is_ready = True
+        if self.events:
+            self.is_ready = False
+            self.loop.call_soon(self._call_all)
+        self.on_ready()
 
     @property
     def is_alive(self):
@@ -109,6 +137,17 @@ class Ending:
                 signal.signal(number, handler)
 
 
+@contextmanager
+def switching_every(seconds):
+    """Have Python's lock change hands so often in the block, where several threads want it."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
 class ServerProcess:
     """A server over an Engine, which `run` serves in the calling thread until `ending` has received a signal.
 
@@ -119,18 +158,19 @@ class ServerProcess:
         self.settings, self.bound = settings, bound
         self.ending = Ending()
         metrics = ServerMetrics(settings.name)
-        self.engine_loop = EngineLoop(engine, metrics, lambda events: self.thread.deliver(events), settings.max_loras)
+        self.engine_loop = EngineLoop(engine, metrics, settings.max_loras)
         for each in adapters:
             read = read_for(engine.model, find_model(each.folder))
             self.engine_loop.adapters.load(each.name, each.folder, read)
         metrics.state = lambda: self.engine_loop.state
         self.service = Service(settings, self.engine_loop, parsers, metrics, adapters)
-        self.thread = ServerThread(make_app(self.service), bound)
+        self.thread = ServerThread(make_app(self.service), bound, self.engine_loop.go_on)
+        self.engine_loop.outlet = self.thread
         self.url = url_of(bound, settings.host)
 
     def run(self, started):
         """Serve; started() is called when requests are accepted."""
-        with self.ending.handled():
+        with self.ending.handled(), switching_every(SWITCH_S):
             self.engine_loop.engine.wake()
             self.thread.start()
             started()

@@ -119,7 +119,7 @@ class Service:
         """
         job, places = None, self.admission.places(answer.num_sequences)
         try:
-            prompts, params = await self.off_loop(answer.prepare)
+            prompts, params = await self.off_loop(answer.prepare) if answer.renders else answer.prepare()
             places.book_tokens(sum(map(len, prompts)))
             streams = answer.stream.streams
             job = ApiJob(answer.request_id, prompts, params, streams, answer.cache_salt, answer.adapter)

@@ -4,6 +4,7 @@ A grammar's literals are bytes, never added tokens: `"<tool_call>"` is drawn as 
 quotes is the token. llguidance would encode a literal with the added tokens, and then refuse what its own mask allows.
 """
 
+import functools
 import json
 
 import tokenizers
@@ -12,6 +13,7 @@ from rlnumba.engine.requests.structured_outputs import package
 from rlnumba.errors import ConfigError
 
 
+@functools.cache
 def byte_of_character():
     """{character: byte} of byte-level vocabularies: printable bytes are themselves, the others follow from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]

@@ -65,6 +65,11 @@ class ApiAnswer:
     # Whether the token that the engine draws is left out: the prompt alone was asked for.
     draws_nothing = False
 
+    @property
+    def renders(self):
+        """Whether `prepare` may take long: it encodes a text, decodes one, or compiles a grammar."""
+        return True
+
     def begin(self, job):
         """The ApiJob is about to be submitted."""
         self.job, self.usage = job, Usage(job)

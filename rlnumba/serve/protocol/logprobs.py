@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from tokenizers import decoders
 
+from rlnumba.engine.requests.grammar_tokens import byte_of_character
 from rlnumba.engine.requests.logprobs import entries
 
 # JSON has no infinity.
@@ -20,7 +21,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer, as_ids=False):
         self.tokenizer, self.as_ids = tokenizer, as_ids
-        self.byte_of = _byte_of() if tokenizer is not None and _is_byte_level(tokenizer.backend.decoder) else None
+        has_bytes = tokenizer is not None and _is_byte_level(tokenizer.backend.decoder)
+        self.byte_of = byte_of_character() if has_bytes else None
 
     def text(self, token_id):
         if self.as_ids or self.tokenizer is None:
@@ -39,13 +41,6 @@ class TokenTexts:
 
 def _is_byte_level(decoder):
     return isinstance(decoder, decoders.ByteLevel)
-
-
-def _byte_of():
-    """{character that stands for a byte in a byte-level vocabulary: the byte} (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenRow(NamedTuple):

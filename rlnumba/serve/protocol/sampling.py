@@ -77,6 +77,10 @@ class Sampling:
     def n(self):
         return self.values["n"]
 
+    @property
+    def has_grammar(self):
+        return "structured_outputs" in self.values
+
     def force(self, structured, key):
         """Draw text of StructuredOutputsParams instead of those of the body. key: the one that asks for them."""
         self.values["structured_outputs"], self.grammar_key = structured, key

@@ -52,6 +52,11 @@ class CompletionAnswer(ApiAnswer):
         # Texts and log-probs of the prompts, where they were asked for; the state of choices that are streamed.
         self.echoed, self.scored, self.choices = [], [], {}
 
+    @property
+    def renders(self):
+        has_text = self.echo or any(isinstance(prompt, str) for prompt in self.prompts)
+        return has_text or self.sampling.has_grammar
+
     def prepare(self):
         """(token ids of each prompt, SamplingParams of each). Raises ApiError."""
         tokenizer, prompts = self.service.tokenizer, []

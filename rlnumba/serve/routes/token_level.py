@@ -41,6 +41,10 @@ class GenerateAnswer(ApiAnswer):
         version = self.service.version(self.policy_version)
         return {"request_id": self.request_id, "model": self.model, "weight_version": version}
 
+    @property
+    def renders(self):
+        return self.sampling.has_grammar
+
     def prepare(self):
         """(the prompt's token ids, its SamplingParams), lists of one. Raises ApiError."""
         length = len(self.token_ids)

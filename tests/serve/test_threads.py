@@ -1,0 +1,69 @@
+"""The hand-over from the engine's thread to the server's: what is late goes together, and streams leave time."""
+
+import threading
+import time
+
+import pytest
+
+from tests.serve.conftest import is_idle, request, wait_until
+
+BODY = {"prompt": "ab", "max_tokens": 8, "ignore_eos": True, "seed": 1, "return_token_ids": True, "logprobs": 0, "n": 2}
+
+
+def test_tokens_that_wait_for_the_server_are_one_piece_of_each_choice(server, monkeypatch):
+    """An engine that has ended meanwhile hands them over as soon as the server is ready, before its own next look."""
+    whole = request(server, "/v1/completions", BODY).json["choices"]
+    thread, found = server.thread, []
+    wait_until(lambda: is_idle(server) and thread.is_ready)
+    thread.is_ready = False
+    client = threading.Thread(target=lambda: found.append(request(server, "/v1/completions", BODY | {"stream": True})))
+    with monkeypatch.context() as patch:
+        patch.setattr("rlnumba.serve.engine_loop.IDLE_S", 60)
+        client.start()
+        wait_until(lambda: len(server.engine_loop.outgoing) == 6 and server.engine_loop.episodes.is_idle)
+        assert not thread.events and not found
+        thread.loop.call_soon_threadsafe(thread._get_ready)
+        client.join(20)
+    server.engine_loop.go_on()
+    assert found
+    chunks = [chunk["choices"][0] for chunk in found[0].events]
+    assert [chunk["index"] for chunk in chunks] == [0, 1]
+    for chunk, choice in zip(chunks, whole, strict=True):
+        assert {key: chunk[key] for key in ("text", "token_ids", "logprobs", "finish_reason")} == {
+            key: choice[key] for key in ("text", "token_ids", "logprobs", "finish_reason")
+        }
+
+
+def test_the_server_rests_after_its_pieces():
+    """What comes meanwhile is called after the rest, and a few fast ones cause none."""
+    process = pytest.importorskip("rlnumba.serve.process")
+    from rlnumba.serve.watch.listen import bind
+
+    async def app(scope, receive, send):
+        pass
+
+    ready, calls = threading.Semaphore(0), []
+    thread = process.ServerThread(app, bind("127.0.0.1", 0), ready.release)
+    thread.start()
+
+    def work(seconds):
+        calls.append(time.monotonic())
+        time.sleep(seconds)
+        calls.append(time.monotonic())
+
+    try:
+        thread.deliver([(work, 0.02)])
+        wait_until(lambda: len(calls) == 2)
+        assert not thread.is_ready
+        thread.deliver([(work, 0)])
+        assert ready.acquire(timeout=10)
+        wait_until(lambda: len(calls) == 4)
+        assert calls[2] - calls[1] >= 0.9 * process.REST * 0.02
+        wait_until(lambda: thread.is_ready)
+        rested = time.monotonic()
+        for _ in range(20):
+            thread.deliver([(calls.append, 0)])
+            wait_until(lambda: thread.is_ready)
+        assert time.monotonic() - rested < 20 * process.MAX_REST_S
+    finally:
+        thread.stop()

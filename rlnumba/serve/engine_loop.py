@@ -64,7 +64,7 @@ class EngineState:
 class EngineLoop:
     """The engine behind a queue of commands. metrics: a ServerMetrics, whose counters are those of this thread.
 
-    max_loras: adapters at a time. outlet: the ServerThread, which whoever made the loop gives it before it runs.
+    max_loras: adapters at a time. outlet: the ServerThread, set before the loop runs.
     """
 
     def __init__(self, engine, metrics, max_loras=0):

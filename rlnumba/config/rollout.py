@@ -111,7 +111,7 @@ class GroupConfig(ReferenceConfig, SamplingConfig):
     router_replay: bool = key(
         False,
         "Mixtures of experts: train with the experts that the sampler chose, where the weights have changed since (R3, "
-        "arXiv 2510.11370); the router keeps its gradient. For one GPU.",
+        "arXiv 2510.11370); the router keeps its gradient.",
     )
     num_iterations: int = key(1, "Times that each generation is trained on (mu of DeepSeekMath).", minimum=1)
     mask_truncated_completions: bool = key(False, "Leave completions without an end token out of the loss (DAPO).")
@@ -357,16 +357,6 @@ class AheadRun(PromptRun):
             return self.deploy.update_weights_transport
         return "peer" if gpu_bytes and 4 * nbytes <= gpu_bytes and not self.keeps_old_versions else "shm"
 
-    def _check_router_replay(self):
-        if self.num_ranks > 1:
-            self.refuse_ranks("train.router_replay")
-        if self.deploy.num_infer_gpus or self.deploy.launcher == "ray":
-            raise ConfigError("train.router_replay needs completions of the training process's own engine, on one GPU")
-        if self.has_episodes:
-            raise ConfigError(
-                "train.router_replay is of completions of one turn: not with tools, an environment or rollout.func"
-            )
-
     def _check_async(self):
         train, deploy = self.train.on_ranks(self.num_ranks), self.deploy
         if self.keeps_old_versions and deploy.update_weights_transport == "peer":
@@ -394,5 +384,5 @@ class AheadRun(PromptRun):
         super().__post_init__()
         if self.asynchronous is not None:
             self._check_async()
-        if self.train.router_replay:
-            self._check_router_replay()
+        if self.train.router_replay and self.rollout.func is not None:
+            raise ConfigError("train.router_replay needs completions of the engine: not with rollout.func")

@@ -230,7 +230,27 @@ class EpisodeRollout:
             episode=record,
             top_logprobs=top_logprobs,
             prompt_logprobs=turns[0][1].prompt_logprobs,
+            routed_experts=_experts_of(rows),
         )
+
+
+def _experts_of(rows):
+    """Completion.routed_experts of an episode of these Rows; None where the engine has returned none.
+
+    A later turn has its context's as well, perhaps computed again by newer weights: each token keeps its first ones.
+    """
+    known = [turn.routed_experts for row in rows for _, turn in row.turns]
+    if any(each is None for each in known):
+        return None
+    parts = []
+    for row in rows:
+        joined, begin = np.full((len(row.token_ids), *known[0].shape[1:]), -1, np.int16), 0
+        for _, turn in row.turns:
+            end = len(turn.routed_experts)
+            joined[begin:end] = turn.routed_experts[begin:]
+            begin = end
+        parts.append(joined)
+    return np.concatenate(parts)[:-1]
 
 
 class RunningEpisode:

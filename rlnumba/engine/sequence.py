@@ -225,8 +225,8 @@ class Completion:
     and the policy version of the token before. episode: the EpisodeRecord of several turns, or None.
 
     routed_experts: (P + T - 1, L, k) int16, the experts of the L mixtures that have computed each token of the prompt
-    and the completion, but for the last one, which nothing follows, by descending weight; None unless the engine
-    returns them.
+    and the completion, but for the last one, which nothing follows, by descending weight; -1 for the last tokens of
+    an episode's other conversations. None unless the engine returns them.
     """
 
     token_ids: list[int] = LazyList(np.int32)

@@ -10,6 +10,7 @@ from rlnumba.config import EngineConfig
 from rlnumba.config.lora import LoraConfig
 from rlnumba.engine.check import Agreement, check_agreement
 from rlnumba.engine.core import Engine
+from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
@@ -131,6 +132,38 @@ def test_tokens_keep_the_experts_of_the_weights_that_drew_them(model):
     assert_same_bits(completion.routed_experts[:kept], routed(model, ids)[:kept])
     assert_same_bits(completion.routed_experts[kept:], routed(changed, ids)[kept:-1])
     assert (routed(changed, ids) != routed(model, ids))[:kept].any()
+
+
+def test_tokens_of_an_episode_keep_the_experts_of_their_first_turn(model):
+    """Of two conversations, with other weights from the second turn on; environments' tokens have some, too."""
+    changed = load_model(GOLDEN / model.config.model_type.removesuffix("_text"), "float32")
+    engine = Engine(changed, config=EngineConfig(enable_return_routed_experts=True))
+    groups, ends = Episodes(engine), []
+
+    async def episode(rollout):
+        context = list(rollout.prompt_token_ids)
+        turn = await rollout.complete(context, 12)
+        ends.append(len(context) + turn.num_tokens)
+        perturb(changed)
+        groups.update_weights(1)
+        await rollout.complete([*context, *turn.token_ids, 7, 8, 9])
+        other = rollout.fork(1)
+        await other.complete(context[:9])
+        ends.append((rollout.token_ids, other.token_ids))
+        return rollout.completion_of([rollout, other], "")
+
+    prompt = np.random.default_rng(3).integers(3, 144, 70).tolist()
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=4, n=1)
+    groups.submit(GroupRequest(0, prompt, params, episode=episode))
+    done = []
+    while not done:
+        done = groups.step()
+    found, (end, (first, second)) = done[0].completions[0].routed_experts, ends
+    assert_same_bits(found[: end - 1], routed(model, first)[: end - 1])
+    assert_same_bits(found[end - 1 : len(first) - 1], routed(changed, first)[end - 1 : -1])
+    assert (found[len(first) - 1] == -1).all()
+    assert_same_bits(found[len(first) :], routed(changed, second)[:-1])
+    assert (routed(changed, first) != routed(model, first))[: end - 1].any()
 
 
 def perturb(model):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlnumba.config import AsyncConfig, DeployConfig, EnvironmentConfig, SFTConfig
+from rlnumba.config import AsyncConfig, DeployConfig, RolloutConfig, SFTConfig
 from rlnumba.config.lora import LoraConfig
 from rlnumba.data.packing import TokenSequence
 from rlnumba.engine.llm import LLM
@@ -245,18 +245,6 @@ def test_replay_changes_nothing_on_policy(with_linear_attention, tmp_path):
     assert hash_of(run) == hash_of(replayed)
 
 
-def test_replay_of_older_weights(with_linear_attention, tmp_path):
-    """Completions of the weights before, whose experts training has: it ends with other weights than by its own."""
-    ahead = AsyncConfig(max_staleness=1, queue_maxsize=64, decode_steps_per_micro_batch=4)
-    hashes = set()
-    for replays in (False, True):
-        run = grpo_run_of(with_linear_attention, tmp_path / str(replays), learning_rate=1e-2, router_replay=replays)
-        run = dataclasses.replace(run, asynchronous=ahead)
-        TRAINERS["grpo"].train(run)
-        hashes.add(hash_of(run))
-    assert len(hashes) == 2
-
-
 def test_a_checkpoint_keeps_experts(mixture):
     llm = LLM(load_model(mixture, "float32"), enable_return_routed_experts=True)
     outputs = llm.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=3, seed=1))
@@ -266,19 +254,39 @@ def test_a_checkpoint_keeps_experts(mixture):
         assert_same_bits(found.routed_experts, expected.routed_experts)
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"deploy": {"num_train_gpus": 2}}, "train.router_replay is for one GPU"),
-        ({"deploy": {"num_infer_gpus": 1}, "asynchronous": {}}, "the training process's own engine"),
-        ({"environment": {"factory": "module:Environment"}}, "completions of one turn"),
-    ],
-)
-def test_what_replay_does_not_go_with(mixture, tmp_path, changes, message):
+def test_replay_on_two_ranks_is_that_of_one(with_linear_attention, tmp_path):
+    """Of a generation that feeds several optimizer steps, each with its own experts without it."""
+    keys = {"learning_rate": 1e-2, "num_iterations": 3, "max_steps": 3, "save_strategy": "no"}
+    runs = [
+        grpo_run_of(with_linear_attention, tmp_path / str(replays), router_replay=replays, **keys)
+        for replays in (False, True)
+    ]
+    for run in runs:
+        TRAINERS["grpo"].train(run)
+    both = on_two_ranks(runs[1], tmp_path / "two")
+    in_threads.run(lambda communicator: TRAINERS["grpo"].train(both, communicator=communicator), 2)
+    assert hash_of(both) == hash_of(runs[1]) != hash_of(runs[0])
+
+
+def test_replay_of_older_weights(with_linear_attention, tmp_path):
+    """Training has the experts of the weights before, and ends with other weights than by its own; also where another
+    process draws, which sends them."""
+    ahead = AsyncConfig(max_staleness=1, queue_maxsize=64, in_flight_weight_updates=False)
+    hashes = []
+    for replays, num_infer_gpus in ((False, 0), (True, 0), (True, 1)):
+        folder = tmp_path / f"{replays}-{num_infer_gpus}"
+        run = grpo_run_of(with_linear_attention, folder, learning_rate=1e-2, router_replay=replays, max_steps=3)
+        deploy = DeployConfig(num_infer_gpus=num_infer_gpus)
+        run = dataclasses.replace(run, asynchronous=ahead, deploy=deploy)
+        TRAINERS["grpo"].train(run)
+        hashes.append(hash_of(run))
+    assert hashes[0] != hashes[1] == hashes[2]
+
+
+def test_replay_needs_completions_of_the_engine(mixture, tmp_path):
     run = grpo_run_of(mixture, tmp_path, router_replay=True)
-    kinds = {"deploy": DeployConfig, "asynchronous": AsyncConfig, "environment": EnvironmentConfig}
-    with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(run, **{name: kinds[name](**keys) for name, keys in changes.items()})
+    with pytest.raises(ConfigError, match="train.router_replay needs completions of the engine"):
+        dataclasses.replace(run, rollout=RolloutConfig(func="module:rollout"))
 
 
 def test_a_dense_model_has_no_router(tmp_path):

@@ -13,10 +13,10 @@ from rlnumba.kernels.rl.policy_loss import (
     METRICS,
     TOKENS,
     policy_loss,
-    policy_loss_ref,
     policy_loss_scale,
 )
 from rlnumba.kernels.rl.policy_loss_config import Logprobs, LossBatch, LossOutputs
+from rlnumba.kernels.rl.policy_loss_ref import policy_loss_ref
 from rlnumba.kernels.sampling.ops import kept_ref
 from rlnumba.runtime import device
 from tests.kernels.loss_configs import loss_config

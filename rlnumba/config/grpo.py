@@ -49,8 +49,8 @@ def rejection_modes(rollout_rs, rollout_rs_threshold):
 
 
 # Loss types without importance weights: their ratio is to the sampler, or has the correction in it.
-UNCORRECTED = ("vespo", "dppo")
-SAPO, VESPO, DPPO = (("train.loss_type", (name,)) for name in ("sapo", "vespo", "dppo"))
+UNCORRECTED = ("vespo", "dppo", "dro")
+SAPO, VESPO, DPPO, DRO = (("train.loss_type", (name,)) for name in ("sapo", "vespo", "dppo", "dro"))
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,19 @@ class PolicyLossConfig(Section):
     loss_type: str = key(
         "dapo",
         "How token losses are formed and averaged; the formulas are in rlnumba/kernels/rl/policy_loss.py.",
-        choices=("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "dppo"),
+        choices=("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "dppo", "gmpo", "dro"),
     )
     importance_sampling_level: str = key(
         "token", "One ratio a token, or one a sequence (GSPO, arXiv 2507.18071).", choices=("token", "sequence")
     )
-    epsilon: float = key(0.2, "The ratio is clipped below 1 - epsilon.", minimum=0)
+    epsilon: float = key(
+        0.2, "The ratio is clipped below 1 - epsilon; `gmpo`: a token's log-ratio below -epsilon (0.4).", minimum=0
+    )
     epsilon_high: float | None = key(
-        None, "Clip above 1 + this (DAPO 0.28; None: epsilon); `cispo`: cap of the ratio (ScaleRL 5.0).", minimum=0
+        None,
+        "Clip above 1 + this (DAPO 0.28; None: epsilon); `cispo`: cap of the ratio (ScaleRL 5.0); `gmpo`: of a token's "
+        "log-ratio (0.4).",
+        minimum=0,
     )
     delta: float | None = key(None, "Upper bound of the ratio at negative advantages, too (INTELLECT-2).", above=0)
     beta: float = key(0.0, "Weight of the KL to the reference model, which is `model`; 0 loads none.", minimum=0)
@@ -97,6 +102,9 @@ class PolicyLossConfig(Section):
         0.2, "`dppo`: leave out losses of probability above this, if it is not.", minimum=0, needs=DPPO
     )
     dppo_kl_coef: float = key(1e-3, "`dppo`: weight of the squared log-ratio to the sampler.", minimum=0, needs=DPPO)
+    dro_beta: float = key(
+        0.05, "`dro`: weight of half the squared log-ratio to the sampler (Tinker: 0.05).", minimum=0, needs=DRO
+    )
     vllm_importance_sampling_correction: bool = key(True, "Weight the loss by training / sampling probability.")
     vllm_importance_sampling_mode: str = key(
         "sequence_mask",
@@ -148,8 +156,9 @@ class PolicyLossConfig(Section):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.loss_type == "dppo" and self.importance_sampling_level != "token":
-            raise ConfigError("train.loss_type dppo has a ratio a token: importance_sampling_level must be token")
+        if self.importance_sampling_level != "token" and self.loss_type in ("dppo", "gmpo", "dro"):
+            has = "a ratio of its own" if self.loss_type == "gmpo" else "a ratio a token"
+            raise ConfigError(f"train.loss_type {self.loss_type} has {has}: importance_sampling_level must be token")
         if self.rollout_is_batch_normalize:
             if self.rollout_is is None:
                 raise ConfigError("train.rollout_is_batch_normalize needs train.rollout_is")

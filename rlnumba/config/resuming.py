@@ -55,7 +55,7 @@ KEYS = {
         train.loss_type train.loss_weights train.importance_sampling_level train.epsilon train.epsilon_high train.delta
         train.beta train.use_bias_correction_kl train.sapo_temperature_pos train.sapo_temperature_neg
         train.vespo_k_pos train.vespo_lambda_pos train.vespo_k_neg train.vespo_lambda_neg train.dppo_mask_high
-        train.dppo_mask_low train.dppo_kl_coef train.vllm_importance_sampling_correction
+        train.dppo_mask_low train.dppo_kl_coef train.dro_beta train.vllm_importance_sampling_correction
         train.vllm_importance_sampling_mode train.vllm_importance_sampling_clip_max
         train.vllm_importance_sampling_clip_min train.rollout_is train.rollout_is_threshold
         train.rollout_is_batch_normalize train.rollout_rs train.rollout_rs_threshold train.bypass_mode

@@ -1,3 +1,4 @@
+import itertools
 import json
 import pathlib
 
@@ -8,19 +9,26 @@ from rlnumba.config.rloo import SequenceLossConfig
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.rl import policy_loss as policy_loss_module
 from rlnumba.kernels.rl.policy_loss import (
-    KL,
-    LOSS,
-    METRICS,
-    NOTHING,
-    loss_terms,
     policy_loss,
     policy_loss_kernel,
-    policy_loss_ref,
     policy_loss_scale,
     policy_metrics,
     reduce_stats,
 )
-from rlnumba.kernels.rl.policy_loss_config import Logprobs, LossBatch, LossOutputs
+from rlnumba.kernels.rl.policy_loss_config import (
+    CLIPPED_HIGH,
+    CLIPPED_LOW,
+    KL,
+    LOSS,
+    METRICS,
+    NOTHING,
+    TOKENS,
+    Logprobs,
+    LossBatch,
+    LossOutputs,
+    loss_terms,
+)
+from rlnumba.kernels.rl.policy_loss_ref import policy_loss_ref
 from rlnumba.runtime import device
 from rlnumba.runtime.arguments import tuple_type
 from tests.close import assert_close, assert_gradient, assert_same_bits
@@ -53,6 +61,8 @@ CONFIGS = [
     {"loss_type": "vespo", "importance_sampling_correction": "sequence_truncate", "importance_sampling_clip_max": 1.1},
     {"loss_type": "dppo", "dppo_mask_high": 0.05, "dppo_mask_low": 0.05, "beta": 0.1, "dppo_kl_coef": 0.1},
     {"loss_type": "dapo", "rollout_is": "token", "rollout_is_threshold": "0.8_1.25"},
+    {"loss_type": "gmpo", "epsilon": 0.2, "epsilon_high": 0.3, "beta": 0.1, "use_bias_correction_kl": True},
+    {"loss_type": "dro", "dro_beta": 0.3, "beta": 0.1},
 ]
 
 
@@ -205,6 +215,45 @@ def test_dppo_gradient_of_reference(rng):
     assert_gradient(lambda: reference(arrays, config, 0.2)[0], gradient, arrays[0], "dppo")
 
 
+@pytest.mark.parametrize(
+    "options", [{"loss_type": "gmpo", "use_bias_correction_kl": True}, {"loss_type": "dro", "dro_beta": 0.4}]
+)
+def test_gradients_of_gmpo_and_dro(rng, options):
+    arrays = batch(rng, [5, 3, 2, 4])
+    config = loss_config(**options, beta=0.3, importance_sampling_correction="token_truncate")
+    loss, gradient, stats = reference(arrays, config, 0.2)
+    assert np.count_nonzero(gradient) > 3
+    assert_gradient(lambda: reference(arrays, config, 0.2)[0], gradient, arrays[0], options["loss_type"])
+    if options["loss_type"] == "gmpo":
+        assert 0 < stats[:, [CLIPPED_LOW, CLIPPED_HIGH]].sum() < stats[:, TOKENS].sum()
+
+
+def test_gmpo_by_hand():
+    """Of a good completion only rises are bounded, of a bad one only falls; what is beyond has no gradient."""
+    changes = np.array([0.9, -0.9, 0.1, 0.9, -0.9, 0.1, 7.0])
+    lp, mask = np.full(7, -2.0), np.array([1, 1, 1, 1, 1, 1, 0.0])
+    advantages = np.repeat([2.0, -1.0], [3, 4])
+    arrays = [lp, lp - changes, lp, lp - changes, advantages, mask, np.array([0, 3, 7], np.int32)]
+    config = loss_config("gmpo", epsilon=0.2, epsilon_high=0.4)
+    loss, gradient, stats = reference(arrays, config, policy_loss_scale(config, 2, 6, 6, 1))
+    good, bad = np.exp((0.4 - 0.9 + 0.1) / 3), np.exp((0.9 - 0.2 + 0.1) / 3)
+    assert loss == pytest.approx((-2 * good + bad) / 2)
+    good, bad = -2 * good / 6, bad / 6
+    np.testing.assert_allclose(gradient, [0, good, good, bad, 0, bad, 0], atol=1e-12)
+    found = policy_metrics(stats, config)
+    assert found["clip_ratio/low_mean"] == found["clip_ratio/high_mean"] == pytest.approx(1 / 6)
+
+
+def test_dro_by_hand():
+    """The advantage pulls, the squared log-ratio to the sampler holds; the old policy has no part in it."""
+    lp, roll = np.array([-1.0, -2.0]), np.array([-1.5, -1.0])
+    arrays = [lp, lp + 9, lp, roll, np.array([2.0, 2.0]), np.ones(2), np.array([0, 2], np.int32)]
+    config = loss_config("dro", importance_sampling_correction="token_mask", importance_sampling_clip_max=0.01)
+    loss, gradient, _ = reference(arrays, config, 0.5)
+    assert loss == pytest.approx(0.5 * (2 + 0.025 * 0.25 + 4 + 0.025 * 1))
+    np.testing.assert_allclose(gradient, 0.5 * np.array([-2 + 0.05 * 0.5, -2 + 0.05 * -1]), atol=1e-12)
+
+
 def test_icepop_by_hand():
     """A token's ratio of trainer and sampler weighs it within the bounds, these included; outside it has no weight."""
     old = np.log([0.5, 0.5, 0.5, 0.5])
@@ -226,7 +275,7 @@ def test_on_policy_gradient_is_advantage(rng):
     assert np.array_equal(gradient, -arrays[5] * arrays[4])
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "dro"])
 def test_gradient_is_independent_of_the_micro_batches(rng, loss_type):
     lengths = [5, 3, 1, 7]
     arrays = batch(rng, lengths)
@@ -349,14 +398,21 @@ def test_a_sequence_without_tokens_is_not_clipped(rng):
     check_against_reference(batch(rng, [7, 3, 2, 0, 5]), config)
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo", "vespo"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(
+    ("loss_type", "level"),
+    [
+        *itertools.product(["dapo", "cispo", "sapo", "vespo"], ["token", "sequence"]),
+        ("gmpo", "token"),
+        ("dro", "token"),
+    ],
+)
 @pytest.mark.sim
 def test_a_log_prob_that_is_no_number_shows(rng, monkeypatch, loss_type, level):
     """In the loss and in the gradient, so that the optimizer leaves the step out."""
     use_gpu_arithmetic(monkeypatch, policy_loss_module)
     arrays = batch(rng, [5, 4])
     arrays[5][:] = 1
+    arrays[3] = arrays[1]
     arrays[0][6] = np.nan
     loss, dlogprobs, _, _ = run(arrays, loss_config(loss_type, level), 1.0)
     assert np.isnan(loss[0]) and np.isnan(dlogprobs[6]) and not np.isnan(dlogprobs[:5]).any()
@@ -401,6 +457,12 @@ def test_gpu(rng, loss_type, correction, level):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("loss_type", ["gmpo", "dro"])
+def test_gpu_of_gmpo_and_dro(rng, loss_type):
+    check_against_reference(batch(rng, [640] * 61 + [1, 0, 4097]), loss_config(loss_type, beta=0.05))
+
+
+@pytest.mark.gpu
 def test_gpu_repeats_its_bits(rng):
     arrays = batch(rng, [640] * 64)
     first = run(arrays, loss_config(beta=0.1), 1e-3)
@@ -427,10 +489,12 @@ def test_missing_log_probs_and_wrong_values_are_named(rng):
         loss_config("ppo")
     with pytest.raises(ConfigError, match=r"train.max_completion_length must be at least 1, got 0"):
         loss_config("dr_grpo", max_completion_length=0)
-    with pytest.raises(ValueError, match=r"policy_loss: dppo needs rollout_logprobs, got None"):
-        policy_loss(Logprobs(lp, old), sequences, loss_config("dppo"), one, outputs)
-    with pytest.raises(ConfigError, match="train.loss_type dppo has a ratio a token"):
-        loss_config("dppo", "sequence")
+    for name in ("dppo", "dro"):
+        with pytest.raises(ValueError, match=f"policy_loss: {name} needs rollout_logprobs, got None"):
+            policy_loss(Logprobs(lp, old), sequences, loss_config(name), one, outputs)
+    for name, has in (("dppo", "a ratio a token"), ("dro", "a ratio a token"), ("gmpo", "a ratio of its own")):
+        with pytest.raises(ConfigError, match=f"train.loss_type {name} has {has}: importance_sampling_level must be"):
+            loss_config(name, "sequence")
     for value in ("x", "0", "2_1", "1_2_3", "-1_2"):
         with pytest.raises(
             ConfigError, match=r'train.rollout_is_threshold must be a number above 0, or two as "0.5_2.0"'

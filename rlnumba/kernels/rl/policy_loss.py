@@ -14,6 +14,9 @@ With lp, old, ref and roll the log-probs of these names, mask m, advantage A of 
     dppo                              loss_t = -kept c A + dppo_kl_coef (lp - roll)^2       c = exp(lp - roll)
                                        kept = 0 where A > 0 and exp(lp) - exp(roll) > dppo_mask_high, and where
                                        A <= 0 and it is < -dppo_mask_low, else 1: bounds on the probability
+    gmpo                               loss_t = -c A      c = exp(sum(m b_t) / max(sum m, 1)), b_t = lp - old, but at
+                                       most epsilon_high where A > 0, at least -epsilon where it is not
+    dro                                loss_t = -A lp + dro_beta / 2 (lp - roll)^2
 
     loss = sum over tokens of weight m (keep e correction loss_t + beta kl)
     e = entropy_mask of the token: 0 leaves it out of the surrogate (Wang et al. 2025, high-entropy tokens), else 1
@@ -21,14 +24,16 @@ With lp, old, ref and roll the log-probs of these names, mask m, advantage A of 
     keep = 0 where A < 0 and the mean of roll - lp over the sequence passes off_policy_mask_threshold, else 1
     correction = exp(old - roll) of the token, or of the sum over the sequence: clipped ("truncate") or 0
                  outside the bounds ("mask"; of a token, with both bounds: IcePop); part of w in vespo, none in dppo
+                 and dro
 
 grpo, bnpo, dr_grpo, dapo and luspo differ in the weight of a token: the table is in policy_loss_scale. Masked
 tokens are skipped before any exp, so their log-probs may be arbitrary.
 
 All arrays are packed: N tokens, B sequences, sequence i at cu_seqlens[i]:cu_seqlens[i + 1]. Arithmetic is float32,
 reductions run in a fixed order. Sources: TRL 1.16 (GRPOTrainer._compute_loss); Shao et al. 2024 (GRPO), Yu et al. 2025
-(DAPO), Liu et al. 2025 (Dr. GRPO), Zheng et al. 2025 (GSPO), MiniMax 2025 (CISPO), Ling
-team 2025 (IcePop), prime-rl (DPPO), Schulman 2020 (KL divergence, "k3").
+(DAPO), Liu et al. 2025 (Dr. GRPO), Zheng et al. 2025 (GSPO), MiniMax 2025 (CISPO), Ling team 2025 (IcePop), prime-rl
+(DPPO), Zhao et al. 2025 (GMPO, arXiv 2507.20673) and verl's geo_mean, Richemond et al. 2024 (DRO, arXiv 2405.19107) in
+Tinker's form, of tokens and without a value, Schulman 2020 (KL divergence, "k3").
 """
 
 import math
@@ -40,15 +45,35 @@ from rlnumba.kernels.ptx.warp import block_max, block_sum, device_function, warp
 from rlnumba.kernels.rl.policy_loss_config import (
     CISPO,
     CLIP,
+    CLIPPED_HIGH,
+    CLIPPED_HIGH_MAX,
+    CLIPPED_LOW,
+    CLIPPED_LOW_MIN,
+    CORRECTED,
+    CORRECTION,
+    CORRECTION_MAX,
+    CORRECTION_MIN,
+    DIFFERENCE,
+    DIFFERENCE_MAX,
     DPPO,
+    DRO,
+    EXTREMES,
+    KL,
+    LOSS,
+    METRICS,
+    NOTHING,
     OTHER_FORMS,
+    RATIOS,
     SAPO,
+    SUMS,
+    TOKENS,
     UNCORRECTED,
     VESPO,
     Logprobs,
     LossBatch,
     loss_terms,
 )
+from rlnumba.kernels.rl.policy_loss_ref import policy_loss_ref
 from rlnumba.kernels.rl.scalars import ONE, ZERO, clamp
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
@@ -58,15 +83,6 @@ from rlnumba.runtime.launch import launch, specialize
 THREADS = 128
 MASKS = (np.dtype(np.float32), np.dtype(np.uint8))
 
-# Columns of `metrics` and `sequence_stats`: sums, then maxima, then minima. RATIOS counts the values that the
-# clip columns add up: tokens, or sequences at sequence level; CORRECTED does so for the correction.
-LOSS, TOKENS, RATIOS, CLIPPED_LOW, CLIPPED_HIGH, KL, DIFFERENCE, CORRECTED, CORRECTION = range(9)
-DIFFERENCE_MAX, CORRECTION_MAX, CLIPPED_HIGH_MAX = range(9, 12)
-CORRECTION_MIN, CLIPPED_LOW_MIN = range(12, 14)
-SUMS, EXTREMES, METRICS = 9, 12, 14
-
-# Identity of max and, negated, of min; policy_metrics leaves such values out.
-NOTHING = np.float32(3.0e38)
 LOG_RATIO_LIMIT, LOG_SMALLEST = np.float32(20.0), np.float32(math.log(1e-8))
 
 
@@ -78,11 +94,11 @@ def policy_loss_scale(config, num_sequences, num_tokens, micro_batch_tokens, num
 
     | loss_type          | weight of a token                                                    |
     | ------------------ | -------------------------------------------------------------------- |
-    | grpo, sapo         | 1 / (num_sequences tokens of its sequence)                           |
+    | grpo, sapo, gmpo   | 1 / (num_sequences tokens of its sequence)                           |
     | bnpo               | 1 / (micro_batch_tokens num_micro_batches)                           |
     | dr_grpo            | 1 / (num_sequences max_completion_length)                            |
     | dapo, cispo, vespo | 1 / num_tokens                                                       |
-    | dppo               | 1 / num_tokens                                                       |
+    | dppo, dro          | 1 / num_tokens                                                       |
     | luspo              | 1 / num_sequences                                                    |
 
     All but bnpo's are independent of how the batch is cut into micro-batches. TRL divides by its micro-batch's
@@ -92,7 +108,7 @@ def policy_loss_scale(config, num_sequences, num_tokens, micro_batch_tokens, num
         return 1.0 / (max(micro_batch_tokens, 1) * num_micro_batches)
     if config.loss_type == "dr_grpo":
         return 1.0 / (num_sequences * config.max_completion_length)
-    if config.loss_type in ("dapo", "cispo", "vespo", "dppo"):
+    if config.loss_type in ("dapo", "cispo", "vespo", "dppo", "dro"):
         return 1.0 / max(num_tokens, 1)
     return 1.0 / num_sequences
 
@@ -121,12 +137,29 @@ def correction_function(terms):
     return correction_of
 
 
+def token_bounds(terms):
+    """Device functions of a token's (log-ratio, advantage): it within gmpo's bounds, and whether it is beyond them."""
+    low, high = np.float32(terms.token_range or (-math.inf, math.inf))
+
+    @device_function
+    def is_beyond(log_ratio, advantage):
+        return log_ratio > high if advantage > ZERO else log_ratio < low
+
+    @device_function
+    def bounded(log_ratio, advantage):
+        if is_beyond(log_ratio, advantage):
+            return high if advantage > ZERO else low
+        return log_ratio
+
+    return bounded, is_beyond
+
+
 def surrogate_function(terms):
     """The device function that computes a token's (loss, d loss / d ratio, d loss / d logprob at a constant ratio)."""
     (low, high), delta = np.float32(terms.ratio_range), np.float32(terms.delta)
     temperature_pos, temperature_neg = np.float32(terms.sapo_temperature)
     (mask_high, mask_low), kl_coef = np.float32(terms.dppo_mask), np.float32(terms.dppo_kl_coef)
-    is_cispo = terms.form == CISPO
+    is_cispo, dro_beta, half = terms.form == CISPO, np.float32(terms.dro_beta), np.float32(0.5 * terms.dro_beta)
 
     @device_function
     def clip(ratio, logprob, advantage, phi):
@@ -163,7 +196,12 @@ def surrogate_function(terms):
         loss = slope * ratio if slope != ZERO else ZERO
         return cuda.fma(kl_coef, squared, loss), slope, (kl_coef + kl_coef) * log_ratio
 
-    return {CLIP: clip, SAPO: sapo, DPPO: dppo}.get(terms.form, cispo_or_vespo)
+    @device_function
+    def dro(ratio, logprob, advantage, log_ratio):
+        loss = cuda.fma(half, log_ratio * log_ratio, -advantage * logprob)
+        return loss, ZERO, cuda.fma(dro_beta, log_ratio, -advantage)
+
+    return {CLIP: clip, SAPO: sapo, DPPO: dppo, DRO: dro}.get(terms.form, cispo_or_vespo)
 
 
 def sequence_function(terms):
@@ -173,13 +211,14 @@ def sequence_function(terms):
     correct_tokens, correct_sequence = terms.correction_level == "token", terms.correction_level == "sequence"
     threshold, masks_off_policy = np.float32(terms.off_policy_threshold), terms.off_policy_threshold < math.inf
     (k_pos, k_neg), (lambda_pos, lambda_neg) = np.float32(terms.vespo_k), np.float32(terms.vespo_lambda)
+    bounds_tokens, (bounded, _) = bool(terms.token_range), token_bounds(terms)
 
     @device_function
     def phi_of(log_weight, k, lam):
         return np.float32(math.exp(lam + k * log_weight - lam * np.float32(math.exp(log_weight))))
 
     @device_function
-    def sequence_terms(logprobs, loss_mask, begin, end, scratch):
+    def sequence_terms(logprobs, advantages, loss_mask, begin, end, scratch):
         """(tokens, ratio, correction, is_far, phi of A >= 0, of A < 0) of tokens [begin, end); ratio and correction at
         sequence level."""
         tokens = log_ratio = log_ratio_limited = log_correction = log_correction_limited = drift = ZERO
@@ -189,7 +228,7 @@ def sequence_function(terms):
                 change = logprobs.policy[n] - logprobs.old[n]
                 difference = logprobs.old[n] - logprobs.rollout[n]
                 tokens += mask
-                log_ratio += mask * change
+                log_ratio += mask * (bounded(change, advantages[n]) if bounds_tokens else change)
                 log_ratio_limited += mask * clamp(change, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
                 drift += mask * (logprobs.rollout[n] - logprobs.policy[n])
                 log_correction += mask * difference
@@ -256,8 +295,9 @@ def policy_loss_kernel(terms):
     correction_of = correction_function(terms)
     correct_tokens, correct_sequence = terms.correction_level == "token", terms.correction_level == "sequence"
     sequence_level, per_sequence_mean, sums = terms.sequence_level, terms.per_sequence_mean, terms.sums_log_ratios
-    selects_tokens, (low, high) = terms.selects_tokens, np.float32(terms.ratio_range)
-    is_dppo = terms.form == DPPO
+    selects_tokens, (low, high) = terms.selects_tokens, np.float32(terms.token_range or terms.ratio_range)
+    to_sampler, bounds_tokens, (_, is_beyond) = terms.form in (DPPO, DRO), bool(terms.token_range), token_bounds(terms)
+    counts_sequences = sequence_level and not bounds_tokens
 
     @cuda.jit
     def policy_loss_kernel(logprobs, advantages, loss_mask, cu_seqlens, entropy_mask, scale, dlogprobs, sequence_stats):
@@ -271,7 +311,7 @@ def policy_loss_kernel(terms):
         sequence, thread = cuda.blockIdx.x, cuda.threadIdx.x
         begin, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
         tokens, sequence_ratio, sequence_correction, is_far, phi_positive, phi_negative = sequence_terms(
-            logprobs, loss_mask, begin, end, scratch
+            logprobs, advantages, loss_mask, begin, end, scratch
         )
         divisor = max(tokens, ONE)
         weight = scale[0] / divisor if per_sequence_mean else scale[0]
@@ -288,7 +328,7 @@ def policy_loss_kernel(terms):
                 difference = logprobs.old[n] - logprobs.rollout[n]
                 if correct_tokens:
                     correction = correction_of(difference)
-                if is_dppo:
+                if to_sampler:
                     phi = logprobs.policy[n] - logprobs.rollout[n]
                     ratio = np.float32(math.exp(phi))
                 token_keep = ZERO if is_far and advantage < ZERO else ONE
@@ -309,14 +349,17 @@ def policy_loss_kernel(terms):
                 correction_sum += mask * correction
                 correction_max = max(correction_max, correction)
                 correction_min = min(correction_min, correction)
-                clipped_low += mask if advantage < ZERO and ratio < low else ZERO
-                clipped_high += mask if advantage > ZERO and ratio > high else ZERO
+                bounded = logprobs.policy[n] - logprobs.old[n] if bounds_tokens else ratio
+                clipped_low += mask if advantage < ZERO and bounded < low else ZERO
+                clipped_high += mask if advantage > ZERO and bounded > high else ZERO
             dlogprobs[n] = gradient
         if sequence_level:
             shared_slope = block_sum(shared_slope, scratch) / (ONE if sums else divisor)
             # Each thread reads back only what it wrote itself.
             for n in range(begin + thread, end, THREADS):
                 mask = np.float32(loss_mask[n])
+                if bounds_tokens and is_beyond(logprobs.policy[n] - logprobs.old[n], advantages[n]):
+                    mask = ZERO
                 if mask != ZERO:
                     dlogprobs[n] += mask * shared_slope
         if sequence == cuda.gridDim.x - 1:
@@ -334,7 +377,7 @@ def policy_loss_kernel(terms):
         correction_min = -block_max(-correction_min, scratch)
         if thread == 0:
             ratios = corrected = tokens
-            if sequence_level:
+            if counts_sequences:
                 ratios = ONE
                 # The share of a sequence's tokens: all or none where they have one advantage.
                 clipped_low, clipped_high = clipped_low / divisor, clipped_high / divisor
@@ -412,8 +455,8 @@ def _check_loss(logprobs, batch, config, scale, outputs):
     if rollout is None:
         if config.importance_sampling_correction:
             raise ValueError(f"policy_loss: {config.importance_sampling_correction} needs rollout_logprobs, got None")
-        if config.loss_type == "dppo":
-            raise ValueError("policy_loss: dppo needs rollout_logprobs, got None")
+        if config.loss_type in ("dppo", "dro"):
+            raise ValueError(f"policy_loss: {config.loss_type} needs rollout_logprobs, got None")
         rollout = old
     check_all("policy_loss", (tokens,), F32, old_logprobs=old, ref_logprobs=ref)
     check_all("policy_loss", (tokens,), F32, rollout_logprobs=rollout, dlogprobs=outputs.dlogprobs)
@@ -462,117 +505,3 @@ def policy_metrics(stats, config, rollout=False):
         found["sampling/importance_sampling_ratio/mean"] = total[CORRECTION] / max(total[CORRECTED], 1.0)
         found["sampling/importance_sampling_ratio/max"] = total[CORRECTION_MAX]
     return {name: float(value) for name, value in found.items() if abs(value) < NOTHING}
-
-
-def _correction_ref(terms, difference, owner, by_sequence):
-    """Importance weights of rollouts: of tokens, their logarithms' sums of sequences, and, at that level, of sequences.
-
-    difference (T,): old log-probs less the rollout's; owner (T,): its sequences; by_sequence: sums over sequences.
-    """
-    level, sums = terms.correction_level, by_sequence(difference)
-    if not level:
-        return np.ones(len(difference)), np.zeros(len(sums)), None
-    weights = np.exp(sums if level == "sequence" else difference)
-    bounded = np.clip(weights, *terms.correction_range)
-    weights = bounded if terms.correction_truncates else np.where(bounded == weights, weights, 0.0)
-    logs = np.clip(np.log(np.maximum(weights, 1e-8)), None, 20.0)
-    return (weights[owner], logs, weights) if level == "sequence" else (weights, by_sequence(logs), None)
-
-
-def policy_loss_ref(logprobs, batch, config, scale):
-    """(loss, dlogprobs, sequence_stats) of policy_loss, in float64; scale: a float."""
-    logprobs, old_logprobs, ref_logprobs, rollout_logprobs = logprobs
-    advantages, loss_mask, cu_seqlens, entropy_mask = batch
-    terms = loss_terms(config)
-    form, (low, high) = terms.form, terms.ratio_range
-    sequences = len(cu_seqlens) - 1
-    owner = np.repeat(np.arange(sequences), np.diff(cu_seqlens))
-    mask, active = np.asarray(loss_mask, np.float64), loss_mask != 0
-    behaviour = old_logprobs if rollout_logprobs is None else rollout_logprobs
-
-    def minus(a, b):
-        return np.where(active, a.astype(np.float64) - b, 0.0)
-
-    def by_sequence(values):
-        return np.bincount(owner, weights=mask * values, minlength=sequences)
-
-    tokens, log_ratio = by_sequence(1.0), minus(logprobs, old_logprobs)
-    divisor, advantage = np.maximum(tokens, 1.0), advantages.astype(np.float64)
-    if form == DPPO:
-        log_ratio = minus(logprobs, behaviour)
-    log_ratios_divisor = 1.0 if terms.sums_log_ratios else divisor
-    ratio = np.exp((by_sequence(log_ratio) / log_ratios_divisor)[owner] if terms.sequence_level else log_ratio)
-
-    level, difference = terms.correction_level, minus(old_logprobs, behaviour)
-    correction, log_correction, sequence_correction = _correction_ref(terms, difference, owner, by_sequence)
-
-    slope = gradient = kl = np.zeros(len(mask))
-    if form == CLIP:
-        capped, clipped = np.minimum(ratio, terms.delta) * advantage, np.clip(ratio, low, high) * advantage
-        token_loss = -np.minimum(capped, clipped)
-        slope = -advantage * np.where(capped <= clipped, ratio <= terms.delta, (low <= ratio) & (ratio <= high))
-        slope = np.where(np.isnan(ratio), ratio, slope)
-    elif form == SAPO:
-        tau = np.where(advantage > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
-        gate = 1.0 / (1.0 + np.exp(-tau * (ratio - 1.0)))
-        token_loss, slope = -gate * 4.0 / tau * advantage, -4.0 * gate * (1.0 - gate) * advantage
-    elif form == DPPO:
-        change = np.exp(np.where(active, logprobs, 0.0)) - np.exp(np.where(active, behaviour, 0.0))
-        too_far = np.where(advantage > 0, change > config.dppo_mask_high, change < -config.dppo_mask_low)
-        slope = np.where(too_far, 0.0, -advantage)
-        token_loss = slope * ratio + config.dppo_kl_coef * log_ratio**2
-        gradient = 2.0 * config.dppo_kl_coef * log_ratio
-    else:
-        pull = np.minimum(ratio, high)
-        if form == VESPO:
-            log_w = np.clip(by_sequence(np.clip(log_ratio, -20.0, 20.0)) + log_correction, math.log(1e-8), 20.0)
-            k = np.where(advantage >= 0, config.vespo_k_pos, config.vespo_k_neg)
-            lam = np.where(advantage >= 0, config.vespo_lambda_pos, config.vespo_lambda_neg)
-            pull = np.exp(lam + k * log_w[owner] - lam * np.exp(log_w)[owner])
-        gradient = -pull * advantage
-        token_loss = gradient * np.where(active, logprobs, 0.0)
-
-    factor = np.ones(len(mask)) if form in UNCORRECTED else correction
-    if config.off_policy_mask_threshold is not None:
-        far = by_sequence(minus(behaviour, logprobs)) / divisor > config.off_policy_mask_threshold
-        factor = np.where(far[owner] & (advantage < 0), 0.0, factor)
-    if entropy_mask is not None:
-        factor = factor * np.asarray(entropy_mask, np.float64)
-    token_loss, gradient, slope = token_loss * factor, gradient * factor, slope * factor
-    if config.beta:
-        change = minus(ref_logprobs, logprobs)
-        kl, kl_slope = np.expm1(change) - change, -np.expm1(change)
-        if config.use_bias_correction_kl:
-            slope = slope + config.beta * kl
-            kl, kl_slope = kl * ratio, kl_slope * ratio
-        token_loss, gradient = token_loss + config.beta * kl, gradient + config.beta * kl_slope
-
-    weight = np.where(active, scale / divisor[owner] if terms.per_sequence_mean else scale, 0.0)
-    through = np.where(slope == 0, 0.0, weight * slope * np.where(slope == 0, 0.0, ratio))
-    if terms.sequence_level:
-        through = (by_sequence(through) / log_ratios_divisor)[owner]
-    dlogprobs = mask * (weight * gradient + through)
-
-    ratios = np.ones(sequences) if terms.sequence_level else tokens
-    tokens_per_ratio = divisor if terms.sequence_level else 1.0
-    clipped_low = by_sequence((ratio < low) & (advantage < 0)) / tokens_per_ratio
-    clipped_high = by_sequence((ratio > high) & (advantage > 0)) / tokens_per_ratio
-    stats = np.zeros((sequences, METRICS))
-    stats[:, LOSS], stats[:, KL] = by_sequence(weight * token_loss), by_sequence(kl)
-    stats[:, TOKENS], stats[:, RATIOS] = tokens, ratios
-    stats[:, CLIPPED_LOW], stats[:, CLIPPED_HIGH] = clipped_low, clipped_high
-    stats[:, CLIPPED_LOW_MIN] = np.where(ratios > 0, clipped_low / np.maximum(ratios, 1.0), NOTHING)
-    stats[:, CLIPPED_HIGH_MAX] = np.where(ratios > 0, clipped_high / np.maximum(ratios, 1.0), -NOTHING)
-    stats[:, DIFFERENCE], stats[:, DIFFERENCE_MAX] = by_sequence(np.abs(difference)), -NOTHING
-    np.maximum.at(stats[:, DIFFERENCE_MAX], owner[active], np.abs(difference[active]))
-    if level == "sequence":
-        stats[:, CORRECTED] = 1.0
-        stats[:, [CORRECTION, CORRECTION_MAX, CORRECTION_MIN]] = sequence_correction[:, None]
-    else:
-        stats[:, CORRECTED], stats[:, CORRECTION] = tokens, by_sequence(correction)
-        stats[:, CORRECTION_MAX], stats[:, CORRECTION_MIN] = -NOTHING, NOTHING
-        np.maximum.at(stats[:, CORRECTION_MAX], owner[active], correction[active])
-        np.minimum.at(stats[:, CORRECTION_MIN], owner[active], correction[active])
-    empty = np.diff(cu_seqlens) == 0
-    stats[empty], stats[empty, SUMS:EXTREMES], stats[empty, EXTREMES:] = 0, -NOTHING, NOTHING
-    return stats[:, LOSS].sum(), dlogprobs, stats

@@ -3,13 +3,25 @@
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from rlnumba.config import grpo
 
 # Forms of a token's loss as a function of the ratio. All other loss types share the first form.
-CLIP, CISPO, SAPO, VESPO, DPPO = range(5)
-OTHER_FORMS = {"cispo": CISPO, "sapo": SAPO, "vespo": VESPO, "dppo": DPPO}
+CLIP, CISPO, SAPO, VESPO, DPPO, DRO = range(6)
+OTHER_FORMS = {"cispo": CISPO, "sapo": SAPO, "vespo": VESPO, "dppo": DPPO, "dro": DRO}
 # The forms of the loss types without importance weights.
 UNCORRECTED = tuple(OTHER_FORMS[name] for name in grpo.UNCORRECTED)
+
+# Columns of `metrics` and `sequence_stats`: sums, then maxima, then minima. RATIOS counts the values that the
+# clip columns add up: tokens, or sequences at sequence level; CORRECTED does so for the correction.
+LOSS, TOKENS, RATIOS, CLIPPED_LOW, CLIPPED_HIGH, KL, DIFFERENCE, CORRECTED, CORRECTION = range(9)
+DIFFERENCE_MAX, CORRECTION_MAX, CLIPPED_HIGH_MAX = range(9, 12)
+CORRECTION_MIN, CLIPPED_LOW_MIN = range(12, 14)
+SUMS, EXTREMES, METRICS = 9, 12, 14
+
+# Identity of max and, negated, of min; policy_metrics leaves such values out.
+NOTHING = np.float32(3.0e38)
 
 
 class Logprobs(NamedTuple):
@@ -60,9 +72,9 @@ class LossTerms(NamedTuple):
     """The constants that policy_loss_kernel is compiled for: those options of a PolicyLossConfig that its loss reads.
 
     sums_log_ratios: whether the ratio of a sequence is that of the sum of its log-probs, not of their mean.
-    ratio_range: (low, high), outside of which a ratio counts as clipped. delta, off_policy_threshold: infinite if not
-    set. sapo_temperature, vespo_k, vespo_lambda, dppo_mask (bounds on the change of a probability), dppo_kl_coef: 0 in
-    other forms.
+    ratio_range: (low, high), outside of which a ratio counts as clipped. token_range: the same of a token's log-ratio
+    in the mean over its sequence, () without. delta, off_policy_threshold: infinite if not set. sapo_temperature,
+    vespo_k, vespo_lambda, dppo_mask (bounds on the change of a probability), dppo_kl_coef, dro_beta: 0 in other forms.
     correction_level: "token", "sequence" or "" for none; correction_truncates: clamped to correction_range, or 0.
     """
 
@@ -71,12 +83,14 @@ class LossTerms(NamedTuple):
     sums_log_ratios: bool
     per_sequence_mean: bool
     ratio_range: tuple[float, float]
+    token_range: tuple[float, ...]
     delta: float
     sapo_temperature: BySign
     vespo_k: BySign
     vespo_lambda: BySign
     dppo_mask: BySign
     dppo_kl_coef: float
+    dro_beta: float
     beta: float
     bias_correction: bool
     correction_level: str
@@ -92,9 +106,11 @@ def loss_terms(config, selects_tokens=False):
     def given(value, default=math.inf):
         return default if value is None else value
 
-    form = OTHER_FORMS.get(config.loss_type, CLIP)
+    form, bounds_tokens = OTHER_FORMS.get(config.loss_type, CLIP), config.loss_type == "gmpo"
     # cispo caps the ratio itself.
     ratio_range = {CLIP: (1.0 - config.epsilon, 1.0 + config.clip_high), CISPO: (-math.inf, config.clip_high)}
+    if bounds_tokens:
+        ratio_range = {}
     of_form = {
         SAPO: {"sapo_temperature": BySign(config.sapo_temperature_pos, config.sapo_temperature_neg)},
         VESPO: {
@@ -105,18 +121,20 @@ def loss_terms(config, selects_tokens=False):
             "dppo_mask": BySign(config.dppo_mask_high, config.dppo_mask_low),
             "dppo_kl_coef": config.dppo_kl_coef,
         },
+        DRO: {"dro_beta": config.dro_beta},
     }
     none = dict.fromkeys(("sapo_temperature", "vespo_k", "vespo_lambda", "dppo_mask"), BySign(0.0, 0.0))
     level, _, bounds = (config.importance_sampling_correction or "").partition("_")
     low, high = config.importance_sampling_bounds
     return LossTerms(
         form,
-        sequence_level=config.importance_sampling_level != "token",
+        sequence_level=config.importance_sampling_level != "token" or bounds_tokens,
         sums_log_ratios=config.importance_sampling_level == "sequence_sum",
-        per_sequence_mean=config.loss_type in ("grpo", "sapo"),
+        per_sequence_mean=config.loss_type in ("grpo", "sapo", "gmpo"),
         ratio_range=ratio_range.get(form, (-math.inf, math.inf)),
+        token_range=(-config.epsilon, config.clip_high) if bounds_tokens else (),
         delta=given(config.delta) if form == CLIP else math.inf,
-        **(none | {"dppo_kl_coef": 0.0} | of_form.get(form, {})),
+        **(none | {"dppo_kl_coef": 0.0, "dro_beta": 0.0} | of_form.get(form, {})),
         beta=config.beta,
         bias_correction=bool(config.beta) and config.use_bias_correction_kl,
         correction_level=level,

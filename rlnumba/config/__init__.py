@@ -7,7 +7,7 @@ from rlnumba.config.dpo import DPOConfig, DPORun, PreferenceLossConfig
 from rlnumba.config.grpo import GRPOConfig, GRPORun, PolicyLossConfig
 from rlnumba.config.keys import key
 from rlnumba.config.kto import KTOConfig, KTOLossConfig, KTORun
-from rlnumba.config.lora import LoraConfig
+from rlnumba.config.lora import LoraConfig, QuantizationConfig
 from rlnumba.config.ppo import CriticConfig, PPOConfig, PPORun
 from rlnumba.config.reading import likeliest_trainer, load_run
 from rlnumba.config.reward import RewardConfig, RewardRun

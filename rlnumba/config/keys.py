@@ -194,6 +194,9 @@ class Section:
         )
         return super().__new__(cls)
 
+    def check_run(self, run):
+        """Raise ConfigError for what other sections of a Run ask for and this one excludes."""
+
     def __post_init__(self):
         check_keys(self, self.section)
 
@@ -252,11 +255,14 @@ def and_list(names):
 
 
 def check_owners(run):
-    """Raise ConfigError for a key of other trainers that a Run has in one of its sections."""
+    """Raise ConfigError for a key of other trainers in a section of a Run, and for what a section's check_run finds."""
     for section, name, f in set_keys(run):
         if not is_read(f, run):
             owners = run.trainers_that(f.metadata["of"])
             raise ConfigError(f"{section}.{name} is a key of {and_list(owners)}, not of {run.trainer}")
+    for attribute in section_fields(type(run)).values():
+        if (values := getattr(run, attribute)) is not None:
+            values.check_run(run)
 
 
 def without_effect(run):

@@ -1,4 +1,5 @@
-"""The section [lora] of a run: low-rank adapters are trained instead of the model's weights."""
+"""The section [lora] of a run: low-rank adapters are trained instead of the model's weights; and [quantization], the
+format of these weights."""
 
 from dataclasses import dataclass
 
@@ -8,6 +9,10 @@ from rlnumba.errors import ConfigError
 ALL_LINEAR = "all-linear"
 # Adapters that an engine holds at a time while they come and go, if nothing else is said.
 MAX_LORAS = 16
+
+# Bits of each format, and the format of so many bits where no type is given.
+BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
+DEFAULT_TYPES = {8: "int8", 4: "nf4"}
 
 
 @dataclass(frozen=True)
@@ -33,3 +38,42 @@ class LoraConfig(Section):
     def scaling(self):
         """The factor by which x A^T B^T is multiplied: float."""
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+
+
+@dataclass(frozen=True)
+class QuantizationConfig(Section):
+    """The frozen base of an adapter in 4 or 8 bits: its linear layers, not embedding, norms, head and routers."""
+
+    section = "quantization"
+    bits: int | None = key(None, "Bits of a weight, 8 or 4. Default: those of `type`; without it 4.")
+    type: str | None = key(
+        None,
+        "Format: `int8`, `fp8` (e4m3), `int4` or `nf4` (QLoRA). Default: `nf4` of 4 bits, `int8` of 8.",
+        choices=tuple(BITS),
+    )
+    group_size: int | None = key(
+        None,
+        "Neighbouring weights of a row that share a scale, a multiple of 8 that divides each row. Default: 64 of nf4, "
+        "else 128.",
+        minimum=8,
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.bits not in (None, 4, 8):
+            raise ConfigError(f"quantization.bits must be 8 or 4, got {self.bits}")
+        if None not in (self.bits, self.type) and BITS[self.type] != self.bits:
+            raise ConfigError(f"quantization.bits is {self.bits}, but {self.type} has {BITS[self.type]}")
+        if self.group_size is not None and self.group_size % 8:
+            raise ConfigError(f"quantization.group_size must be a multiple of 8, got {self.group_size}")
+
+    def check_run(self, run):
+        if run.lora is None:
+            raise ConfigError("[quantization] is for the frozen base of an adapter: it needs [lora]")
+        if run.generates_beside:
+            raise ConfigError("[quantization] does not go with [async]: processes that only generate have 16-bit bases")
+
+    @property
+    def format_name(self):
+        """The name of the format: str."""
+        return self.type or DEFAULT_TYPES[self.bits or 4]

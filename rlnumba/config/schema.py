@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rlnumba.config.data import DataConfig
 from rlnumba.config.keys import REQUIRED, Section, and_list, check_keys, check_owners, key
-from rlnumba.config.lora import LoraConfig
+from rlnumba.config.lora import LoraConfig, QuantizationConfig
 from rlnumba.errors import ConfigError, MissingKey
 
 
@@ -517,6 +517,7 @@ class Run:
     data: DataConfig
     train: TrainConfig = TrainConfig()
     lora: LoraConfig | None = None
+    quantization: QuantizationConfig | None = None
     deploy: DeployConfig = DeployConfig()
 
     # Constants of each class: the trainer's name, a line of what it does, whether it trains on completions that it
@@ -561,13 +562,11 @@ class Run:
             )
         if self.train.optimizer_in_backward and self.num_ranks > 1:
             self.refuse_ranks("train.optimizer_in_backward")
-        if self.deploy.tensor_parallel_size != 1:
-            size = self.deploy.tensor_parallel_size or "auto"
-            if self.gemm == "cublas":
-                raise ConfigError(
-                    f"deploy.tensor_parallel_size ({size}) needs gemm = native: a product by cublas depends on its "
-                    "columns"
-                )
+        if self.deploy.tensor_parallel_size != 1 and self.gemm == "cublas":
+            raise ConfigError(
+                f"deploy.tensor_parallel_size ({self.deploy.tensor_parallel_size or 'auto'}) needs gemm = native: a "
+                "product by cublas depends on its columns"
+            )
         if self.deploy.zero_stage == 3:
             self._check_zero_3()
         if self.deploy.num_infer_gpus and not self.generates_beside:

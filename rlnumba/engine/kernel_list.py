@@ -6,11 +6,12 @@ of rows. runtime/compile/ahead_of_time.py compiles the kernels of the list.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.config import EngineConfig, LoraConfig
+from rlnumba.config import EngineConfig, LoraConfig, QuantizationConfig
 from rlnumba.engine.blocks.block_manager import blocks_needed
 from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.engine.blocks.window_blocks import window_for
@@ -40,6 +41,7 @@ from rlnumba.kernels.ptx.wgmma import ROWS
 from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.model.config import SCORE_HEAD, ModelConfig
 from rlnumba.model.lora import Adapter, resolve_targets
+from rlnumba.model.quantized_weights import QuantizedWeights
 from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.shard import WHOLE
 from rlnumba.model.transformer import Transformer, pack, score, whole_sequences
@@ -61,7 +63,7 @@ class Request(NamedTuple):
     adapters, or None. prompt_lengths: tokens of each prompt, () where nothing is generated; n: completions of each;
     max_tokens: the most of a completion; extras: the names of extras_of. scored: tokens of sequences whose log-probs
     the training forward computes, or their scores where the model has no other head. mixes: whether sequences begin
-    while others decode.
+    while others decode. quantization: that of the weights, or None.
     """
 
     model: ModelConfig
@@ -74,6 +76,7 @@ class Request(NamedTuple):
     extras: tuple = ()
     scored: tuple = ()
     mixes: bool = False
+    quantization: QuantizationConfig | None = None
 
 
 def extras_of(all_params):
@@ -122,7 +125,8 @@ def model_of(request, config, shard=WHOLE):
 
     config: that of the Request, or a shortened one.
     """
-    model, lora = Transformer(shard.config_of(config), Weights(config, request.dtype, shard=shard)), request.lora
+    make = partial(QuantizedWeights, quantization=request.quantization) if request.quantization else Weights
+    model, lora = Transformer(shard.config_of(config), make(config, request.dtype, shard=shard)), request.lora
     loras = lora if isinstance(lora, tuple) else () if lora is None else (lora,)
     adapters = [Adapter(config, of_all_layers(each, request.model), request.dtype, shard=shard) for each in loras]
     if adapters:

@@ -12,7 +12,7 @@ import weakref
 
 import numpy as np
 
-from rlnumba.model.low_rank import Pair
+from rlnumba.model.blocks.low_rank import Pair
 from rlnumba.runtime import device, memory
 
 

@@ -32,9 +32,9 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm.ops import linear_backward_input
 from rlnumba.kernels.nn.elementwise import add, cast, scale
 from rlnumba.kernels.nn.lora import keep_blocks
+from rlnumba.model.blocks.low_rank import Pair
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.model.config_values import read_json
-from rlnumba.model.low_rank import Pair
 from rlnumba.model.parameter import ALIGNMENT, Parameter
 from rlnumba.model.shard import WHOLE, Range
 from rlnumba.model.weights import check_dtype, listed, open_tensors, parameters, write_json, write_tensors

@@ -26,11 +26,11 @@ from rlnumba.kernels.nn.rope import rope_table
 from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.model.blocks.attention import PackedAttention
 from rlnumba.model.blocks.block import ForwardContext, norm_rows
+from rlnumba.model.blocks.low_rank import Dropout, LoraContext, projection_numbers
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.config_values import read_json
 from rlnumba.model.hub import find_base, find_model, read_config
 from rlnumba.model.lora import load_adapter, save_adapter
-from rlnumba.model.low_rank import Dropout, LoraContext, projection_numbers
 from rlnumba.model.router_loss import RouterTerm
 from rlnumba.model.shard import WHOLE
 from rlnumba.model.weights import Weights, load_weights, save_weights, write_json
@@ -104,7 +104,7 @@ class Transformer:
     @property
     def nbytes(self):
         """Bytes of the weights and the adapter."""
-        return self.weights.flat.nbytes + (0 if self.adapter is None else self.adapter.nbytes)
+        return self.weights.nbytes + (0 if self.adapter is None else self.adapter.nbytes)
 
     def without_adapter(self):
         """The same model, weights shared, with its adapter switched off."""

@@ -112,6 +112,15 @@ class Weights:
         """[(number of the first element, array)] of the parts of the flat buffer that there are."""
         return [(self.first, self.flat)]
 
+    @property
+    def nbytes(self):
+        """Bytes of all parameters."""
+        return self.flat.nbytes
+
+    def fill(self, stored, contents):
+        """Read the tensors of StoredWeights; contents: as there."""
+        copy_to_device(stored.copies_to(self, contents))
+
     def __getitem__(self, name):
         return self.views[name]
 
@@ -193,7 +202,7 @@ def load_weights(folder, config, dtype=None, heads=None, shard=WHOLE, make_weigh
     contents = {path: np.memmap(path, np.uint8, "r") for path in stored.paths}
     stored.check_tied_head(contents)
     weights = make_weights(replace(config, heads=heads or config.heads), dtype or config.dtype, shard=shard)
-    copy_to_device(stored.copies_to(weights, contents))
+    weights.fill(stored, contents)
     if stored.left_out and not shard.rank:
         _report_left_out(folder, stored.left_out)
     return weights
@@ -279,6 +288,12 @@ class StoredWeights:
             raise UserError(
                 f"{head.path}: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight"
             )
+
+    def values_of(self, p, contents):
+        """The arrays of a Parameter of the whole model, one after the other, in the files."""
+        for source, _ in self.form_of(p):
+            stored = self.tensors[source]
+            yield stored.values_in(contents[stored.path])
 
     def copies_to(self, weights, contents):
         """The copies that fill Weights with the tensors, as copy_to_device takes them: list of (array, values)."""

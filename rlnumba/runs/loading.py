@@ -9,6 +9,7 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.hub import find_model
 from rlnumba.model.lora import adapter_of_run, is_adapter, load_adapter
+from rlnumba.model.quantized_weights import QuantizedWeights
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.model.weights import Weights
@@ -36,7 +37,8 @@ def load_policy(run, folder, reference=False, temperature=1.0, heads=LM_HEAD, he
     else:
         if reference and train.reference_move is not None:
             raise ConfigError("train.sync_ref_model: with [lora] the reference is the model without its adapter")
-        model = load_model(source, train.dtype, heads, head_init, run.seed)
+        kind = weights_of(run, folder.communicator)
+        model = load_model(source, train.dtype, heads, head_init, run.seed, make_weights=kind)
         model.adapter = _adapter(run, folder, model.weights, source)
     log_kernels(model.dtype)
     tokenizer = Tokenizer.from_folder(source)
@@ -59,7 +61,9 @@ def grammar_replay(train, tokenizer, config):
 
 def weights_of(run, communicator, is_trained=True):
     """The Weights to make of a run's policy, or of its reference, which is not trained: those of layers in parts with
-    deploy.zero_stage 3, on several ranks."""
+    deploy.zero_stage 3, on several ranks, and those of a quantised base with [quantization]."""
+    if run.quantization is not None:
+        return partial(QuantizedWeights, quantization=run.quantization)
     if run.deploy.zero_stage == 3 and communicator is not None and communicator.world_size > 1:
         return partial(LayerShards, communicator=communicator, is_trained=is_trained)
     return Weights

@@ -24,10 +24,10 @@ import numpy as np
 
 from rlnumba.checkpoint import ArrayPart
 from rlnumba.kernels.nn.elementwise import add, scale
+from rlnumba.model.blocks.low_rank import Dropout
 from rlnumba.model.config_mixture import idle_parameters
 from rlnumba.model.heads import HeadGradients, LogprobHead, ValueHead
 from rlnumba.model.layer_gradients import backward_and_update
-from rlnumba.model.low_rank import Dropout
 from rlnumba.model.router_loss import RouterLosses
 from rlnumba.model.transformer import Tape, packed_attention
 from rlnumba.optim import AdamWConfig, Optimizer

@@ -8,8 +8,8 @@ import pytest
 from rlnumba.config.lora import LoraConfig
 from rlnumba.model.blocks import attention, mlp, projection
 from rlnumba.model.blocks.block import MODULES
+from rlnumba.model.blocks.low_rank import Dropout
 from rlnumba.model.lora import Adapter
-from rlnumba.model.low_rank import Dropout
 from rlnumba.model.transformer import Tape, load_model
 from rlnumba.runtime import device
 from rlnumba.runtime.arena import Arena

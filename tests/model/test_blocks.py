@@ -13,11 +13,11 @@ from rlnumba.engine.cache import KVCache, block_bytes_of
 from rlnumba.engine.check import Agreement, check_agreement, first_difference
 from rlnumba.model import config as config_module
 from rlnumba.model.blocks.attention import Attention
+from rlnumba.model.blocks.low_rank import projection_numbers
 from rlnumba.model.blocks.mlp import Mlp
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.layer_gradients import LayerGradients, backward_and_update
 from rlnumba.model.lora import Adapter, load_adapter, save_adapter
-from rlnumba.model.low_rank import projection_numbers
 from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import Tape, Transformer, load_model, pack, packed_attention, save_model
 from rlnumba.model.weights import Weights, parameters

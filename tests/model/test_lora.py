@@ -15,8 +15,8 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.model import lora
 from rlnumba.model.blocks.block import MODULES
+from rlnumba.model.blocks.low_rank import Dropout, LoraContext
 from rlnumba.model.lora import Adapter, load_adapter, merge
-from rlnumba.model.low_rank import Dropout, LoraContext
 from rlnumba.model.transformer import Tape, host_copy, load_model, pack, packed_attention, save_model, score
 from rlnumba.model.weights import open_tensors
 from rlnumba.runs.policy import Policy

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlnumba.config.schema import RECOMPUTE_MODULES
 from rlnumba.kernels.nn.rmsnorm import rmsnorm, rmsnorm_backward
-from rlnumba.model.low_rank import LoraContext
+from rlnumba.model.blocks.low_rank import LoraContext
 from rlnumba.model.parameter import Parameter
 
 F32 = np.dtype(np.float32)
@@ -73,6 +73,7 @@ class Block:
     Weights: a NamedTuple of the views, None in place of a parameter that the model does not have
     Saved: a NamedTuple of what forward returns for backward; its first field, x, is the block's input
     PROJECTIONS: names of the matrices that an adapter may change
+    QUANTIZED: names of those that [quantization] keeps in few bits, None: PROJECTIONS
     RECOMPUTED: those of MODULES that are parts of it
     OPERATORS: {field of Saved: name of the operator that wrote it}, in the order of the forward; OUTPUT: the operator
         that writes out. `rlnumba check` compares them.
@@ -87,6 +88,7 @@ class Block:
     OUTPUT: str
     LAUNCHES: int
     PROJECTIONS = RECOMPUTED = CACHED = CUT = ()
+    QUANTIZED = None
     OPERATORS = {}  # noqa: RUF012
 
     def __init__(self, layer):

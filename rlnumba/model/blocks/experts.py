@@ -30,7 +30,7 @@ from rlnumba.kernels.nn.elementwise import add
 from rlnumba.kernels.nn.gated_sum import gated_sum, gated_sum_backward
 from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward
 from rlnumba.model.blocks.block import F32, Block, norm_backward, normed_rows
-from rlnumba.model.blocks.projection import project, project_backward, reduced
+from rlnumba.model.blocks.projection import dense, project, project_backward, reduced
 from rlnumba.model.parameter import Parameter
 from rlnumba.model.shard import Shard
 
@@ -91,7 +91,7 @@ class Experts(Block):
 
     NORM = "post_norm", "post_attention_layernorm"
     Weights, Saved = ExpertsWeights, SavedExperts
-    RECOMPUTED = ("swiglu",)
+    RECOMPUTED, QUANTIZED = ("swiglu",), ("gate_up", "down")
     OPERATORS = {"normed": "post rmsnorm", "scores": "router", "experts": "choice of experts"}  # noqa: RUF012
     OUTPUT = "experts"
     # The norm, the router, the choice, the sort, rows in its order, two GEMMs with SwiGLU between them, the sum.
@@ -135,9 +135,11 @@ class Experts(Block):
             rows = y = empty((N * k, D), x.dtype)
             gather_rows(normed, dispatched, rows)
             activated = empty((N * k, F), x.dtype) if kept is None else kept
-            grouped_gemm_swiglu(rows, w.gate_up, dispatched.starts, gate_up, activated)
+            with dense(w.gate_up, ctx.memory) as weights:
+                grouped_gemm_swiglu(rows, weights, dispatched.starts, gate_up, activated)
             if out is not None:
-                grouped_gemm(activated, w.down, dispatched.starts, y)
+                with dense(w.down, ctx.memory) as weights:
+                    grouped_gemm(activated, weights, dispatched.starts, y)
                 self.add(x, y, routing.weights, dispatched, shared, ctx, out)
         return SavedExperts(x, normed, rstd, scores, *routing, dispatched, gate_up, kept, shared)
 
@@ -162,7 +164,8 @@ class Experts(Block):
         dweights, trains_down = empty(saved.weights.shape, F32), grads.down is not None
         # Weights are applied behind the down projection's gradient, so that its outputs need not be there.
         gather_rows(dx, saved.sorted, rows)
-        grouped_gemm_dx(rows, w.down, starts, dactivated)
+        with dense(w.down, ctx.memory) as weights:
+            grouped_gemm_dx(rows, weights, starts, dactivated)
         weigh_rows_backward(dactivated, activated, saved.weights, saved.sorted, dweights, trains_down)
         if trains_down:
             grouped_gemm_dw(rows, activated, starts, grads.down, accumulate=ctx.adds_gradients)
@@ -172,7 +175,8 @@ class Experts(Block):
         if grads.gate_up is not None:
             gather_rows(normed, saved.sorted, rows)
             grouped_gemm_dw(gate_up, rows, starts, grads.gate_up, accumulate=ctx.adds_gradients)
-        grouped_gemm_dx(gate_up, w.gate_up, starts, drows)
+        with dense(w.gate_up, ctx.memory) as weights:
+            grouped_gemm_dx(gate_up, weights, starts, drows)
         dscores = empty(saved.scores.shape, x.dtype)
         term = ctx.router_gradient
         of_loss = (None, None) if term is None else (term.slopes, term.load.num_tokens)
@@ -196,6 +200,7 @@ class SharedExperts(Experts):
     """A mixture with an expert that all tokens share, behind a gate of its own."""
 
     PROJECTIONS = ("shared_gate_up", "shared_down", "shared_gate")
+    QUANTIZED = ("gate_up", "down", "shared_gate_up", "shared_down")
     OUTPUT = "experts and shared expert"
     # Those of the mixture; gate and up with SwiGLU, down, the gate, the sum.
     LAUNCHES = 13
@@ -214,7 +219,8 @@ class SharedExperts(Experts):
         gate_up, activated = empty((N, 2 * S), normed.dtype), empty((N, S), normed.dtype)
         y, gate = empty((N, D), normed.dtype), empty((N, 1), normed.dtype)
         gate_up_xa, low_rank = reduced(layer, "shared_gate_up", normed, ctx)
-        linear_swiglu(normed, w.shared_gate_up, gate_up, activated, low_rank)
+        with dense(w.shared_gate_up, ctx.memory) as weight:
+            linear_swiglu(normed, weight, gate_up, activated, low_rank)
         down_xa = project(layer, "shared_down", activated, w, ctx, y)
         gate_xa = project(layer, "shared_gate", normed, w, ctx, gate)
         return SavedShared(gate_up, activated, y, gate, (gate_up_xa, down_xa, gate_xa))

@@ -1,5 +1,6 @@
 """A block's projections, y = x w^T + bias, with the low-rank update of an adapter; each backward under its forward."""
 
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +9,7 @@ from rlnumba.kernels.gemm.ops import bias_backward, linear, linear_backward_inpu
 from rlnumba.kernels.nn.elementwise import add
 from rlnumba.kernels.nn.norm_to_residual import norm_to_residual
 from rlnumba.kernels.nn.rmsnorm import rmsnorm_backward
+from rlnumba.kernels.quantized.ops import QuantizedWeight, dequantize
 
 
 class BlockOutput(NamedTuple):
@@ -24,10 +26,24 @@ def empty_output(x, ctx):
     return BlockOutput(ctx.memory.empty(x.shape, x.dtype), ctx.memory.empty(x.shape[:1], np.float32))
 
 
+def dense(weight, memory):
+    """A context with the matrix of a weight as GEMMs read it: of a QuantizedWeight its values, in memory of a scope."""
+    return _dequantized(weight, memory) if isinstance(weight, QuantizedWeight) else nullcontext(weight)
+
+
+@contextmanager
+def _dequantized(weight, memory):
+    with memory.scope():
+        values = memory.empty(weight.shape, weight.dtype)
+        dequantize(weight, values)
+        yield values
+
+
 def project(layer, name, x, w, ctx, y, residual=None):
     """y = x w^T + bias + residual of the projection `name`, plus its adapter's update; returns `reduce`'s result."""
     xa, low_rank = reduced(layer, name, x, ctx)
-    linear(x, getattr(w, name), y, bias=getattr(w, f"{name}_bias"), residual=residual, low_rank=low_rank)
+    with dense(getattr(w, name), ctx.memory) as weight:
+        linear(x, weight, y, bias=getattr(w, f"{name}_bias"), residual=residual, low_rank=low_rank)
     return xa
 
 
@@ -85,10 +101,11 @@ def project_backward(layer, name, dy, x, xa, w, grads, ctx):
     """dx (N, K), from dy (N, M), of `project`, which returned xa; the gradients of what is trained are written."""
     weight_backward(name, dy, x, grads, ctx)
     dx = ctx.memory.empty(x.shape, x.dtype)
-    if xa is None:
-        linear_backward_input(dy, getattr(w, name), dx)
-    else:
-        ctx.lora.backward(layer, name, dy, x, xa, getattr(w, name), dx, ctx.memory)
+    with dense(getattr(w, name), ctx.memory) as weight:
+        if xa is None:
+            linear_backward_input(dy, weight, dx)
+        else:
+            ctx.lora.backward(layer, name, dy, x, xa, weight, dx, ctx.memory)
     return dx
 
 

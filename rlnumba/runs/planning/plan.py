@@ -36,7 +36,6 @@ from rlnumba.model.lora import Places, lora_of_run
 from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer
-from rlnumba.model.weights import Weights
 from rlnumba.optim import CHUNK, STREAMS
 from rlnumba.parallel.placement import num_sharing
 from rlnumba.parallel.planned_rank import PlannedRank
@@ -140,7 +139,7 @@ class Planner:
         # Any GPU: micro-batches are padded there.
         with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
             trained, checkpoint, final, folds_layers = take_step(self.config, dtype, run, step, communicator)
-            shards_layers = weights_of(run, communicator) is not Weights
+            shards_layers = run.deploy.zero_stage == 3 and communicator is not None
             has_engine = step.prompts and not shards_layers
             workspace = _generate(self, dtype, run, step.prompts) if has_engine else 0
             configs = [self.config, *([] if step.models.critic is None else [step.models.critic])]
@@ -298,7 +297,7 @@ class Planner:
 def _generate(planner, dtype, run, prompts):
     """Let the engine's largest step reserve its activations: bytes of attention's workspace on a GPU."""
     config, engine = planner.config, run.engine
-    model = Transformer(config, Weights(config, dtype, region=SHARED))
+    model = Transformer(config, weights_of(run, None)(config, dtype, region=SHARED))
     model.adapter = adapter_of(run, config, dtype, SHARED)
     seqs, tokens = engine.max_num_seqs, engine.max_num_batched_tokens
     if not planner.on_gpu:

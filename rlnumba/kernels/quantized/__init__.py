@@ -1,0 +1,1 @@
+"""Weights of 4 and 8 bits: their formats, and the kernels that write and read them."""

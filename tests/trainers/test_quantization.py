@@ -1,0 +1,158 @@
+"""Adapters on a quantised base: training has rollout's bits, and the base's values are those of its format."""
+
+import dataclasses
+from functools import partial
+
+import numpy as np
+import pytest
+
+from rlnumba.config import AsyncConfig, LoraConfig, QuantizationConfig, load_run, to_toml
+from rlnumba.errors import ConfigError
+from rlnumba.kernels.quantized.formats import FORMATS, dequantize_ref, quantize_ref
+from rlnumba.kernels.quantized.ops import QuantizedWeight, dequantize
+from rlnumba.model.quantized_weights import QuantizedWeights, quantized_names
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import load_model, pack, save_model, score
+from rlnumba.runs.loading import load_policy
+from rlnumba.runs.planning.plan import Planner
+from rlnumba.runs.run_folder import RunFolder
+from rlnumba.runtime import device, memory
+from rlnumba.trainers.grpo import run_grpo
+from rlnumba.trainers.sft import run_sft
+from tests.close import assert_same_bits
+from tests.trainers.runs import GOLDEN, MODEL, grpo_run, metrics_of, sft_run
+from tests.trainers.test_resume import elsewhere, hash_of
+
+FORMAT_NAMES = tuple(FORMATS)
+
+
+def on_base(run, type="nf4", group_size=16, **lora):
+    """A run with an adapter on a base of this format."""
+    quantization = QuantizationConfig(type=type, group_size=group_size)
+    return dataclasses.replace(run, lora=LoraConfig(r=4, lora_alpha=8, **lora), quantization=quantization)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_training_has_the_bits_of_rollout(tmp_path, name):
+    """GRPO with a reference, on policy: no difference of a bit, and it learns."""
+    run = on_base(grpo_run(tmp_path / "run", max_steps=3, beta=0.05), name)
+    run_grpo(run)
+    rows = [row for row in metrics_of(run) if "reward" in row]
+    assert len(rows) == 3
+    assert [row["sampling/sampling_logp_difference/max"] for row in rows] == [0.0] * 3
+    assert all(row["grad_norm"] > 0 for row in rows)
+
+
+def test_a_run_goes_on_with_the_same_bits(tmp_path):
+    whole = on_base(sft_run(tmp_path / "whole", max_steps=4, save_steps=2))
+    run_sft(whole)
+    part = on_base(sft_run(tmp_path / "part", max_steps=2, save_steps=2))
+    run_sft(part)
+    run_sft(dataclasses.replace(part, train=dataclasses.replace(part.train, max_steps=4)), resume=True)
+    assert hash_of(part) == hash_of(whole)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return load_model(MODEL)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_values_of_the_base(tmp_path, plain, name):
+    """Each linear layer has the values of its format; all other parameters are the model's."""
+    run = on_base(sft_run(tmp_path / "run"), name)
+    policy, _ = load_policy(run, RunFolder(run, False))
+    weights = policy.model.weights
+    for p in plain.weights.parameters:
+        found, before = weights[p.name], device.to_host(plain.weights[p.name])
+        if not isinstance(found, QuantizedWeight):
+            assert_same_bits(found, before, p.name)
+            continue
+        values = device.xp().empty(found.shape, np.float32)
+        dequantize(found, values)
+        expected = dequantize_ref(*quantize_ref(before, FORMATS[name], 16), FORMATS[name], np.float32)
+        assert_same_bits(values, expected, p.name)
+    assert sorted(weights.quantized) == sorted(
+        f"model.layers.{layer}.{each}" for layer in range(2) for each in ("qkv", "o", "gate_up", "down")
+    )
+
+
+def test_an_adapter_trains_as_on_the_values_of_the_base(tmp_path, plain):
+    """The adapter's bits are those of the same run on a model that has these values in its matrices."""
+    run = on_base(sft_run(tmp_path / "run", max_steps=3), "int4")
+    run_sft(run)
+    for name in quantized_names(plain.config):
+        view = plain.weights[name]
+        view[...] = dequantize_ref(*quantize_ref(view, FORMATS["int4"], 16), FORMATS["int4"], np.float32)
+    save_model(plain, tmp_path / "model", Tokenizer.from_folder(MODEL))
+    other = elsewhere(run, tmp_path / "other")
+    other = dataclasses.replace(other, model=str(tmp_path / "model"), quantization=None)
+    run_sft(other)
+    assert hash_of(run) == hash_of(other)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5", "qwen3_5_moe"])
+def test_experts_and_linear_attention(family):
+    """The log-probs have the bits of a model with the values in its matrices; routers and gates are the model's."""
+    folder, config = GOLDEN / family, QuantizationConfig(type="int8", group_size=8)
+    model, plain = load_model(folder, make_weights=partial(QuantizedWeights, quantization=config)), load_model(folder)
+    for name in quantized_names(plain.config):
+        dequantize(model.weights[name], plain.weights[name])
+    batch = pack([[3, 5, 7, 9, 4], [8, 1, 2]])
+    for found, expected in zip(score(model, batch), score(plain, batch), strict=True):
+        assert_same_bits(found, expected)
+    before = load_model(folder)
+    assert any(not np.array_equal(plain.weights[name], before.weights[name]) for name in model.weights.quantized)
+
+
+def test_plan_and_memory_are_those_of_the_packed_weights(tmp_path):
+    run = on_base(grpo_run(tmp_path / "run", max_steps=1), "nf4")
+    planned = {kind: Planner(each, False, 1 << 30).plan() for kind, each in (("nf4", run), ("plain", unquantized(run)))}
+    memory.reset_peaks()
+    before = memory.report().get("weights", 0)
+    run_grpo(run)
+    measured = metrics_of(run)[-1]["memory/weights"] - before
+    assert planned["nf4"].regions["weights"] == measured < planned["plain"].regions["weights"]
+
+
+def unquantized(run):
+    return dataclasses.replace(run, quantization=None)
+
+
+def test_keys(tmp_path):
+    run = on_base(sft_run(tmp_path / "run"))
+    (tmp_path / "run.toml").write_text(to_toml(run))
+    assert load_run("sft", tmp_path / "run.toml") == run
+    names = [QuantizationConfig(**keys).format_name for keys in ({}, {"bits": 8}, {"bits": 4, "type": "int4"})]
+    assert names == ["nf4", "int8", "int4"]
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"bits": 5}, "quantization.bits must be 8 or 4, got 5"),
+        ({"bits": 8, "type": "nf4"}, "quantization.bits is 8, but nf4 has 4"),
+        ({"group_size": 20}, "quantization.group_size must be a multiple of 8, got 20"),
+        ({"type": "q4_k"}, "quantization.type must be one of int8, fp8, int4, nf4, got 'q4_k'"),
+    ],
+)
+def test_wrong_keys(keys, message):
+    with pytest.raises(ConfigError) as error:
+        QuantizationConfig(**keys)
+    assert str(error.value) == message
+
+
+def test_what_a_quantized_base_does_not_go_with(tmp_path):
+    run = on_base(grpo_run(tmp_path / "run"))
+    with pytest.raises(
+        ConfigError, match=r"^\[quantization\] is for the frozen base of an adapter: it needs \[lora\]$"
+    ):
+        dataclasses.replace(run, lora=None)
+    with pytest.raises(
+        ConfigError, match=r"^\[quantization\] does not go with \[async\]: processes that only generate"
+    ):
+        dataclasses.replace(run, asynchronous=AsyncConfig())
+    wrong = on_base(sft_run(tmp_path / "wrong"), group_size=64)
+    message = "quantization.group_size 64 does not divide the 32 columns of model.layers.0.self_attn.q_proj.weight"
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        run_sft(wrong)

@@ -84,6 +84,7 @@ tensorboardX is installed. The metrics have TRL's names:
 | `replay/groups`, `replay/age`, `replay/buffer_size` | groups replayed, their mean age in steps, those kept |
 | `frac_reward_zero_std` | share of the completions whose group has equal rewards, hence zero advantages |
 | `completions/mean_length` and others, `completions/clipped_ratio` | tokens of a completion; share of truncated ones |
+| `teacher_kl` | with `[teacher]`: mean over the trained tokens of log policy - log teacher, nats |
 | `clip_ratio/low_mean` and others, `kl` | share of the ratios that were clipped; KL to the reference model |
 | `sampling/sampling_logp_difference/mean`, `/max` | rollout against training log-probs, nats; 0 where they are equal |
 | `sampling/importance_sampling_ratio/min`, `/mean`, `/max` | the correction for that difference |

@@ -125,7 +125,8 @@ def test_languages_and_plain_formats(page, tmp_path):
         elif fence.language == "toml":
             path = tmp_path / "fence.toml"
             path.write_text(fence.text)
-            kind = "grpo" if "[rewards]" in fence.text or "num_generations" in fence.text else "sft"
+            of_grpo = "[rewards]", "num_generations", "[teacher]"
+            kind = "grpo" if any(name in fence.text for name in of_grpo) else "sft"
             base = ROOT / "examples" / {"grpo": "gsm8k_grpo.toml", "sft": "sft.toml"}[kind]
             # The page of a trainer has whole files.
             load_run(*((page.stem, path) if page.stem in RUNS else (kind, [base, path])))

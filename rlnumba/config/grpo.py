@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rlnumba.config.generation import DynamicSampling
 from rlnumba.config.keys import Section, key
 from rlnumba.config.rollout import AheadRun, GroupConfig
+from rlnumba.config.sections.teacher import TeacherConfig
 from rlnumba.config.sft import RouterLossConfig
 from rlnumba.errors import ConfigError
 
@@ -326,6 +327,14 @@ class GRPORun(AheadRun):
     purpose = "Reinforcement learning with Group Relative Policy Optimization."
 
     train: GRPOConfig = GRPOConfig()
+    teacher: TeacherConfig = TeacherConfig()
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.teacher.is_alone:
+            for name in ("dynamic_sampling", "replay_buffer_size"):
+                if getattr(self.train, name):
+                    raise ConfigError(f"train.{name} compares rewards, which teacher.adv_tau 0 does not train on")
 
     def _check_async(self):
         super()._check_async()

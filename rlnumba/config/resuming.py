@@ -13,9 +13,9 @@ RULES = {
     FREE: "No effect on the weights.",
     NEXT: "Acts from the next optimizer step on. A batch of another size goes on with the first row of the epoch that "
     "was not trained on; the schedule of the learning rate is the new one.",
-    CONTENT: "What is read or made counts, not its name. Another model, critic, adapter or tokenizer is refused. Other "
-    "training rows begin a new epoch at the next step, in which all of them come; what is known of a prompt that is "
-    "still there (solved, mean reward) stays.",
+    CONTENT: "What is read or made counts, not its name. Another model, critic, teacher, adapter or tokenizer is "
+    "refused. Other training rows begin a new epoch at the next step, in which all of them come; what is known of a "
+    "prompt that is still there (solved, mean reward) stays.",
     SAME: "Refused with the old and the new value.",
 }
 
@@ -67,10 +67,11 @@ KEYS = {
         train.use_score_scaling train.use_score_norm train.score_clip critic.learning_rate
         train.label_smoothing train.f_divergence_type train.f_alpha_divergence_coef train.ld_alpha train.use_weighting
         train.discopop_tau train.desirable_weight train.undesirable_weight train.center_rewards_coefficient
+        teacher.teacher_tau teacher.adv_tau
         train.ref_model_mixup_alpha train.ref_model_sync_steps train.precompute_ref_log_probs
     """,
     CONTENT: """
-        model critic.model lora.init lora.r lora.lora_alpha lora.use_rslora
+        model critic.model teacher.model teacher.models lora.init lora.r lora.lora_alpha lora.use_rslora
         train.max_length train.packing train.packing_strategy train.completion_only_loss train.assistant_only_loss
         train.truncation_mode
     """,

@@ -5,11 +5,12 @@ import math
 import typing
 from dataclasses import dataclass, replace
 
-from rlnumba.config.agents import ACTS, LOGS_TOKENS, EnvironmentConfig, RolloutConfig, ToolsConfig
-from rlnumba.config.asynchronous import AsyncConfig
 from rlnumba.config.generation import GenerationPlan
 from rlnumba.config.keys import key
 from rlnumba.config.schema import EngineConfig, EvalConfig, ReferenceConfig, RewardsConfig, Run, TrainConfig
+from rlnumba.config.sections.agents import ACTS, LOGS_TOKENS, EnvironmentConfig, RolloutConfig, ToolsConfig
+from rlnumba.config.sections.asynchronous import AsyncConfig
+from rlnumba.config.sections.teacher import TeacherConfig
 from rlnumba.errors import ConfigError, MissingKey
 
 # Parameters of sampling that have a key of their own in [train], and those that generation_kwargs alone has.
@@ -228,6 +229,8 @@ class PromptRun(Run):
     generates = has_questions = True
     # Whether a completion may have several conversations, each of which is a sequence of its own.
     takes_branches = True
+    # That of a trainer without this section.
+    teacher = TeacherConfig()
 
     rewards: RewardsConfig
     eval: EvalConfig = EvalConfig()
@@ -288,9 +291,10 @@ class PromptRun(Run):
         if self.data.has_tasks and (self.tools.funcs or self.environment.specs):
             raise ConfigError("tools and an environment do not go with tasks of verifiers, whose harness has its own")
         if not (self.rewards.funcs or self.environment.specs or self.data.has_tasks):
-            if not self.data.has_scorers:
+            if self.data.has_scorers:
+                object.__setattr__(self, "rewards", replace(self.rewards, funcs=["gym"]))
+            elif not self.teacher.is_alone:
                 raise ConfigError("rewards.funcs must name at least one reward function")
-            object.__setattr__(self, "rewards", replace(self.rewards, funcs=["gym"]))
         if self.rollout.func is not None:
             self._check_rollout(plan)
         if (self.has_episodes or self.rollout.func is not None) and self.train.structured_outputs:

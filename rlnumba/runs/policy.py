@@ -96,6 +96,8 @@ class Policy:
         self.before_micro_batch, self.before_update = [], []
         # The GrammarReplay of the run's completions, where they are drawn with a grammar.
         self.grammar = None
+        # The Teachers that score its completions, or None.
+        self.teachers = None
         # Functions of (parts, results) that are called when the metrics of an optimizer step are read, with its
         # micro-batches on the host, and what the step has computed of each, by name.
         self.after_step = []

@@ -14,6 +14,7 @@ from rlnumba.model.router_loss import check_router_loss, check_router_replay
 from rlnumba.parallel.placement import num_sharing
 from rlnumba.runs.prompt_run import check_sampling
 from rlnumba.runtime import device
+from rlnumba.trainers.teacher import check_teachers
 
 
 def resolve(run, on_gpu, total_bytes, warns=False):
@@ -26,6 +27,7 @@ def resolve(run, on_gpu, total_bytes, warns=False):
     run = run.resolved()
     if run.generates:
         check_sampling(run)
+        check_teachers(run)
     check_router_loss(run.train, lambda: read_config(find_model(run.model, weights=False)))
     if run.generates and run.train.generation.replays_experts:
         check_router_replay(read_config(find_model(run.model, weights=False)))

@@ -1,7 +1,7 @@
 """The digest of a run: what decides its result, which checkpoints keep, and the comparison with a run that goes on.
 
     keys      every key of the configuration; the sizes of a step and a generation are those of all ranks together
-    inputs    model, critic, adapter, tokenizer: a hash of each
+    inputs    model, critic, teachers, adapter, tokenizer: a hash of each
     rewards   a hash of the source file of each reward function
     tools     a hash of the source files of each tool and each environment
     rows      a hash of each training row, and one of all held-out rows
@@ -48,9 +48,14 @@ def digest_of(run):
     folders = {"model": folder}
     if keys.get("critic.model") is not None:
         folders["critic.model"] = find_model(keys["critic.model"])
+    if keys.get("teacher.model") is not None:
+        folders["teacher.model"] = find_model(keys["teacher.model"])
     if keys.get("lora.init") is not None:
         folders["lora.init"] = first_adapter(run.lora)
     inputs = {name: model_hash(path) for name, path in folders.items()}
+    if teachers := keys.get("teacher.models"):
+        hashes = {name: model_hash(find_model(path)) for name, path in sorted(teachers.items())}
+        inputs["teacher.models"] = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
     inputs["tokenizer"] = files_hash([folder / name for name in FILES] + sorted((folder / TEMPLATE_FOLDER).glob("*")))
     if keys["train.dtype"] is None:
         keys["train.dtype"] = "float32" if device.name() == "cpu" else ModelConfig.from_folder(folder).dtype
@@ -184,8 +189,9 @@ def check_keys(saved, own, where, step):
             problems.append(_other_input(name, saved["keys"], own["keys"]))
     if problems:
         raise ConfigError(f"{where}: saved with {'; with '.join(problems)}: this cannot change on --resume")
-    for section in ("async",):
-        had, has = (any(name.startswith(f"{section}.") for name in each["keys"]) for each in (saved, own))
+    # Keys of [async] are there with the section alone, teachers are inputs.
+    for section, part in (("async", "keys"), ("teacher", "inputs")):
+        had, has = (any(name.startswith(f"{section}.") for name in each[part]) for each in (saved, own))
         if had != has:
             lines.append(f"[{section}] is {'new' if has else 'gone'} from step {step + 1}")
     for name, value in own["versions"].items():

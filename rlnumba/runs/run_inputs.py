@@ -18,6 +18,8 @@ PATH_KEYS = {
     ("", "model"): ONE,
     ("critic", "model"): ONE,
     ("lora", "init"): ONE,
+    ("teacher", "model"): ONE,
+    ("teacher", "models"): TABLE,
     ("data", "train"): SEVERAL,
     ("data", "eval"): SEVERAL,
     ("rewards", "funcs"): FUNCTIONS,

@@ -29,7 +29,7 @@ class Sample:
 
     values (K,) float64: of each reward function, NaN for None; reward: their weighted sum, NaN if all are None; extra:
     columns that rewards logged; advantage: 0 unless set_advantages writes it. pad_token_id: the tokenizer's, which ends
-    a completion as EOS does, as in TRL.
+    a completion as EOS does, as in TRL. teacher: index of the run's teacher of this prompt.
     """
 
     prompt: Prompt
@@ -39,6 +39,7 @@ class Sample:
     extra: dict
     advantage: float = 0.0
     pad_token_id: int | None = None
+    teacher: int = 0
 
     @property
     def prompt_token_ids(self):

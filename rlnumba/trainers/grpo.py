@@ -38,6 +38,8 @@ from rlnumba.sampling.samples import Sample, derived_seed, is_uniform
 from rlnumba.trainers import entropy as entropies
 from rlnumba.trainers import rollout
 from rlnumba.trainers.rejection import normalize_corrections, reject
+from rlnumba.trainers.scoring import forward_parts, host_logprobs
+from rlnumba.trainers.teacher import add_teacher_advantages, assign_teachers, load_teachers, teacher_configs
 
 
 def run_grpo(run, resume=False, reward_funcs=(), communicator=None):
@@ -46,8 +48,10 @@ def run_grpo(run, resume=False, reward_funcs=(), communicator=None):
 
 
 def load(run, folder):
-    """(Policy, Tokenizer) of a run, with the reference that train.beta above 0 asks for."""
-    return load_policy(run, folder, run.train.beta > 0, run.train.temperature)
+    """(Policy, Tokenizer) of a run, with the reference that train.beta above 0 asks for, and the teachers."""
+    policy, tokenizer = load_policy(run, folder, run.train.beta > 0, run.train.temperature)
+    load_teachers(run, policy, folder.communicator)
+    return policy, tokenizer
 
 
 def generate(policy, generations, trainer_state, index, on_policy, clock):
@@ -58,6 +62,7 @@ def generate(policy, generations, trainer_state, index, on_policy, clock):
     groups = groups_that_differ(generation, train) if train.generation.dynamic else generation.groups
     with clock.phase("advantage"):
         order.record(chosen, generation.groups)
+        assign_teachers(generations.run.teacher, generation.samples)
         rollouts = rollouts_of(groups, generations, trainer_state, index)
         rollouts.is_stale = is_stale(generation, trainer_state.global_step)
     with clock.phase("logprob"):
@@ -69,6 +74,8 @@ def generate(policy, generations, trainer_state, index, on_policy, clock):
         metrics |= order.replay_buffer.metrics
     if train.generation.dynamic:
         metrics["perf/over_sampled_tokens"] = generation.num_unused
+    if policy.teachers is not None:
+        metrics["teacher_kl"] = rollouts.teacher_kl
     if train.rollout_rs is not None:
         metrics["rollout_corr/rollout_rs_masked_fraction"] = rollouts.rejected_fraction
     if train.rollout_is_batch_normalize:
@@ -102,7 +109,10 @@ def rollouts_of(groups, generations, trainer_state, index):
     run, order = generations.run, generations.order
     train = run.train
     # reward -> advantage
-    if train.advantage_estimator != "grpo" or train.length_penalty:
+    if run.teacher.is_alone:
+        # The samples' advantages are 0, those of the tokens the teacher's.
+        pass
+    elif train.advantage_estimator != "grpo" or train.length_penalty:
         rollout.set_estimated_advantages(groups, train, order.memory)
     else:
         weights, aggregation = generations.weights, train.multi_objective_aggregation
@@ -130,37 +140,22 @@ def add_logprobs(policy, rollouts, on_policy):
     """Write the log-probs of the reference and, where they are needed, of the policy before its next update.
 
     on_policy: whether no part of the rollouts is trained on after an update, whose old log-probs are the forward's.
-    With rollout_is_batch_normalize, divide the advantages, and with rollout_rs, mask the tokens that it rejects.
+    With teachers, write their advantages; with rollout_is_batch_normalize, divide the advantages, and with rollout_rs,
+    mask the tokens that it rejects.
     """
     train = policy.train
     parts = forward_parts(rollouts, train)
     if policy.reference is not None:
         rollouts.ref_logprobs = host_logprobs(policy, policy.reference, parts)
-    reads_old = train.rollout_rs is not None or train.rollout_is_batch_normalize or not on_policy
-    if reads_old and (rollouts.is_stale or not sampler_is_exact(train)) and not train.bypass_mode:
+    compares = train.rollout_rs is not None or train.rollout_is_batch_normalize or policy.teachers is not None
+    if (compares or not on_policy) and (rollouts.is_stale or not sampler_is_exact(train)) and not train.bypass_mode:
         rollouts.old_logprobs = host_logprobs(policy, policy.model, parts)
+    if policy.teachers is not None:
+        add_teacher_advantages(policy, rollouts)
     if train.rollout_is_batch_normalize:
         normalize_corrections(rollouts, train)
     if train.rollout_rs is not None:
         reject(rollouts, train.rollout_rs, train.rollout_rs_threshold)
-
-
-def forward_parts(rollouts, train):
-    """All sequences of Rollouts, as many at a time as one forward takes: list of Rollouts."""
-    limit = train.max_tokens_per_micro_batch
-    return rollouts.parts_of_tokens(limit) if limit else rollouts.parts(train.per_device_train_batch_size)
-
-
-def host_logprobs(policy, model, parts):
-    """(T,) float32 on the host: a model's log-probs of all completion tokens."""
-    outputs = {"logprobs": (None, np.float32)}
-    readings = [policy.run(score, part.micro_batch(policy.grammar), outputs, model) for part in policy.own(parts)]
-    return np.concatenate(policy.of_all_micro_batches([read()["logprobs"] for read in readings], len(parts)))
-
-
-def score(policy, batch, results, model):
-    """A model's log-probs of the targets of a DeviceBatch."""
-    policy.logprobs(batch.targets, results["logprobs"], model=model)
 
 
 def cut_by_tokens(train, micro_batches):
@@ -352,7 +347,7 @@ def completions_at_once(train, length):
 
 def models_of(run):
     """The Models of a run."""
-    return Models(has_reference=run.train.beta > 0)
+    return Models(has_reference=run.train.beta > 0, teachers=teacher_configs(run))
 
 
 def rehearse(run, policy, critic, rollouts, every_form):
@@ -362,7 +357,9 @@ def rehearse(run, policy, critic, rollouts, every_form):
     def advantages():
         samples = [Sample(None, None, np.zeros(count), float(i), {}) for i in range(train.num_generations)]
         rollout.set_advantages([samples], np.ones(count), train.scale_rewards, train.multi_objective_aggregation)
-        add_logprobs(policy, rollouts, on_policy=False)
+        for index in range(max(len(run.teacher.folders), 1)):
+            rollouts.teachers = np.full(rollouts.num_sequences, index, np.int32)
+            add_logprobs(policy, rollouts, on_policy=False)
 
     yield from rehearse_steps(run, rollouts, every_form, advantages, partial(train_step, policy))
 

@@ -23,8 +23,6 @@ from rlnumba.trainers import rollout
 from rlnumba.trainers.entropy import WithoutBonus
 from rlnumba.trainers.grpo import (
     completions_at_once,
-    forward_parts,
-    host_logprobs,
     is_stale,
     load,
     models_of,
@@ -32,6 +30,7 @@ from rlnumba.trainers.grpo import (
     rehearse_steps,
     sampler_is_exact,
 )
+from rlnumba.trainers.scoring import forward_parts, host_logprobs
 
 # Added to the standard deviation that normalize_advantages divides by, as in TRL.
 EPSILON = 1e-4

@@ -116,7 +116,8 @@ class Rollouts:
     is_stale: whether some tokens were sampled from older weights than those that are trained on them first, or their
     log-probs are a rollout function's.
     rejected_fraction: share of the tokens whose mask rollout_rs has set to 0. correction_mean: what
-    rollout_is_batch_normalize has divided the advantages by.
+    rollout_is_batch_normalize has divided the advantages by. teachers (B,) i32: index of the teacher of each sequence;
+    teacher_kl: mean over trained tokens of log policy - log teacher.
     """
 
     token_ids: np.ndarray
@@ -132,15 +133,19 @@ class Rollouts:
     is_stale: bool = False
     rejected_fraction: float = 0.0
     correction_mean: float = 1.0
+    teacher_kl: float = 0.0
     drawn: np.ndarray = field(default_factory=partial(np.empty, 0, bool))
     target_lengths: np.ndarray | None = None
     num_rows: np.ndarray | None = None
     row_lengths: np.ndarray | None = None
+    teachers: np.ndarray | None = None
     routed_experts: np.ndarray = field(default_factory=partial(np.empty, (0, 0, 0), np.int16))
 
     def __post_init__(self):
         if self.target_lengths is None:
             self.target_lengths = self.completion_lengths
+        if self.teachers is None:
+            self.teachers = np.zeros_like(self.completion_lengths)
         if self.num_rows is None:
             self.num_rows, self.row_lengths = np.ones_like(self.completion_lengths), self.lengths
 
@@ -176,6 +181,7 @@ class Rollouts:
             target_lengths=target_lengths,
             num_rows=np.array(list(map(len, rows)), np.int32),
             row_lengths=np.array(list(chain.from_iterable(rows)), np.int32),
+            teachers=np.array([s.teacher for s in samples], np.int32),
             routed_experts=_joined_experts([each.routed_experts for each in completions], lengths.sum(axis=1)),
         )
 
@@ -193,7 +199,7 @@ class Rollouts:
         parts["routed_experts"] = self.routed_experts
         if len(self.routed_experts):
             parts["routed_experts"] = self.routed_experts[tokens(self.lengths)]
-        for name in ("prompt_lengths", "completion_lengths", "target_lengths", "num_rows"):
+        for name in ("prompt_lengths", "completion_lengths", "target_lengths", "num_rows", "teachers"):
             parts[name] = getattr(self, name)[sequences]
         parts["row_lengths"] = self.row_lengths[tokens(self.num_rows)]
         for name in ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "thresholds"):

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from rlnumba.config import DeployConfig, LoraConfig, SFTConfig
+from rlnumba.config import DeployConfig, LoraConfig, SFTConfig, TeacherConfig
 from rlnumba.errors import ConfigError, RankError
 from rlnumba.kernels.nn import reduce
 from rlnumba.model.lora import Adapter
@@ -58,7 +58,10 @@ def run_of(kind, folder, num_ranks=1, lora=None, model=None, zero_stage=2, **opt
     elif kind == "ppo":
         run = ppo_run(folder, **BATCHES | options)
     elif kind in ("grpo", "rloo"):
+        teacher = options.pop("teacher", {})
         run = {"grpo": grpo_run, "rloo": rloo_run}[kind](folder, **GROUPS | options)
+        if teacher:
+            run = dataclasses.replace(run, teacher=TeacherConfig(**teacher))
     elif kind == "reward":
         run = reward_run(folder, **PAIRS | options)
     else:
@@ -130,6 +133,7 @@ CASES = {
     "grpo, reference": {"beta": 0.1, "num_iterations": 2, "generation_batch_size": 32},
     "grpo, lora, evaluation": {"lora": LORA, "eval_steps": 2, "eval_on_start": True, "data": "prompts"},
     "grpo, entropy": ENTROPY,
+    "grpo, teacher": {"teacher": {"model": str(GOLDEN / "tiny-qwen3"), "adv_tau": 1.0}},
     "grpo, one micro-batch": {
         "per_device_train_batch_size": 16, "top_entropy_quantile": 0.5, "entropy_coef": 0.1, "loss_type": "bnpo"
     },

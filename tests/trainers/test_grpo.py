@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlnumba.config import DataConfig, PPOConfig, ToolsConfig
+from rlnumba.config import DataConfig, PPOConfig, TeacherConfig, ToolsConfig
 from rlnumba.data import Prompt, PromptData
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import ConfigError, UserError
@@ -397,14 +397,14 @@ def pretended_generation(rewards_of, **train):
     With dynamic sampling all that may be drawn were drawn.
     """
     config = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_generations": 2} | train
-    run = SimpleNamespace(train=grpo_config(**config), seed=42)
+    run = SimpleNamespace(train=grpo_config(**config), seed=42, teacher=TeacherConfig())
     most = run.train.max_gen_batches if run.train.dynamic_sampling else 1
     indices = list(range(most * run.train.prompts_per_rollout))
     generation = Generation([made_group(prompt, rewards_of(prompt)) for prompt in indices])
     generations = SimpleNamespace(
         run=run, order=PromptOrder(100, False, 0), weights=[1.0], metrics={}, take=lambda *_: (indices, generation)
     )
-    policy = SimpleNamespace(train=run.train, reference=None)
+    policy = SimpleNamespace(train=run.train, reference=None, teachers=None)
     rollouts, _, _ = grpo.generate(policy, generations, TrainerState(7, 9, 0.5), 3, True, Clock())
     return rollouts, generation
 

@@ -67,7 +67,7 @@ def assert_planned(run, train):
 
 def assert_taken(plan, found):
     planned = dict(plan.regions)
-    planned["weights"] += planned.pop("reference", 0)
+    planned["weights"] += planned.pop("reference", 0) + planned.pop("teacher", 0)
     planned["host"] = plan.host
     found.setdefault("host", 0)
     assert {name for name, nbytes in planned.items() if nbytes} == {name for name, nbytes in found.items() if nbytes}

@@ -89,6 +89,7 @@ def test_every_path_of_a_run_is_changed(tmp_path):
         *[("", "model"), ("critic", "model"), ("data", "train"), ("data", "eval")],
         *[("rewards", "funcs"), ("train", "callbacks"), ("tools", "funcs")],
         *[("environment", "factory"), ("environment", "factories"), ("rollout", "func")],
+        *[("teacher", "model"), ("teacher", "models")],
     }
     funcs = ["a/b.py:f", "out/final", "accuracy", "a.py:make(path='x.py:y')"]
     run = replace(

@@ -65,7 +65,8 @@ OF_PHASES = {"training": ("activations", "operators"), "generation": ("engine ac
 
 @dataclass(frozen=True)
 class Plan:
-    """regions: {name: bytes}, the names those of memory.report() but for "reference", which that counts as weights.
+    """regions: {name: bytes}, the names those of memory.report() but for "reference" and "teacher", which that
+    counts as weights.
 
     notes: {name: what the bytes follow from}. tokens: the largest micro-batch's. extra: {name: bytes} of the GPU that
     no region counts. host: bytes of pinned host memory. checkpoint: bytes of the host's memory while a checkpoint is
@@ -142,7 +143,8 @@ class Planner:
             shards_layers = run.deploy.zero_stage == 3 and communicator is not None
             has_engine = step.prompts and not shards_layers
             workspace = _generate(self, dtype, run, step.prompts) if has_engine else 0
-            configs = [self.config, *([] if step.models.critic is None else [step.models.critic])]
+            critics = [] if step.models.critic is None else [step.models.critic]
+            configs = [self.config, *critics, *step.models.teachers]
             operators = max(operator_bytes(step.tokens, step.sequences, config, dtype) for config in configs)
         tokens = step.tokens
         regions, notes = dict(peaks), {}
@@ -190,7 +192,7 @@ class Planner:
             if self.trainer.has_graphs and graphs.has_graphs(run.train, run.lora) and tokens <= max_tokens:
                 extra["graphs"] = min(extra["operators"], graphs.POOL_BYTES)
                 notes["graphs"] = "the same arrays once more, for micro-batches that are replayed"
-        order = ["weights", "adapter", "reference", "grads", "moments", "activations"]
+        order = ["weights", "adapter", "reference", "teacher", "grads", "moments", "activations"]
         order += ["engine activations", "attention", "kv"]
         names = sorted(regions, key=lambda name: order.index(name) if name in order else len(order))
         regions = {name: regions[name] for name in names if regions[name]}

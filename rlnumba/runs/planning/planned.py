@@ -20,14 +20,17 @@ from rlnumba.runs.loading import weights_of
 from rlnumba.runs.policy import Policy
 from rlnumba.runtime import signals
 from rlnumba.trainers import rollout
+from rlnumba.trainers.teacher import Teachers
 
 
 class Models(NamedTuple):
-    """Heads of the policy's model, whether it has a reference, and the config of a critic's own model, or None."""
+    """Heads of the policy's model, whether it has a reference, the config of a critic's own model, or None, and those
+    of teachers."""
 
     heads: tuple = LM_HEAD
     has_reference: bool = False
     critic: ModelConfig | None = None
+    teachers: tuple = ()
 
 
 class Step(NamedTuple):
@@ -134,6 +137,10 @@ def make_policies(config, dtype, run, step, communicator=None):
             kind = weights_of(run, communicator, is_trained=False)
             reference = Transformer(config, kind(config, dtype, region="reference"))
     policy, critic = Policy(model, run.train, reference, communicator=communicator), None
+    if step.models.teachers:
+        kind = weights_of(run, communicator, is_trained=False)
+        models = [Transformer(each, kind(each, dtype, region="teacher")) for each in step.models.teachers]
+        policy.teachers = Teachers(run.teacher, models)
     if run.train.structured_outputs:
         policy.grammar = EveryToken(config.vocab_size)
     if step.models.critic is not None:

@@ -1,0 +1,23 @@
+"""Log-probs of the completions of Rollouts by a model: the policy, its reference or a teacher."""
+
+import numpy as np
+
+
+def forward_parts(rollouts, train):
+    """All sequences of Rollouts, as many at a time as one forward takes: list of Rollouts."""
+    limit = train.max_tokens_per_micro_batch
+    return rollouts.parts_of_tokens(limit) if limit else rollouts.parts(train.per_device_train_batch_size)
+
+
+def host_logprobs(policy, model, parts):
+    """(T,) float32 on the host: a model's log-probs of all completion tokens."""
+    outputs = {"logprobs": (None, np.float32)}
+    # A mixture's grouped GEMMs are of the tokens that there are: never padded, as where it is trained.
+    run = policy.run_unpadded if model.config.mixture_layers else policy.run
+    readings = [run(score, part.micro_batch(policy.grammar), outputs, model) for part in policy.own(parts)]
+    return np.concatenate(policy.of_all_micro_batches([read()["logprobs"] for read in readings], len(parts)))
+
+
+def score(policy, batch, results, model):
+    """A model's log-probs of the targets of a DeviceBatch."""
+    policy.logprobs(batch.targets, results["logprobs"], model=model)

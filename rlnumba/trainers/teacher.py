@@ -1,0 +1,135 @@
+"""On-policy distillation: teachers score the tokens that the policy has drawn, and each score is a token's advantage.
+
+    g_t = log teacher(token t) - log policy(token t)     the policy before the update
+    A_t = adv_tau A_t + teacher_tau g_t
+
+g is minus the one-sample estimate k1 of the reverse KL, KL(policy | teacher), at token t: its mean over what the policy
+draws has this KL as its value, and the policy gradient with advantage g is the KL's. Each token has its own advantage,
+where a reward has one for a whole completion. Both log-probs are at train.temperature.
+
+Sources: Lu et al. 2025 (Thinking Machines, On-Policy Distillation); Agarwal et al. 2024 (GKD, arXiv 2306.13649);
+prime-rl, whose names are teacher_tau and adv_tau.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.config.sections.teacher import TeacherConfig
+from rlnumba.errors import UserError, shown
+from rlnumba.model.hub import find_model, read_config
+from rlnumba.model.lora import is_adapter
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import load_model
+from rlnumba.runs.loading import weights_of
+from rlnumba.trainers.scoring import forward_parts, host_logprobs
+
+
+class Teachers(NamedTuple):
+    """The section [teacher] of a run, and a Transformer of each of its folders, in their order."""
+
+    config: TeacherConfig
+    models: list
+
+
+def check_teachers(run):
+    """Raise UserError for a teacher whose tokenizer or vocabulary is not that of the run's model. Reads no weights."""
+    if not run.teacher.folders:
+        return
+    student = find_model(run.model, weights=False)
+    wanted = read_config(student).vocab_size
+    for name, path in run.teacher.folders.items():
+        key = _key_of(name)
+        folder = find_model(path, weights=False)
+        if is_adapter(folder):
+            raise UserError(f"{key}: {path} is an adapter folder, not a model's; merge it (rlnumba merge)")
+        config = read_config(folder)
+        if "lm" not in config.heads:
+            raise UserError(f"{key}: {path} is {config.architecture}, which has no language-model head")
+        problem = _other_token(_vocabulary(folder), _vocabulary(student))
+        if problem is not None:
+            raise UserError(f"{key}: {path} has another tokenizer than {run.model}: {problem}")
+        if config.vocab_size < wanted:
+            raise UserError(f"{key}: {path} has {config.vocab_size} tokens, and {run.model} has {wanted}")
+
+
+def _key_of(name):
+    return "teacher.model" if name is None else f"teacher.models.{name}"
+
+
+def _vocabulary(folder):
+    """{token: id} of the tokenizer of a folder."""
+    return Tokenizer.from_folder(folder).backend.get_vocab(with_added_tokens=True)
+
+
+def _other_token(found, wanted):
+    """A token that two vocabularies {token: id} do not have alike, and how: str, or None."""
+    for token in sorted({*found, *wanted}, key=lambda each: wanted.get(each, found.get(each))):
+        own, other = (ids.get(token, "no id") for ids in (found, wanted))
+        if own != other:
+            return f"{shown(token)} is {own} there, and {other} here"
+    return None
+
+
+def teacher_configs(run):
+    """The ModelConfig of each teacher of a run: tuple."""
+    return tuple(read_config(find_model(path, weights=False)) for path in run.teacher.folders.values())
+
+
+def load_teachers(run, policy, communicator):
+    """Load the teachers of a run, frozen and in the policy's dtype, into policy.teachers."""
+    if run.teacher.folders:
+        kind = weights_of(run, communicator, is_trained=False)
+        paths = [find_model(path) for path in run.teacher.folders.values()]
+        models = [load_model(path, policy.model.dtype.name, make_weights=kind) for path in paths]
+        policy.teachers = Teachers(run.teacher, models)
+
+
+def teacher_index(config, prompt):
+    """The index of a Prompt's teacher among those of a TeacherConfig: int. Raises UserError for a row without one."""
+    if not config.models:
+        return 0
+    names, name = list(config.models), prompt.columns.get(config.column)
+    if name not in names:
+        raise UserError(
+            f"{prompt.where}: the column {config.column!r} must name one of teacher.models "
+            f"({', '.join(names)}), got {shown(name)}"
+        )
+    return names.index(name)
+
+
+def assign_teachers(config, samples):
+    """Write to each of the Samples the index of its teacher."""
+    for sample in samples:
+        sample.teacher = teacher_index(config, sample.prompt)
+
+
+def teacher_logprobs(policy, rollouts):
+    """(T,) float32 on the host: of each completion token, the log-prob by the teacher of its sequence."""
+    models, train = policy.teachers.models, policy.train
+    if len(models) == 1:
+        return host_logprobs(policy, models[0], forward_parts(rollouts, train))
+    found = np.empty(len(rollouts.loss_mask), np.float32)
+    owners = np.repeat(rollouts.teachers, rollouts.target_lengths)
+    for index, model in enumerate(models):
+        sequences = np.flatnonzero(rollouts.teachers == index).tolist()
+        if sequences:
+            parts = forward_parts(rollouts.ordered(sequences), train)
+            found[owners == index] = host_logprobs(policy, model, parts)
+    return found
+
+
+def add_teacher_advantages(policy, rollouts):
+    """Write the advantages of Rollouts with their teachers' term, and its mean, teacher_kl.
+
+    The log-probs of the policy are old_logprobs where these are written, else the sampler's.
+    """
+    config = policy.teachers.config
+    own = rollouts.old_logprobs if len(rollouts.old_logprobs) else rollouts.rollout_logprobs
+    gain = teacher_logprobs(policy, rollouts) - own
+    advantages = np.float32(config.teacher_tau) * gain
+    if config.adv_tau:
+        advantages += np.float32(config.adv_tau) * rollouts.advantages
+    rollouts.advantages = advantages
+    total = np.dot(rollouts.loss_mask.astype(np.float64), gain)
+    rollouts.teacher_kl = -float(total) / max(rollouts.num_active, 1)

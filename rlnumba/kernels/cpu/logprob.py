@@ -1,5 +1,7 @@
 """Log-probs of rows of logits, and their gradient, on the cpu device."""
 
+import math
+
 import numba
 import numpy as np
 
@@ -61,3 +63,43 @@ def logp_entropy_backward_rows(
                 dlogits[i, j] *= offset + slope * logs[j]
             if 0 <= ids[i] - first_id < logits.shape[1]:
                 dlogits[i, ids[i] - first_id] += factor
+
+
+@numba.njit(cache=True, parallel=True, error_model="numpy")
+def divergence_rows(student, teacher, temperature, beta, dloss, loss, dlogits):
+    """divergence.divergence_of_logits of float32 logits; sums are float64, over columns in ascending order."""
+    log_share, log_beta = math.log(max(1.0 - beta, 1e-300)), math.log(max(beta, 1e-300))
+    for row in numba.prange(student.shape[0]):
+        lse, teacher_lse = row_terms(student[row], temperature)[0], row_terms(teacher[row], temperature)[0]
+        own = other = 0.0
+        for column in range(student.shape[1]):
+            log_p = np.float64(student[row, column] / temperature - lse)
+            log_q = np.float64(teacher[row, column] / temperature - teacher_lse)
+            if beta == 0:
+                other += math.exp(log_q) * (log_q - log_p)
+            elif beta == 1:
+                own += math.exp(log_p) * (log_p - log_q)
+            else:
+                log_m = log_mixture(log_p + log_share, log_q + log_beta)
+                own += math.exp(log_p) * (log_p - log_m)
+                other += math.exp(log_q) * (log_q - log_m)
+        mixes = 0 < beta < 1
+        loss[row] = beta * other + (1 - beta) * own if mixes else own + other
+        scale = np.float64(dloss[row]) / temperature
+        for column in range(student.shape[1]):
+            log_p = np.float64(student[row, column] / temperature - lse)
+            log_q = np.float64(teacher[row, column] / temperature - teacher_lse)
+            if beta == 0:
+                gradient = math.exp(log_p) - math.exp(log_q)
+            elif beta == 1:
+                gradient = math.exp(log_p) * (log_p - log_q - own)
+            else:
+                log_m = log_mixture(log_p + log_share, log_q + log_beta)
+                gradient = (1 - beta) * math.exp(log_p) * (log_p - log_m - own)
+            dlogits[row, column] = scale * gradient
+
+
+@numba.njit(cache=True, error_model="numpy")
+def log_mixture(own, other):
+    """log(exp(own) + exp(other))."""
+    return max(own, other) + math.log1p(math.exp(-abs(own - other)))

@@ -198,7 +198,7 @@ def test_tools_and_variables_of_a_row_reach_the_template(path, form, as_json):
         "labelled": {"prompt": chat, "completion": answer, "label": True},
         "unpaired": {"prompt": chat, "chosen": answer, "rejected": chat},
     }
-    variables = {"tools": [{"name": "f"}], "chat_template_kwargs": {"k": 2, "n": None}}
+    variables = {"tools": [{"name": "f"}], "chat_template_kwargs": {"k": False, "n": None}}
     if as_json:
         variables = {name: json.dumps(value) for name, value in variables.items()}
     write(path, [rows[form] | variables])
@@ -214,7 +214,7 @@ def test_tools_and_variables_of_a_row_reach_the_template(path, form, as_json):
         found = load_unpaired(path, data, KTOConfig(), *limits).rows[0].prompt_ids
     # The row's variables go before the run's, and null is none.
     shown = tokenizer.text(found).replace(" ", "").split("[u")[0]
-    assert sorted(shown.replace("k=", " k=").replace("m=", " m=").split()) == ["calls=f", "k=2", "m=3"]
+    assert sorted(shown.replace("k=", " k=").replace("m=", " m=").split()) == ["calls=f", "k=False", "m=3"]
 
 
 @pytest.mark.parametrize(
@@ -313,6 +313,12 @@ def test_numbers_of_a_row():
 def test_messages_with_bytes_are_named():
     with pytest.raises(UserError, match="^here: a message must have a role and a content, got "):
         check_messages([{"role": b"user", "content": "a"}], "here")
+
+
+def test_an_item_of_a_message_without_a_type_is_text():
+    check_messages([{"role": "user", "content": [{"text": "a"}, {"type": "text", "text": "b"}]}], "here")
+    with pytest.raises(UserError, match="^here: a message has an item of type image, and models read text alone$"):
+        check_messages([{"role": "user", "content": [{"text": "a"}, {"type": "image"}]}], "here")
 
 
 def test_a_text_takes_no_template(path):
@@ -613,6 +619,9 @@ def test_load_prompts_from_questions(path):
     chosen = prompts(path, [{"q": "x ?", "gold": "0"}], prompt_column="q", answer_column="gold", prompt_template="{q}!")
     assert chosen.prompts[0].prompt[0]["content"] == "x ?!"
     assert chosen.prompts[0].columns == {"gold": "0", "solution": "0"}
+    verl = {"prompt": "x", "reward_model": {"ground_truth": "1"}}
+    assert prompts(path, [verl]).prompts[0].columns["ground_truth"] == "1"
+    assert prompts(path, [verl | {"ground_truth": "own"}]).prompts[0].columns["ground_truth"] == "own"
 
 
 def test_long_prompts_are_dropped_only_when_asked(path):
@@ -624,6 +633,8 @@ def test_long_prompts_are_dropped_only_when_asked(path):
     ):
         prompts(path, rows, limit=4)
     assert len(prompts(path, rows, limit=5).prompts) == 2
+    # However long prompts may be, there is room for a token.
+    assert [p.prompt for p in prompts(path, rows, limit=4, max_prompt_length=4).prompts] == ["a"]
     with pytest.raises(UserError, match="all 2 prompts are longer than data.max_prompt_length 1"):
         prompts(path, rows, max_prompt_length=1)
 

@@ -9,6 +9,7 @@ import pytest
 
 from rlnumba.config import DataConfig
 from rlnumba.data import read_dataset, read_rows
+from rlnumba.data.files import sampled_rows
 from rlnumba.data.formats import chat_cell, flag_cell, json_cell, number_cell, object_cell
 from rlnumba.errors import ConfigError, UserError
 
@@ -257,6 +258,11 @@ def test_several_files_with_weights(tmp_path):
         rows(train_weights=[1.0, 0.0])
     with pytest.raises(UserError, match="c.jsonl: no such file"):
         read_dataset(both + f",{tmp_path / 'c.jsonl'}", DataConfig(train="x"))
+    with sampled_rows(2):
+        assert rows() == [0, 3]
+        with sampled_rows(9):
+            assert rows() == [0, 1, 2, 3, "7", "8"]
+        assert len(rows()) == 2
     comma = write(tmp_path / "a,b.jsonl", [{"i": 9}])
     assert read_dataset(comma, DataConfig(train=comma))[0][0] == {"i": 9}
 

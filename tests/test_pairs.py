@@ -258,6 +258,8 @@ def test_labelled_rows_whose_prompt_fills_max_length_are_left_out_and_counted(pa
     loaded = load_labelled(path, rows, max_length=4)
     assert loaded.counts == {"rows": 3, "truncated_rows": 2, "dropped_rows": 1}
     assert [row.where for row in loaded.rows] == [f"{path}:2", f"{path}:3"]
+    # The last row has as many tokens as may be.
+    assert load_labelled(path, rows, max_length=5).counts == {"rows": 3, "truncated_rows": 2, "dropped_rows": 0}
     with pytest.raises(UserError, match="rows.jsonl: the prompts of all 3 rows fill train.max_length 2"):
         load_labelled(path, rows, max_length=2)
     with pytest.raises(UserError, match="rows.jsonl:1: 7 tokens are more than the model's 6; set train.max_length"):

@@ -367,6 +367,32 @@ def test_a_model_that_gives_no_number(wrong):
     assert scores.errors == {"judge": 1}
 
 
+def test_what_a_group_of_one_pays_for_others_is_asked_again():
+    """A model scores all groups at once: one that cannot be scored fails alone, with errors "skip"."""
+
+    def values(prompts, completions, columns):
+        if "bad" in completions:
+            raise UserError("cannot be scored")
+        return [1.0] * len(completions)
+
+    rewards = Rewards([calling.ModelReward("judge", values, "judge")], errors="skip")
+    scores = rewards.collect([rewards.submit(["p"], [text], [[1]], {}) for text in ("good", "bad")])
+    np.testing.assert_array_equal(scores.values, [[1.0], [np.nan]])
+    assert scores.errors == {"judge": 1}
+
+
+def test_columns_that_one_group_logs_have_a_value_for_all():
+    def logs(completions, log_extra, **columns):
+        if "a" in completions:
+            log_extra("half", [0.5] * len(completions))
+        return [1.0] * len(completions)
+
+    rewards = Rewards([logs])
+    groups = [rewards.submit(["p"] * len(texts), texts, [[1]] * len(texts), {}) for texts in (["a", "b"], ["c"])]
+    assert rewards.collect(groups).extra == {"half": [0.5, 0.5, None]}
+    assert rewards.collect(groups[::-1]).extra == {"half": [None, 0.5, 0.5]}
+
+
 FAILURES = [
     (raises, r"reward raises raised KeyError: 'answer' \(.*test_rewards.py:\d+\)"),
     (exits, "reward exits raised SystemExit: 0"),

@@ -26,7 +26,7 @@ from rlnumba.model.config import ModelConfig
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer
 from rlnumba.model.weights import Weights
-from rlnumba.rewards import TrainerState, load_rewards
+from rlnumba.rewards import TrainingProgress, load_rewards
 from rlnumba.runs.prompt_order import PromptOrder
 from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.runs.prompt_schedule import DataState
@@ -126,7 +126,7 @@ def time_step(model):
     state, policy = DataState(order), Untrained(train)
     course = Course(
         [(step, 0) for step in range(train.max_steps)],
-        lambda step: TrainerState(step, train.max_steps, 0.0),
+        lambda step: TrainingProgress(step, train.max_steps, 0.0),
         lambda step, index: sampling_params(train, derived_seed(run.seed, step, index, 0), COMPLETIONS),
     )
     generations = Generations(run, policy, llm, PromptSource(prompts, order, rewards), None)
@@ -134,7 +134,7 @@ def time_step(model):
     generations.status = Writer().status
     generations.start()
     for step in range(WARMUP + REPEAT):
-        clock, trainer_state, engine.seconds = Clock(), TrainerState(step, train.max_steps, 0.0), {}
+        clock, trainer_state, engine.seconds = Clock(), TrainingProgress(step, train.max_steps, 0.0), {}
         with clock.phase("generate"):
             rollouts, generation, metrics = grpo.generate(policy, generations, trainer_state, 0, True, clock)
         with clock.phase("log"):

@@ -70,7 +70,7 @@ class Module(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class AdapterLayout:
     """The place of a fused projection's matrices, of all layers that have it alike: rows M, inputs D and columns C.
 
     layers: their numbers; parameter: that of the first of them; modules: those fused; a_offset, b_offset: in flat.
@@ -153,7 +153,7 @@ class Places:
     config: object
     lora: LoraConfig
     shard: object
-    layouts: tuple[Layout, ...]
+    layouts: tuple[AdapterLayout, ...]
     score_offset: int
     size: int
 
@@ -171,7 +171,7 @@ class Places:
             if column:
                 columns, layers = -(-column // COLUMNS) * COLUMNS, tuple(p.layer for p in of_layers)
                 a_offset, b_offset = offset, offset + _aligned(len(layers) * columns * inputs)
-                found.append(Layout(name, layers, of_layers[0], columns, tuple(modules), a_offset, b_offset))
+                found.append(AdapterLayout(name, layers, of_layers[0], columns, tuple(modules), a_offset, b_offset))
                 offset = b_offset + _aligned(len(layers) * row * columns)
         size = offset + ("score" in config.heads) * _aligned(config.hidden_size)
         return cls(config, lora, shard, tuple(found), offset, size)
@@ -310,7 +310,7 @@ class Adapter:
 
 
 def _views(layout, flat):
-    """A (L, C, D) and B (L, M, C) of a Layout of L layers in a flat array."""
+    """A (L, C, D) and B (L, M, C) of a AdapterLayout of L layers in a flat array."""
     layers = len(layout.layers)
     shapes = (layers, layout.columns, layout.inputs), (layers, layout.rows, layout.columns)
     offsets = layout.a_offset, layout.b_offset

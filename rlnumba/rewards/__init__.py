@@ -1,6 +1,6 @@
 """Reward functions: built in, or a user's own, and how they are called."""
 
-from rlnumba.rewards.calling import RewardError, Rewards, TrainerState
+from rlnumba.rewards.calling import RewardError, Rewards, TrainingProgress
 from rlnumba.rewards.functions import (
     accuracy_reward,
     get_cosine_scaled_reward,

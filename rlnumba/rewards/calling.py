@@ -43,7 +43,7 @@ class RewardError(UserError):
     """A reward function that raised, timed out or returned something else than a number or None per completion."""
 
 
-class TrainerState(NamedTuple):
+class TrainingProgress(NamedTuple):
     """The run's state that reward functions get as `trainer_state`; the names are transformers'."""
 
     global_step: int

@@ -29,7 +29,7 @@ from rlnumba.model.transformer import load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.parallel.ray_cluster import connected
 from rlnumba.reporting.stderr import log
-from rlnumba.rewards import TrainerState
+from rlnumba.rewards import TrainingProgress
 from rlnumba.rewards.calling import takes_environments
 from rlnumba.runs import evaluation, kept_data
 from rlnumba.runs.planning.planned import Step, invented_rollouts, longest_completions
@@ -130,7 +130,7 @@ class TrainerOnPrompts(NamedTuple):
             ranks, prompts = LedLLM(llm, communicator, agents), load_prompts(run.data.eval, run, llm, True, agents)
 
             def draw():
-                drawn = ranks.llm, rewards, prompts, params, TrainerState(0, 0, 0.0), status
+                drawn = ranks.llm, rewards, prompts, params, TrainingProgress(0, 0, 0.0), status
                 generation = evaluation.generate(*drawn)
                 rows = generation.rows(rewards.names, run.train.log_completions_tokens)
                 for row in rows:
@@ -346,7 +346,7 @@ class PromptLoop:
         if self.generations.is_apart:
             self.generations.start()
         if self.eval_data and self.run.train.eval_on_start and step == 0:
-            self.writer.log(0, self._evaluate(TrainerState(0, total_steps, 0.0)))
+            self.writer.log(0, self._evaluate(TrainingProgress(0, total_steps, 0.0)))
         self.folder.callbacks.begin(step, total_steps, self.schedule.epochs_done(step), self.policy.model)
         if not self.generations.is_apart:
             self.generations.start()
@@ -354,7 +354,7 @@ class PromptLoop:
     def _step(self, step):
         """Generate as needed, one optimizer step, and what is due after it: whether the run ends with it."""
         schedule, callbacks, clock = self.schedule, self.folder.callbacks, self.clock
-        trainer_state = TrainerState(step, schedule.total_steps, schedule.epochs_done(step))
+        trainer_state = TrainingProgress(step, schedule.total_steps, schedule.epochs_done(step))
         parts, generation_metrics, num_generated = self._generate(trainer_state)
         with clock.phase("train"):
             size = self.run.train.per_device_train_batch_size
@@ -504,7 +504,7 @@ class PromptLoop:
             return ""
         total, epochs = self.schedule.total_steps, self.schedule.epochs_done(self.schedule.total_steps)
         try:
-            return sample_report(self.llm, self.prompts, self.run, folder.path, TrainerState(total, total, epochs))
+            return sample_report(self.llm, self.prompts, self.run, folder.path, TrainingProgress(total, total, epochs))
         except UserError as error:
             # A tool or an environment that fails now takes nothing of what was trained.
             log(f"there are no samples of what was learned: {error}")

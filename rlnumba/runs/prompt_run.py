@@ -99,7 +99,7 @@ def sample_report(llm, prompts, run, path, trainer_state=None, count=4):
     """Prompts of the first generation, `count` at most: their completions of the first step and of the same noise now.
 
     WIDTH characters of each: str, empty where the first step has none of these prompts. path: the run's, for its
-    completions.jsonl. trainer_state: the TrainerState of the end.
+    completions.jsonl. trainer_state: the TrainingProgress of the end.
     """
     train = run.train
     with open(path / "completions.jsonl", encoding="utf-8") as file:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from rlnumba.errors import ConfigError
 from rlnumba.reporting.stderr import log
-from rlnumba.rewards import TrainerState
+from rlnumba.rewards import TrainingProgress
 from rlnumba.runs.policy import Schedule
 from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.sampling.pipeline import Course
@@ -111,7 +111,7 @@ def course_of(run, schedule, step, begun):
     """The Course of a run's generations from optimizer step `step` on. begun: see generations_from."""
 
     def trainer_state_of(at):
-        return TrainerState(at, schedule.total_steps, schedule.epochs_done(at))
+        return TrainingProgress(at, schedule.total_steps, schedule.epochs_done(at))
 
     def params_of(at, index):
         seed = derived_seed(run.seed, at, index, 0)

@@ -46,7 +46,7 @@ SYNCHRONOUS = AsyncConfig(max_staleness=0, staleness=["cap"], recompute_kv_cache
 
 class Course(NamedTuple):
     """The generations of a run that are to come: (step, index) of each, the optimizer step and the micro-step of it
-    that train on it first. trainer_state_of(step): TrainerState; params_of(step, index): SamplingParams."""
+    that train on it first. trainer_state_of(step): TrainingProgress; params_of(step, index): SamplingParams."""
 
     generations: Iterable
     trainer_state_of: Callable

@@ -38,7 +38,7 @@ UNKNOWN_VERSION = -1
 class RolloutTrainer:
     """The parts of a run that a rollout function may use, its second argument; the names are those of TRL's trainer.
 
-    args: the section [train]; processing_class, tokenizer: the run's Tokenizer; state: the TrainerState, with
+    args: the section [train]; processing_class, tokenizer: the run's Tokenizer; state: the TrainingProgress, with
     global_step; num_generations: completions of each prompt; llm: the LLM with the weights as they are, which
     `generate` uses.
     """

@@ -17,8 +17,8 @@ from rlnumba.kernels.attention.sm80_forward import (
     attention_sm80,
     sm80_attention_kernel,
 )
-from rlnumba.kernels.attention.sm80_tiles import Batch
-from rlnumba.kernels.attention.split_kv import Workspace
+from rlnumba.kernels.attention.sm80_tiles import PagedBatch
+from rlnumba.kernels.attention.split_kv import AttentionWorkspace
 from rlnumba.runtime import device
 from rlnumba.runtime.arguments import tuple_type
 from rlnumba.runtime.context import current
@@ -144,7 +144,7 @@ def test_kernels_compile_for_gpus(compile_offline, architecture, limit, head_dim
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
     x, f, i = "uint16[:,:,::1]", "float32[:,::1]", "int32[::1]"
-    batch, troubles = tuple_type(Batch, i, i, i, "int64"), []
+    batch, troubles = tuple_type(PagedBatch, i, i, i, "int64"), []
     for block_size in (0, 16):
         config = attention_config(head_dim, "bfloat16", block_size, limit)
         types = [x, x, x, batch, "float32", f, i, x, f]
@@ -197,7 +197,7 @@ def test_gpu_many_blocks_share_slots(rng):
     case = Case(rng, [2048, 3000, 1500, 4096], 16, 8, 128, "bfloat16")
     first, second = case.packed(None), case.packed(None)
     assert_same_bits(second[0], first[0])
-    assert not device.to_host(current().own(Workspace).counters.array).any()
+    assert not device.to_host(current().own(AttentionWorkspace).counters.array).any()
 
 
 @pytest.mark.gpu

@@ -8,13 +8,13 @@ from rlnumba.kernels.attention.scheduler import Pages, PrefillBatch, list_work_i
 from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences, SharedPrefixes
 from rlnumba.kernels.attention.sm90_config import AttentionConfig, attention_config
 from rlnumba.kernels.attention.sm90_decode import producer
-from rlnumba.kernels.attention.sm90_decode.config import Batch, DecodeConfig, decode_config
+from rlnumba.kernels.attention.sm90_decode.config import DecodeBatch, DecodeConfig, decode_config
 from rlnumba.kernels.attention.sm90_decode.consumer import column_sum_function
 from rlnumba.kernels.attention.sm90_decode.kernel import paged_attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_forward import ARCHITECTURES, attention_sm90, attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_paged import DecodePlan, paged_attention_sm90, plan_decode
 from rlnumba.kernels.attention.softmax import row_sum
-from rlnumba.kernels.attention.split_kv import Partials, Workspace
+from rlnumba.kernels.attention.split_kv import AttentionWorkspace, Partials
 from rlnumba.kernels.ptx.shared_memory import shared_address
 from rlnumba.runtime import device
 from rlnumba.runtime.arguments import tuple_type
@@ -31,7 +31,7 @@ FORWARD += [tuple_type(PrefillBatch, "int32[::1]", "int32[::1]", "int32", "int32
 FORWARD += [tuple_type(Pages, "int32[:,::1]", "int32"), "int32", "float32"]
 # Those of paged_attention_sm90_kernel's behind its queries.
 PAGED = ["uint8[::1]", "uint8[::1]"]
-PAGED += [tuple_type(Batch, "int32[::1]", "int32[::1]", "int32[:,::1]", "int32[::1]", *["int32"] * 5)]
+PAGED += [tuple_type(DecodeBatch, "int32[::1]", "int32[::1]", "int32[:,::1]", "int32[::1]", *["int32"] * 5)]
 PAGED += [tuple_type(Pages, "int32[:,::1]", "int32"), tuple_type(Partials, *["float32[::1]"] * 3, "int32", "int32")]
 PAGED += ["int32[:,::1]", "float32[:,::1]", "float32"]
 DECODE = ["uint8[::1]", *PAGED]
@@ -145,7 +145,7 @@ class Cache:
         sequences = self.planned(q, sequences, config._replace(segment=self.segment), blocks, max_leading)
         prefill = prefill._replace(segment=self.segment)
         paged_attention_sm90(q, self.caches, sequences, self.scale, out, lse, prefill)
-        assert not device.to_host(current().own(Workspace).counters.array).any()
+        assert not device.to_host(current().own(AttentionWorkspace).counters.array).any()
         return device.to_host(out), device.to_host(lse)
 
     def planned(self, q, sequences, *options):

@@ -14,7 +14,7 @@ from rlnumba.kernels.attention.sm90_decode import producer
 from rlnumba.kernels.attention.sm90_decode.config import Projection, decode_config
 from rlnumba.kernels.attention.sm90_decode.kernel import ARCHITECTURES, paged_attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_paged import paged_attention_qkv_sm90, paged_attention_sm90, plan_decode
-from rlnumba.kernels.attention.split_kv import Workspace
+from rlnumba.kernels.attention.split_kv import AttentionWorkspace
 from rlnumba.kernels.nn.qkv import HeadNorm, Rotation, qkv_split_to_cache
 from rlnumba.kernels.nn.rope import HeadShape, rope_table
 from rlnumba.kernels.ptx import sm90
@@ -109,7 +109,7 @@ class Case:
             q = device.xp().empty(out.shape, out.dtype)
             qkv_split_to_cache(*projection, sequences.slot_mapping, q, caches)
             paged_attention_sm90(q, caches, sequences, scale, out, lse)
-        assert not device.to_host(current().own(Workspace).counters.array).any()
+        assert not device.to_host(current().own(AttentionWorkspace).counters.array).any()
         return [device.to_host(x) for x in (out, lse, *caches)]
 
     def compare(self, **options):

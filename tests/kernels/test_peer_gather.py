@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.checks import address
-from rlnumba.kernels.peer.gather import Layout, peer_gather, peer_gather_kernel
+from rlnumba.kernels.peer.gather import GatherLayout, peer_gather, peer_gather_kernel
 from rlnumba.kernels.peer.inbox import (
     EMPTY,
     FIRST_EPOCH,
@@ -49,8 +49,8 @@ class Ranks:
         return Inboxes(self.addresses, *own, rank, self.capacity, limit_cycles)
 
     def gather(self, source, layout=None, are_floats=False):
-        """(R, R, W) of arrays, or (R, rows, total) of a Layout."""
-        layout = layout or Layout.of_arrays(source.shape[1], self.world_size)
+        """(R, R, W) of arrays, or (R, rows, total) of a GatherLayout."""
+        layout = layout or GatherLayout.of_arrays(source.shape[1], self.world_size)
         out = aligned((self.world_size, layout.rows * layout.total), np.int32, -7)
         peer_gather(source, out, layout, self.inboxes(), are_floats)
         return out.reshape(self.world_size, self.world_size if layout.rows == 1 else layout.rows, -1)
@@ -77,7 +77,7 @@ def sources(rng, world_size, words):
 
 
 def parts_of(expected, layout, world_size):
-    """(R, W) of (rows, total): what each rank has of a Layout, padded."""
+    """(R, W) of (rows, total): what each rank has of a GatherLayout, padded."""
     counts = [layout.columns(rank) for rank in range(world_size)]
     assert sum(counts) == layout.total
     source = aligned((world_size, layout.rows * max(counts)), np.int32, 77)
@@ -113,20 +113,20 @@ def test_sizes(rng, resident, world_size):
 
 # Ranks with equal and unequal columns; one without any; words of a rank that need a second launch, and that do not.
 LAYOUTS = [
-    (2, Layout(3, 4, 0, 0, 8), CAPACITY),
-    (3, Layout(5, 1, 2, 1, 5), CAPACITY),
-    (3, Layout(7, 4, 1, 2, 13), 5),
-    (2, Layout(2, 256, 0, 256, 300), CAPACITY),
-    (2, Layout(3, 6, 0, 6, 6), 4),
-    (2, Layout(600, 2, 0, 0, 4), 550),
+    (2, GatherLayout(3, 4, 0, 0, 8), CAPACITY),
+    (3, GatherLayout(5, 1, 2, 1, 5), CAPACITY),
+    (3, GatherLayout(7, 4, 1, 2, 13), 5),
+    (2, GatherLayout(2, 256, 0, 256, 300), CAPACITY),
+    (2, GatherLayout(3, 6, 0, 6, 6), 4),
+    (2, GatherLayout(600, 2, 0, 0, 4), 550),
 ]
 # The same of whole packets; one of two launches, in which the last rank has a packet less.
 OF_FLOATS = [
-    (2, Layout(3, 4, 0, 0, 8), CAPACITY),
-    (3, Layout(5, 4, 2, 4, 16), CAPACITY),
-    (3, Layout(7, 16, 1, 8, 52), 15),
-    (2, Layout(2, 256, 0, 256, 300), CAPACITY),
-    (2, Layout(3, 24, 0, 24, 24), 16),
+    (2, GatherLayout(3, 4, 0, 0, 8), CAPACITY),
+    (3, GatherLayout(5, 4, 2, 4, 16), CAPACITY),
+    (3, GatherLayout(7, 16, 1, 8, 52), 15),
+    (2, GatherLayout(2, 256, 0, 256, 300), CAPACITY),
+    (2, GatherLayout(3, 24, 0, 24, 24), 16),
 ]
 GATHERS = [(*each, False) for each in LAYOUTS] + [(*each, True) for each in OF_FLOATS]
 
@@ -149,12 +149,12 @@ def test_columns_of_rows(rng, resident, world_size, layout, capacity, are_floats
 
 # Rows that the ranks do not divide, of which some have none; two launches.
 EXCHANGES = [
-    (2, Layout(3, 4, 0, 0, 8), CAPACITY),
-    (2, Layout(1, 3, 0, 0, 6), CAPACITY),
-    (3, Layout(5, 1, 2, 1, 5), CAPACITY),
-    (3, Layout(4, 4, 1, 2, 13), 5),
-    (2, Layout(3, 6, 0, 6, 6), 4),
-    (2, Layout(9, 256, 0, 256, 300), CAPACITY),
+    (2, GatherLayout(3, 4, 0, 0, 8), CAPACITY),
+    (2, GatherLayout(1, 3, 0, 0, 6), CAPACITY),
+    (3, GatherLayout(5, 1, 2, 1, 5), CAPACITY),
+    (3, GatherLayout(4, 4, 1, 2, 13), 5),
+    (2, GatherLayout(3, 6, 0, 6, 6), 4),
+    (2, GatherLayout(9, 256, 0, 256, 300), CAPACITY),
 ]
 
 
@@ -186,7 +186,7 @@ def test_floats_of_any_bits_arrive(resident):
     """But for one NaN, which arrives as another; twice, so that it also is what a reader has left."""
     if device.name() == "cuda":
         pytest.skip("several ranks of one process run in the simulator alone")
-    ranks, layout = Ranks(2), Layout.of_arrays(8, 2)
+    ranks, layout = Ranks(2), GatherLayout.of_arrays(8, 2)
     bits = np.array([0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFFFFFFE, 0xFFFF0000, 0x0000FFFF], np.uint32)
     for empty_at in range(8):
         source = aligned((2, 8), np.int32)
@@ -224,16 +224,16 @@ def test_a_rank_that_does_not_send_is_named(rng, are_floats):
     if device.name() == "cuda":
         pytest.skip("several ranks of one process run in the simulator alone")
     ranks, source, out = Ranks(3), sources(rng, 1, 8), aligned((1, 24), np.int32)
-    peer_gather(source, out, Layout.of_arrays(8, 3), ranks.inboxes(1, 0), are_floats)
+    peer_gather(source, out, GatherLayout.of_arrays(8, 3), ranks.inboxes(1, 0), are_floats)
     assert ranks.error[1] in (1, 3)
     np.testing.assert_array_equal(out[0, 8:16], source[0])
 
 
 WITHOUT_WORDS = [
-    (Layout(3, 6, 0, 6, 6), CAPACITY, False),
-    (Layout(4, 2, 1, 2, 6), 5, False),
-    (Layout(3, 8, 0, 8, 8), CAPACITY, True),
-    (Layout(4, 4, 1, 4, 12), 5, True),
+    (GatherLayout(3, 6, 0, 6, 6), CAPACITY, False),
+    (GatherLayout(4, 2, 1, 2, 6), 5, False),
+    (GatherLayout(3, 8, 0, 8, 8), CAPACITY, True),
+    (GatherLayout(4, 4, 1, 4, 12), 5, True),
 ]
 
 
@@ -279,20 +279,20 @@ def test_a_packet_of_values_is_waited_for_until_it_is_whole(rng, missing):
     arrived = ranks.of_values[0][4 * CAPACITY :][:4]
     arrived[...] = [1, 2, 3, 4]
     arrived[missing] = 0xFFFFFFFF
-    peer_gather(source, out, Layout.of_arrays(4, 2), ranks.inboxes(0, 0), True)
+    peer_gather(source, out, GatherLayout.of_arrays(4, 2), ranks.inboxes(0, 0), True)
     assert ranks.error[0] == 2
 
 
 @pytest.mark.sim
 def test_arrays_are_checked():
-    source, out, layout = np.zeros((1, 4), np.int32), np.zeros((1, 8), np.int32), Layout.of_arrays(4, 2)
+    source, out, layout = np.zeros((1, 4), np.int32), np.zeros((1, 8), np.int32), GatherLayout.of_arrays(4, 2)
     arrays = np.zeros(2, np.int64), np.ones(2, np.uint32), np.zeros(1, np.int32)
     if device.name() == "cuda":
         source, out, *arrays = map(device.asarray, (source, out, *arrays))
     inboxes = Inboxes(*arrays, 0, 2, 0)
-    with pytest.raises(ValueError, match="source must have 4 words of Layout.* got 3"):
+    with pytest.raises(ValueError, match="source must have 4 words of GatherLayout.* got 3"):
         peer_gather(source[:, :3].copy(), out, layout, inboxes)
-    with pytest.raises(ValueError, match=r"out must have 8 words, fewer than 2\^31, of Layout.* got 4"):
+    with pytest.raises(ValueError, match=r"out must have 8 words, fewer than 2\^31, of GatherLayout.* got 4"):
         peer_gather(source, out[:, :4].copy(), layout, inboxes)
     with pytest.raises(ValueError, match=r"out must have 8 words.* got 4"):
         peer_gather(source, out[:, :4].copy(), layout, inboxes, row_width=1)
@@ -304,6 +304,6 @@ def test_arrays_are_checked():
 def test_machine_code(compile_offline, words):
     arrays = np.zeros((1, 4), np.int32), np.zeros((1, 8), np.int32)
     inboxes = Inboxes(np.zeros(2, np.int64), np.ones(2, np.uint32), np.zeros(1, np.int32), 0, 2, 0)
-    types = tuple(map(type_name, (*arrays, inboxes.of_kind(words), 0, 0, 1, Layout.of_arrays(4, 2))))
+    types = tuple(map(type_name, (*arrays, inboxes.of_kind(words), 0, 0, 1, GatherLayout.of_arrays(4, 2))))
     for architecture in [(8, 0), (9, 0), (10, 0)]:
         assert not compile_offline(peer_gather_kernel(words), types, architecture)

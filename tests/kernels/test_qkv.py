@@ -273,9 +273,7 @@ def test_kernels_compile_for_gpus(compile_offline, element, heads, kv_heads, wid
         kernel = qkv_split_backward_kernel(shape, heads, kv_heads, False)
         troubles += compile_offline(kernel, [halves] * 3 + [table, table, ids, halves], architecture)
         kernel = qkv_split_norm_backward_kernel(shape, heads, kv_heads, False)
-        types = (
-            [tuple_type(qkv.HeadGradients, *[halves] * 3)] + [halves] * 3 + [table, table, ids, table, halves, table]
-        )
+        types = [tuple_type(qkv.QKVGradients, *[halves] * 3)] + [halves] * 3 + [table, table, ids, table, halves, table]
         troubles += compile_offline(kernel, types, architecture)
     assert not troubles, "\n".join(troubles)
 

@@ -13,7 +13,7 @@ from rlnumba.kernels.attention.sm80_decode import decode_config as sm80_decode_c
 from rlnumba.kernels.attention.sm80_decode import sm80_decode_kernel
 from rlnumba.kernels.attention.sm80_forward import attention_config as sm80_config
 from rlnumba.kernels.attention.sm80_forward import sm80_attention_kernel
-from rlnumba.kernels.attention.sm80_tiles import Batch
+from rlnumba.kernels.attention.sm80_tiles import PagedBatch
 from rlnumba.kernels.attention.sm90_backward import (
     AttentionBackwardConfig,
     BackwardBatch,
@@ -243,7 +243,7 @@ def test_sm80_kernels_compile(compile_offline, architecture, limit):
         pytest.skip("compiles without a GPU, from the cpu device")
     x, f, i, troubles = "uint16[:,:,::1]", "float32[:,::1]", "int32[::1]", []
     head_dim = 256 if architecture == (8, 0) else 128
-    batch = tuple_type(Batch, i, i, i, "int64")
+    batch = tuple_type(PagedBatch, i, i, i, "int64")
     for block_size in (0, 16):
         config = sm80_config(head_dim, "bfloat16", block_size, limit, 512).with_window(512)
         troubles += compile_offline(

@@ -16,7 +16,7 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
-from rlnumba.rewards import RewardError, Rewards, TrainerState
+from rlnumba.rewards import RewardError, Rewards, TrainingProgress
 from rlnumba.rewards.calling import Pending, Scores
 from rlnumba.runs.prompt_order import PromptOrder
 from rlnumba.runs.prompt_run import prompt_order
@@ -78,10 +78,10 @@ def generated(model, prompts, rewards, window, max_num_seqs=64):
     run = SimpleNamespace(train=grpo_config(**sizes | options), generates_beside=False, deploy=DeployConfig(), seed=0)
     source = PromptSource(prompts, PromptOrder(len(DIFFER), False, 0), rewards)
     generations = Generations(run, None, llm, source, None)
-    generations.begin(Course([(0, 0)], lambda step: TrainerState(0, 1, 0.0), lambda *place: PARAMS), 0, [], None)
+    generations.begin(Course([(0, 0)], lambda step: TrainingProgress(0, 1, 0.0), lambda *place: PARAMS), 0, [], None)
     generations.start()
     generations.status = lambda text: None
-    indices, found = generations.take(TrainerState(0, 1, 0.0), Clock())
+    indices, found = generations.take(TrainingProgress(0, 1, 0.0), Clock())
     assert indices == list(range(len(indices))) and source.order.position == len(indices)
     assert not llm.engine.has_unfinished and llm.engine.blocks.num_free == llm.engine.blocks.num_blocks
     return found
@@ -98,7 +98,7 @@ def tokens_of(generation):
 def test_the_batch_does_not_depend_on_timing(model, prompts, in_workers):
     """Nor on the window; its completions are those of a generation of these prompts alone."""
     plain = draw_samples(
-        LLM(*model), SlowRewards([0] * 12, False), prompts, range(9), PARAMS, TrainerState(0, 1, 0.0), Clock()
+        LLM(*model), SlowRewards([0] * 12, False), prompts, range(9), PARAMS, TrainingProgress(0, 1, 0.0), Clock()
     )
     unused = []
     for trial, window in enumerate((4, 6, 12)):

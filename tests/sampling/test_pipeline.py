@@ -12,7 +12,7 @@ from rlnumba.config import AsyncConfig, DeployConfig, GRPOConfig, load_run, to_t
 from rlnumba.data.prompts import Prompt, PromptData
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.rewards import TrainerState
+from rlnumba.rewards import TrainingProgress
 from rlnumba.rewards.calling import Scores
 from rlnumba.runs.prompt_order import PromptOrder
 from rlnumba.runs.prompt_schedule import MicroBatchSchedule, generations_from
@@ -96,7 +96,7 @@ def pipeline_of(folder, version=0, groups=(), prompt_order=None, rewards=None, t
     prompt_order = prompt_order or PromptOrder(NUM_PROMPTS, True, 0)
     course = Course(
         generations_from(schedule, version, True),
-        lambda step: TrainerState(step, 20, 0.0),
+        lambda step: TrainingProgress(step, 20, 0.0),
         lambda step, index: SamplingParams(n=2, seed=100 * step + index),
     )
     found = Pipeline(run, course, PromptSource(prompts, prompt_order, rewards or FakeRewards()), version)

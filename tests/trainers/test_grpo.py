@@ -14,7 +14,7 @@ from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.heads import LogprobHead
 from rlnumba.model.transformer import load_model
-from rlnumba.rewards import RewardError, TrainerState
+from rlnumba.rewards import RewardError, TrainingProgress
 from rlnumba.runs import prompt_loop, prompt_run, prompt_schedule
 from rlnumba.runs.eval import run_eval
 from rlnumba.runs.planning.plan import Planner
@@ -405,7 +405,7 @@ def pretended_generation(rewards_of, **train):
         run=run, order=PromptOrder(100, False, 0), weights=[1.0], metrics={}, take=lambda *_: (indices, generation)
     )
     policy = SimpleNamespace(train=run.train, reference=None, teachers=None)
-    rollouts, _, _ = grpo.generate(policy, generations, TrainerState(7, 9, 0.5), 3, True, Clock())
+    rollouts, _, _ = grpo.generate(policy, generations, TrainingProgress(7, 9, 0.5), 3, True, Clock())
     return rollouts, generation
 
 

@@ -14,7 +14,7 @@ from rlnumba.config import DataConfig, RewardsConfig, RLOOConfig, RLOORun, load_
 from rlnumba.engine.sequence import Completion
 from rlnumba.errors import ConfigError
 from rlnumba.model.transformer import load_model
-from rlnumba.rewards import TrainerState
+from rlnumba.rewards import TrainingProgress
 from rlnumba.runs import prompt_loop
 from rlnumba.runs.policy import Policy
 from rlnumba.runs.prompt_order import PromptOrder
@@ -240,7 +240,7 @@ def test_a_generation_is_shuffled_by_its_place(monkeypatch):
     run, order = SimpleNamespace(train=policy.train, seed=3), PromptOrder(16, False, 0)
     generations = SimpleNamespace(run=run, order=order, prompts=prompts, metrics={})
     generations.take = partial(recorded(ids), generations)
-    rollouts, generation, metrics = rloo.generate(policy, generations, TrainerState(7, 9, 0.5), 2, True, Clock())
+    rollouts, generation, metrics = rloo.generate(policy, generations, TrainingProgress(7, 9, 0.5), 2, True, Clock())
     advantage_of = {sample.completion.token_ids[0]: sample.advantage for sample in generation.samples}
     ends = np.cumsum(rollouts.prompt_lengths + rollouts.completion_lengths)
     trained = rollouts.token_ids[ends - 2].tolist()

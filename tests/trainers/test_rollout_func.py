@@ -12,7 +12,7 @@ from rlnumba.data import load_prompts
 from rlnumba.engine.llm import LLM
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.reporting import stderr
-from rlnumba.rewards import TrainerState
+from rlnumba.rewards import TrainingProgress
 from rlnumba.runs.eval import run_eval
 from rlnumba.runs.prompt_run import sampling_params
 from rlnumba.sampling.rollout_func import RolloutFunction
@@ -111,7 +111,7 @@ def drawing():
     run, llm = function_run("unused", max_completion_length=96), LLM(TOOLS / "model")
     data = load_prompts(run.data.train, run.data, llm.tokenizer, llm.max_model_len, llm.model.config.vocab_size)
     params = distinct_params([data.prompts[0].prompt_token_ids], sampling_params(run.train, 1, 8))
-    arguments = llm, data.prompts[:1], [0], params, TrainerState(0, 1, 0.0), lambda *_: None, lambda *_: None
+    arguments = llm, data.prompts[:1], [0], params, TrainingProgress(0, 1, 0.0), lambda *_: None, lambda *_: None
     return lambda function: RolloutFunction(run, llm.tokenizer, function).draw(*arguments)
 
 

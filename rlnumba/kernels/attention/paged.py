@@ -22,7 +22,7 @@ from rlnumba.kernels.attention.reference import attention_ref
 from rlnumba.kernels.attention.simt import paged_attention_simt
 from rlnumba.kernels.attention.sm90_decode.config import decode_config as sm90_decode_config
 from rlnumba.kernels.attention.softmax import TILE_KEYS
-from rlnumba.kernels.attention.split_kv import Workspace
+from rlnumba.kernels.attention.split_kv import AttentionWorkspace
 from rlnumba.kernels.checks import FLOATS, I32, check, check_chunks
 from rlnumba.kernels.cpu import attention as attention_cpu
 from rlnumba.kernels.nn.qkv import check_projection, qkv_split_to_cache
@@ -56,11 +56,11 @@ def reserve_workspace(element, heads, kv_heads, head_dim, block_size, calls, win
     The arguments are workspace_sizes'.
     """
     sizes = workspace_sizes(element, heads, kv_heads, head_dim, block_size, calls, windows)
-    return current().own(Workspace).reserve(*sizes) if sizes else 0
+    return current().own(AttentionWorkspace).reserve(*sizes) if sizes else 0
 
 
 def workspace_sizes(element, heads, kv_heads, head_dim, block_size, calls, windows=False):
-    """Words of four bytes that the arrays of a Workspace need for any of `calls`, a tuple; () where it needs none.
+    """Words of four bytes of the arrays of an AttentionWorkspace for any of `calls`, a tuple; () where it needs none.
 
     element: the dtype's name. calls: bounds of each, (sequences B, tokens N, max_seqlen_q, max_context_len). windows:
     whether there are calls with a window, too.

@@ -19,7 +19,7 @@ from rlnumba.kernels.attention.sm80_forward import (
     prefill_sm80,
     totals_shape,
 )
-from rlnumba.kernels.attention.split_kv import Workspace
+from rlnumba.kernels.attention.split_kv import AttentionWorkspace
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import shared_address, store_word
@@ -193,8 +193,8 @@ def sm80_decode_kernel(config):
     def sm80_decode_kernel(q, k, v, batch, segments, scale, partial, weights, out):
         """A block owns DECODE_ROWS rows of a KV head of a sequence and one segment of its keys.
 
-        batch: a Batch of sm80_tiles.py. out is written where a sequence has one segment; else partial (segments N H,
-        padded head_dim) and weights (segments N H, 2): a segment's acc, m and l.
+        batch: a PagedBatch. out is written where a sequence has one segment; else partial (segments N H, padded
+        head_dim) and weights (segments N H, 2): a segment's acc, m and l.
         """
         blocks = cuda.shared.array(segment_blocks, np.int32)
         maxima = cuda.shared.array(max_count, np.float32)
@@ -379,7 +379,7 @@ def paged_attention_sm80(q, k, v, block_size, sequences, scale, out, config=None
     segments = 1 if sequences.window else max(-(-sequences.max_context_len // config.segment), 1)
     rows = segments * tokens * heads if segments > 1 else 1
     columns = sm80_tiles.padded(head_dim)
-    flat = current().own(Workspace).float_array(rows * (columns + 2))
+    flat = current().own(AttentionWorkspace).float_array(rows * (columns + 2))
     partial, weights = flat[: rows * columns].reshape(rows, columns), flat[rows * columns :].reshape(rows, 2)
     launch(
         sm80_decode_kernel(config),

@@ -32,7 +32,7 @@ from rlnumba.kernels.attention.sm80_tiles import (
     softmax_functions,
     store_rows_function,
 )
-from rlnumba.kernels.attention.split_kv import Workspace
+from rlnumba.kernels.attention.split_kv import AttentionWorkspace
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.instruction import address_of
@@ -269,7 +269,7 @@ def sm80_attention_kernel(config):
     def sm80_attention_kernel(q, k, v, batch, scale, totals, in_use, out, lse):
         """A block owns `rows` rows of a KV head of a sequence, of which the last, which see the most keys, come first.
 
-        k, v: (rows, HK, E). batch: a Batch of sm80_tiles.py; lse is that of packed sequences. totals (slots,
+        k, v: (rows, HK, E). batch: a PagedBatch; lse is that of packed sequences. totals (slots,
         slot_floats): over the segments before the present one, a slot for each block that has several; in_use (slots,):
         1 for a slot in use, 0 before and after the launch.
         """
@@ -427,7 +427,7 @@ def prefill_sm80(q, k, v, sequences, scale, out, lse, config):
     if count > 65_535:
         raise ValueError(f"attention: at most 65535 sequences can be computed at once, got {count}")
     config = config.with_window(sequences.window)
-    totals = current().own(Workspace).segment_totals(*totals_shape(config, sequences.max_context_len))
+    totals = current().own(AttentionWorkspace).segment_totals(*totals_shape(config, sequences.max_context_len))
     launch(
         sm80_attention_kernel(config),
         (kv_heads, count, -(-sequences.max_seqlen_q * (heads // kv_heads) // config.rows)),

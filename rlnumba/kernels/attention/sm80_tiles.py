@@ -57,23 +57,23 @@ def first_key_function(window, multiple):
 
 
 # Sequences of a launch: bounds of their queries; for the cache flat block tables, keys, and blocks of a table.
-Batch = namedtuple("Batch", "cu_seqlens block_tables context_lens max_blocks")
+PagedBatch = namedtuple("PagedBatch", "cu_seqlens block_tables context_lens max_blocks")
 
 
 def batch_of(sequences):
-    """The Batch of PagedSequences."""
+    """The PagedBatch of PagedSequences."""
     tables = sequences.block_tables
-    return Batch(sequences.cu_seqlens, tables.reshape(-1), sequences.context_lens, tables.shape[1])
+    return PagedBatch(sequences.cu_seqlens, tables.reshape(-1), sequences.context_lens, tables.shape[1])
 
 
 # A sequence, seen from one KV head: query heads of the KV head, first packed row, query tokens; bytes from one token to
 # the next in q and in k; bytes before the first token's first query head, and before its KV head.
-Sequence = namedtuple("Sequence", "gqa_ratio start length token_bytes key_bytes q_offset k_offset")
+PackedSequence = namedtuple("PackedSequence", "gqa_ratio start length token_bytes key_bytes q_offset k_offset")
 
 
 @functools.cache
 def sequence_function(head_dim, paged=False):
-    """The device function that reads a Sequence; paged: k_offset is that of row 0 of the cache."""
+    """The device function that reads a PackedSequence; paged: k_offset is that of row 0 of the cache."""
 
     @device_function
     def read_sequence(q, k, cu_seqlens, sequence, kv_head):
@@ -84,7 +84,7 @@ def sequence_function(head_dim, paged=False):
         token_bytes, key_bytes = i32(heads * i32(head_dim * 2)), i32(kv_heads * i32(head_dim * 2))
         q_offset = np.int64(start) * token_bytes + kv_head * gqa_ratio * (head_dim * 2)
         k_offset = np.int64(0 if paged else start) * key_bytes + kv_head * (head_dim * 2)
-        return Sequence(gqa_ratio, start, length, token_bytes, key_bytes, q_offset, k_offset)
+        return PackedSequence(gqa_ratio, start, length, token_bytes, key_bytes, q_offset, k_offset)
 
     return read_sequence
 

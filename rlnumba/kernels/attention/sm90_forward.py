@@ -251,7 +251,9 @@ def accumulator_functions(head_dim):
 # A consumer's part of a work item, see ITEM_FIELDS.
 WorkItem = namedtuple("WorkItem", "tiles head row position valid_rows valid_keys first_tile")
 # A consumer thread's local arrays; those from row_max on hold values of its two rows.
-Registers = namedtuple("Registers", "q scores p acc sums row_max rescale segment_max segment_sum merged_max merged_sum")
+ForwardRegisters = namedtuple(
+    "ForwardRegisters", "q scores p acc sums row_max rescale segment_max segment_sum merged_max merged_sum"
+)
 
 
 @functools.cache
@@ -483,7 +485,7 @@ def consumer_function(config):
     def consume(out_map, out, lse, c, fields, base, consumer, thread):
         """Compute work items until there are none; fields: of the item; thread: of the consumer."""
         q_parity, working = i32(0), True
-        registers = Registers(
+        registers = ForwardRegisters(
             cuda.local.array(q_words, np.int32), cuda.local.array(score_count, np.float32),
             cuda.local.array(word_count, np.int32), cuda.local.array(acc_count, np.float32),
             cuda.local.array(16, np.float32), cuda.local.array(2, np.float32), cuda.local.array(2, np.float32),

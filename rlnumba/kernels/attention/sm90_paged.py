@@ -16,11 +16,11 @@ from rlnumba.kernels.attention.scheduler import (
     prefill_batch,
 )
 from rlnumba.kernels.attention.sm90_config import MAX_DECODE_ROWS, TILE_ROWS, attention_config
-from rlnumba.kernels.attention.sm90_decode.config import THREADS, Batch, DecodeConfig, Projection, decode_config
+from rlnumba.kernels.attention.sm90_decode.config import THREADS, DecodeBatch, DecodeConfig, Projection, decode_config
 from rlnumba.kernels.attention.sm90_decode.kernel import paged_attention_sm90_kernel
 from rlnumba.kernels.attention.sm90_forward import launch_attention
 from rlnumba.kernels.attention.softmax import LOG2_E, TILE_KEYS
-from rlnumba.kernels.attention.split_kv import Partials, Workspace
+from rlnumba.kernels.attention.split_kv import AttentionWorkspace, Partials
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.nn.qkv import norm_of
 from rlnumba.kernels.nn.rope import head_shape, in_halves
@@ -125,7 +125,7 @@ def plan_decode(cache_heads, sequences, config=None, blocks=None, max_leading=No
         config, count, kv_heads, gqa_ratio, max_seqlen_q, sequences.max_context_len,
         1 if config.grouped else max_leading,
     )  # fmt: skip
-    items = current().own(Workspace).item_list(count * splits, ITEM_COLUMNS, sequences.window > 0)
+    items = current().own(AttentionWorkspace).item_list(count * splits, ITEM_COLUMNS, sequences.window > 0)
     groups = sequences.groups[:2] if config.grouped else (unused(1), unused(1))
     launch(
         list_work_items_kernel(config.rows, config.segment, config.grouped, config.window), 1,
@@ -166,9 +166,9 @@ def _arguments_behind_maps(plan, sequences, sizes, scale, out, lse):
     block_size, heads, kv_heads, tokens = sizes
     head_dim, count = out.shape[-1], len(sequences.context_lens)
     acc, row_max, row_sum, counters = (
-        current().own(Workspace).partials(plan.slots, plan.rows, head_dim, 2 + count * kv_heads)
+        current().own(AttentionWorkspace).partials(plan.slots, plan.rows, head_dim, 2 + count * kv_heads)
     )
-    batch = Batch(
+    batch = DecodeBatch(
         sequences.context_lens, sequences.groups.shared_prefix_lens if plan.config.grouped else unused(1), plan.items,
         counters, *map(np.int32, (heads, kv_heads, heads // kv_heads, tokens, plan.max_leading)),
     )  # fmt: skip

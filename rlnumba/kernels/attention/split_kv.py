@@ -153,7 +153,7 @@ def partial_merge(head_dim, element, prefetch):
     return merge_partials
 
 
-class Workspace:
+class AttentionWorkspace:
     """Partials, counters and lists of work items of one context, as large as the largest that was asked for.
 
     Counters are zero before and after a launch.

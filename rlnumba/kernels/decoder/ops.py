@@ -129,7 +129,7 @@ def decoder_config(weights, heads, kv_heads, head_dim, rows, block_size, blocks=
     return config if families == ("sm90", "sm90") and is_supported(config) else None
 
 
-class Workspace:
+class DecoderWorkspace:
     """The exchange of one config: two sets of words, all unwritten, and the state that says which one is next."""
 
     def __init__(self, config):
@@ -158,7 +158,7 @@ def decoder_forward(config, weights, input_ids, rotation, caches, sequences, sca
     for name, array in (vectors | {"slot_mapping": slot_mapping}).items():
         check(op, name, array, rows, I32)
     check(op, "block_tables", block_tables, (config.rows, None), I32)
-    workspace, embeddings = current().own(Workspace, config), weights.embed_tokens.reshape(-1).view(np.int32)
+    workspace, embeddings = current().own(DecoderWorkspace, config), weights.embed_tokens.reshape(-1).view(np.int32)
     phases = (config.qkv, weights.qkv), (config.o, weights.o), (config.gate_up, weights.gate_up)
     maps = [tensor_map(w, 1, phase.tile_columns, 64) for phase, w in (*phases, (config.down, weights.down))]
     rows_of_caches = [cache.reshape(layers * blocks * block_size, kv_heads, head_dim) for cache in caches]

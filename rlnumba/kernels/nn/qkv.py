@@ -121,7 +121,7 @@ def head_norm(shape):
 
 
 # Gradients of q, k and v, as arrays of halves of heads.
-HeadGradients = namedtuple("HeadGradients", "dq dk dv")
+QKVGradients = namedtuple("QKVGradients", "dq dk dv")
 
 
 @functools.cache
@@ -362,7 +362,7 @@ def qkv_split_norm_backward_kernel(shape, heads, kv_heads, gated):
     def qkv_split_norm_backward_kernel(
         gradients, qkv, q_weight, k_weight, cos, sin, position_ids, rstd, dqkv, partials
     ):
-        """A tile is `groups` query, key or value heads, one for each group of lanes. gradients: HeadGradients.
+        """A tile is `groups` query, key or value heads, one for each group of lanes. gradients: QKVGradients.
 
         Block (b, t) owns tile t of every gridDim.x-th WARPS tokens, a warp one of these tokens at a time; so a lane
         keeps its elements of the weights, and of their gradient, in registers. Order of that sum: a lane's tokens, the
@@ -547,7 +547,7 @@ def qkv_split_backward(gradients, qkv, norm, rotation, rstd, dqkv, dq_weight, dk
     partials = device.xp().empty(((q_tiles + k_tiles) * blocks, width), np.float32)
     weights = [in_halves(weight, shape.half) for weight in weights]
     partial_halves = in_halves(partials, shape.half)
-    arguments = HeadGradients(dq, dk, dv), qkv, *weights, cos, sin, position_ids, rstd, dqkv, partial_halves
+    arguments = QKVGradients(dq, dk, dv), qkv, *weights, cos, sin, position_ids, rstd, dqkv, partial_halves
     kernel = qkv_split_norm_backward_kernel(shape, heads, kv_heads, gated)
     launch(kernel, (blocks, tiles), (32, WARPS), *arguments)
     if trained:

@@ -2,8 +2,8 @@
 
     a row of out = the ranks' columns of it, in their order
 
-Layout says which columns rank r has; a single row of equal parts is out[r] = source of rank r. Each rank receives all
-rows, or in an exchange rows of its own, an R-th of the bytes.
+GatherLayout says which columns rank r has; a single row of equal parts is out[r] = source of rank r. Each rank receives
+all rows, or in an exchange rows of its own, an R-th of the bytes.
 
 Words travel to inboxes (inbox.py), in packets with epochs, or floats, if whole packets, as packets of values. The
 former are twice the bytes, hence for small arrays; larger ones are copied (rlnumba/parallel/transports/peer.py).
@@ -30,7 +30,7 @@ THREADS = 256
 WORDS = (np.dtype(np.int32),)
 
 
-class Layout(NamedTuple):
+class GatherLayout(NamedTuple):
     """The words of a gather: rows of `total`, of which rank r has those from start(r) to start(r + 1).
 
     start(r) = r width + min(r, longer) extra, but at most total.
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     @staticmethod
     def of_arrays(words, world_size):
         """One row, of which each rank has `words`."""
-        return Layout(1, words, 0, 0, world_size * words)
+        return GatherLayout(1, words, 0, 0, world_size * words)
 
     @property
     def has_whole_packets(self):
@@ -68,7 +68,7 @@ class Layout(NamedTuple):
 
 @device_function
 def start_of(rank, layout):
-    """Layout's start(rank)."""
+    """GatherLayout's start(rank)."""
     return min(rank * layout.width + min(rank, layout.longer) * layout.extra, layout.total)
 
 
@@ -89,7 +89,7 @@ def peer_gather_kernel(words):
     def peer_gather_kernel(source, out, inboxes, start, row_step, row_count, layout):
         """out[i] = the gather on rank first_rank + i, of which this launch is grid.y = i, of received_rows.
 
-        inboxes: KindInboxes; layout: a Layout.
+        inboxes: KindInboxes; layout: a GatherLayout.
 
         A thread owns a packet of what each pair of ranks exchanges, from word `start` on. The first packet is always
         sent. The last block of a rank that has read its epoch increments it.
@@ -140,9 +140,10 @@ def peer_gather_kernel(words):
 
 
 def peer_gather(source, out, layout, inboxes, are_floats=False, row_width=None):
-    """out[i] = the rows that all ranks have together, on rank first_rank + i; every rank launches it with this Layout.
+    """out[i] = the rows that all ranks have together, on rank first_rank + i; every rank launches it.
 
     source (n, W) int32: of the n ranks that this process has, rank r's first layout.rows * layout.columns(r) words.
+    layout: a GatherLayout, the same on all ranks.
     out (n, W') int32: the first layout.received(rank, row_width) * layout.total words of each are written, W' at least
     the most of any rank here. row_width: of an exchange, in which a rank receives so many rows, from rank row_width on.
     inboxes: Inboxes. are_floats: whether words are float32 or pairs of 16-bit floats, which then go as packets of

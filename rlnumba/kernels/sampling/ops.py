@@ -41,7 +41,7 @@ from rlnumba.kernels.sampling import scan
 from rlnumba.kernels.sampling.draw import DRAW_THREADS, SEGMENT, SEGMENT_NOISE, TOKEN_NOISE, draw_kernel
 from rlnumba.kernels.sampling.scan import (
     SCAN_THREADS,
-    Workspace,
+    ScanWorkspace,
     blocks_per_row,
     sample_rank,
     scan_kernel,
@@ -124,7 +124,7 @@ def sample(logits, limits, counters, token_ids, logprobs, thresholds=None, repla
     if not rows:
         return
     row_blocks = int(blocks_per_row(rows, columns))
-    scanned = current().own(Workspace).arrays(rows, -(-columns // TILE_COLUMNS))
+    scanned = current().own(ScanWorkspace).arrays(rows, -(-columns // TILE_COLUMNS))
     ranks = sample_rank(columns, scan.EXPECTED), sample_rank(columns, scan.EXPECTED_IF_FEW)
     kernel = scan_kernel(min(2, access_length(columns, logits)))
     inputs = logits, logits.reshape(-1), limits, np.int32(row_blocks), *ranks

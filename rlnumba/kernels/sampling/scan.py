@@ -245,7 +245,7 @@ def scan_kernel(access):
     return scan_kernel
 
 
-class Workspace:
+class ScanWorkspace:
     """Arrays that scan_kernel leaves draw_kernel. They grow with the rows asked for; captured graphs keep theirs."""
 
     def __init__(self):

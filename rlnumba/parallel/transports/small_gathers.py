@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlnumba.kernels.checks import FLOATS, address
-from rlnumba.kernels.peer.gather import Layout, peer_gather
+from rlnumba.kernels.peer.gather import GatherLayout, peer_gather
 from rlnumba.kernels.peer.inbox import WITH_EPOCHS, Inboxes
 from rlnumba.kernels.peer.rmsnorm import peer_rmsnorm, supports_peer_rmsnorm
 
@@ -30,7 +30,7 @@ class SmallGathers:
         """Gather an array of whole words, of at most most_bytes: whether it did."""
         if array.nbytes > self.most_bytes or not _has_whole_words(array.nbytes, array, out):
             return False
-        layout = Layout.of_arrays(array.nbytes // 4, self.inboxes.world_size)
+        layout = GatherLayout.of_arrays(array.nbytes // 4, self.inboxes.world_size)
         peer_gather(*_words(array, out), layout, self.inboxes)
         return True
 
@@ -54,13 +54,13 @@ class SmallGathers:
 
 
 def _layout_of(array, out, columns):
-    """The Layout of the rows that all ranks have together; `array` has some of their columns. None if not in words."""
+    """The GatherLayout of the rows of all ranks together, of which `array` has some columns; None if not in words."""
     sizes = np.array(columns) * array.itemsize
     sizes[1] = 0
     if any(sizes % 4) or not _has_whole_words(0, array, out):
         return None
     width, _, extra, total = (int(size) // 4 for size in sizes)
-    return Layout(len(array), width, columns.longer, extra, total)
+    return GatherLayout(len(array), width, columns.longer, extra, total)
 
 
 def _words(*arrays):

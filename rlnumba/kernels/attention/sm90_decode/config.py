@@ -108,7 +108,7 @@ def decode_config(head_dim, element, gqa_ratio, box, group_size=1, tokens=1):
     return config._replace(stages=min(stages, MOST_STAGES), blocks=blocks, fused_qkv=False)
 
 
-class Batch(NamedTuple):
+class DecodeBatch(NamedTuple):
     """Sequences of a step, and their work items. tokens: query tokens of a TMA box of q.
 
     context_lens (B,); shared_prefix_lens (B,), empty if not grouped; items: of list_work_items_kernel; counters: work

@@ -27,7 +27,7 @@ Lane = namedtuple("Lane", "thread warp lane group_lane pair offset")
 # total_max, total_sum: of the segments of an item before the present one. position: the last key that a column sees.
 # partial_rows: of the columns in Partials, -1 for columns without one.
 ARRAYS = "scores acc total words row_max row_sum total_max total_sum tile_max rescale position partial_rows"
-Registers = namedtuple("Registers", ARRAYS)
+DecodeRegisters = namedtuple("DecodeRegisters", ARRAYS)
 
 
 @device_function
@@ -373,7 +373,7 @@ def consumer_function(config):
         line, half_of_keys = lane & i32(7), (lane >> i32(3)) & i32(1)
         offset = shared_memory.Address(line * shared_memory.LINE + (((warp * i32(2) + half_of_keys) ^ line) << i32(4)))
         at = Lane(thread, warp, lane, i32(lane >> i32(2)), i32(i32(2) * i32(lane & i32(3))), offset)
-        registers = Registers(
+        registers = DecodeRegisters(
             cuda.local.array(score_count, np.float32), cuda.local.array(acc_count, np.float32),
             cuda.local.array(total_count, np.float32), cuda.local.array(columns, np.int32),
             cuda.local.array(columns, np.float32), cuda.local.array(columns, np.float32),

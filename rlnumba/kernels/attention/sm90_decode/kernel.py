@@ -149,8 +149,8 @@ def paged_attention_sm90_kernel(config, shape=None, normed=False):
     def paged_attention_sm90_kernel(queries, k_map, v_map, batch, pages, partials, out, lse, c):
         """A block computes work items until there are none; see the top for what each warp does.
 
-        queries: the tensor map of q, or with fused_qkv a Projection; batch: a Batch; pages: Pages; partials: Partials.
-        out (N H, E / 2): pairs of elements; lse (H, N), or empty if not wanted.
+        queries: the tensor map of q, or with fused_qkv a Projection. batch: a DecodeBatch; pages: Pages; partials:
+        Partials. out (N H, E / 2): pairs of elements; lse (H, N), or empty if not wanted.
         """
         queues = Queues(
             cuda.shared.array((Q_SLOTS, ITEM_FIELDS), np.int32),

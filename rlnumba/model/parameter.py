@@ -17,8 +17,9 @@ class Parameter:
 
     layer: that of the decoder, None outside of it. cut: (Shard, rows) -> the slice of them that it has, of the rows of
     a tensor, or of each of its sections; sections: the numbers of rows of these, for each tensor, () if each is one.
-    stacked: whether it is a stack of matrices, (matrices, rows, columns), and `rows` are of one after the other.
-    other_form: ((tensor, shape), ...) that has the same elements in other checkpoints, or ().
+    cut_rows: of a stack of matrices, (matrices, rows, columns), the rows that are cut together, such as those of gate
+    or of up, 0 of one matrix; stacked: whether `rows` are of the stack's matrices, one after the other, and not
+    matrices. other_form: ((tensor, shape), ...) that has the same elements in other checkpoints, or ().
     """
 
     name: str
@@ -29,6 +30,7 @@ class Parameter:
     cut: Callable = Shard.all_rows
     offset: int = 0
     sections: tuple[tuple[int, ...], ...] = ()
+    cut_rows: int = 0
     stacked: bool = False
     other_form: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
@@ -48,10 +50,18 @@ class Parameter:
         alignment = MATRIX_ALIGNMENT if self.decays else ALIGNMENT
         return -(-self.size // alignment) * alignment
 
-    def parts_of(self, shard, index):
-        """The rows that a shard has of the tensor rows[index]: a list of slices, in order."""
+    def parts_of(self, shard, index, shape=None):
+        """The rows that a shard has of the tensor rows[index]: a list of slices, in order.
+
+        shape: of a tensor of a stack, in either form; its rows are those of all its matrices.
+        """
         found, first = [], 0
-        for size in self.sections[index] if self.sections else (self.rows[index][1],):
+        if self.cut_rows:
+            count = math.prod(shape[:-1])
+            sizes = (count,) if shard.count == 1 else (self.cut_rows,) * (count // self.cut_rows)
+        else:
+            sizes = self.sections[index] if self.sections else (self.rows[index][1],)
+        for size in sizes:
             part = self.cut(shard, size)
             found.append(slice(first + part.start, first + part.stop))
             first += size
@@ -61,6 +71,11 @@ class Parameter:
         """The Parameter of a shard of the model that this one is of."""
         if shard.count == 1:
             return self
+        if self.cut_rows:
+            part = self.cut(shard, self.cut_rows)
+            own, (matrices, count, columns) = part.stop - part.start, self.shape
+            rows = tuple((source, rows // self.cut_rows * own if self.stacked else rows) for source, rows in self.rows)
+            return replace(self, shape=(matrices, count // self.cut_rows * own, columns), rows=rows, cut_rows=own)
         parts = [self.parts_of(shard, index) for index in range(len(self.rows))]
         sections = tuple(tuple(part.stop - part.start for part in each) for each in parts)
         rows = tuple((source, sum(sizes)) for (source, _), sizes in zip(self.rows, sections, strict=True))

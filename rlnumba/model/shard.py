@@ -3,7 +3,7 @@
     embedding, norms, score head    whole
     qkv, and the KV cache           of the rank's heads
     in_proj of linear attention     of the rank's key heads with their value heads; so its convolution, gates, states
-    gate_up                         the rank's rows of gate, then those of up
+    gate_up                         the rank's rows of gate, then those of up; of each expert, too
     o, out_proj, down               the rank's rows: its columns of the residual stream
     lm_head                         the rank's tiles of the vocabulary
     an adapter                      A whole, of B the rows of its projection that the rank has

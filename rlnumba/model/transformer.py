@@ -396,8 +396,6 @@ def check_shard(shard, config):
     """Raise ConfigError if a model cannot be cut like this on this device."""
     if shard.count == 1:
         return
-    if config.mixture_layers:
-        raise ConfigError(f"tensor_parallel_size {shard.count}: a {config.model_type} model cannot be cut")
     if device.name() == "sim":
         raise ConfigError(f"tensor_parallel_size {shard.count} needs GPUs, or --device cpu, where a rank is a process")
     shard.check(config, device.name() == "cuda")

@@ -300,10 +300,12 @@ class StoredWeights:
         copies = []
         for p in weights.parameters:
             at, whole = p.offset, self.of_model.get(p.name)
-            for index, (source, _) in enumerate(() if whole is None else self.form_of(whole)):
+            for index, (source, shape) in enumerate(() if whole is None else self.form_of(whole)):
                 stored = self.tensors[source]
                 rows = stored.values_in(contents[stored.path])
-                for part in [slice(None)] if p.name in self.others else whole.parts_of(weights.shard, index):
+                if whole.cut_rows:
+                    rows = rows.reshape(-1, shape[-1])
+                for part in whole.parts_of(weights.shard, index, shape):
                     values = rows[part].reshape(-1)
                     for first, array in weights.spans():
                         lower, upper = max(at, first), min(at + len(values), first + len(array))

@@ -10,12 +10,11 @@ import pytest
 
 from rlnumba.config.lora import LoraConfig
 from rlnumba.config.schema import RECOMPUTE_MODULES
-from rlnumba.errors import ConfigError, UserError
+from rlnumba.errors import UserError
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.lora import Adapter, load_adapter, merge, read_adapter_config, save_adapter
-from rlnumba.model.shard import Shard
 from rlnumba.model.tensor_file import open_tensors, write_tensors
-from rlnumba.model.transformer import Tape, check_shard, load_model, pack, save_model, score
+from rlnumba.model.transformer import Tape, load_model, pack, save_model, score
 from rlnumba.model.weights import METADATA, SINGLE, parameters
 from rlnumba.runtime import device
 from rlnumba.runtime.arena import Arena
@@ -311,9 +310,3 @@ def test_adapters_of_experts_are_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match=r'target_parameters \["mlp.experts.down_proj"\] is not supported'):
         read_adapter_config(tmp_path)
-
-
-def test_it_is_not_cut(golden):
-    _, model, _ = golden
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size 2: a qwen3_\w*moe\w* model cannot be cut"):
-        check_shard(Shard(0, 2), model.config)

@@ -99,8 +99,10 @@ OF_WIDE = "q_proj", "v_proj", "down_proj"
         (lambda: make_model(**WIDE), OF_WIDE, 3),
         (lambda: load_model(GOLDEN / "qwen3_5"), (), 2),
         (lambda: load_model(GOLDEN / "qwen3_5"), ("all-linear",), 2),
+        (lambda: load_model(GOLDEN / "qwen3_moe"), (), 2),
+        (lambda: load_model(GOLDEN / "qwen3_5_moe"), (), 2),
     ],
-    ids=["tied", "untied", "adapter", "hybrid", "hybrid adapter"],
+    ids=["tied", "untied", "adapter", "hybrid", "hybrid adapter", "mixture", "fused mixture"],
 )
 def test_ranges_of_a_shard(tmp_path, make, modules, count):
     """What is copied from the whole model's weights, or adapter, is what a shard reads from the folder."""

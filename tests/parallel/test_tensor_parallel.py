@@ -45,19 +45,22 @@ MADE = {
 HYBRID = "qwen3_5"
 # That with norms of outputs, and windows.
 GEMMA = "gemma3"
+# Mixtures of experts, whose tensors are split by expert and fused.
+MIXTURES = "qwen3_moe", "qwen3_5_moe"
 # LoraConfig's keys, by the name of an adapter on the wide model, or on that with linear attention: of all matrices, and
 # of those whose rows are few.
 ADAPTERS = {
     "adapter": {},
     "adapter of some": {"r": 3, "target_modules": ("v_proj", "o_proj", "up_proj")},
     "hybrid adapter": {"r": 3, "target_modules": ("all-linear",)},
+    "mixture adapter": {"r": 3, "target_modules": ("all-linear",)},
 }
 # What golden models have: norms of q and k and a tied head; a head of its own; biases.
 CASES = [
     *(("qwen3_tied", 2), ("llama3", 2), ("qwen2", 2)),
     *(("wide", 2), ("wide", 3), ("wide", 4), ("wide, untied", 3), ("wide, biases", 2), ("wide, biases", 4)),
     *(("head_dim 48", 3), ("one tile", 2), ("adapter", 2), ("adapter", 3), ("adapter of some", 4)),
-    *((HYBRID, 2), ("hybrid adapter", 2), (GEMMA, 2)),
+    *((MIXTURES[0], 2), ("mixture adapter", 2), (HYBRID, 2), ("hybrid adapter", 2), (GEMMA, 2)),
 ]
 
 
@@ -69,13 +72,13 @@ def folder_of(tmp_path_factory):
     def folder(name):
         if name in ADAPTERS:
             if name not in found:
-                base = folder(HYBRID if "hybrid" in name else "wide")
+                base = folder({"hybrid": HYBRID, "mixture": MIXTURES[1]}.get(name.split()[0], "wide"))
                 adapter = random_adapter(load_model(base), **ADAPTERS[name]).adapter
                 adapter.base, found[name] = str(base), tmp_path_factory.mktemp("adapter")
                 save_adapter(adapter, found[name])
             return found[name]
         if name not in MADE:
-            return GOLDEN / name if name in (HYBRID, GEMMA) else GOLDEN / "models" / name
+            return GOLDEN / name if name in (HYBRID, GEMMA, *MIXTURES) else GOLDEN / "models" / name
         if name not in found:
             model = make_model(**MADE[name])
             rng = np.random.default_rng(3)
@@ -189,7 +192,16 @@ SMALL = {"num_gpu_blocks_override": 12, "max_num_seqs": 8, "max_num_batched_toke
 
 
 @pytest.mark.parametrize(
-    "name, count", [*CASES[:3], ("wide", 2), ("wide, untied", 3), ("wide, biases", 4), ("adapter", 3), *CASES[-2:]]
+    "name, count",
+    [
+        *CASES[:3],
+        ("wide", 2),
+        ("wide, untied", 3),
+        ("wide, biases", 4),
+        ("adapter", 3),
+        (MIXTURES[0], 2),
+        *CASES[-2:],
+    ],
 )
 def test_the_text_and_log_probs_of_one_rank(folder_of, name, count):
     """With preemption, chunked prefill, and prefixes that are in the cache, at once and in the second call."""
@@ -267,7 +279,9 @@ def test_drafts_and_a_cache_that_grows(folder_of):
     assert on_ranks(generated, 2, folder, config)[0][0] == expected
 
 
-@pytest.mark.parametrize("name, count, max_tokens", [("wide, untied", 4, 12), (HYBRID, 2, 70), (GEMMA, 2, 12)])
+@pytest.mark.parametrize(
+    "name, count, max_tokens", [("wide, untied", 4, 12), (HYBRID, 2, 70), (GEMMA, 2, 12), (MIXTURES[0], 2, 12)]
+)
 def test_a_rollout_has_the_log_probs_of_training(folder_of, name, count, max_tokens):
     folder = folder_of(name)
     rollouts, rows = in_threads.run(
@@ -287,7 +301,9 @@ def test_scores_of_a_reward_model(tmp_path):
         assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("name, count", [("wide, untied", 3), ("wide, biases", 4), ("qwen3_tied", 2), (HYBRID, 2)])
+@pytest.mark.parametrize(
+    "name, count", [("wide, untied", 3), ("wide, biases", 4), ("qwen3_tied", 2), (HYBRID, 2), (MIXTURES[0], 2)]
+)
 def test_a_rank_holds_its_rows(folder_of, name, count):
     """Together the shards are the model; each has no more than what is whole everywhere and its part of the rest."""
     folder = folder_of(name)

@@ -30,7 +30,7 @@ from rlnumba.kernels.nn.elementwise import add
 from rlnumba.kernels.nn.gated_sum import gated_sum, gated_sum_backward
 from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward
 from rlnumba.model.blocks.block import F32, Block, norm_backward, normed_rows
-from rlnumba.model.blocks.projection import dense, project, project_backward, reduced
+from rlnumba.model.blocks.projection import dense, project, project_backward, project_to_residual, reduced
 from rlnumba.model.parameter import Parameter
 from rlnumba.model.shard import Shard
 
@@ -91,7 +91,7 @@ class Experts(Block):
 
     NORM = "post_norm", "post_attention_layernorm"
     Weights, Saved = ExpertsWeights, SavedExperts
-    RECOMPUTED, QUANTIZED = ("swiglu",), ("gate_up", "down")
+    RECOMPUTED, CUT, QUANTIZED = ("swiglu",), ("moe_intermediate_size",), ("gate_up", "down")
     OPERATORS = {"normed": "post rmsnorm", "scores": "router", "experts": "choice of experts"}  # noqa: RUF012
     OUTPUT = "experts"
     # The norm, the router, the choice, the sort, rows in its order, two GEMMs with SwiGLU between them, the sum.
@@ -113,10 +113,11 @@ class Experts(Block):
         is_split = config.model_type == "qwen3_moe"
         saved = tuple((tensor, rows) for tensor in split) if is_split else ((fused, count),)
         other = ((fused, shape),) if is_split else tuple((tensor, (rows, columns)) for tensor in split)
-        return Parameter(f"{at}.{name}", shape, True, saved, self.layer, stacked=is_split, other_form=other)
+        of_stack = {"cut_rows": rows, "stacked": is_split, "other_form": other}
+        return Parameter(f"{at}.{name}", shape, True, saved, self.layer, Shard.own_rows, **of_stack)
 
     def forward(self, x, w, ctx, out, recomputed=()):
-        config, empty, (N, D) = ctx.config, ctx.memory.empty, x.shape
+        config, empty, N, D = ctx.config, ctx.memory.empty, x.shape[0], len(w.post_norm)
         E, k, F = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
         rstd, scores = empty((N,), F32), empty((N, E), x.dtype)
         normed = normed_rows(x, w.post_norm, rstd, ctx)
@@ -137,6 +138,10 @@ class Experts(Block):
             activated = empty((N * k, F), x.dtype) if kept is None else kept
             with dense(w.gate_up, ctx.memory) as weights:
                 grouped_gemm_swiglu(rows, weights, dispatched.starts, gate_up, activated)
+            if ctx.ranks is not None:
+                # All columns, of which each rank has computed some, for this rank's columns of the results.
+                y = empty((N * k, x.shape[1]), x.dtype)
+                activated = ctx.ranks.gather_columns(activated, empty((N * k, w.down.shape[2]), x.dtype))
             if out is not None:
                 with dense(w.down, ctx.memory) as weights:
                     grouped_gemm(activated, weights, dispatched.starts, y)
@@ -200,6 +205,7 @@ class SharedExperts(Experts):
     """A mixture with an expert that all tokens share, behind a gate of its own."""
 
     PROJECTIONS = ("shared_gate_up", "shared_down", "shared_gate")
+    CUT = ("moe_intermediate_size", "shared_expert_intermediate_size")
     QUANTIZED = ("gate_up", "down", "shared_gate_up", "shared_down")
     OUTPUT = "experts and shared expert"
     # Those of the mixture; gate and up with SwiGLU, down, the gate, the sum.
@@ -209,19 +215,20 @@ class SharedExperts(Experts):
         D, S, at = config.hidden_size, config.shared_expert_intermediate_size, "mlp.shared_expert"
         return [
             *super().matrices(config),
-            *self.matrix("shared_gate_up", D, ((f"{at}.gate_proj", S), (f"{at}.up_proj", S)), Shard.all_rows),
-            *self.matrix("shared_down", S, ((f"{at}.down_proj", D),), Shard.all_rows),
+            *self.matrix("shared_gate_up", D, ((f"{at}.gate_proj", S), (f"{at}.up_proj", S)), Shard.own_rows),
+            *self.matrix("shared_down", S, ((f"{at}.down_proj", D),), Shard.own_rows),
             *self.matrix("shared_gate", D, ((f"{at}_gate", 1),), Shard.all_rows),
         ]
 
     def shared_forward(self, normed, w, ctx):
-        layer, empty, (N, D), S = self.layer, ctx.memory.empty, normed.shape, w.shared_down.shape[1]
+        layer, empty, N, (D, _) = self.layer, ctx.memory.empty, normed.shape[0], w.shared_down.shape
+        S = ctx.config.shared_expert_intermediate_size
         gate_up, activated = empty((N, 2 * S), normed.dtype), empty((N, S), normed.dtype)
         y, gate = empty((N, D), normed.dtype), empty((N, 1), normed.dtype)
         gate_up_xa, low_rank = reduced(layer, "shared_gate_up", normed, ctx)
         with dense(w.shared_gate_up, ctx.memory) as weight:
             linear_swiglu(normed, weight, gate_up, activated, low_rank)
-        down_xa = project(layer, "shared_down", activated, w, ctx, y)
+        down_xa = project_to_residual(layer, "shared_down", activated, w, ctx, y, None)
         gate_xa = project(layer, "shared_gate", normed, w, ctx, gate)
         return SavedShared(gate_up, activated, y, gate, (gate_up_xa, down_xa, gate_xa))
 

@@ -55,6 +55,15 @@ def test_freed_blocks_keep_their_content_until_reused_first_freed_first():
     assert manager.num_free == 0
 
 
+def test_blocks_without_content_are_allocated_before_those_that_may_match():
+    manager = BlockManager(3, 4)
+    first, second = manager.allocate(2)
+    manager.register([first], hashes_of(IDS[:1]), IDS[:1])
+    manager.release([first])
+    manager.give_back([second])
+    assert manager.allocate(2)[0] == second and manager.match(hashes_of(IDS[:1]), IDS[0]) == [first]
+
+
 def test_forgetting_hashes_keeps_references():
     manager = BlockManager(2, 4)
     (block,) = manager.allocate(1)

@@ -264,6 +264,11 @@ def test_whether_a_sequence_can_be_admitted_counts_reserved_blocks_as_free():
     assert scheduler.can_admit(8) and not scheduler.can_admit(9)
     scheduler.free_rows.clear()
     assert not scheduler.can_admit(1)
+    # A sequence that ends before has no blocks for those tokens, and takes none of what another has reserved.
+    scheduler, _ = decoding(9, [3, 3])
+    scheduler.row_blocks.reserve(scheduler.running[:1], np.array([18]), np.array([18]))
+    scheduler.add(sequences_of([([9] * 10, 1, 4)])[0])
+    assert scheduler.blocks.num_free == 3 and scheduler.can_admit(5) and not scheduler.can_admit(9)
 
 
 def test_admission_leaves_a_block_for_each_that_runs():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from rlnumba.rewards import TrainingProgress
 from rlnumba.rewards.calling import Scores
 from rlnumba.runs.prompt_order import PromptOrder
 from rlnumba.runs.prompt_schedule import MicroBatchSchedule, generations_from
+from rlnumba.sampling import own
+from rlnumba.sampling.own import OwnSampler
 from rlnumba.sampling.pipeline import Course, Pipeline, PromptSource
 from rlnumba.sampling.pipeline_state import encoded, restore, state_of
 from rlnumba.sampling.sampler import Alive, Sampler
@@ -373,3 +376,19 @@ def test_importance_weights_follow_from_the_section(tmp_path):
         assert same.resolved() == same
     own = dataclasses.replace(run, train=GRPOConfig(**vars(run.train) | {"rollout_is": "sequence"}))
     assert own.resolved() == own
+
+
+def test_waiting_for_futures_is_no_work(monkeypatch):
+    """Seconds in which all episodes waited for their tools do not count as busy."""
+
+    class Waiting:
+        is_idle, num_tokens, waited_s = False, 0, 1.0
+
+        def step(self, wait_s):
+            self.waited_s += 5.0
+            return []
+
+    sampler = OwnSampler(None, AsyncConfig())
+    sampler.episodes = Waiting()
+    monkeypatch.setattr(own, "time", SimpleNamespace(perf_counter=iter([3.0, 10.0]).__next__))
+    assert not sampler.poll() and sampler.stats.busy_s == 2.0

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from rlnumba.reporting import stderr
 from rlnumba.rewards import TrainingProgress
 from rlnumba.runs.eval import run_eval
 from rlnumba.runs.prompt_run import sampling_params
-from rlnumba.sampling.rollout_func import RolloutFunction
+from rlnumba.sampling.rollout_func import FunctionSampler, RolloutFunction
 from rlnumba.sampling.samples import distinct_params
 from tests.parallel import in_threads
 from tests.trainers import rollouts
@@ -103,6 +104,19 @@ def test_resumption_evaluation_and_ranks(tmp_path, monkeypatch):
     assert "eval_rollout/turns_mean" in run_eval(evaluated, output=tmp_path / "out")
     rows = [json.loads(line) for line in open(tmp_path / "out" / "completions.jsonl")]
     assert [row["index"] for row in rows] == [0, 1] * 3 and rows[0]["token_ids"] != rows[1]["token_ids"]
+
+
+def test_what_was_drawn_is_counted_by_generation():
+    """Calls of one seed go on with its counts, which the noise of equal prompts follows from; another begins anew."""
+    counts = []
+    function = SimpleNamespace(draw=lambda *arguments: counts.append(arguments[-1]))
+    drawn = SimpleNamespace(prompt=0, step=0)
+    owner = SimpleNamespace(drawn_of=lambda request: drawn, trainer_state_of=lambda step: None)
+    sampler = FunctionSampler(None, function, SimpleNamespace(prompts=["p"]))
+    for number, seed in enumerate((1, 1, 2)):
+        sampler.submit(SimpleNamespace(number=number, params=SimpleNamespace(seed=seed)), owner)
+        sampler.poll()
+    assert counts[0] is counts[1] and counts[2] is not counts[1]
 
 
 @pytest.fixture(scope="module")

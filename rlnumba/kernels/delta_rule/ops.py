@@ -110,8 +110,8 @@ def delta_rule_backward(dout, tokens, cu_seqlens, gradients):
     check_all(op, (rows, heads), F32, dbeta=gradients.beta, dlog_decay=gradients.log_decay)
     if device.name() == "cpu":
         cpu.delta_rule_backward(dout, tokens, cu_seqlens, gradients)
-    elif (family := _family(tokens)) == "simt" or not tensor_backward.is_supported(tokens.v.dtype.name):
+    elif _family(tokens) == "simt" or not tensor_backward.is_supported(tokens.v.dtype.name):
         simt_backward.delta_rule_backward(dout, tokens, cu_seqlens, gradients)
     else:
         check_chunks(op, dout=dout, q=tokens.q, k=tokens.k, v=tokens.v, dv=gradients.v)
-        tensor_backward.delta_rule_backward(family, dout, tokens, cu_seqlens, gradients)
+        tensor_backward.delta_rule_backward(dout, tokens, cu_seqlens, gradients)

@@ -1,8 +1,8 @@
-"""The second kernel of tensor_backward.py: dq, dk and dlog_decay of all blocks at once, a value head each.
+"""The last kernel of tensor_backward.py: dq, dk, dv, dbeta and dlog_decay of all blocks at once, a value head each.
 
-Two warps have 16 rows of the block, each half of the columns: of the products of tokens, of do w^T and of dr w^T, whose
-sums over what crosses a token are made of prefix sums; then of do S^T, dr S^T and w dS^T, whose products with q and k
-are what the states carry past a token.
+Two warps have 16 rows of the block, each half of the columns: of the products of tokens, of do r^T and of z r^T, whose
+sums over what crosses a token are made of prefix sums; then of do S^T, z S^T and r dS^T, whose products with q and k
+are what the states carry past a token. r, z and states lie as the chains have them, transposed.
 """
 
 import functools
@@ -11,80 +11,106 @@ import numpy as np
 
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK
 from rlnumba.kernels.delta_rule.simt import decay_between
+from rlnumba.kernels.delta_rule.tensor_inverse import VECTORS
 from rlnumba.kernels.delta_rule.tensor_tiles import (
     CHUNK,
+    COLUMNS_PITCH,
     DIM,
     PITCH,
     ZERO,
-    add_log_decays,
     convert_function,
     copy_function,
     fragment_functions,
+    store_rows,
 )
 from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.instruction import address_of
-from rlnumba.kernels.ptx.shared_memory import load_word, shared_address, store_word
-from rlnumba.kernels.ptx.warp import block_sum, cvt_pack, cvt_unpack, device_function, narrow, shuffle_xor
+from rlnumba.kernels.ptx.shared_memory import load_word, shared_address, store_function, store_word
+from rlnumba.kernels.ptx.warp import block_sum, cvt_pack, cvt_unpack, device_function, shuffle_up, shuffle_xor
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch
+from rlnumba.runtime.launch import launch, specialize
 
-i32, f32 = np.int32, np.float32
+i32, i64, f32 = np.int32, np.int64, np.float32
 
 THREADS = 256
-# Shared memory in bytes: q, k, do, dr, w; S and dS; D dM and D dP as operands; then in floats what crosses tokens.
-TILE, WEIGHT_PITCH = BLOCK * PITCH, 2 * BLOCK + CHUNK
-Q, K, DO, DR, W = (i * TILE for i in range(5))
-STATE = 5 * TILE
+# Shared memory in bytes: q, k, do; r and z, transposed; S and dS; D dM and D dP as operands.
+TILE, COLUMN_TILE = BLOCK * PITCH, DIM * COLUMNS_PITCH
+Q, K, DO = (i * TILE for i in range(3))
+R, Z = 3 * TILE, 3 * TILE + COLUMN_TILE
+STATE = Z + COLUMN_TILE
 DSTATE = STATE + DIM * PITCH
 DM = DSTATE + DIM * PITCH
-DP = DM + BLOCK * WEIGHT_PITCH
-SHARED_BYTES = DP + BLOCK * WEIGHT_PITCH
+DP = DM + BLOCK * COLUMNS_PITCH
+SHARED_BYTES = DP + BLOCK * COLUMNS_PITCH
+# In floats: a line of what crosses tokens; sums of the columns' halves.
 CROSSING_LINE, PARTS = BLOCK + 1, 2 * BLOCK
+CROSSING, SEGMENT = BLOCK * CROSSING_LINE, BLOCK // (THREADS // BLOCK)
+OF_TOKENS = VECTORS * BLOCK
+# In OF_TOKENS: E, F and beta, behind G.
+SINCE, LATER, BETA = BLOCK, 2 * BLOCK, 3 * BLOCK
+# Sums of a token that warps or segments make, added up in their order.
+WARPS, SUMS = THREADS // 32, THREADS // 32 * BLOCK
 
 pack, unpack = cvt_pack("bfloat16"), cvt_unpack("bfloat16")
+store_global_pair = store_function("ff", "global", "l")
 
 
 @functools.cache
 def weights_function():
     """The device function of the block's weights and of their gradients: 16 rows and 32 columns of a warp."""
     load_a, _, load_b, _ = fragment_functions(PITCH)
+    _, load_a_trans, _, load_b_trans = fragment_functions(COLUMNS_PITCH)
     multiply, multiply_halves = sm80.mma("bfloat16"), sm80.mma("float16")
 
     @device_function
-    def products(acc, base, rows, columns, is_half, first, column, lane):
-        """acc (16, 32) = lines of one tile times lines of another."""
+    def multiply_keys(acc, base, rows, first, column, lane):
+        """acc (16, 32) = rows of q or k times keys."""
         a, b = cuda.local.array(4, np.int32), cuda.local.array(4, np.int32)
         for i in range(16):
             acc[i] = ZERO
         for step in range(DIM // 16):
             load_a(a, base + i32(rows), first, i32(step * 16), lane)
             for n in range(2):
-                load_b(b, base + i32(columns), i32(column + i32(n * 16)), i32(step * 16), lane)
-                if is_half:
-                    multiply_halves(acc, 8 * n, a, 0, b, 0)
-                else:
-                    multiply(acc, 8 * n, a, 0, b, 0)
+                load_b(b, base + i32(K), i32(column + i32(n * 16)), i32(step * 16), lane)
+                multiply_halves(acc, 8 * n, a, 0, b, 0)
 
     @device_function
-    def make_gradients(base, sums, crossing, first, column, lane):
+    def multiply_rows(output, error, base, first, column, lane):
+        """do r^T and z r^T."""
+        a, other = cuda.local.array(4, np.int32), cuda.local.array(4, np.int32)
+        b = cuda.local.array(4, np.int32)
+        for i in range(16):
+            output[i], error[i] = ZERO, ZERO
+        for step in range(DIM // 16):
+            load_a(a, base + i32(DO), first, i32(step * 16), lane)
+            load_a_trans(other, base + i32(Z), i32(step * 16), first, lane)
+            for n in range(2):
+                load_b_trans(b, base + i32(R), i32(step * 16), i32(column + i32(n * 16)), lane)
+                multiply(output, 8 * n, a, 0, b, 0)
+                multiply(error, 8 * n, other, 0, b, 0)
+
+    @device_function
+    def make_gradients(base, of_tokens, crossing, first, column, lane):
         """D dM and D dP as operands, and dP P + dM M in crossing."""
         output, error = cuda.local.array(16, np.float32), cuda.local.array(16, np.float32)
         doutput, derror = cuda.local.array(16, np.float32), cuda.local.array(16, np.float32)
-        products(output, base, Q, K, True, first, column, lane)
-        products(error, base, K, K, True, first, column, lane)
-        products(doutput, base, DO, W, False, first, column, lane)
-        products(derror, base, DR, W, False, first, column, lane)
+        multiply_keys(output, base, Q, first, column, lane)
+        multiply_keys(error, base, K, first, column, lane)
+        multiply_rows(doutput, derror, base, first, column, lane)
         for half in range(2):
             t = i32(first + (lane >> i32(2)) + i32(8 * half))
+            total, of_row = of_tokens[t], -of_tokens[BETA + t]
             for n in range(4):
                 j, at = i32(i32(column + i32(8 * n)) + ((lane & i32(3)) << i32(1))), 4 * n + 2 * half
                 for i in range(2):
-                    decay = decay_between(sums[t], sums[j + i]) if j + i <= t else ZERO
+                    decay = decay_between(total, of_tokens[j + i]) if j + i <= t else ZERO
+                    decay *= of_tokens[BETA + j + i]
                     of_output = doutput[at + i] * decay if j + i <= t else ZERO
-                    of_error = -derror[at + i] * decay if j + i < t else ZERO
+                    of_error = derror[at + i] * (of_row * decay) if j + i < t else ZERO
+                    # M and P have no beta, which is in the rows.
                     crossing[t * CROSSING_LINE + j + i] = cuda.fma(of_output, output[at + i], of_error * error[at + i])
                     doutput[at + i], derror[at + i] = of_output, of_error
-                place = t * i32(WEIGHT_PITCH) + j * i32(2)
+                place = t * i32(COLUMNS_PITCH) + j * i32(2)
                 store_word(base + i32(DM) + place, pack(derror[at], derror[at + 1]))
                 store_word(base + i32(DP) + place, pack(doutput[at], doutput[at + 1]))
 
@@ -93,21 +119,24 @@ def weights_function():
 
 @functools.cache
 def gradient_functions():
-    """(read_state, add_rows, dot_rows): the device functions of 16 rows and 64 columns of K of a warp."""
-    load_a, _, load_b, load_b_trans = fragment_functions(PITCH)
-    load_weights, load_weights_trans, _, _ = fragment_functions(WEIGHT_PITCH)
+    """(read_rows, read_columns, add_rows, dot_row): the device functions of 16 rows and 64 columns of K of a warp."""
+    load_a, _, _, load_b_trans = fragment_functions(PITCH)
+    load_weights, load_a_trans, _, _ = fragment_functions(COLUMNS_PITCH)
     multiply = sm80.mma("bfloat16")
 
     @device_function
-    def read_state(acc, base, rows, state, low, high, first, column, lane):
-        """acc = rows of a tile times a state's rows, times `low`, or `high` eight rows further."""
+    def read_state(acc, base, tile, is_transposed, state, low, high, first, column, lane):
+        """acc = rows of a tile times a state, times `low`, or `high` eight rows further."""
         a, b = cuda.local.array(4, np.int32), cuda.local.array(4, np.int32)
         for i in range(32):
             acc[i] = ZERO
         for step in range(DIM // 16):
-            load_a(a, base + i32(rows), first, i32(step * 16), lane)
+            if is_transposed:
+                load_a_trans(a, base + i32(tile), i32(step * 16), first, lane)
+            else:
+                load_a(a, base + i32(tile), first, i32(step * 16), lane)
             for n in range(4):
-                load_b(b, base + i32(state), i32(column + i32(n * 16)), i32(step * 16), lane)
+                load_b_trans(b, base + i32(state), i32(step * 16), i32(column + i32(n * 16)), lane)
                 multiply(acc, 8 * n, a, 0, b, 0)
         for n in range(8):
             for i in range(2):
@@ -120,7 +149,7 @@ def gradient_functions():
         a, b = cuda.local.array(4, np.int32), cuda.local.array(4, np.int32)
         for step in range(BLOCK // 16):
             if is_transposed:
-                load_weights_trans(a, base + i32(weights), i32(step * 16), first, lane)
+                load_a_trans(a, base + i32(weights), i32(step * 16), first, lane)
             else:
                 load_weights(a, base + i32(weights), first, i32(step * 16), lane)
             for n in range(4):
@@ -141,143 +170,232 @@ def gradient_functions():
         total += shuffle_xor(total, 2)
         return total
 
-    return read_state, add_rows, dot_row
+    @device_function
+    def store_values(base, dv, of_tokens, t, count, head, first, column, lane):
+        """dv = beta z of 16 rows and 64 columns of V."""
+        words, a = cuda.local.array(8, np.int32), cuda.local.array(4, np.int32)
+        row, row_bytes = i32(first + (lane >> i32(2))), i64(dv.shape[1]) * (2 * DIM)
+        low, high = of_tokens[BETA + row], of_tokens[BETA + row + 8]
+        to = address_of(dv) + i64(t + first) * row_bytes + head * i32(2 * DIM) + column * i32(2)
+        for two in range(2):
+            for step in range(2):
+                load_a_trans(a, base + i32(Z), i32(column + i32(32 * two + 16 * step)), first, lane)
+                for i in range(4):
+                    scale = high if i & 1 else low
+                    left, right = unpack(a[i])
+                    words[4 * step + i] = pack(scale * left, scale * right)
+            store_rows(words, to + 64 * two, row_bytes, i32(count - first), lane)
+
+    return read_state, add_rows, dot_row, store_values
 
 
-@device_function
-def store_gradient(acc, out, t, count, head, first, column, lane):
-    """The warp's part of dq or dk; t: the block's first token."""
-    for half in range(2):
-        row = i32(first + (lane >> i32(2)) + i32(8 * half))
-        if row < count:
+@functools.cache
+def store_function_of(is_half):
+    """The device function that writes a warp's part of dq or dk, of bfloat16 or float32."""
+    nbytes = 2 if is_half else 4
+
+    @device_function
+    def store_gradient(acc, out, t, count, head, first, column, lane):
+        """t: the block's first token."""
+        row_bytes = i64(out.shape[1]) * (nbytes * DIM)
+        to = address_of(out) + i64(t + first) * row_bytes + (head * i32(DIM) + column) * i32(nbytes)
+        if is_half:
+            words = cuda.local.array(8, np.int32)
+            for two in range(2):
+                for i in range(8):
+                    words[i] = pack(acc[16 * two + 2 * i], acc[16 * two + 2 * i + 1])
+                store_rows(words, to + 64 * two, row_bytes, i32(count - first), lane)
+        else:
+            row = i32(lane >> i32(2))
+            to += i64(row) * row_bytes + i64(lane & i32(3)) * 8
             for n in range(8):
-                e = i32(i32(column + i32(8 * n)) + ((lane & i32(3)) << i32(1)))
-                out[t + row, head, e] = narrow(acc[4 * n + 2 * half], out)
-                out[t + row, head, e + 1] = narrow(acc[4 * n + 2 * half + 1], out)
+                if i32(first + row) < count:
+                    store_global_pair(to + 32 * n, acc[4 * n], acc[4 * n + 1])
+                if i32(first + row) + i32(8) < count:
+                    store_global_pair(to + 8 * row_bytes + 32 * n, acc[4 * n + 2], acc[4 * n + 3])
+
+    return store_gradient
+
+
+copy_tile, copy_columns = copy_function(DIM, THREADS), copy_function(BLOCK, THREADS)
 
 
 @device_function
-def start_copies(base, dout, tokens, values, dv, dstates, copy_tile, where, thread):
-    """Two groups: the tiles of tokens, of a block, head and key head; then the states."""
+def start_copies(base, dout, tokens, values, where, thread):
+    """Two groups: the tiles of tokens, of a block, head and key head, with r and z; then the states."""
     block, head, key_head, first, count = where
     heads, key_heads = i32(dout.shape[1]), i32(tokens.k.shape[1])
-    offset, row_bytes = (np.int64(first) * key_heads + key_head) * (2 * DIM), key_heads * i32(2 * DIM)
+    offset, row_bytes = (i64(first) * key_heads + key_head) * (2 * DIM), key_heads * i32(2 * DIM)
     copy_tile(base + i32(Q), address_of(tokens.q) + offset, row_bytes, count, thread)
     copy_tile(base + i32(K), address_of(tokens.k) + offset, row_bytes, count, thread)
-    offset, row_bytes = (np.int64(first) * heads + head) * (2 * DIM), heads * i32(2 * DIM)
+    offset, row_bytes = (i64(first) * heads + head) * (2 * DIM), heads * i32(2 * DIM)
     copy_tile(base + i32(DO), address_of(dout) + offset, row_bytes, count, thread)
-    copy_tile(base + i32(DR), address_of(dv) + offset, row_bytes, count, thread)
-    copy_tile(base + i32(W), address_of(values.rows) + offset, row_bytes, count, thread)
-    sm80.cp_async_commit_group()
-    offset = (np.int64(block) * heads + head) * (2 * DIM * DIM)
+    at = i64(block) * heads + head
     for half in range(2):
-        lines, bytes_before = i32(half * BLOCK * PITCH), half * BLOCK * 2 * DIM
-        copy_tile(
-            base + i32(STATE) + lines,
-            address_of(values.states) + offset + bytes_before,
-            i32(2 * DIM),
-            i32(BLOCK),
-            thread,
-        )
-        copy_tile(
-            base + i32(DSTATE) + lines, address_of(dstates) + offset + bytes_before, i32(2 * DIM), i32(BLOCK), thread
-        )
+        to, offset = i32(half * BLOCK * COLUMNS_PITCH), at * (2 * DIM * BLOCK) + half * 2 * BLOCK * BLOCK
+        copy_columns(base + i32(R) + to, address_of(values.errors) + offset, i32(2 * BLOCK), i32(BLOCK), thread)
+        copy_columns(base + i32(Z) + to, address_of(values.z) + offset, i32(2 * BLOCK), i32(BLOCK), thread)
+    sm80.cp_async_commit_group()
+    for half in range(2):
+        to, offset = i32(half * BLOCK * PITCH), at * (2 * DIM * DIM) + half * 2 * BLOCK * DIM
+        copy_tile(base + i32(STATE) + to, address_of(values.states) + offset, i32(2 * DIM), i32(BLOCK), thread)
+        copy_tile(base + i32(DSTATE) + to, address_of(values.dstates) + offset, i32(2 * DIM), i32(BLOCK), thread)
     sm80.cp_async_commit_group()
 
 
 @device_function
-def store_dlog_decay(out, t, count, head, kept, crossing, of_row, of_column, thread):
-    """dlog_decay of a thread's token; crossing: of each row the sums before each column."""
-    if thread < count:
-        total = kept
-        for j in range(thread):
-            total += of_column[j] + of_column[BLOCK + j]
-        for turn in range(count - thread):
-            i = count - 1 - turn
-            total += of_row[i] + of_row[BLOCK + i]
-        for i in range(thread, count):
-            total += crossing[i * CROSSING_LINE + thread]
-        out[t + thread, head] = total
+def add_crossing(crossing, thread):
+    """Of each row the sums before each column; a thread has a segment of a row, and its neighbours the others."""
+    values = cuda.local.array(SEGMENT, np.float32)
+    row, segment = thread >> i32(2), thread & i32(3)
+    first = row * i32(CROSSING_LINE) + segment * i32(SEGMENT)
+    total = ZERO
+    for i in range(SEGMENT):
+        values[i] = crossing[first + i]
+        total += values[i]
+    before = ZERO
+    for i in range(1, 4):
+        earlier = shuffle_up(total, i)
+        if segment >= i:
+            before = earlier + before
+    for i in range(SEGMENT):
+        crossing[first + i] = before
+        before += values[i]
 
 
-copy_tile, convert_tile = copy_function(DIM, THREADS), convert_function(THREADS)
-make_gradients = weights_function()
-read_state, add_rows, dot_row = gradient_functions()
-wait_for_tiles, wait_for_all = sm80.cp_async_wait_group(1), sm80.cp_async_wait_group(0)
-CROSSING = BLOCK * CROSSING_LINE
+@device_function
+def add_beta(base, sums, thread):
+    """In sums: of two tokens z . r, over a warp's part of V."""
+    left, right = ZERO, ZERO
+    warp, lane = thread >> i32(5), thread & i32(31)
+    place = base + warp * i32(DIM // WARPS * COLUMNS_PITCH) + lane * i32(4)
+    for i in range(DIM // WARPS):
+        r, next_r = unpack(load_word(place + i32(R + i * COLUMNS_PITCH)))
+        z, next_z = unpack(load_word(place + i32(Z + i * COLUMNS_PITCH)))
+        left, right = cuda.fma(z, r, left), cuda.fma(next_z, next_r, right)
+    sums[warp * i32(BLOCK) + lane * i32(2)] = left
+    sums[warp * i32(BLOCK) + lane * i32(2) + 1] = right
 
 
-@cuda.jit(launch_bounds=(THREADS, 1))
-def delta_rule_block_backward_kernel(dout, tokens, bounds, values, dv, dstates, dq, dk, dlog_decay):
-    """A block of threads: (value head, block of tokens). bounds (blocks, 2); dq, dk (N, HV, K)."""
-    raw, sums = cuda.shared.array(BLOCK, np.float32), cuda.shared.array(BLOCK, np.float32)
-    of_row, of_column = cuda.shared.array(PARTS, np.float32), cuda.shared.array(PARTS, np.float32)
-    crossing, scratch = cuda.shared.array(CROSSING, np.float32), cuda.shared.array(8, np.float32)
-    base = shared_address(cuda.shared.array(0, np.uint8))
-    acc, other = cuda.local.array(32, np.float32), cuda.local.array(32, np.float32)
-    thread = i32(cuda.threadIdx.x) & i32(THREADS - 1)
-    lane, warp = thread & i32(31), thread >> i32(5)
-    head, block = i32(cuda.blockIdx.x), i32(cuda.blockIdx.y)
-    t, count = i32(bounds[block, 0]), i32(bounds[block, 1])
-    if count == 0:
-        return
-    key_head = i32(head // i32(i32(dout.shape[1]) // i32(tokens.k.shape[1])))
-    where = block, head, key_head, t, count
-    start_copies(base, dout, tokens, values, dv, dstates, copy_tile, where, thread)
-    if warp == 0:
-        add_log_decays(tokens.log_decay, t, count, head, raw, sums, lane)
-    wait_for_tiles()
-    cuda.syncthreads()
-    first, part = (warp & i32(3)) * i32(16), warp >> i32(2)
-    make_gradients(base, sums, crossing, first, part * i32(32), lane)
-    cuda.syncthreads()
-    convert_tile(base + i32(Q), thread)
-    convert_tile(base + i32(K), thread)
-    if thread < BLOCK:
-        # The sums of a row before each column.
-        total = ZERO
-        for j in range(BLOCK):
-            value = crossing[thread * CROSSING_LINE + j]
-            crossing[thread * CROSSING_LINE + j] = total
-            total += value
-    wait_for_all()
-    cuda.syncthreads()
-    kept = ZERO
+@device_function
+def add_parts_of(sums, count, thread):
+    total = sums[thread]
+    for i in range(1, count):
+        total += sums[i * BLOCK + thread]
+    return total
+
+
+@device_function
+def add_log_decay(sums, crossing, of_row, of_column, thread):
+    """In sums: what crosses a token, of a segment of tokens."""
+    t, segment = thread & i32(BLOCK - 1), thread >> i32(6)
+    total = ZERO
+    for turn in range(SEGMENT):
+        i = i32(segment * i32(SEGMENT)) + i32(turn)
+        if i < t:
+            total += of_column[i] + of_column[BLOCK + i]
+        else:
+            total += of_row[i] + of_row[BLOCK + i] + crossing[i * CROSSING_LINE + t]
+    sums[thread] = total
+
+
+@device_function
+def multiply_states(base, thread):
+    """A thread's part of the product of S and dS."""
+    total = ZERO
     for i in range(DIM * DIM // 2 // THREADS):
         word = i32(thread + i32(i * THREADS))
         place = (word >> i32(6)) * i32(PITCH) + (word & i32(63)) * i32(4)
         left, right = unpack(load_word(base + i32(STATE) + place))
         dleft, dright = unpack(load_word(base + i32(DSTATE) + place))
-        kept = cuda.fma(right, dright, cuda.fma(left, dleft, kept))
-    kept = block_sum(kept, scratch) * decay_between(sums[BLOCK - 1], ZERO)
-    column, row = part * i32(64), i32(first + (lane >> i32(2)))
-    low, high = decay_between(sums[row], ZERO), decay_between(sums[row + 8], ZERO)
-    read_state(acc, base, DO, STATE, low, high, first, column, lane)
-    low_sum, high_sum = dot_row(acc, base, Q, 0, first, column, lane), dot_row(acc, base, Q, 1, first, column, lane)
-    add_rows(acc, base, DP, False, K, first, column, lane)
-    store_gradient(acc, dq, t, count, head, first, column, lane)
-    read_state(acc, base, DR, STATE, -low, -high, first, column, lane)
-    low_sum += dot_row(acc, base, K, 0, first, column, lane)
-    high_sum += dot_row(acc, base, K, 1, first, column, lane)
-    low = decay_between(sums[BLOCK - 1], sums[row])
-    high = decay_between(sums[BLOCK - 1], sums[row + 8])
-    read_state(other, base, W, DSTATE, low, high, first, column, lane)
-    low, high = dot_row(other, base, K, 0, first, column, lane), dot_row(other, base, K, 1, first, column, lane)
-    if (lane & i32(3)) == 0:
-        place = part * i32(BLOCK) + row
-        of_row[place], of_row[place + 8] = low_sum, high_sum
-        of_column[place], of_column[place + 8] = low, high
-    for i in range(32):
-        acc[i] += other[i]
-    add_rows(acc, base, DM, False, K, first, column, lane)
-    add_rows(acc, base, DM, True, K, first, column, lane)
-    add_rows(acc, base, DP, True, Q, first, column, lane)
-    store_gradient(acc, dk, t, count, head, first, column, lane)
-    cuda.syncthreads()
-    store_dlog_decay(dlog_decay, t, count, head, kept, crossing, of_row, of_column, thread)
+        total = cuda.fma(right, dright, cuda.fma(left, dleft, total))
+    return total
 
 
-def delta_rule_block_gradient(dout, tokens, bounds, values, dv, dstates, dkeys, dlog_decay):
-    """Launch the kernel; dkeys: (dq, dk), each (N, HV, K); dout, dv, dstates and values bfloat16."""
-    arguments = dout, tokens, bounds, values, dv, dstates, *dkeys, dlog_decay
-    launch(delta_rule_block_backward_kernel, (dout.shape[1], len(bounds)), THREADS, *arguments, shared=SHARED_BYTES)
+convert_tile = convert_function(DIM, THREADS)
+make_gradients = weights_function()
+read_state, add_rows, dot_row, store_values = gradient_functions()
+wait_for_tiles, wait_for_all = sm80.cp_async_wait_group(1), sm80.cp_async_wait_group(0)
+
+
+@specialize
+def delta_rule_block_backward_kernel(is_half):
+    """The kernel whose dq and dk are bfloat16, or float32, of each value head."""
+    store_gradient = store_function_of(is_half)
+
+    @cuda.jit(launch_bounds=(THREADS, 1))
+    def delta_rule_block_backward_kernel(dout, tokens, bounds, vectors, values, dq, dk, gradients):
+        """A block of threads: (value head, block of tokens). bounds (blocks, 2); dq, dk (N, HV, K).
+
+        vectors: of delta_rule_inverse; values: ChainValues; gradients: Tokens, of
+        which v, beta and log_decay are written.
+        """
+        of_tokens, sums = cuda.shared.array(OF_TOKENS, np.float32), cuda.shared.array(SUMS, np.float32)
+        of_row, of_column = cuda.shared.array(PARTS, np.float32), cuda.shared.array(PARTS, np.float32)
+        crossing, scratch = cuda.shared.array(CROSSING, np.float32), cuda.shared.array(8, np.float32)
+        base = shared_address(cuda.shared.array(0, np.uint8))
+        acc, other = cuda.local.array(32, np.float32), cuda.local.array(32, np.float32)
+        thread = i32(cuda.threadIdx.x) & i32(THREADS - 1)
+        lane, warp = thread & i32(31), thread >> i32(5)
+        head, block = i32(cuda.blockIdx.x), i32(cuda.blockIdx.y)
+        t, count = i32(bounds[block, 0]), i32(bounds[block, 1])
+        if count == 0:
+            return
+        key_head = i32(head // i32(i32(dout.shape[1]) // i32(tokens.k.shape[1])))
+        where = block, head, key_head, t, count
+        start_copies(base, dout, tokens, values, where, thread)
+        place = (i64(block) * dout.shape[1] + head) * VECTORS + (thread >> i32(6))
+        of_tokens[thread] = vectors[place, thread & i32(BLOCK - 1)]
+        wait_for_tiles()
+        cuda.syncthreads()
+        first, part = (warp & i32(3)) * i32(16), warp >> i32(2)
+        column, row = part * i32(64), i32(first + (lane >> i32(2)))
+        make_gradients(base, of_tokens, crossing, first, part * i32(32), lane)
+        add_beta(base, sums, thread)
+        store_values(base, gradients.v, of_tokens, t, count, head, first, column, lane)
+        cuda.syncthreads()
+        if thread < count:
+            gradients.beta[t + thread, head] = add_parts_of(sums, WARPS, thread)
+        convert_tile(base + i32(Q), thread)
+        convert_tile(base + i32(K), thread)
+        add_crossing(crossing, thread)
+        wait_for_all()
+        cuda.syncthreads()
+        kept = block_sum(multiply_states(base, thread), scratch) * of_tokens[SINCE + BLOCK - 1]
+        low, high = of_tokens[SINCE + row], of_tokens[SINCE + row + 8]
+        read_state(acc, base, DO, False, STATE, low, high, first, column, lane)
+        low_sum, high_sum = dot_row(acc, base, Q, 0, first, column, lane), dot_row(acc, base, Q, 1, first, column, lane)
+        add_rows(acc, base, DP, False, K, first, column, lane)
+        store_gradient(acc, dq, t, count, head, first, column, lane)
+        low, high = -low * of_tokens[BETA + row], -high * of_tokens[BETA + row + 8]
+        read_state(acc, base, Z, True, STATE, low, high, first, column, lane)
+        low_sum += dot_row(acc, base, K, 0, first, column, lane)
+        high_sum += dot_row(acc, base, K, 1, first, column, lane)
+        low = of_tokens[LATER + row] * of_tokens[BETA + row]
+        high = of_tokens[LATER + row + 8] * of_tokens[BETA + row + 8]
+        read_state(other, base, R, True, DSTATE, low, high, first, column, lane)
+        low, high = dot_row(other, base, K, 0, first, column, lane), dot_row(other, base, K, 1, first, column, lane)
+        if (lane & i32(3)) == 0:
+            place = part * i32(BLOCK) + row
+            of_row[place], of_row[place + 8] = low_sum, high_sum
+            of_column[place], of_column[place + 8] = low, high
+        for i in range(32):
+            acc[i] += other[i]
+        add_rows(acc, base, DM, False, K, first, column, lane)
+        add_rows(acc, base, DM, True, K, first, column, lane)
+        add_rows(acc, base, DP, True, Q, first, column, lane)
+        store_gradient(acc, dk, t, count, head, first, column, lane)
+        cuda.syncthreads()
+        add_log_decay(sums, crossing, of_row, of_column, thread)
+        cuda.syncthreads()
+        if thread < count:
+            gradients.log_decay[t + thread, head] = kept + add_parts_of(sums, THREADS // BLOCK, thread)
+
+    return delta_rule_block_backward_kernel
+
+
+def delta_rule_block_gradient(dout, tokens, bounds, vectors, values, dkeys, gradients):
+    """Launch the kernel; dkeys: (dq, dk), each (N, HV, K), bfloat16 or float32."""
+    kernel = delta_rule_block_backward_kernel(dkeys[0].dtype != np.float32)
+    arguments = dout, tokens, bounds, vectors, values, *dkeys, gradients
+    launch(kernel, (dout.shape[1], len(bounds)), THREADS, *arguments, shared=SHARED_BYTES)

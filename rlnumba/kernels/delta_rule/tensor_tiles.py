@@ -10,8 +10,8 @@ import numpy as np
 
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK
 from rlnumba.kernels.ptx import sm80
-from rlnumba.kernels.ptx.shared_memory import load_words, store_words
-from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, sync_warp
+from rlnumba.kernels.ptx.shared_memory import load_words, store_function, store_words
+from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, shuffle_xor, sync_warp
 
 i32, f32 = np.int32, np.float32
 
@@ -20,6 +20,8 @@ DIM, COLUMNS = 128, 64
 CHUNK = sm80.CHUNK
 PITCH, COLUMNS_PITCH = 2 * DIM + CHUNK, 2 * COLUMNS + CHUNK
 ZERO = f32(0.0)
+
+store_chunk = store_function("rrrr", "global", "l")
 
 
 @functools.cache
@@ -75,10 +77,10 @@ def copy_function(columns, threads):
 
 
 @functools.cache
-def convert_function(threads):
-    """The device function that turns BLOCK lines of DIM float16 into bfloat16, in place."""
+def convert_function(columns, threads):
+    """The device function that turns BLOCK lines of `columns` float16 into bfloat16, in place."""
     unpack, pack = cvt_unpack("float16"), cvt_pack("bfloat16")
-    chunks = DIM // 8
+    chunks, pitch = columns // 8, 2 * columns + CHUNK
 
     @device_function
     def converted(word):
@@ -89,11 +91,38 @@ def convert_function(threads):
     def convert_tile(tile, thread):
         for i in range(BLOCK * chunks // threads):
             index = i32(thread + i32(i * threads))
-            address = tile + (index // i32(chunks)) * i32(PITCH) + (index % i32(chunks)) * i32(CHUNK)
+            address = tile + (index // i32(chunks)) * i32(pitch) + (index % i32(chunks)) * i32(CHUNK)
             a, b, c, d = load_words(address)
             store_words(address, converted(a), converted(b), converted(c), converted(d))
 
     return convert_tile
+
+
+@device_function
+def exchange(words, at, lane):
+    """The four words `at`, at + 2, ... of a quad's lanes, transposed: lane i has the i-th of all four."""
+    is_odd, is_upper = (lane & i32(1)) != 0, (lane & i32(2)) != 0
+    a, b, c, d = words[at], words[at + 2], words[at + 4], words[at + 6]
+    first, second = shuffle_xor(a if is_odd else b, 1), shuffle_xor(c if is_odd else d, 1)
+    a, b = first if is_odd else a, b if is_odd else first
+    c, d = second if is_odd else c, d if is_odd else second
+    first, second = shuffle_xor(a if is_upper else c, 2), shuffle_xor(b if is_upper else d, 2)
+    if is_upper:
+        return first, second, c, d
+    return a, b, first, second
+
+
+@device_function
+def store_rows(words, address, row_bytes, count, lane):
+    """Eight words of operands, of 16 rows and 32 columns, to global memory, 16 bytes at a time; rows below `count`."""
+    row = i32(lane >> i32(2))
+    place = address + np.int64(row) * row_bytes + np.int64(lane & i32(3)) * CHUNK
+    a, b, c, d = exchange(words, 0, lane)
+    if row < count:
+        store_chunk(place, a, b, c, d)
+    a, b, c, d = exchange(words, 1, lane)
+    if i32(row + i32(8)) < count:
+        store_chunk(place + 8 * row_bytes, a, b, c, d)
 
 
 @device_function

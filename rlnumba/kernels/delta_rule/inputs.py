@@ -18,6 +18,7 @@ u, y and beta are rounded to the model's dtype, as in transformers; q and k are 
 Sums over tokens add the tiles of TOKENS tokens in a fixed order. Source: transformers' Qwen3_5GatedDeltaNet.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -38,14 +39,17 @@ from rlnumba.kernels.delta_rule.input_rows import (
     DeltaRuleHeads,
     accesses_of,
     delta_rule_inputs_kernel,
+    lane_width,
     log_decay_of,
+    round_function,
     rounded,
+    row_functions,
     sequence_of,
 )
 from rlnumba.kernels.nn.elementwise import accumulate
 from rlnumba.kernels.nn.rmsnorm import add_partials
 from rlnumba.kernels.nn.swiglu import sigmoid
-from rlnumba.kernels.ptx.warp import exp2, inverse_sqrt, narrow, warp_sum, widen
+from rlnumba.kernels.ptx.warp import device_function, exp2, inverse_sqrt, narrow, warp_sum, widen
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
 from rlnumba.runtime.launch import launch, specialize
@@ -54,6 +58,8 @@ from rlnumba.runtime.launch import launch, specialize
 CONV_ROWS = 4
 # Tokens of a tile of the backward, and its threads.
 TOKENS, THREADS = 64, 128
+# Rows that its warps load before they use the first: one more takes more registers than four blocks have.
+NEXT = 2
 # Tokens that a warp of the forward takes one after another, whose rows before it loads once, and the warps that must be
 # left for this.
 TILE, ENOUGH_WARPS = 16, 4096
@@ -102,90 +108,150 @@ def store_conv_rows_kernel(projected, sequences, rows):
             rows[sequences.slots[b], row, channel] = projected[t, channel]
 
 
+@functools.cache
+def head_gradient_function(heads, element, is_value, access, tap_access):
+    """The device function of the gradient of a head of q or k, or of v, for the tokens of a tile."""
+    key_heads, dim = heads.key_heads, heads.value_dim if is_value else heads.key_dim
+    width, query_scale, zero, one = lane_width(dim), np.float32(heads.key_dim**-0.5), np.float32(0.0), np.float32(1.0)
+    columns, first_value, taps_size = heads.columns, 2 * key_heads, TAPS * width
+    rows, window_size, ahead_size = TAPS - 1 + NEXT, (TAPS - 1 + NEXT) * width, NEXT * width
+    load, store, load_taps, _, _ = row_functions(dim, element, access, tap_access)
+    round_values = round_function(width, element)
+    any_value = is_value or heads.key_dim == heads.value_dim
+
+    @device_function
+    def load_gradient(gradients, t, unit, e, douts, at):
+        if any_value and unit >= first_value:
+            load(gradients.v, (t * heads.value_heads + unit - first_value) * dim + e, douts, at)
+        if not is_value and unit < key_heads:
+            load(gradients.q, (t * key_heads + unit) * dim + e, douts, at)
+        if not is_value and key_heads <= unit < first_value:
+            load(gradients.k, (t * key_heads + unit - key_heads) * dim + e, douts, at)
+
+    @device_function
+    def compute_du(window, taps, douts, du, values, unit, owned):
+        """du of the token of the window's row 3; values: scratch."""
+        for i in range(width):
+            total = cuda.fma(taps[4 * i], window[i], zero)
+            for tap in range(1, TAPS):
+                total = cuda.fma(taps[4 * i + tap], window[tap * width + i], total)
+            du[i] = total
+        round_values(du)
+        for i in range(width):
+            values[i] = du[i] * sigmoid(du[i])
+        round_values(values)
+        scale, removed = one, zero
+        if not is_value and unit < first_value:
+            squares, product = zero, zero
+            for i in range(width):
+                squares, product = cuda.fma(values[i], values[i], squares), cuda.fma(values[i], douts[i], product)
+            inverse = inverse_sqrt(warp_sum(squares if owned else zero) + EPS)
+            scale = inverse * query_scale if unit < key_heads else inverse
+            removed = inverse * inverse * warp_sum(product if owned else zero)
+        for i in range(width):
+            s = sigmoid(du[i])
+            dy = douts[i] if any_value and unit >= first_value else scale * (douts[i] - values[i] * removed)
+            du[i] = dy * s * (one + du[i] * (one - s))
+
+    @device_function
+    def compute_gradient(projected, conv, cu_seqlens, gradients, dprojected, sums, unit, first_token, first, lane):
+        """Tokens first_token .. first_token + TOKENS - 1, and du of those after them; first: the first channel."""
+        window, taps, douts, pending, du, values = (
+            cuda.local.array(window_size, np.float32),
+            cuda.local.array(taps_size, np.float32),
+            cuda.local.array(ahead_size, np.float32),
+            cuda.local.array(taps_size, np.float32),
+            cuda.local.array(width, np.float32),
+            cuda.local.array(width, np.float32),
+        )
+        owned = lane * width < dim
+        e = lane * width if owned else 0
+        channel, count = first + e, cu_seqlens[cu_seqlens.shape[0] - 1]
+        stop = min(first_token + TOKENS, count)
+        limit = min(stop + TAPS - 1, count)
+        load_taps(conv, channel, taps)
+        begin, end = 0, -1
+        for i in range(taps_size):
+            pending[i], sums[i] = zero, zero
+        for i in range(NEXT):
+            if first_token + i < limit:
+                load(projected, (first_token + i) * columns + channel, window, (TAPS - 1 + i) * width)
+                load_gradient(gradients, first_token + i, unit, e, douts, i * width)
+        for t in range(first_token, stop + TAPS - 1):
+            if t < limit:
+                if t >= end:
+                    b = sequence_of(cu_seqlens, t)
+                    begin, end = cu_seqlens[b], cu_seqlens[b + 1]
+                    for tap in range(TAPS - 1):
+                        row = t - (TAPS - 1) + tap
+                        if row >= begin:
+                            load(projected, row * columns + channel, window, tap * width)
+                        else:
+                            for i in range(width):
+                                window[tap * width + i] = zero
+                compute_du(window, taps, douts, du, values, unit, owned)
+                # pending: dx of this token and of the three before it, as far as they are of its sequence.
+                for back in range(TAPS):
+                    for i in range(width):
+                        if t - back >= begin:
+                            at = back * width + i
+                            pending[at] = cuda.fma(taps[4 * i + TAPS - 1 - back], du[i], pending[at])
+                if t < stop:
+                    for tap in range(TAPS):
+                        for i in range(width):
+                            sums[4 * i + tap] = cuda.fma(du[i], window[tap * width + i], sums[4 * i + tap])
+            if t - (TAPS - 1) >= first_token and owned:
+                store(dprojected, (t - (TAPS - 1)) * columns + channel, pending, (TAPS - 1) * width)
+            for i in range((TAPS - 1) * width):
+                at = taps_size - 1 - i
+                pending[at] = pending[at - width]
+            for i in range(width):
+                pending[i] = zero
+            for i in range((rows - 1) * width):
+                window[i] = window[i + width]
+            for i in range((NEXT - 1) * width):
+                douts[i] = douts[i + width]
+            if t + NEXT < limit:
+                load(projected, (t + NEXT) * columns + channel, window, (rows - 1) * width)
+                load_gradient(gradients, t + NEXT, unit, e, douts, (NEXT - 1) * width)
+
+    return compute_gradient
+
+
 @specialize
-def delta_rule_inputs_gradient_kernel(heads):
-    """The kernel of du, for DeltaRuleHeads (a tuple)."""
+def delta_rule_inputs_gradient_kernel(heads, element, accesses):
+    """The kernel of dx and dconv, for DeltaRuleHeads (a tuple) of a dtype's name."""
     heads = DeltaRuleHeads(*heads)
     key_heads, key_dim, value_dim = heads.key_heads, heads.key_dim, heads.value_dim
-    units, keys = 2 * key_heads + heads.value_heads, key_heads * key_dim
-    query_scale, count = np.float32(key_dim**-0.5), -(-max(key_dim, value_dim) // 32)
-    zero, one = np.float32(0.0), np.float32(1.0)
+    units, keys, same_dim = 2 * key_heads + heads.value_heads, key_heads * key_dim, key_dim == value_dim
+    of_key = head_gradient_function(heads, element, False, accesses[0], accesses[2])
+    of_value = head_gradient_function(heads, element, True, accesses[1], accesses[2])
+    key_width, value_width = lane_width(key_dim), lane_width(value_dim)
+    size = TAPS * max(key_width, value_width)
 
-    @cuda.jit
-    def delta_rule_inputs_gradient_kernel(projected, conv, cu_seqlens, gradients, du):
-        """Laid out as delta_rule_inputs_kernel; gradients: Tokens. du (N, channels) float32 is written."""
-        sums, values, douts = (
-            cuda.local.array(count, np.float32),
-            cuda.local.array(count, np.float32),
-            cuda.local.array(count, np.float32),
-        )
+    @cuda.jit(launch_bounds=(THREADS, 4))
+    def delta_rule_inputs_gradient_kernel(projected, conv, cu_seqlens, gradients, dprojected, partials):
+        """A warp owns a head of q, k or v of a tile of TOKENS tokens; a lane neighbouring channels.
+
+        projected, dprojected and gradients' q, k and v have one axis; partials (tiles, channels * 4) of dconv.
+        """
+        sums = cuda.local.array(size, np.float32)
         index, lane = cuda.blockIdx.x * LINES + cuda.threadIdx.y, cuda.threadIdx.x
-        t, unit = index // units, index % units
-        if t >= projected.shape[0]:
+        tile, unit = index // units, index % units
+        if tile >= partials.shape[0]:
             return
-        begin, is_value = cu_seqlens[sequence_of(cu_seqlens, t)], unit >= 2 * key_heads
-        dim = value_dim if is_value else key_dim
-        first = 2 * keys + (unit - 2 * key_heads) * value_dim if is_value else unit * key_dim
-        squares, product = zero, zero
-        for i in range(count):
-            e, total, dout = i * 32 + lane, zero, zero
-            if e < dim:
-                for tap in range(TAPS):
-                    row = t - (TAPS - 1) + tap
-                    if row >= begin:
-                        total = cuda.fma(widen(conv[first + e, tap]), widen(projected[row, first + e]), total)
-                if is_value:
-                    dout = widen(gradients.v[t, unit - 2 * key_heads, e])
-                elif unit < key_heads:
-                    dout = widen(gradients.q[t, unit, e])
-                else:
-                    dout = widen(gradients.k[t, unit - key_heads, e])
-            sums[i] = rounded(total, projected)
-            values[i] = rounded(sums[i] * sigmoid(sums[i]), projected)
-            douts[i] = dout
-            squares = cuda.fma(values[i], values[i], squares)
-            product = cuda.fma(values[i], dout, product)
-        if not is_value:
-            inverse, product = inverse_sqrt(warp_sum(squares) + EPS), warp_sum(product)
-            scale = inverse * query_scale if unit < key_heads else inverse
-            for i in range(count):
-                douts[i] = scale * (douts[i] - values[i] * (inverse * inverse * product))
-        for i in range(count):
-            if i * 32 + lane < dim:
-                s = sigmoid(sums[i])
-                du[t, first + i * 32 + lane] = douts[i] * s * (one + sums[i] * (one - s))
+        first_token, head = tile * TOKENS, unit - 2 * key_heads
+        if same_dim or head < 0:
+            first, dim, width = unit * key_dim, key_dim, key_width
+            of_key(projected, conv, cu_seqlens, gradients, dprojected, sums, unit, first_token, first, lane)
+        else:
+            first, dim, width = 2 * keys + head * value_dim, value_dim, value_width
+            of_value(projected, conv, cu_seqlens, gradients, dprojected, sums, unit, first_token, first, lane)
+        for i in range(size):
+            if lane * width + i // TAPS < dim and i < TAPS * width:
+                partials[tile, TAPS * (first + lane * width) + i] = sums[i]
 
     return delta_rule_inputs_gradient_kernel
-
-
-@cuda.jit
-def conv_gradient_kernel(projected, conv, cu_seqlens, du, dprojected, partials):
-    """dx of the channels, and partials (tiles, channels * 4) of dconv. A thread owns a channel of a tile of tokens."""
-    channel = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
-    first, tokens, zero = cuda.blockIdx.x * TOKENS, projected.shape[0], np.float32(0.0)
-    if channel >= du.shape[1]:
-        return
-    b = sequence_of(cu_seqlens, first)
-    sum0, sum1, sum2, sum3 = zero, zero, zero, zero
-    for t in range(first, min(first + TOKENS, tokens)):
-        while t >= cu_seqlens[b + 1]:
-            b += 1
-        begin, end, total, here = cu_seqlens[b], cu_seqlens[b + 1], zero, du[t, channel]
-        for i in range(TAPS):
-            if t + i < end:
-                total = cuda.fma(widen(conv[channel, TAPS - 1 - i]), du[t + i, channel], total)
-        dprojected[t, channel] = narrow(total, dprojected)
-        if t - 3 >= begin:
-            sum0 = cuda.fma(here, widen(projected[t - 3, channel]), sum0)
-        if t - 2 >= begin:
-            sum1 = cuda.fma(here, widen(projected[t - 2, channel]), sum1)
-        if t - 1 >= begin:
-            sum2 = cuda.fma(here, widen(projected[t - 1, channel]), sum2)
-        sum3 = cuda.fma(here, widen(projected[t, channel]), sum3)
-    partials[cuda.blockIdx.x, TAPS * channel] = sum0
-    partials[cuda.blockIdx.x, TAPS * channel + 1] = sum1
-    partials[cuda.blockIdx.x, TAPS * channel + 2] = sum2
-    partials[cuda.blockIdx.x, TAPS * channel + 3] = sum3
 
 
 @cuda.jit
@@ -292,13 +358,13 @@ def delta_rule_inputs_backward(gradients, projected, weights, heads, cu_seqlens,
         return
     empty, channels, value_heads = device.xp().empty, heads.channels, heads.value_heads
     units, tiles = 2 * heads.key_heads + value_heads, -(-count // TOKENS)
-    du, partials = empty((count, channels), np.float32), empty((tiles, TAPS * channels), np.float32)
+    partials = empty((tiles, TAPS * channels), np.float32)
     gate_partials = empty((tiles, 2 * value_heads), np.float32)
-    arguments = projected, weights.conv, cu_seqlens, gradients, du
-    kernel = delta_rule_inputs_gradient_kernel(tuple(heads))
-    launch(kernel, -(-count * units // LINES), (32, LINES), *arguments)
-    grid = tiles, -(-channels // THREADS)
-    launch(conv_gradient_kernel, grid, THREADS, projected, weights.conv, cu_seqlens, du, dprojected, partials)
+    accesses = accesses_of(heads, weights.conv, projected, dprojected, *gradients[:3])
+    kernel = delta_rule_inputs_gradient_kernel(tuple(heads), dtype.name, accesses)
+    flat = gradients._replace(q=gradients.q.reshape(-1), k=gradients.k.reshape(-1), v=gradients.v.reshape(-1))
+    arguments = projected.reshape(-1), weights.conv, cu_seqlens, flat, dprojected.reshape(-1), partials
+    launch(kernel, -(-tiles * units // LINES), (32, LINES), *arguments)
     grid = tiles, -(-value_heads // THREADS)
     arguments = projected, weights, gradients, heads.gates, dprojected, gate_partials
     launch(gates_gradient_kernel, grid, THREADS, *arguments)

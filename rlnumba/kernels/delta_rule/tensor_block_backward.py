@@ -245,7 +245,7 @@ def start_copies(base, dout, tokens, values, where, thread):
 
 @device_function
 def add_crossing(crossing, thread):
-    """Of each row the sums before each column; a thread has a segment of a row, and its neighbours the others."""
+    """Replace each row by the sums before its columns; neighbouring threads have the segments of a row."""
     values = cuda.local.array(SEGMENT, np.float32)
     row, segment = thread >> i32(2), thread & i32(3)
     first = row * i32(CROSSING_LINE) + segment * i32(SEGMENT)

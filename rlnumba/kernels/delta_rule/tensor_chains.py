@@ -59,7 +59,7 @@ pack, unpack = cvt_pack("bfloat16"), cvt_unpack("bfloat16")
 
 
 class ChainValues(NamedTuple):
-    """What the chains write, bfloat16: S ahead of each block and dS behind it, and of each block r and z, transposed.
+    """The chains' results, bfloat16: S ahead of each block and dS behind it, and of each block r and z, transposed.
 
     states, dstates (blocks, HV, V, K); errors, z (blocks, HV, V, BLOCK).
     """
@@ -78,7 +78,7 @@ def keep(first, second):
 
 @device_function
 def make_mask(mask, ahead, lane):
-    """Of a fragment of B on the diagonal: k - n >= ahead."""
+    """The words of a mask for a fragment of B on the diagonal: k - n >= ahead."""
     for i in range(4):
         k = i32((lane & i32(3)) << i32(1)) + i32(8 * (i & 1))
         n = i32(lane >> i32(2)) + i32(8 * (i >> 1))

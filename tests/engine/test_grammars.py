@@ -14,7 +14,7 @@ from rlnumba.config import EngineConfig, SFTConfig
 from rlnumba.data import Prompt
 from rlnumba.engine import LLM, SamplingParams, StructuredOutputsParams
 from rlnumba.engine.core import Engine, GrammarError, PromptError
-from rlnumba.engine.requests.grammar_tokens import GrammarTokens
+from rlnumba.engine.requests.grammar_tokens import GrammarTokens, grammar_tokenizer
 from rlnumba.engine.requests.grammars import GrammarReplay
 from rlnumba.engine.requests.streams import Streams
 from rlnumba.engine.runner import HIDDEN, TOKENS
@@ -431,3 +431,18 @@ def test_grammars_on_the_gpu(tokenizer, dtype):
     assert parts >= {HIDDEN, TOKENS}
     for config in SCHEDULES:
         assert drawn(LLM(model, tokenizer, EngineConfig(**config)).generate(prompts, every)) == expected
+
+
+def test_slices_of_the_vocabulary_change_no_mask(tokenizer):
+    """Along a string up to its maxLength, and after it."""
+    whole = grammar_tokenizer(tokenizer, VOCABULARY, EOS)
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 14}}, "required": ["name"]}
+    source = llguidance.LLMatcher.grammar_from_json_schema(schema)
+    matchers = [llguidance.LLMatcher(each, source, log_level=0) for each in (whole, whole.with_slices([]))]
+    token_ids = whole.tokenize_str('{"name": "' + "a b é " * 2 + '"}')
+    for token_id in [*token_ids, None]:
+        masks = [matcher.compute_bitmask() for matcher in matchers]
+        assert masks[0] == masks[1]
+        if token_id is not None:
+            assert all(matcher.consume_token(token_id) for matcher in matchers)
+    assert all(matcher.is_accepting() for matcher in matchers)

@@ -93,8 +93,17 @@ class GrammarTokens:
         return ids
 
 
+# llguidance has the tokens of each slice, a regex, as one part of a mask where the grammar allows all of them, and
+# tries the others byte by byte. Its own slices are texts of a JSON string of at most 10 and 30 characters: in the last
+# ten before a maxLength nearly all tokens are tried. One thread, milliseconds of a mask for Qwen3's tokens, with those
+# and with a slice for each length: 8 characters left 2.0 and 1.0, 5 left 1.7 and 1.3, 11 to 30 left 0.4 and 0.1.
+CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+LENGTHS = *range(1, 13), 16, 20, 30
+SLICES = (r"[\x20\x0A\x0D\x09]+", *(f"{CHARACTER}{{1,{length}}}" for length in LENGTHS), f"{CHARACTER}+")
+
+
 def grammar_tokenizer(tokenizer, vocab_size, eos_token_ids):
     """llguidance's LLTokenizer of a Tokenizer, which takes seconds for 150,000 tokens. Raises ConfigError."""
     llguidance = package()
     wrapped = llguidance.TokenizerWrapper(GrammarTokens(tokenizer, vocab_size, eos_token_ids[0]))
-    return llguidance.LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    return llguidance.LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(eos_token_ids), slices=list(SLICES))

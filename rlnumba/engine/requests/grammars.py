@@ -149,31 +149,33 @@ class Grammars:
         masks = np.full((len(sampled), words), -1, np.int32)
         # A sequence with drafts has several samples: the mask after each draft follows that before it.
         rows, counts = (step.rows, step.counts) if step.has_drafts else (sampled, np.ones_like(sampled))
-        firsts, alone, with_drafts = np.cumsum(counts) - counts, [], []
+        firsts, alone, with_drafts, early = np.cumsum(counts) - counts, [], [], []
         of_grammar = np.flatnonzero(table.has_grammar[rows])
-        for i in of_grammar.tolist():
-            row, length = rows[i], table.length[rows[i]]
-            drafts = table.token_ids[row, length : length + counts[i] - 1].tolist()
-            place = table.sequences[row].grammar.matcher, int(firsts[i])
-            if drafts:
+        sequences = table.sequences[rows[of_grammar]]
+        drawn = (table.length[rows[of_grammar]] - table.prompt_length[rows[of_grammar]]).tolist()
+        for i, sequence, num_drawn in zip(of_grammar.tolist(), sequences, drawn, strict=True):
+            place = sequence.grammar.matcher, int(firsts[i])
+            if counts[i] > 1:
+                length = table.length[rows[i]]
+                drafts = table.token_ids[rows[i], length : length + counts[i] - 1].tolist()
                 with_drafts.append((*place, drafts))
             else:
                 alone.append(place)
+            if sequence.params.min_tokens > num_drawn:
+                early.append((i, sequence.params.min_tokens - num_drawn))
         memory = masks.ctypes.data, 4 * words, len(masks)
         if alone:
             self.executor.unsafe_compute_mask_ptr(alone, *memory)
         if with_drafts:
             self.executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *memory)
-        self._check(table.sequences[rows[of_grammar]])
-        for i in of_grammar.tolist():
-            row = rows[i]
-            missing = table.sequences[row].params.min_tokens - int(table.length[row] - table.prompt_length[row])
-            for mask in masks[firsts[i] : firsts[i] + min(counts[i], max(missing, 0))]:
-                mask[...] = without(mask, table.stop_ids[row])
-        stuck = ~masks[firsts[of_grammar]].any(axis=1)
+        _check(sequences)
+        for i, missing in early:
+            for mask in masks[firsts[i] : firsts[i] + min(counts[i], missing)]:
+                mask[...] = without(mask, table.stop_ids[rows[i]])
+        stuck = np.bitwise_or.reduce(masks, axis=1)[firsts[of_grammar]] == 0
         if stuck.any():
-            sequences = table.sequences[rows[of_grammar[stuck]]]
-            raise DamagedGrammars(sequences, "structured_outputs: no token of the model goes on with the text")
+            reason = "structured_outputs: no token of the model goes on with the text"
+            raise DamagedGrammars(sequences[stuck], reason)
         limited = np.flatnonzero(table.has_allowed[sampled])
         if len(limited):
             masks[limited] &= table.allowed[sampled[limited]]
@@ -188,19 +190,21 @@ class Grammars:
 
         Raises DamagedGrammars for tokens that the grammar does not have, and grammars that are too complex.
         """
-        pairs = [
-            (sequence.grammar.matcher, token)
+        open_ones = [
+            (sequence, token)
             for sequence, token in zip(sequences, token_ids.tolist(), strict=True)
             if sequence.grammar is not None and sequence.finish_reason is None
         ]
-        for matcher, token in pairs:
-            matcher.consume_token(token)
-        self._check([each for each in sequences if each.grammar is not None and each.finish_reason is None])
+        taken = [each.grammar.matcher.consume_token(token) for each, token in open_ones]
+        if not all(taken):
+            _check([each for each, _ in open_ones])
 
-    def _check(self, sequences):
-        damaged = [each for each in sequences if each.grammar.matcher.is_error()]
-        if damaged:
-            raise DamagedGrammars(damaged, f"structured_outputs: {one_line(damaged[0].grammar.matcher.get_error())}")
+
+def _check(sequences):
+    """Raise DamagedGrammars if a matcher of sequences is in an error."""
+    damaged = [each for each in sequences if each.grammar.matcher.is_error()]
+    if damaged:
+        raise DamagedGrammars(damaged, f"structured_outputs: {one_line(damaged[0].grammar.matcher.get_error())}")
 
 
 def without(mask, ids):

@@ -29,10 +29,7 @@ LONG_FUNCTIONS = {}
 # Arguments of a function of the host, without self. An operator in kernels/ takes every array that it reads and writes
 # as an argument; the number of those with more is limited instead.
 MOST_ARGUMENTS = 8
-LONG_SIGNATURES = {
-    "rlnumba/data/pairs.py:load_pairs": 9,
-    "rlnumba/trainers/trainer.py:PromptTrainer.__init__": 13,
-}
+LONG_SIGNATURES = {}
 LONG_OPERATORS = 16
 
 # Decorators of what runs on the device, or is an instruction.

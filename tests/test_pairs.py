@@ -7,7 +7,7 @@ import pytest
 
 from rlnumba.config import DataConfig
 from rlnumba.data import unpaired
-from rlnumba.data.pairs import load_pairs, truncated
+from rlnumba.data.pairs import LongPairs, load_pairs, truncated
 from rlnumba.data.unpaired import load_unpaired
 from rlnumba.errors import UserError
 from tests.test_data import WordTokenizer, write
@@ -20,11 +20,10 @@ def path(tmp_path):
     return tmp_path / "rows.jsonl"
 
 
-def load(path, rows, tokenizer=None, limit=1000, data_config=None, too_long="truncate", eos_token_ids=(), **train):
+def load(path, rows, tokenizer=None, limit=1000, data_config=None, eos_token_ids=(), **keys):
     config = data_config or DataConfig(train=str(path))
-    train = types.SimpleNamespace(**{"max_length": 1024, "truncation_mode": "keep_start"} | train)
-    tokenizer = tokenizer or WordTokenizer()
-    return load_pairs(write(path, rows), config, train, tokenizer, limit, 1000, eos_token_ids, too_long)
+    long = LongPairs(**{"max_length": 1024, "truncation_mode": "keep_start"} | keys)
+    return load_pairs(write(path, rows), config, long, tokenizer or WordTokenizer(), limit, 1000, eos_token_ids)
 
 
 def texts(path, row, **settings):
@@ -128,7 +127,11 @@ def test_pairs_whose_prompt_fills_max_length_are_left_out_and_counted(path):
     assert load(path, rows, limit=4).counts == loaded.counts
     assert load(path, rows, max_length=5).counts == {"rows": 3, "truncated_rows": 2, "dropped_rows": 0}
     assert load(path, rows, max_length=4, truncation_mode="keep_end").counts["dropped_rows"] == 0
-    assert load(path, rows, max_length=5, too_long="drop").counts == {"rows": 3, "truncated_rows": 0, "dropped_rows": 2}
+    assert load(path, rows, max_length=5, truncation_mode=None).counts == {
+        "rows": 3,
+        "truncated_rows": 0,
+        "dropped_rows": 2,
+    }
     with pytest.raises(UserError, match="rows.jsonl: all 3 pairs are too long for train.max_length 2"):
         load(path, rows, max_length=2)
     with pytest.raises(UserError, match="rows.jsonl:1: 6 tokens are more than the model's 5; set train.max_length"):

@@ -7,6 +7,7 @@ the two sides is the prompt, in whole messages if they are lists of them, in who
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,20 +64,27 @@ class PairData:
     notes: list[str] = field(default_factory=list)
 
 
-def load_pairs(
-    path, data, train, tokenizer, model_limit, vocab_size, eos_token_ids=(), too_long="truncate", for_eval=None
-):
+class LongPairs(NamedTuple):
+    """The most tokens of a sequence of a pair, None for the model's, and what becomes of pairs with longer ones.
+
+    truncation_mode: what is kept of a longer sequence, "keep_start" or "keep_end"; None: such pairs are left out.
+    """
+
+    max_length: int | None
+    truncation_mode: str | None = None
+
+
+def load_pairs(path, data, long, tokenizer, model_limit, vocab_size, eos_token_ids=(), for_eval=None):
     """The pairs of a file: PairData. The first row decides whether the rows have a prompt.
 
-    data: DataConfig; train: a section with max_length, and with truncation_mode where too_long is "truncate".
-    model_limit: the model's longest sequence in tokens. eos_token_ids: the ids that end a sequence of the model.
-    too_long: what max_length does. "truncate": dropped are pairs whose prompt alone fills it, unless truncation_mode is
-    keep_end; longer sequences are left to `truncated`. "drop": dropped are pairs with a longer sequence.
+    data: DataConfig. model_limit: the model's longest sequence in tokens. eos_token_ids: the ids that end a sequence of
+    the model. long: LongPairs. With a truncation_mode longer sequences are left to `truncated`, and dropped are only
+    pairs whose prompt alone fills max_length, unless the mode is keep_end.
     for_eval: read_dataset's. Raises UserError naming file and line.
     """
     if tokenizer is None:
         raise UserError("a preference dataset needs a tokenizer, and the model folder has no tokenizer.json")
-    limit = min(train.max_length or model_limit, model_limit)
+    limit = min(long.max_length or model_limit, model_limit)
     rows = read_dataset(path, data, for_eval, pair_cells(data) | {"margin": number_cell})
     has_prompt = has_prompt_column(rows[0], data)
     pairs, truncated, dropped = [], 0, 0
@@ -85,8 +93,9 @@ def load_pairs(
         longest = len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids))
         for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
             check_ids(ids, vocab_size, where)
-        check_length(longest, train, model_limit, where)
-        if longest > limit and (too_long == "drop" or prompt_fills(pair.prompt_ids, limit, train.truncation_mode)):
+        check_length(longest, long.max_length, model_limit, where)
+        mode = long.truncation_mode
+        if longest > limit and (mode is None or prompt_fills(pair.prompt_ids, limit, mode)):
             dropped += 1
             continue
         truncated += longest > limit
@@ -120,9 +129,9 @@ def has_prompt_column(first, data):
     return row.get(data.prompt_column or "prompt") is not None
 
 
-def check_length(length, train, model_limit, where):
+def check_length(length, max_length, model_limit, where):
     """Raises UserError for a sequence beyond the model's limit where no max_length says to cut it."""
-    if train.max_length is None and length > model_limit:
+    if max_length is None and length > model_limit:
         raise UserError(
             f"{where}: {length} tokens are more than the model's {model_limit}; set train.max_length to cut longer ones"
         )

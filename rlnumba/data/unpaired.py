@@ -79,7 +79,7 @@ def load_unpaired(path, data, train, tokenizer, model_limit, vocab_size, eos_tok
         for ids in (each.prompt_ids, each.completion_ids):
             check_ids(ids, vocab_size, each.where)
         length = len(each.prompt_ids) + len(each.completion_ids)
-        check_length(length, train, model_limit, each.where)
+        check_length(length, train.max_length, model_limit, each.where)
         if not prompt_fills(each.prompt_ids, limit):
             truncated_rows += length > limit
             kept.append(each)

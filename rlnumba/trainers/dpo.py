@@ -16,7 +16,7 @@ import numpy as np
 
 from rlnumba.config.dpo import DPORun
 from rlnumba.data.packing import TokenSequence
-from rlnumba.data.pairs import load_pairs, truncated
+from rlnumba.data.pairs import LongPairs, load_pairs, truncated
 from rlnumba.kernels.logprob.ops import linear_logp
 from rlnumba.kernels.nn.elementwise import add, scale
 from rlnumba.kernels.rl.preference_loss import LOSS, PAIR_STATS, PackedPairs, preference_loss, preference_metrics
@@ -71,7 +71,8 @@ def load_rows(path, run, model, tokenizer, for_eval=False):
     train, config = run.train, model.config
     limit = config.num_positions
     limits = limit, config.vocab_size, config.eos_token_ids
-    data = load_pairs(path, run.data, train, tokenizer, *limits, for_eval=for_eval)
+    long = LongPairs(train.max_length, train.truncation_mode)
+    data = load_pairs(path, run.data, long, tokenizer, *limits, for_eval)
     cut, dropped = data.counts["truncated_rows"], data.counts["dropped_rows"]
     if cut or dropped:
         log(f"{path}: {cut} pairs were cut to max_length, {dropped} whose prompt alone fills it are left out")

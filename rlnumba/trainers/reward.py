@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from rlnumba.config.reward import RewardRun
-from rlnumba.data.pairs import load_pairs
+from rlnumba.data.pairs import LongPairs, load_pairs
 from rlnumba.kernels.rl.reward_loss import reward_loss
 from rlnumba.model.config import SCORE_HEAD
 from rlnumba.model.heads import ValueHead
@@ -53,7 +53,7 @@ def num_tokens(pair):
 def load_rows(path, run, model, tokenizer, for_eval=False):
     """The PreferencePairs of a file; logs how many are left out. Raises UserError."""
     limits = model.config.num_positions, model.config.vocab_size, model.config.eos_token_ids
-    found = load_pairs(path, run.data, run.train, tokenizer, *limits, too_long="drop", for_eval=for_eval)
+    found = load_pairs(path, run.data, LongPairs(run.train.max_length), tokenizer, *limits, for_eval)
     if dropped := found.counts["dropped_rows"]:
         log(f"{path}: {dropped} of {found.counts['rows']} pairs are longer than max_length and left out")
     for note in found.notes:

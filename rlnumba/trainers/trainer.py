@@ -407,21 +407,35 @@ class RowTrainer(Trainer):
         warn_without_effect(self.run)
 
 
+class GenerationArguments(NamedTuple):
+    """Arguments of trainers on prompts about what is generated; the documentation of a trainer says what each is."""
+
+    data: object = None
+    engine: object = None
+    rewards: object = None
+    eval: object = None
+    tools: object = None
+    environment_factory: object = None
+    rollout_func: object = None
+
+
 class PromptTrainer(Trainer):
-    """A trainer whose data are prompts. others: also rollout_func, and the keys of a section of its own, as PPO's
-    critic, a dict."""
+    """A trainer whose data are prompts. others: the fields of GenerationArguments, and the keys of a section of its
+    own, as PPO's critic, a dict."""
 
     def __init__(
-        self, model, reward_funcs=None, args=None, train_dataset=(), eval_dataset=None, data=None, engine=None,
-        rewards=None, peft_config=None, callbacks=(), eval=None, tools=None, environment_factory=None, **others,
+        self, model, reward_funcs=None, args=None, train_dataset=(), eval_dataset=None, *, peft_config=None,
+        callbacks=(), **others,
     ):  # fmt: skip
-        drawing = others.pop("rollout_func", None)
-        tools, given_tools = _given_tools(type(self).__name__, tools, environment_factory, drawing)
-        if environment_factory is not None and isinstance(train_dataset, tuple) and not train_dataset:
+        given = {name: others.pop(name) for name in GenerationArguments._fields if name in others}
+        given = GenerationArguments(**given)
+        tools, given_tools = _given_tools(type(self).__name__, given)
+        if given.environment_factory is not None and isinstance(train_dataset, tuple) and not train_dataset:
             # The environment makes the prompts.
             train_dataset = None
-        datasets, sections = {"train": train_dataset, "eval": eval_dataset}, {"data": data, "engine": engine or {}}
-        sections |= {"rewards": rewards or {}, "eval": eval or {}, "tools": tools}
+        datasets = {"train": train_dataset, "eval": eval_dataset}
+        sections = {"data": given.data, "engine": given.engine or {}, "rewards": given.rewards or {}}
+        sections |= {"eval": given.eval or {}, "tools": tools}
         sections |= {name: others.pop(name, None) or {} for name in own_sections(self.trainer.run_class)}
         super().__init__(model, args, datasets, sections, peft_config, callbacks, others)
         self.given_funcs, self.given_tools = _reward_funcs(type(self).__name__, reward_funcs), given_tools
@@ -446,8 +460,9 @@ class PromptTrainer(Trainer):
         return self.reward_funcs
 
 
-def _given_tools(name, tools, environment_factory, rollout_func):
-    """(keys of [tools], GivenTools) of a trainer's arguments. Raises TypeError for what cannot be called."""
+def _given_tools(name, given):
+    """(keys of [tools], GivenTools) of a trainer's GenerationArguments. Raises TypeError for what cannot be called."""
+    tools, environment_factory, rollout_func = given.tools, given.environment_factory, given.rollout_func
     keys = dict(tools) if isinstance(tools, Mapping) else {"funcs": [] if tools is None else tools}
     functions = keys.get("funcs", [])
     functions = list(functions) if isinstance(functions, list | tuple) else [functions]

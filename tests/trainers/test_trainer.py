@@ -147,7 +147,8 @@ def test_arguments_of_a_trainer_are_in_its_run(tmp_path):
     )  # fmt: skip
     args = GRPOConfig(output_dir="there", seed=3, reward_weights=[0.5, 2.0])
     rewards = ("think_format_reward", digits)
-    trainer = GRPOTrainer("a/b", rewards, args, "x.parquet", SFT_ROWS, None, {"max_num_seqs": 5}, {"timeout": 7.0})
+    sections = {"engine": {"max_num_seqs": 5}, "rewards": {"timeout": 7.0}}
+    trainer = GRPOTrainer("a/b", rewards, args, "x.parquet", SFT_ROWS, **sections)
     funcs = ["think_format_reward", "tests.trainers.test_trainer:digits"]
     assert trainer.run == config.GRPORun(
         model="a/b", output_dir="there", seed=3, train=args, engine=config.EngineConfig(max_num_seqs=5),

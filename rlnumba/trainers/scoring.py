@@ -12,9 +12,7 @@ def forward_parts(rollouts, train):
 def host_logprobs(policy, model, parts):
     """(T,) float32 on the host: a model's log-probs of all completion tokens."""
     outputs = {"logprobs": (None, np.float32)}
-    # A mixture's grouped GEMMs are of the tokens that there are: never padded, as where it is trained.
-    run = policy.run_unpadded if model.config.mixture_layers else policy.run
-    readings = [run(score, part.micro_batch(policy.grammar), outputs, model) for part in policy.own(parts)]
+    readings = [policy.run(score, part.micro_batch(policy.grammar), outputs, model) for part in policy.own(parts)]
     return np.concatenate(policy.of_all_micro_batches([read()["logprobs"] for read in readings], len(parts)))
 
 

@@ -1,7 +1,7 @@
 """Draws the curves of the arithmetic runs: python docs/learning_pictures.py [folder]
 
-folder: holds the output_dir of each of RUNS, by that name, grpo-*.jsonl of bench/learning.py below `learning/`, and the
-files of `bench/learning.py compare` below `compare/`.
+folder: holds the output_dir of each of RUNS, by that name (tools and no-tools: grpo and alone of bench/tool_curve.py),
+grpo-*.jsonl of bench/learning.py below `learning/`, and the files of `bench/learning.py compare` below `compare/`.
 What the pictures need of them is copied to bench/results/learning/ first. docs/make_pictures.py draws the same.
 """
 
@@ -58,6 +58,11 @@ PANELS = {
     "learning_sft": [
         ("loss", [("sft", "loss", "")]),
         ("share of next tokens that are the likeliest", [("sft", "mean_token_accuracy", "")]),
+    ],
+    "learning_tools": [
+        ("right answers", [("tools", "reward", "with the calculator"), ("no-tools", "reward", "without a tool")]),
+        ("right answers to held-out questions, greedy", [("tools", "eval_reward", "with the calculator"),
+                                                         ("no-tools", "eval_reward", "without a tool")]),
     ],
     "learning_gym": [
         ("score", [("gym", "reward", "training"), ("gym", "eval_reward", "held out")]),

@@ -2,6 +2,7 @@
 
     python bench/grpo.py                                   8 prompts x 8 completions, 128 + 512 tokens
     python bench/grpo.py --prompts 8 --generations 8 --prompt-length 128 --completion-length 512 --micro-batch 64
+    python bench/grpo.py --shape qwen3-30b-a3b --lora 16 --checkpointing --micro-batch 8 --gpu-memory-utilization 0.6
 
 Qwen3-0.6B's shape with random weights on a GPU, a 15M model elsewhere. Every completion is generated to its full
 length and rewards are random, so the work is fixed. The first step (compilation, graph capture) is printed apart;
@@ -18,10 +19,11 @@ from report import row
 from shapes import SHAPES, copy_of, random_model
 from train import print_memory
 
-from rlnumba.config import EngineConfig, GRPOConfig
+from rlnumba.config import EngineConfig, GRPOConfig, LoraConfig
 from rlnumba.data import Prompt
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.model.config import LM_HEAD
+from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
 from rlnumba.runs.policy import Policy
 from rlnumba.runs.run_folder import Clock
@@ -37,6 +39,8 @@ def argument_parser(description):
     parser.add_argument("--device", default="auto")
     parser.add_argument("--model", help="a Hugging Face folder; default: random weights")
     parser.add_argument("--shape", choices=tuple(SHAPES), help="of the random weights")
+    parser.add_argument("--layers", type=int, help="of the random weights; default: the shape's")
+    parser.add_argument("--lora", type=int, help="rank of an adapter of all linear layers, which is then trained")
     parser.add_argument("--dtype", choices=tuple(device.DTYPES))
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--generations", type=int, default=8)
@@ -63,8 +67,13 @@ def complete(arguments):
 def model_of(arguments, heads=LM_HEAD):
     """The model of the folder that is named, or random weights."""
     if arguments.model:
-        return load_model(arguments.model, arguments.dtype, heads)
-    return random_model(arguments.shape, arguments.dtype, heads)
+        model = load_model(arguments.model, arguments.dtype, heads)
+    else:
+        model = random_model(arguments.shape, arguments.dtype, heads, arguments.layers)
+    if arguments.lora:
+        lora = LoraConfig(r=arguments.lora, target_modules=("all-linear",))
+        model.adapter = Adapter.new(model.config, lora, model.dtype.name, "", 0)
+    return model
 
 
 def engine_of(model, arguments):
@@ -83,7 +92,8 @@ def random_prompts(model, arguments):
 def describe(model, arguments):
     """A line on the device, the model and the work."""
     return (
-        f"{device.describe()}; {sum(p.size for p in model.weights.parameters) / 1e6:.0f}M parameters, "
+        f"{device.describe()}; {sum(p.size for p in model.weights.parameters) / 1e6:.0f}M parameters"
+        f"{', adapter of rank ' + str(arguments.lora) if arguments.lora else ''}, "
         f"{model.dtype.name}; {work_of(arguments)}, micro-batches of {arguments.micro_batch}"
     )
 

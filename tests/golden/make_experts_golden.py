@@ -100,7 +100,10 @@ def fuse(path):
 
 
 def curve_of(model, coefficient, learning_rate, steps=50):
-    """{"batches": ids of each step's micro-batches, "loss", "aux_loss", "grad_norm": of each step}."""
+    """{"batches": ids of each step's micro-batches, "loss", "aux_loss", "grad_norm": of each step}.
+
+    coefficient: None for a model without experts, whose aux_loss is 0.
+    """
     vectors = [name for name, _ in model.named_parameters() if "norm" in name or name.endswith("bias")]
     groups = [
         {"params": [p for name, p in model.named_parameters() if (name in vectors) is is_vector], "weight_decay": decay}
@@ -117,11 +120,13 @@ def curve_of(model, coefficient, learning_rate, steps=50):
             longest = max(map(len, sequences))
             ids = torch.tensor([[*each, *[0] * (longest - len(each))] for each in sequences])
             mask = torch.tensor([[1] * len(each) + [0] * (longest - len(each)) for each in sequences])
-            outputs = model(ids, attention_mask=mask, output_router_logits=True)
+            router = {} if coefficient is None else {"output_router_logits": True}
+            outputs = model(ids, attention_mask=mask, **router)
             logprobs = outputs.logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-            part = -(logprobs * mask[:, 1:]).sum() / count + coefficient * outputs.aux_loss / len(batches)
+            aux = torch.zeros(()) if coefficient is None else outputs.aux_loss / len(batches)
+            part = -(logprobs * mask[:, 1:]).sum() / count + (coefficient or 0) * aux
             part.backward()
-            loss, aux_loss = loss + part.item(), aux_loss + outputs.aux_loss.item() / len(batches)
+            loss, aux_loss = loss + part.item(), aux_loss + aux.item()
         norm = clip_grad_norm_(model.parameters(), 1.0).item()
         optimizer.step()
         optimizer.zero_grad()

@@ -6,6 +6,7 @@ Run it in an environment that has torch, transformers and tokenizers (the only p
 
 The folder is that of a text model. expected.npz: as make_golden.py has it; its longest sequence is many windows long.
 old_config.json: the keys of published checkpoints, from which the model is made; config.json has those of transformers.
+curve.json: as make_experts_golden.py has it, of 50 training steps.
 chats.json: the ids that apply_chat_template gives with a template of Gemma's turns, and the template.
 """
 
@@ -15,10 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from make_experts_golden import curve_of
 from make_golden import expected_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig
 
 HERE = Path(__file__).parent
+LEARNING_RATE = 3e-3
 FOLDER = HERE / "gemma3"
 # Sizes that differ wherever they may. Layer 2, counted from 0, sees all keys.
 CONFIG = dict(
@@ -97,6 +100,8 @@ def main():
     rng = np.random.default_rng(7)
     sequences = [rng.integers(3, CONFIG["vocab_size"], n).tolist() for n in (1, 70, 300)]
     np.savez_compressed(FOLDER / "expected.npz", **expected_of(model, sequences))
+    model.zero_grad()
+    (FOLDER / "curve.json").write_text(json.dumps(curve_of(model, None, LEARNING_RATE)) + "\n")
     make_chats()
     print((FOLDER / "config.json").read_text())
 

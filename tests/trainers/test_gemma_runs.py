@@ -4,18 +4,23 @@ import dataclasses
 import json
 import shutil
 
+import numpy as np
 import pytest
 
+from rlnumba.config import SFTConfig
 from rlnumba.config.lora import LoraConfig
+from rlnumba.data.packing import TokenSequence
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Transformer, load_model, save_model
 from rlnumba.model.weights import Weights
 from rlnumba.reporting import stderr
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device
+from rlnumba.trainers import sft
 from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.sft import run_sft
 from tests.parallel import in_threads
-from tests.trainers.runs import GOLDEN, MODEL, grpo_run, metrics_of, sft_run
+from tests.trainers.runs import GOLDEN, MODEL, golden, grpo_run, metrics_of, sft_run
 from tests.trainers.test_resume import hash_of
 
 pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="what a run does with such a model, not its kernels")
@@ -39,6 +44,19 @@ def gemma(tmp_path_factory):
 def _console(monkeypatch):
     """A rank in a thread silences its process."""
     monkeypatch.setattr(stderr, "_is_silent", False)
+
+
+def test_golden_curve():
+    """Loss and norm of the gradients of 50 steps, of sequences that are several windows long."""
+    expected = golden("gemma3/curve.json")
+    train = SFTConfig(per_device_train_batch_size=2, gradient_accumulation_steps=2, weight_decay=0.1, max_grad_norm=1.0)
+    policy = Policy(load_model(GOLDEN / "gemma3", "float32"), train)
+    for step, batches in enumerate(expected["batches"]):
+        rows = [[TokenSequence(np.int32(ids), np.ones(len(ids), bool))] for batch in batches for ids in batch]
+        metrics = sft.train_step(policy, rows, expected["learning_rate"])
+        for name in ("loss", "grad_norm"):
+            assert metrics[name] == pytest.approx(expected[name][step], rel=1e-4), (step, name)
+    assert step == 49
 
 
 def on_two_ranks(run, folder):

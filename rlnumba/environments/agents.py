@@ -22,6 +22,7 @@ from rlnumba.data.prompts import PromptTools
 from rlnumba.environments.calls import ToolCaller
 from rlnumba.environments.episode import Episode, EpisodeRow, encode
 from rlnumba.environments.formats import detect_format
+from rlnumba.environments.openenv import PREFIX, environment_class
 from rlnumba.environments.pool import GET_REWARD, GIVEN, RESET, EnvironmentPool, method_of, required_parameters
 from rlnumba.environments.schema import name_of, schemas_of, tools_of
 from rlnumba.environments.turns import check_turns
@@ -127,7 +128,7 @@ def load_agents(run, tokenizer):
         AgentsSetup.of(run)
     functions, factories = _objects_of(run)
     functions = [_found(each, "tools.funcs") for each in functions]
-    factories = {name: _found(each, _factory_key(name)) for name, each in factories.items()}
+    factories = {name: _factory(each, _factory_key(name)) for name, each in factories.items()}
     for key, each in [("tools.funcs", f) for f in functions] + [(_factory_key(n), f) for n, f in factories.items()]:
         _check_callable(each, key)
     return Agents(run, _needed(tokenizer, run, "tools and environments need"), functions, factories)
@@ -158,6 +159,13 @@ def _taskset_agents(run, tokenizer):
 def _found(each, key):
     """An object, or what a name of it stands for."""
     return load_object(each, key) if isinstance(each, str) else each
+
+
+def _factory(each, key):
+    """A factory of environments, or what a name of it stands for, which may be a server of OpenEnv."""
+    if isinstance(each, str) and each.startswith(PREFIX):
+        return environment_class(each.removeprefix(PREFIX), key)
+    return _found(each, key)
 
 
 def _factory_key(name):

@@ -10,6 +10,7 @@ import json
 import re
 import types
 import typing
+import weakref
 
 from rlnumba.errors import UserError
 
@@ -28,6 +29,9 @@ SIMPLE = {
     typing.Any: {},
 }
 SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+
+# Schemas that functions have instead of those of their signatures.
+_schemas = weakref.WeakKeyDictionary()
 
 SECTION = r"(?:Args|Returns|Raises):"
 SUMMARY = re.compile(rf"(.*?)\s*(?:{SECTION}|\Z)", re.DOTALL)
@@ -81,6 +85,8 @@ def tool_schema(function):
     An argument that a functools.partial sets is not in it. Raises UserError for a missing docstring, for a type without
     a schema, and for an argument without a type, without a line in the docstring, or that cannot be given by its name.
     """
+    if isinstance(function, types.FunctionType) and function in _schemas:
+        return _schemas[function]
     name, signature, described = name_of(function), _signature(function), function
     while isinstance(described, functools.partial):
         described = described.func
@@ -113,6 +119,11 @@ def tool_schema(function):
     if result is not None:
         schema["return"] = result | ({} if returned is None else {"description": returned})
     return {"type": "function", "function": schema}
+
+
+def set_schema(function, schema):
+    """Give a function a schema of its own, as another program has it."""
+    _schemas[function] = schema
 
 
 def _signature(function):

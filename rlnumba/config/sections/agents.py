@@ -64,7 +64,8 @@ class EnvironmentConfig(Section):
     factory: str | None = key(
         None,
         "A class or function without arguments, `file.py:Class` or `package.module:Class`, with `reset(**row)`, its "
-        "tools and, if it has one, `get_reward()` (docs/agents.md). TRL: environment_factory.",
+        "tools and, if it has one, `get_reward()` (docs/agents.md); or `openenv:URL`, a server of OpenEnv. TRL: "
+        "environment_factory.",
     )
     factories: dict[str, typing.Any] = key(
         {}, "Several, a table `[environment.factories]`; the rows' column `environment` has their names."

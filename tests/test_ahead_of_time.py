@@ -362,7 +362,7 @@ LISTED_AHEAD = """
 import json, sys
 from rlnumba.config import load_run
 from rlnumba.engine.steps.shapes import token_bucket_of
-from rlnumba.kernels.gemm.scheduler import tokens_of_choice
+from rlnumba.kernels.gemm.scheduler import GemmProblem, tokens_of_choice
 from rlnumba.kernels.gemm.sm90_config import best_config
 from rlnumba.runtime.device import GPUS
 from rlnumba.runs.planning.kernel_list import list_signatures
@@ -380,7 +380,7 @@ losses = [str(constants) for _, name, constants, _ in two[1] if name == "policy_
 added = sorted({name for _, name, _, _ in parts[0] - two[0]})
 
 def tiles_of(rows):  # of the GEMM by which so many rows become gate and up
-    return best_config(rows, 512, 256, "bfloat16", False, False, "same", False, False, 132, True)
+    return best_config(GemmProblem(rows, 512, 256, "bfloat16", False, False, "same"), 132, True)
 
 configs = {constants[0] for _, name, constants, _ in one[0] if name == "gemm_sm90_kernel"}
 sizes = {token_bucket_of(rows) for rows in range(1, 2049)} | {tokens_of_choice(rows) for rows in range(2049, 8193)}

@@ -30,7 +30,7 @@ LONG_FUNCTIONS = {}
 # as an argument; the number of those with more is limited instead.
 MOST_ARGUMENTS = 8
 LONG_SIGNATURES = {}
-LONG_OPERATORS = 16
+LONG_OPERATORS = 10
 
 # Decorators of what runs on the device, or is an instruction.
 DEVICE = re.compile(r"\b(jit|njit|device_function|instruction\w*|intrinsic|warp_wide|warpgroup_wide|_warp_function)\b")

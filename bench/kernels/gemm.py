@@ -31,6 +31,7 @@ from harness import (
 from report import row
 
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.gemm.scheduler import GemmProblem
 from rlnumba.kernels.gemm.sm90 import gemm_with_config
 from rlnumba.kernels.gemm.sm90_config import SHARED_LIMIT, Sm90GemmConfig, best_config
 from rlnumba.kernels.nn.swiglu import swiglu
@@ -221,7 +222,7 @@ def swiglu_times():
 
 
 def print_best(found, m, n, k, a_mn, b_mn, output):
-    chosen = best_config(m, n, k, BF16, a_mn, b_mn, output, False, False, device.sm_count())
+    chosen = best_config(GemmProblem(m, n, k, BF16, a_mn, b_mn, output), device.sm_count())
     for us, config in sorted(found, key=lambda pair: pair[0])[:5]:
         mark = " <- chosen" if config == chosen else ""
         print(

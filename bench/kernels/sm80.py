@@ -51,6 +51,7 @@ from rlnumba.kernels.attention.sm80_backward import (
 from rlnumba.kernels.attention.sm80_decode import Sm80DecodeConfig, decode_config, paged_attention_sm80
 from rlnumba.kernels.attention.sm80_forward import Sm80AttentionConfig, attention_config, attention_sm80
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.gemm.scheduler import GemmProblem
 from rlnumba.kernels.gemm.sm80 import gemm_with_config
 from rlnumba.kernels.gemm.sm80_config import best_config, configs_for
 from rlnumba.kernels.ptx.sm80 import mma
@@ -120,7 +121,7 @@ def gemm_case(label, peer, a, copies, result, kinds, shape, timer, limit, ceilin
     with_backend("cublas", lambda: peer(copies[0]))()
     expected = result.copy()
     peer_us = timer(peer, copies)
-    chosen = best_config(m, n, k, BF16, *kinds, False, False, device.sm_count(), limit)
+    chosen = best_config(GemmProblem(m, n, k, BF16, *kinds), device.sm_count(), limit)
     print(f"{label}: cuBLAS {peer_us:.1f} us", flush=True)
     found = None
     for config, blocks in configs_for(BF16, *kinds, False, False, limit):

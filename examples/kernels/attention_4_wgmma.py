@@ -14,7 +14,7 @@ from examples.kernels.softmax import ACCUMULATORS, KEYS, SCORES, online_softmax,
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.shared_memory import LINE
 from rlnumba.kernels.ptx.warp import device_function
-from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.ptx.wgmma import WgmmaLayout, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.kernels.tile.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base, shared_layout
 from rlnumba.kernels.tile.tensor_map import tensor_map
 from rlnumba.runtime.device import cuda
@@ -27,7 +27,7 @@ ROWS, CONSUMERS, THREADS, STAGES, WORDS, BARRIERS = 128, 2, 384, 3, KEYS // 4, 3
 TILE_BYTES, STAGE_BYTES, Q_BYTES = 2 * KEYS * HEAD_DIM, 4 * KEYS * HEAD_DIM, 2 * ROWS * HEAD_DIM
 LAYOUT = shared_layout(q=Q_BYTES, stages=STAGES * STAGE_BYTES, full=BARRIERS, empty=BARRIERS)
 init_ring, advance = ring(STAGES)
-start_scores = wgmma_async(KEYS, "bfloat16", HEAD_DIM // 16, accumulate=False, a_box=ROWS * LINE)
+start_scores = wgmma_async(KEYS, "bfloat16", HEAD_DIM // 16, accumulate=False, layout=WgmmaLayout(ROWS * LINE))
 start_output = wgmma_async(HEAD_DIM, "bfloat16", KEYS // 16, a="registers", b="mn", accumulate=True)
 wait_for_scores, wait_for_output = wgmma_wait_group(SCORES), wgmma_wait_group(ACCUMULATORS, 0, WORDS)
 

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from rlnumba.kernels.gemm.scheduler import GemmProblem
 from rlnumba.kernels.gemm.sm80 import gemm, gemm_sm80_kernel, gemm_with_config
 from rlnumba.kernels.gemm.sm80_config import SHAPES, Sm80GemmConfig, best_config, configs_for
 from rlnumba.runtime import device, dispatch
@@ -66,7 +67,7 @@ def test_every_chosen_config_is_possible(kinds, limit):
     assert max(config.rows * config.columns for config in offered) == 128 * 128
     for m in (1, 8, 64, 65, 256, 5000, 16384):
         for n, k in ((1024, 2048), (4096, 1024), (151_936, 1024), (8, 8), (24_576, 4096)):
-            config = best_config(m, n, k, "bfloat16", *kinds, 108, limit)
+            config = best_config(GemmProblem(m, n, k, "bfloat16", *kinds), 108, limit)
             assert config in offered and (m < 16_384 or n < 4096 or config.rows * config.columns >= 128 * 128)
 
 
@@ -76,7 +77,7 @@ def test_kernels_compile_for_gpus(compile_offline, architecture, limit, kinds):
     """The largest config of each GPU, whose registers are the scarcest, without a spill."""
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
-    config = best_config(16_384, 4096, 4096, "bfloat16", *kinds, 108, limit)
+    config = best_config(GemmProblem(16_384, 4096, 4096, "bfloat16", *kinds), 108, limit)
     x, c, r = "uint16[:,::1]", "float32[:,::1]", "int32[:,::1]"
     types = [x, x, x if config.output == "same" else c, "int32[::1]", x if config.residual else r, *["int64"] * 3]
     troubles = compile_offline(gemm_sm80_kernel(config), types, architecture)

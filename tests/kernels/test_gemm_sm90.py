@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.gemm.scheduler import GemmProblem
 from rlnumba.kernels.gemm.sm90 import LowRank, gemm_sm90_kernel, gemm_with_config
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig, best_config
 from rlnumba.kernels.nn.swiglu import ACTIVATIONS, GELU_TANH, swiglu, swiglu_ref
@@ -148,7 +149,7 @@ def test_every_chosen_config_is_possible():
                 (True, True, "add"),
                 (True, True, "same"),
             ):
-                config = best_config(m, n, k, "bfloat16", a_mn, b_mn, output, False, False, 132)
+                config = best_config(GemmProblem(m, n, k, "bfloat16", a_mn, b_mn, output), 132)
                 assert config.layout.nbytes <= 227 * 1024 and config.stages >= 3
                 assert config.columns % 64 == 0 or (not b_mn and output == "same")
 
@@ -167,7 +168,7 @@ def test_weight_gradients_of_16_bits_compile_for_gpus(compile_offline, n, k):
     """The tiles for the layers of Qwen3-0.6B, without a spill."""
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
-    config = best_config(n, k, 16_384, "bfloat16", True, True, "same", False, False, 132)
+    config = best_config(GemmProblem(n, k, 16_384, "bfloat16", True, True, "same"), 132)
     troubles = compile_offline(gemm_sm90_kernel(config), types_of(config), (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 
@@ -178,7 +179,8 @@ def test_a_low_rank_compiles_for_gpus(compile_offline, m, b_mn):
     """The tiles for decode and for training, without a spill."""
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
-    config = best_config(m, 4096, 12_288, "bfloat16", False, b_mn, "same", False, True, 132, low_rank=True)
+    problem = GemmProblem(m, 4096, 12_288, "bfloat16", False, b_mn, "same", residual=True)
+    config = best_config(problem, 132, low_rank=True)
     troubles = compile_offline(gemm_sm90_kernel(config), types_of(config), (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 
@@ -188,7 +190,7 @@ def test_swiglu_compiles_for_gpus(compile_offline, m):
     """The tiles for decode and for training, without a spill."""
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
-    config = best_config(m, 3072, 1024, "bfloat16", False, False, "same", False, False, 132, True)
+    config = best_config(GemmProblem(m, 3072, 1024, "bfloat16", False, False, "same"), 132, True)
     troubles = compile_offline(gemm_sm90_kernel(config), types_of(config), (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 

@@ -30,7 +30,7 @@ from rlnumba.kernels.ptx.sm90 import (
     tma_store_3d,
 )
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack
-from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.ptx.wgmma import WgmmaLayout, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.kernels.tile.pipeline import shared_base
 from rlnumba.kernels.tile.tensor_map import (
     DeviceTensorMaps,
@@ -70,7 +70,8 @@ def wgmma_kernel(element):
     from_shared, wait_shared = wgmma_async(24, element, 7), wgmma_wait_group(12)
     from_registers = wgmma_async(24, element, 7, "registers", accumulate=False)
     wait_one, wait_registers = wgmma_wait_group(12, 1, words=28), wgmma_wait_group(12, words=28)
-    across, wait_across = wgmma_async(8, element, 4, "mn", accumulate=True, blocks=2), wgmma_wait_group(8)
+    across = wgmma_async(8, element, 4, "mn", accumulate=True, layout=WgmmaLayout(blocks=2))
+    wait_across = wgmma_wait_group(8)
 
     @cuda.jit
     def wgmma_kernel(a_map, b_map, v_map, w_map, out):

@@ -13,7 +13,7 @@ import numpy as np
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, fence_proxy_async, load_pair, stmatrix_x4, store_four
 from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait, named_barrier_sync
 from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2, udiv
-from rlnumba.kernels.ptx.wgmma import WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.ptx.wgmma import WARPGROUP, WgmmaLayout, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring, shared_layout, swizzled_chunk
 from rlnumba.runtime.device import cuda
 
@@ -252,7 +252,7 @@ def consumer_function(config):
     # The last query tiles, which have the positions of the keys.
     diagonal_tiles, (_, advance) = config.keys // QUERIES, ring(config.q_stages)
     # S^T = K Q^T and dP^T = V dO^T, dV += P^T dO and dK += dS^T Q, dq = dS K.
-    gemm_scores = wgmma_async(queries, element, config.columns // 16, "k", "k", False, key_box, QUERY_BOX)
+    gemm_scores = wgmma_async(queries, element, config.columns // 16, "k", "k", False, WgmmaLayout(key_box, QUERY_BOX))
     gemm_dkv = wgmma_async(columns, element, QUERIES // 16, "k" if wide else "registers", "mn", True)
     gemm_dq = wgmma_async(config.dq_columns, element, config.keys // 16, "mn", "mn", False)
     wait_scores_1, wait_scores = wgmma_wait_group(score_count, 1), wgmma_wait_group(score_count, 0)

@@ -37,7 +37,7 @@ from rlnumba.kernels.ptx.shared_memory import (
     store_words,
 )
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, sync_warp, udiv, vector_access
-from rlnumba.kernels.ptx.wgmma import WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.ptx.wgmma import WARPGROUP, WgmmaLayout, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring
 from rlnumba.runtime.device import cuda
 
@@ -104,7 +104,7 @@ def tile_functions(head_dim, element):
     boxes = head_dim // 64
     columns, score_count, acc_count, word_count = COLUMNS // 4, COLUMNS // 2, boxes * COLUMNS // 2, COLUMNS // 4
     multiply_keys, wait_scores = wgmma_async(COLUMNS, element, head_dim // 16), wgmma_wait_group(score_count, 0)
-    multiply_values = wgmma_async(COLUMNS, element, TILE_KEYS // 16, "mn", blocks=boxes)
+    multiply_values = wgmma_async(COLUMNS, element, TILE_KEYS // 16, "mn", layout=WgmmaLayout(blocks=boxes))
     wait_values = wgmma_wait_group(acc_count, 0)
     apply_mask, column_max, softmax_step = softmax_functions(COLUMNS)
     zero_rows, cvt_pair = softmax.zero_function(boxes), cvt_pack(element)

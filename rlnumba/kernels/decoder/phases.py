@@ -22,7 +22,7 @@ from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.shared_memory import LINE, fence_proxy_async, load_pair, store_pair
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, sync_warp
-from rlnumba.kernels.ptx.wgmma import STEPS, WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.ptx.wgmma import STEPS, WARPGROUP, WgmmaLayout, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring
 from rlnumba.runtime.device import cuda
 
@@ -78,7 +78,7 @@ def nothing(done, rounds, leader, arguments):
 @functools.cache
 def multiply_function(phase, stages, element):
     """The device function acc = A W^T of a tile, whose weights come from the ring: the main loop of gemm/sm90.py."""
-    start = wgmma_async(phase.columns, element, phase.stage_panels * 4, broadcast=True)
+    start = wgmma_async(phase.columns, element, phase.stage_panels * 4, layout=WgmmaLayout(broadcast=True))
     a_bytes, rounds = phase.stage_panels * PANEL_BYTES, phase.rounds
     main_loop = main_loop_function(phase.columns, stages, STAGE_BYTES, start, nothing, a_bytes)
 
@@ -95,7 +95,7 @@ def copy_and_multiply_function(phase, rows, stages, element):
 
     The columns of a stage are copied while wgmma has those of the stage before.
     """
-    start = wgmma_async(phase.columns, element, phase.stage_panels * 4, broadcast=True)
+    start = wgmma_async(phase.columns, element, phase.stage_panels * 4, layout=WgmmaLayout(broadcast=True))
     wait_all_but_latest, wait_all = wgmma_wait_group(phase.columns // 2, 1), wgmma_wait_group(phase.columns // 2, 0)
     a_bytes, rounds = phase.stage_panels * PANEL_BYTES, phase.rounds
     copy_part = copy_function(rows, phase.panels * STEPS, phase.stage_panels * STEPS)

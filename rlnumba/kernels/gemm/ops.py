@@ -120,7 +120,7 @@ def linear(x, weight, out, bias=None, residual=None, low_rank=None):
         return
     gemm = _gemm(x, weight, out, k, bias, residual, low_rank)
     if low_rank is not None and gemm is gemm_sm90.gemm:
-        gemm(x, weight, out, bias=bias, residual=residual, low_rank=low_rank)
+        gemm_sm90.gemm_low_rank(x, weight, out, low_rank, bias=bias, residual=residual)
         return
     gemm(x, weight, out, bias=bias, residual=residual)
     if low_rank is not None:
@@ -167,7 +167,7 @@ def linear_backward_input(dout, weight, dx, accumulate=False, low_rank=None):
     rounds = accumulate and dx.dtype != np.float32
     addend = {"residual": dx} if rounds else {"add": accumulate}
     if low_rank is not None and gemm is gemm_sm90.gemm:
-        gemm(dout, weight, dx, b_mn=True, low_rank=low_rank, **addend)
+        gemm_sm90.gemm_low_rank(dout, weight, dx, low_rank, b_mn=True, **addend)
         return
     gemm(dout, weight, dx, b_mn=True, **addend)
     if low_rank is not None:

@@ -1,5 +1,7 @@
 """Shared parts of the tensor-core GEMMs: the key by which a config is chosen, and the tile of C of a block."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from rlnumba.kernels.ptx.warp import device_function, udiv
@@ -25,8 +27,26 @@ def tile_coordinates(index, tiles_down, tiles_across):
     return i32(first + within - column * height), column
 
 
-def kind_of(a, out, a_mn, b_mn, add, bias, residual):
-    """(M, N, K, element, a_mn, b_mn, output, bias, residual) of a GEMM, as best_config takes them.
+class GemmProblem(NamedTuple):
+    """The sizes and operands of a GEMM that its config is chosen for: C (m, n) with k steps.
+
+    element: the dtype's name. a_mn, b_mn: whether A and B are MN-major. output: "add" to float32, "same" as A's dtype
+    or "float32". bias, residual: whether they are added.
+    """
+
+    m: int
+    n: int
+    k: int
+    element: str
+    a_mn: bool
+    b_mn: bool
+    output: str
+    bias: bool = False
+    residual: bool = False
+
+
+def problem_of(a, out, a_mn, b_mn, add, bias, residual):
+    """The GemmProblem of these arrays.
 
     The number of tokens, M or of a weight's gradient K, as that for which the config is chosen.
     """
@@ -34,7 +54,7 @@ def kind_of(a, out, a_mn, b_mn, add, bias, residual):
     addends = bias is not None, residual is not None
     (m, n), k = out.shape, a.shape[0 if a_mn else 1]
     m, k = (m, tokens_of_choice(k)) if a_mn else (tokens_of_choice(m), k)
-    return m, n, k, a.dtype.name, a_mn, b_mn, output, *addends
+    return GemmProblem(m, n, k, a.dtype.name, a_mn, b_mn, output, *addends)
 
 
 def tokens_of_choice(tokens):

@@ -18,7 +18,7 @@ import functools
 import numpy as np
 
 from rlnumba.kernels.checks import unused
-from rlnumba.kernels.gemm.scheduler import kind_of, tile_coordinates
+from rlnumba.kernels.gemm.scheduler import problem_of, tile_coordinates
 from rlnumba.kernels.gemm.sm80_config import BANK_BYTES, best_config
 from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.instruction import address_of
@@ -319,8 +319,8 @@ def gemm_sm80_kernel(config):
 
 def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
     """The gemm of ops.BACKENDS by the sm80 kernel, with the config that best_config chooses."""
-    kind = kind_of(a, out, a_mn, b_mn, add, bias, residual)
-    config = best_config(*kind, device.sm_count(), device.max_shared_bytes())
+    problem = problem_of(a, out, a_mn, b_mn, add, bias, residual)
+    config = best_config(problem, device.sm_count(), device.max_shared_bytes())
     gemm_with_config(config, a, b, out, bias, residual)
 
 

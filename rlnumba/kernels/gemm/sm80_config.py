@@ -142,11 +142,12 @@ def clocks_of(config, blocks, tiles, k, sm_count):
 
 
 @functools.cache
-def best_config(m, n, k, element, a_mn, b_mn, output, bias, residual, sm_count, limit):
-    """The config that clocks_of finds the fastest for C (m, n) with k steps."""
+def best_config(problem, sm_count, limit):
+    """The config that clocks_of finds the fastest for a GemmProblem; limit: bytes of shared memory of a block."""
+    m, n, k, *kinds = problem
 
     def clocks(candidate):
         config, blocks = candidate
         return clocks_of(config, blocks, -(-m // config.rows) * -(-n // config.columns), k, sm_count)
 
-    return min(configs_for(element, a_mn, b_mn, output, bias, residual, limit), key=clocks)[0]
+    return min(configs_for(*kinds, limit), key=clocks)[0]

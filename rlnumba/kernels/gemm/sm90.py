@@ -24,12 +24,20 @@ import numpy as np
 
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.gemm.epilogue import addends, store_by_threads_function, store_by_tma_function
-from rlnumba.kernels.gemm.scheduler import kind_of, tile_coordinates
+from rlnumba.kernels.gemm.scheduler import problem_of, tile_coordinates
 from rlnumba.kernels.gemm.sm90_config import best_config
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
 from rlnumba.kernels.ptx.warp import device_function, griddepcontrol_launch_dependents, griddepcontrol_wait, udiv
-from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.ptx.wgmma import (
+    ROWS,
+    STEPS,
+    WARPGROUP,
+    WgmmaLayout,
+    smem_descriptor,
+    wgmma_async,
+    wgmma_wait_group,
+)
 from rlnumba.kernels.tile.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring, shared_base
 from rlnumba.kernels.tile.tensor_map import tensor_map
 from rlnumba.runtime import device
@@ -191,7 +199,8 @@ def consumer_function(config):
         store_by_threads = store_by_threads_function(config)
 
     a_kind, b_kind = "mn" if config.a_mn else "k", "mn" if config.b_mn else "k"
-    start = wgmma_async(columns, config.element, config.steps // 16, a_kind, b_kind, broadcast=config.eight_rows)
+    operands = a_kind, b_kind, None, WgmmaLayout(broadcast=config.eight_rows)
+    start = wgmma_async(columns, config.element, config.steps // 16, *operands)
 
     @device_function
     def each_round(done, rounds, leader, part):
@@ -321,10 +330,16 @@ def gemm_sm90_kernel(config):
     return gemm_sm90_kernel
 
 
-def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None, low_rank=None):
-    """The gemm of ops.BACKENDS by the sm90 kernel of best_config. low_rank: (A', B'), laid out as A and B are."""
-    kind = kind_of(a, out, a_mn, b_mn, add, bias, residual)
-    config = best_config(*kind, device.sm_count(), False, low_rank is not None)
+def gemm(a, b, out, a_mn=False, b_mn=False, add=False, bias=None, residual=None):
+    """The gemm of ops.BACKENDS by the sm90 kernel of best_config."""
+    config = best_config(problem_of(a, out, a_mn, b_mn, add, bias, residual), device.sm_count())
+    gemm_with_config(config, a, b, out, bias, residual)
+
+
+def gemm_low_rank(a, b, out, low_rank, b_mn=False, add=False, bias=None, residual=None):
+    """The gemm of ops.BACKENDS with A' B' added, in one kernel. low_rank: (A', B'), laid out as A and B are."""
+    problem = problem_of(a, out, False, b_mn, add, bias, residual)
+    config = best_config(problem, device.sm_count(), low_rank=True)
     gemm_with_config(config, a, b, out, bias, residual, low_rank)
 
 
@@ -333,8 +348,8 @@ def gemm_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu"):
 
     x (M, K), weight (2 F, K), gate_up (M, 2 F), out (M, F) and low_rank as gemm_with_config takes them.
     """
-    kind = kind_of(x, out, False, False, False, None, None)
-    config = best_config(*kind, device.sm_count(), True, low_rank is not None)._replace(activation=activation)
+    problem = problem_of(x, out, False, False, False, None, None)
+    config = best_config(problem, device.sm_count(), True, low_rank is not None)._replace(activation=activation)
     gemm_with_config(config, x, weight, gate_up, residual=out, low_rank=low_rank)
 
 

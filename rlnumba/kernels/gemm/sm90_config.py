@@ -175,8 +175,8 @@ def few_rows_config(m, n, k, sm_count, fixed, swiglu):
 
 
 @functools.cache
-def best_config(m, n, k, element, a_mn, b_mn, output, bias, residual, sm_count, swiglu=False, low_rank=False):
-    """The config that a simple model of time finds the fastest for C (m, n) with k steps; (m, 2 n) for swiglu.
+def best_config(problem, sm_count, swiglu=False, low_rank=False):
+    """The config that a simple model of time finds the fastest for a GemmProblem; C is (m, 2 n) for swiglu.
 
     The steps of a low rank are few beside k: with them the config stays the same.
 
@@ -184,9 +184,9 @@ def best_config(m, n, k, element, a_mn, b_mn, output, bias, residual, sm_count, 
     deliver it, or a round's own latency; blocks work through tiles in waves. The rates are fitted to an H200.
     """
     if low_rank:
-        config = best_config(m, n, k, element, a_mn, b_mn, output, bias, residual, sm_count, swiglu)
-        return config._replace(low_rank=True)
-    fixed = (element, a_mn, b_mn, output, bias, residual, swiglu)
+        return best_config(problem, sm_count, swiglu)._replace(low_rank=True)
+    m, n, k, _, a_mn, b_mn, output, *_ = problem
+    fixed = (*problem[3:], swiglu)
     if m <= ROWS and output == "same" and not (a_mn or b_mn):
         return few_rows_config(m, n, k, sm_count, fixed, swiglu)
     best = None

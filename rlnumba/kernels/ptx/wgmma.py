@@ -15,6 +15,7 @@ Source: PTX ISA, section on wgmma.
 """
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -121,7 +122,8 @@ if SIMULATED:
         """A descriptor of the operand whose box or boxes start at `address`."""
         return address
 
-    def _start_function(columns, element, steps, a, b, accumulate, a_box, b_box, blocks, broadcast):
+    def _start_function(form):
+        columns, element, steps, a, b, accumulate, (a_box, b_box, blocks, broadcast) = form
         dtype, k, count = device.DTYPES[element], 16 * steps, columns // 2 * blocks
         row, column = _fragment(columns)
         word_row, word_column = _fragment(k)
@@ -222,8 +224,9 @@ else:
         for pointer, result in zip(pointers, results, strict=True):
             builder.store(result, pointer)
 
-    def _start_text(columns, element, steps, a, b, accumulate, a_box, b_box, blocks, broadcast):
-        """The PTX of wgmma_async. Operands: results, accumulators that come in, A (words or a descriptor), B, ..."""
+    def _start_text(form):
+        """The PTX of a WgmmaForm. Operands: results, accumulators that come in, A (words or a descriptor), B, ..."""
+        columns, element, steps, a, b, accumulate, (a_box, b_box, blocks, broadcast) = form
         count = columns // 2
         left = count * blocks * (1 if accumulate is False else 2)
         right = left + (4 * steps if a == "registers" else 1)
@@ -255,10 +258,10 @@ else:
                 ]
         return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
-    def _start_function(columns, element, steps, a, b, accumulate, a_box, b_box, blocks, broadcast):
-        text = _start_text(columns, element, steps, a, b, accumulate, a_box, b_box, blocks, broadcast)
-        count = columns // 2 * blocks
-        words = 4 * steps if a == "registers" else 0
+    def _start_function(form):
+        text, accumulate = _start_text(form), form.accumulate
+        count = form.columns // 2 * form.layout.blocks
+        words = 4 * form.steps if form.a == "registers" else 0
         flag = accumulate is None
 
         def emit(context, builder, signature, args):
@@ -297,22 +300,46 @@ else:
         return as_intrinsic(define, 2 if words else 1, wgmma_wait_group)
 
 
+class WgmmaLayout(NamedTuple):
+    """The layout of the operands of wgmma_async in shared memory.
+
+    a_box, b_box: bytes from the box of 64 k to that of the next 64; None: boxes of as many lines as the operand has
+    rows lie one after the other. blocks: of 64 rows of A. broadcast: A, K-major, has eight rows only, each of which is
+    also every eighth row after it.
+    """
+
+    a_box: int | None = None
+    b_box: int | None = None
+    blocks: int = 1
+    broadcast: bool = False
+
+
+CONTIGUOUS = WgmmaLayout()
+
+
+class WgmmaForm(NamedTuple):
+    """The arguments of wgmma_async, with the bytes of boxes in their layout."""
+
+    columns: int
+    element: str
+    steps: int
+    a: str
+    b: str
+    accumulate: bool | None
+    layout: WgmmaLayout
+
+
 @functools.cache
-def wgmma_async(
-    columns, element, steps, a="k", b="k", accumulate=None, a_box=None, b_box=None, blocks=1, broadcast=False
-):
+def wgmma_async(columns, element, steps, a="k", b="k", accumulate=None, layout=CONTIGUOUS):
     """start(acc, a, b): a warpgroup begins acc = A B, or acc += A B; A (64 blocks, 16 steps), B (.., columns).
 
     element: "bfloat16" or "float16". a, b: where an operand lies: "k" (K-major) or "mn" (MN-major) in shared
     memory, start takes its smem_descriptor; a may be "registers", a local array of 4 steps int32. acc: a local
-    array of columns / 2 float32 for each of `blocks` blocks of 64 rows.
+    array of columns / 2 float32 for each block of 64 rows of the layout, a WgmmaLayout.
     accumulate: whether the product is added to acc; None: start(acc, a, b, accumulate) takes an int32 for it.
-    a_box, b_box: bytes from the box of 64 k to that of the next 64; by default boxes of as many lines as the
-    operand has rows lie one after the other. broadcast: A, K-major, has eight rows only, each of which is also
-    every eighth row after it.
     A started product is one wgmma group. Until wgmma_wait_group has waited for it, acc, the words of A and the
     operands' memory must not be touched.
     """
-    a_box = a_box or _box_bytes(a, 8 if broadcast else ROWS * blocks)
-    b_box = b_box or _box_bytes(b, columns)
-    return _start_function(columns, element, steps, a, b, accumulate, a_box, b_box, blocks, broadcast)
+    a_box = layout.a_box or _box_bytes(a, 8 if layout.broadcast else ROWS * layout.blocks)
+    layout = layout._replace(a_box=a_box, b_box=layout.b_box or _box_bytes(b, columns))
+    return _start_function(WgmmaForm(columns, element, steps, a, b, accumulate, layout))

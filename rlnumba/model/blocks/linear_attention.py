@@ -102,8 +102,8 @@ class LinearAttention(Block):
         "o": "delta rule",
     }
     OUTPUT = "out_proj"
-    # The norm, the projection, its convolution, the rule, the gated norm, the projection to the stream.
-    LAUNCHES = 6
+    # The norm, the projection, the rule with its convolution and the gated norm, the projection to the stream.
+    LAUNCHES = 4
 
     def matrices(self, config):
         D, heads = config.hidden_size, heads_of(config)

@@ -11,7 +11,7 @@ from rlnumba.kernels.attention.split_kv import accumulator_access, segment_merge
 from rlnumba.kernels.ptx import shared_memory
 from rlnumba.kernels.ptx.sm90 import mbarrier_arrive, mbarrier_wait, named_barrier_sync
 from rlnumba.kernels.ptx.warp import cvt_pack, device_function, exp2, int_as_float, shuffle_xor, udiv, vector_access
-from rlnumba.kernels.ptx.wgmma import WARPGROUP, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.ptx.wgmma import WARPGROUP, WgmmaLayout, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring, swizzled_chunk
 from rlnumba.runtime.device import cuda
 
@@ -151,7 +151,7 @@ def mainloop_function(config):
     columns, score_count, acc_count, word_count = rows // 4, rows // 2, boxes * rows // 2, rows // 4
     several = config.max_leading > 1
     start_scores, wait_scores = wgmma_async(rows, element, -(-head_dim // 16)), wgmma_wait_group(score_count, 0)
-    start_values = wgmma_async(rows, element, softmax.TILE_KEYS // 16, "mn", blocks=boxes)
+    start_values = wgmma_async(rows, element, softmax.TILE_KEYS // 16, "mn", layout=WgmmaLayout(blocks=boxes))
     wait_values = wgmma_wait_group(acc_count, 0)
     apply_mask, column_max, softmax_step = softmax_functions(rows, window)
     column_sums, merge_segment = column_sum_function(rows), segment_merge(acc_count, columns)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlnumba.config import load_run
 from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
-from rlnumba.engine.cache import block_bytes_of, state_bytes_of
+from rlnumba.engine.cache import BlockSizes, state_bytes_of
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.weights import write_json
 from rlnumba.runs.planning.plan import GIB, Planner
@@ -139,8 +139,8 @@ def cells_of(name, folder):
         plan = Planner(run, True, UNLIMITED).plan()
         needed.append(plan.needed)
     weights, bf16 = plan.regions["weights"], device.dtype("bfloat16")
-    cache = SEQUENCES * TOKENS // BLOCK_SIZE * block_bytes_of(config, BLOCK_SIZE, bf16)
-    cache += state_bytes_of(config, SEQUENCES, bf16)
+    sizes = BlockSizes.of(config, BLOCK_SIZE, bf16, SEQUENCES, GRPO["engine.max_num_batched_tokens"])
+    cache = sizes.nbytes(SEQUENCES * TOKENS // BLOCK_SIZE) + state_bytes_of(config, SEQUENCES, bf16)
     return [name, f"{weights / 2e9:.3g} B", *(f"{nbytes / GIB:.3g}" for nbytes in (weights, cache, *needed))]
 
 

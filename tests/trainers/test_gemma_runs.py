@@ -14,6 +14,7 @@ from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Transformer, load_model, save_model
 from rlnumba.model.weights import Weights
 from rlnumba.reporting import stderr
+from rlnumba.runs.planning.plan import Planner
 from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device
 from rlnumba.trainers import sft
@@ -21,6 +22,7 @@ from rlnumba.trainers.every import TRAINERS
 from rlnumba.trainers.sft import run_sft
 from tests.parallel import in_threads
 from tests.trainers.runs import GOLDEN, MODEL, golden, grpo_run, metrics_of, sft_run
+from tests.trainers.test_plan import assert_planned
 from tests.trainers.test_resume import hash_of
 
 pytestmark = pytest.mark.skipif(device.name() != "cpu", reason="what a run does with such a model, not its kernels")
@@ -72,6 +74,15 @@ def test_sft_on_two_ranks_ends_with_the_weights_of_one(gemma, tmp_path):
     both = on_two_ranks(run, tmp_path / "two")
     in_threads.run(lambda communicator: run_sft(both, communicator=communicator), 2)
     assert hash_of(run) == hash_of(both)
+
+
+def test_grpo_takes_what_was_planned(gemma, tmp_path):
+    """Here, and planned for a GPU, where the engine's share is what is left."""
+    keys = {"max_steps": 2, "max_completion_length": 12, "num_generations": 4, **BATCHES}
+    run = dataclasses.replace(grpo_run(tmp_path, **keys), model=str(gemma))
+    assert_planned(run, TRAINERS["grpo"].train)
+    plan = Planner(run, True, 1 << 33).plan()
+    assert plan.regions["kv"] > 0 and plan.needed < 1 << 33
 
 
 def test_an_adapter_is_trained(gemma, tmp_path):

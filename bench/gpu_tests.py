@@ -36,6 +36,8 @@ PARTS = {
     "parallel": ("parallel/test_*.py",),
 }
 MOST_SECONDS = 480
+# With a process a core, threads of NumPy's products would only wait for each other.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 def files_of_parts():
@@ -84,13 +86,13 @@ def run_part(part, files, folder, seconds):
     report, log = folder / f"{part}.xml", folder / f"{part}.txt"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    command += ["-n", str(min(os.cpu_count(), 16))]
+    command += ["-n", str(min(os.cpu_count(), 16)), "--durations=30"]
     command += [str(path.relative_to(ROOT)) for path in files]
     begun = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | {"RLNUMBA_DEVICE": "cuda"},
+            env=os.environ | {"RLNUMBA_DEVICE": "cuda"} | ONE_THREAD,
         )  # fmt: skip
         try:
             process.wait(seconds)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlnumba.config import EngineConfig, GRPOConfig
-from rlnumba.engine import LLM, SamplingParams
+from rlnumba.engine import LLM, SamplingParams, sampler
 from rlnumba.engine.requests.token_rules import bad_word_ids, token_rules
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.sampling.ops import kept_ref
@@ -240,6 +240,10 @@ def test_a_prompt_loses_its_beginning(model):
         (output,) = generate(model, [prompt], cut, max_model_len=100)
         assert output.prompt_token_ids == prompt[-length:]
         assert drawn([output]) == drawn(generate(model, [prompt[-length:]], params))
+    # Where max_tokens leaves no room at all, the last token is kept.
+    greedy = SamplingParams(max_tokens=100, truncate_prompt_tokens=-1)
+    (output,) = generate(model, [whole], greedy, max_model_len=100)
+    assert output.prompt_token_ids == whole[-1:] and len(output.outputs[0].token_ids) <= 99
 
 
 def test_special_tokens_and_stops_in_the_text(model):
@@ -387,3 +391,12 @@ def test_prompt_logprobs_are_those_that_score_has(model, rng):
         # What is cached by now is used by others.
         assert drawn(llm.generate(prompts, unlisted)) == wanted
     assert generate(model, prompts, unlisted)[0].prompt_logprobs is None
+
+
+def test_prompt_logprobs_do_not_depend_on_how_many_logits_there_are_at_a_time(model, rng, monkeypatch):
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    prompts = [rng.integers(0, 97, length).tolist() for length in (9, 5)]
+    wanted = generate(model, prompts, params)
+    monkeypatch.setattr(sampler, "LOGITS_BYTES", 4 * 97 * 3)
+    for output, each in zip(generate(model, prompts, params), wanted, strict=True):
+        assert output.prompt_logprobs == each.prompt_logprobs

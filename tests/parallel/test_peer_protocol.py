@@ -1,10 +1,13 @@
 """The copies of transport peer without a GPU: ranks are threads, their arenas NumPy arrays, with random delays."""
 
 import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from rlnumba.parallel import watchdog as watchdog_module
 from rlnumba.parallel.transports import shared_memory
 from rlnumba.parallel.transports.peer import PeerCommunicator
 from rlnumba.parallel.watchdog import Watchdog
@@ -81,6 +84,23 @@ def test_the_watchdog_names_what_does_not_end():
     assert not failed.wait(0.4)
     watchdog.watch("fold 4", Event())
     assert failed.wait(60) and problems == ["fold 4 did not end within 0.2 s"]
+    watchdog.close()
+
+
+def test_the_watchdog_counts_from_the_end_of_the_operation_before(monkeypatch):
+    """An operation that waits for its turn on the stream is not late."""
+    now, failed, problems = [0.0], threading.Event(), []
+    monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watchdog, first = Watchdog(10, lambda message: (problems.append(message), failed.set())), Event()
+    watchdog.watch("fold 1", first)
+    watchdog.watch("fold 2", Event())
+    now[0], first.done = 9.0, True
+    while watchdog._pending[0][0] == "fold 1":
+        time.sleep(0.01)
+    now[0] = 12.0
+    assert not failed.wait(0.2)
+    now[0] = 30.0
+    assert failed.wait(60) and problems == ["fold 2 did not end within 10 s"]
     watchdog.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 from rlnumba import SFTConfig, SFTTrainer, TrainerCallback, checkpoint
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.transformer import load_model
-from rlnumba.runs.callbacks import EVENTS, given
+from rlnumba.runs.callbacks import EVENTS, Callbacks, given
 from rlnumba.trainers import sft
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.sft import run_sft
@@ -148,6 +148,17 @@ def test_early_stopping_and_the_best_model(tmp_path, monkeypatch, values, settin
     kept = load_model(tmp_path / "run" / "checkpoints" / f"step-{best}")
     assert load_model(final).weights.flat.tobytes() == kept.weights.flat.tobytes()
     assert not list(final.glob("trainer_state*")) and (final / "tokenizer.json").exists()
+
+
+def test_an_equal_value_is_no_better(tmp_path):
+    """The first step with it stays the best, and the patience runs."""
+    data, train = evaluated(tmp_path, early_stopping_patience=2)
+    callbacks = Callbacks(sft_run(tmp_path / "run", data=data, **train), tmp_path, "eval_loss")
+    for step in (1, 2, 3):
+        assert not callbacks.control.should_training_stop
+        callbacks.step_end(step, 0.0, None)
+        callbacks.evaluated({"eval_loss": 2.0}, None)
+    assert callbacks.state.best_global_step == 1 and callbacks.control.should_training_stop
 
 
 def test_patience_and_the_best_step_outlive_a_resume(tmp_path, monkeypatch):

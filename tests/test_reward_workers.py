@@ -205,8 +205,9 @@ def test_async_functions(rewards, bad):
     assert made.collect([submit(made, ["abc"])]).values.tolist() == [[3]]
 
 
-def test_the_timeout_is_for_one_completion(rewards):
+def test_the_timeout_is_for_one_completion(rewards, monkeypatch):
     """Four completions of 0.3 seconds in one call take longer than the limit of one, and are no error."""
+    monkeypatch.setattr(workers, "GRACE_S", 0.1)
     made = rewards("slow", timeout=0.5)
     assert made.collect([submit(made, ["a"] * 4)]).values.tolist() == [[1]] * 4
 

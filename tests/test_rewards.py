@@ -145,6 +145,15 @@ def test_an_async_function_that_cannot_be_called_fails_alone():
         Rewards([needs_answer]).score(PROMPTS, TEXTS, IDS, {})
 
 
+def test_the_time_of_async_functions_is_that_of_all_completions_too():
+    async def slow(completions, **columns):
+        await asyncio.sleep(1.2)
+        return [1.0] * len(completions)
+
+    rewards = Rewards([slow], timeout_s=0.05)
+    assert rewards.score(["p"] * 60, ["a"] * 60, [[1]] * 60, {}).values.sum() == 60
+
+
 def test_async_functions_in_a_notebook():
     """Where a loop runs already, theirs runs beside it, and is the same from call to call."""
     loops = []
@@ -381,6 +390,44 @@ def test_what_a_group_of_one_pays_for_others_is_asked_again():
     assert scores.errors == {"judge": 1}
 
 
+def test_columns_that_one_group_lacks_have_none_for_a_model():
+    seen = []
+
+    def values(prompts, completions, columns):
+        seen.append(columns["level"])
+        return [1.0] * len(completions)
+
+    rewards = Rewards([calling.ModelReward("judge", values, "judge")])
+    groups = [({}, ["a", "b"]), ({"level": [3, 4]}, ["c", "d"])]
+    rewards.collect([rewards.submit(["p"] * 2, texts, [[1]] * 2, columns) for columns, texts in groups])
+    assert seen == [[None, None, 3, 4]]
+
+
+def test_what_completions_log_that_are_tried_one_by_one():
+    """It stays with its completion; that of a call which has failed is dropped."""
+
+    def logs(completions, log_extra, **columns):
+        log_extra("seen", completions)
+        if "bad" in completions:
+            raise ValueError
+        return [1.0] * len(completions)
+
+    scores = Rewards([logs], errors="skip").score(["p"] * 3, ["a", "bad", "c"], [[1]] * 3, {})
+    assert scores.extra == {"seen": ["a", None, "c"]}
+
+
+def test_functions_of_the_main_module_are_not_imported(monkeypatch):
+    """Another process would run the script again."""
+
+    def own(completions, **columns):
+        return [1.0] * len(completions)
+
+    own.__module__, own.__qualname__ = "__main__", "own"
+    monkeypatch.setattr(sys.modules["__main__"], "own", own, raising=False)
+    assert calling.importable_name(own) is None
+    assert calling.importable_name(functions.gsm8k_reward) == "rlnumba.rewards.functions:gsm8k_reward"
+
+
 def test_columns_that_one_group_logs_have_a_value_for_all():
     def logs(completions, log_extra, **columns):
         if "a" in completions:
@@ -470,6 +517,14 @@ def test_time_limits_nest():
         reached.append("between")
         time.sleep(5)
     assert reached == ["between"]
+
+
+def test_an_outer_limit_that_has_passed_meanwhile_ends_its_block():
+    with pytest.raises(calling.TimeUp):
+        with calling.time_limit(0.02):
+            with calling.time_limit(60):
+                time.sleep(0.05)
+            time.sleep(60)
 
 
 def test_files_and_modules(tmp_path, monkeypatch):
@@ -703,6 +758,11 @@ def test_format_and_gsm8k():
         0.0,
         0.0,
     ]
+
+
+def test_a_full_stop_after_gsm8ks_number_is_no_part_of_it():
+    answers = ["#### 1.5.", "#### 1,000.", "#### 7.5"]
+    assert functions.gsm8k_reward(answers, answer=["#### 1.5", "1000", "#### 7.5."]) == [1.0, 1.0, 1.0]
 
 
 def test_length_rewards():

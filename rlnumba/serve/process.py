@@ -79,11 +79,13 @@ class ServerThread:
 
     def _call_all(self):
         began = time.monotonic()
-        while self.events:
-            for function, argument in self.events.popleft():
-                function(argument)
-        # The handlers that this has woken are ahead of it in the event loop's queue.
-        self.loop.call_soon(self._rest, began)
+        try:
+            while self.events:
+                for function, argument in self.events.popleft():
+                    function(argument)
+        finally:
+            # The handlers that this has woken are ahead of it in the event loop's queue.
+            self.loop.call_soon(self._rest, began)
 
     def _rest(self, began):
         """The handlers have written what was delivered: be ready for more after a rest."""
@@ -165,7 +167,7 @@ class ServerProcess:
         metrics.state = lambda: self.engine_loop.state
         self.service = Service(settings, self.engine_loop, parsers, metrics, adapters)
         self.thread = ServerThread(make_app(self.service), bound, self.engine_loop.go_on)
-        self.engine_loop.outlet = self.thread
+        self.engine_loop.outlet, self.engine_loop.num_arriving = self.thread, lambda: self.service.num_arriving
         self.url = url_of(bound, settings.host)
 
     def run(self, started):

@@ -50,10 +50,13 @@ class Gate:
             return
         is_work = scope["method"] == "POST"
         self.service.num_active += is_work
+        if is_work:
+            self.service.begin_arrival(scope["state"])
         try:
             await self.app(scope, receive, send_with_id)
         finally:
             self.service.num_active -= is_work
+            self.service.end_arrival(scope["state"])
 
     def check(self, scope, headers):
         """Raise ApiError for a request that no route is to see."""

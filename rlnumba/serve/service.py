@@ -60,7 +60,8 @@ class Service:
     """The server's state, which its thread alone changes. engine_loop: EngineLoop; metrics: ServerMetrics; adapters:
     the ServedAdapter of each that the engine has.
 
-    num_active: POSTs in work; is_ending: set once by the main thread, when no more are taken.
+    num_active: POSTs in work; num_arriving: those of them that the engine does not have yet; is_ending: set once by the
+    main thread, when no more are taken.
     """
 
     def __init__(self, settings, engine_loop, parsers, metrics, adapters=()):
@@ -72,7 +73,8 @@ class Service:
         self.template = ChatTemplate.of(self.tokenizer)
         self.admission = Admission(settings, engine.max_num_seqs, metrics)
         self.pool = ThreadPoolExecutor(RENDERING_THREADS, "rendering")
-        self.num_active, self.is_ending = 0, False
+        self.num_active = self.num_arriving = 0
+        self.is_ending = False
         self.adapters = ServedAdapters(settings, engine_loop, self.off_loop, adapters)
 
     def check_model(self, body):
@@ -126,6 +128,7 @@ class Service:
             job.places, job.session_id = places, request.headers.get("x-session-id")
             answer.begin(job)
             self.engine_loop.submit(job)
+            self.end_arrival(request.scope["state"])
             if streams:
                 await until_gone(request.receive, job.taken())
                 stream = EventStream(self, job, answer)
@@ -137,6 +140,16 @@ class Service:
                 self.close(job)
             elif places is not None:
                 places.close()
+
+    def begin_arrival(self, state):
+        """A POST is being read. state: of its scope."""
+        state["arrives"] = True
+        self.num_arriving += 1
+
+    def end_arrival(self, state):
+        """The engine has a POST's job, or there is none."""
+        if state.pop("arrives", False):
+            self.num_arriving -= 1
 
     def close(self, job):
         """A job is over: the engine drops what is left of it, and its places are free."""

@@ -59,6 +59,8 @@ def test_the_server_rests_after_its_pieces():
         assert ready.acquire(timeout=10)
         wait_until(lambda: len(calls) == 4)
         assert calls[2] - calls[1] >= 0.9 * process.REST * 0.02
+        # A function that raises leaves the thread as it was.
+        thread.deliver([(lambda _: 1 / 0, None)])
         wait_until(lambda: thread.is_ready)
         rested = time.monotonic()
         for _ in range(20):
@@ -67,3 +69,30 @@ def test_the_server_rests_after_its_pieces():
         assert time.monotonic() - rested < 20 * process.MAX_REST_S
     finally:
         thread.stop()
+
+
+def test_requests_that_arrive_together_begin_in_one_step(server, monkeypatch):
+    """An idle engine waits for those that are being read, and not for ever."""
+    wait_until(lambda: is_idle(server) and not server.service.num_active)
+    loop, begun, step = server.engine_loop, [], server.engine_loop._step
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
+    path, state = "/inference/v1/generate", {}
+    monkeypatch.setattr(loop, "_step", lambda: (begun.append(len(loop.groups)), step()))
+    server.service.begin_arrival(state)
+    try:
+        assert request(server, path, body).status == 200  # though one is being read all the time
+        wait_until(lambda: is_idle(server))
+        begun.clear()
+        clients = [threading.Thread(target=request, args=(server, path, body)) for _ in range(3)]
+        with monkeypatch.context() as patch:
+            patch.setattr("rlnumba.serve.engine_loop.MAX_GATHER_S", 60)
+            for client in clients:
+                client.start()
+            wait_until(lambda: len(loop.groups) == 3)
+            assert not begun
+            server.service.end_arrival(state)
+            for client in clients:
+                client.join(20)
+        assert begun[0] == 3 and server.service.num_arriving == 0
+    finally:
+        server.service.end_arrival(state)

@@ -295,24 +295,28 @@ def test_sections_belong_to_trainers(load):
         ("reward", "engine.max_num_seqs", "3", "engine.max_num_seqs {}"),
         ("sft", "train.log_completions", "true", "train.log_completions {}"),
         ("dpo", "train.packing", "true", "train.packing is a key of sft"),
-        ("ppo", "deploy.num_infer_gpus", "1", "deploy.num_infer_gpus is a key of grpo and rloo"),
+        ("ppo", "deploy.num_infer_gpus", "1", "deploy.num_infer_gpus is a key of grpo, rloo and distill"),
         ("ppo", "data.completion_column", "c", "data.completion_column is a key of sft and kto"),
-        ("reward", "data.prompt_template", "c", "data.prompt_template is a key of sft, grpo, rloo and ppo"),
+        ("reward", "data.prompt_template", "c", "data.prompt_template is a key of sft, grpo, rloo, ppo and distill"),
         ("sft", "rewards.funcs", "f", "rewards.funcs {}"),
     ],
 )
 def test_keys_belong_to_trainers(load, kind, option, text, message):
     with pytest.raises(ConfigError) as caught:
         load(GRPO if kind == "ppo" else BASE, (option, text), kind=kind)
-    expected = message.format("is a key of grpo, rloo and ppo")
+    expected = message.format("is a key of grpo, rloo, ppo and distill")
     assert str(caught.value) == f"command line: {expected}, not of {kind}"
 
 
 def test_keys_belong_to_trainers_in_python_too():
     data = DataConfig(train="t.jsonl", max_prompt_length=3)
-    with pytest.raises(ConfigError, match="^data.max_prompt_length is a key of grpo, rloo and ppo, not of dpo$"):
+    with pytest.raises(
+        ConfigError, match="^data.max_prompt_length is a key of grpo, rloo, ppo and distill, not of dpo$"
+    ):
         DPORun(model="m", output_dir="o", data=data)
-    with pytest.raises(ConfigError, match="^train.log_completions is a key of grpo, rloo and ppo, not of sft$"):
+    with pytest.raises(
+        ConfigError, match="^train.log_completions is a key of grpo, rloo, ppo and distill, not of sft$"
+    ):
         SFTRun(model="m", output_dir="o", data=DataConfig(train="t"), train=SFTConfig(log_completions=True))
 
 

@@ -1,6 +1,7 @@
 """A run's keys: `schema` has those of all trainers, a module of a trainer's name its own; `reading` makes a Run of TOML
 files and command-line overrides, `writing` TOML."""
 
+from rlnumba.config.distill import DistillConfig, DistillRun
 from rlnumba.config.dpo import DPOConfig, DPORun, PreferenceLossConfig
 from rlnumba.config.grpo import GRPOConfig, GRPORun, PolicyLossConfig
 from rlnumba.config.keys import key

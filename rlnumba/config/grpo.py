@@ -325,6 +325,7 @@ class GRPORun(AheadRun):
 
     trainer = "grpo"
     purpose = "Reinforcement learning with Group Relative Policy Optimization."
+    learns_advantages = True
 
     train: GRPOConfig = GRPOConfig()
     teacher: TeacherConfig = TeacherConfig()

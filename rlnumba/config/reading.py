@@ -53,6 +53,8 @@ ALIASES = {
     ("", "num_gens"): ("train", "num_generations"),
     ("train", "keep_last"): ("train", "save_total_limit"),
     ("train", "num_generations_eval"): ("eval", "num_generations"),
+    ("train", "teacher_model_name_or_path"): ("teacher", "model"),
+    ("train", "max_new_tokens"): ("train", "max_completion_length"),
     ("train", "optimizer_offload"): ("train", "offload_optimizer"),
 }
 

@@ -138,6 +138,11 @@ class GroupConfig(ReferenceConfig, SamplingConfig):
         regex, given = self.vllm_structured_outputs_regex, super().structured_outputs
         return given if regex is None else {"regex": regex}
 
+    @property
+    def reads_reference(self):
+        """Whether the loss reads log-probs of a reference model: bool."""
+        return self.beta > 0
+
     def on_ranks(self, num_ranks):
         """This section with the sizes of all ranks together, those of a generation, too; the same for one rank."""
         if num_ranks == 1 or self.steps_per_generation is None:
@@ -229,8 +234,8 @@ class PromptRun(Run):
     generates = has_questions = True
     # Whether a completion may have several conversations, each of which is a sequence of its own.
     takes_branches = True
-    # That of a trainer without this section.
-    teacher = TeacherConfig()
+    # That of a trainer without this section. needs_rewards: whether one without a teacher trains on rewards.
+    teacher, needs_rewards = TeacherConfig(), True
 
     rewards: RewardsConfig
     eval: EvalConfig = EvalConfig()
@@ -293,7 +298,7 @@ class PromptRun(Run):
         if not (self.rewards.funcs or self.environment.specs or self.data.has_tasks):
             if self.data.has_scorers:
                 object.__setattr__(self, "rewards", replace(self.rewards, funcs=["gym"]))
-            elif not self.teacher.is_alone:
+            elif self.needs_rewards and not self.teacher.is_alone:
                 raise ConfigError("rewards.funcs must name at least one reward function")
         if self.rollout.func is not None:
             self._check_rollout(plan)

@@ -522,9 +522,10 @@ class Run:
 
     # Constants of each class: the trainer's name, a line of what it does, whether it trains on completions that it
     # draws itself, and may draw them ahead of training; whether its rows may be questions, of which prompts are made,
-    # and may have a column of completions. batch_size: the key that a file means by it, as (section, name).
+    # and may have a column of completions; whether a teacher's log-probs are part of its advantages, or its head is
+    # compared with the model's. batch_size: the key that a file means by it, as (section, name).
     trainer, purpose, generates, generates_ahead = None, None, False, False
-    has_questions, has_completions = False, False
+    has_questions, has_completions, learns_advantages, compares_heads = False, False, False, False
     batch_size = "train", "per_device_train_batch_size"
     # The Runs of all trainers, from config/runs.py.
     of_all_trainers = ()

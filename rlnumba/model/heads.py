@@ -5,6 +5,7 @@
 
     LogprobHead     logprobs, entropy, top1     dlogprobs, dentropy
     ValueHead       values                      dvalues
+    DivergenceHead  divergences                 known beforehand
     BothHeads       logprobs, values, entropy   dlogprobs, dvalues, dentropy
 
 Only the rows that predict a target reach the (V, D) matrix: T of the N hidden states, gathered before and scattered
@@ -18,6 +19,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from rlnumba.kernels.logprob.divergence import HeadInput, linear_divergence
 from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward, linear_logp_with_gradient
 from rlnumba.kernels.nn.elementwise import fill, gather_rows, scatter_rows
 from rlnumba.kernels.nn.scalar_head import scalar_head, scalar_head_backward
@@ -90,11 +92,11 @@ class LogprobHead:
     def forward_backward(self, model, hidden, targets, gradients, arena, dlogprobs, outputs):
         """forward and backward at once, for dlogprobs (T,) f32 known beforehand: dhidden (N, D).
 
-        outputs: logprobs, entropy and top1, of which the last two may be None.
+        outputs: logprobs, entropy and top1, of which the last two may be None, or left out.
         """
         rows = targets.rows
         gathered, dgathered = (arena.empty((rows.shape[0], hidden.shape[1]), hidden.dtype) for _ in range(2))
-        lse, (logprobs, *others) = arena.empty((rows.shape[0],), np.float32), outputs
+        lse, (logprobs, *others) = arena.empty((rows.shape[0],), np.float32), (*outputs, None, None)[:3]
         gather_rows(hidden, rows, gathered)
         linear_logp_with_gradient(
             gathered, model.lm_head, targets.target_ids, self.temperature, dlogprobs, logprobs, lse, dgathered,
@@ -109,6 +111,28 @@ def _scattered(values, rows, count, arena):
     fill(0.0, out)
     scatter_rows(values, rows, out)
     return out
+
+
+@dataclass(frozen=True)
+class DivergenceHead:
+    """The divergence of the predictions of rows from a teacher's; see kernels/logprob/divergence.py.
+
+    teacher: the HeadInput of the same T rows in the teacher.
+    """
+
+    teacher: HeadInput
+    temperature: float
+    beta: float
+    writes_lm_head: ClassVar[bool] = True
+
+    def forward_backward(self, model, hidden, targets, gradients, arena, dloss, outputs):
+        """dhidden (N, D) from dloss (T,) f32, the derivatives of the loss by the divergences; outputs: these, (T,) f32,
+        which are written."""
+        gathered, dgathered = (arena.empty((targets.rows.shape[0], hidden.shape[1]), hidden.dtype) for _ in range(2))
+        gather_rows(hidden, targets.rows, gathered)
+        student, options = HeadInput(gathered, model.lm_head), (self.temperature, self.beta)
+        linear_divergence(student, self.teacher, *options, dloss, *outputs, dgathered, gradients.lm_head)
+        return _scattered(dgathered, targets.rows, hidden.shape[0], arena)
 
 
 class SavedValues(NamedTuple):

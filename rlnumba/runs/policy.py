@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.checkpoint import ArrayPart
-from rlnumba.kernels.nn.elementwise import add, scale
+from rlnumba.kernels.nn.elementwise import add, gather_rows, scale
 from rlnumba.model.blocks.low_rank import Dropout
 from rlnumba.model.config_mixture import idle_parameters
 from rlnumba.model.heads import HeadGradients, LogprobHead, ValueHead
@@ -215,6 +215,13 @@ class Policy:
             batch = replace(batch, thresholds=None, routed_experts=None)
         self._evaluate(model or self.model, self.logprob_head, batch, logprobs, entropy, top1)
 
+    def hidden_rows(self, model, batch):
+        """The hidden states (T, D) of another model for the rows of a TargetBatch, in the arena."""
+        gathered = self.arena.empty((batch.rows.shape[0], model.config.hidden_size), model.dtype)
+        with self.scope():
+            gather_rows(self._hidden(model, replace(batch, routed_experts=None)), batch.rows, gathered)
+        return gathered
+
     def values(self, batch, values):
         """Write values (T,) f32, the score head's output for the rows of a TargetBatch, without a tape."""
         self._evaluate(self.model, ValueHead(), batch, values)
@@ -268,12 +275,12 @@ class Policy:
         dhidden = forward.head.backward(self.model, forward.saved, gradients, self.arena, *derivatives)
         self._backward(dhidden, forward.tape, gradients.lm_head)
 
-    def forward_backward(self, batch, dlogprobs, logprobs, entropy=None, top1=None):
-        """forward and backward at once, for dlogprobs known beforehand, which takes fewer GEMMs."""
-        tape, head = self.new_tape(batch), self.logprob_head
+    def forward_backward(self, batch, derivative, *outputs, head=None):
+        """forward and backward at once, for a derivative by the first output known beforehand: fewer GEMMs."""
+        tape, head = self.new_tape(batch), self.logprob_head if head is None else head
         hidden, gradients = self._hidden(self.model, batch, tape), self._begin_backward(head)
         of_head = self.model, hidden, batch, gradients, self.arena
-        dhidden = head.forward_backward(*of_head, dlogprobs, (logprobs, entropy, top1))
+        dhidden = head.forward_backward(*of_head, derivative, outputs)
         self._backward(dhidden, tape, gradients.lm_head)
 
     def _begin_backward(self, head):

@@ -21,7 +21,7 @@ from rlnumba.runs import evaluation, kept_data
 from rlnumba.runs.prompt_order import PromptOrder, curriculum_values
 from rlnumba.sampling.samples import derived_seed, distinct_params, draw, transcript_of
 from rlnumba.trainers.replay_buffer import ReplayBuffer
-from rlnumba.trainers.teacher import teacher_index
+from rlnumba.trainers.teacher import check_rows
 
 # Characters of a text in the report at a run's end.
 WIDTH = 200
@@ -38,8 +38,7 @@ def load_prompts(path, run, llm, for_eval=False, agents=None):
     if prompts.dropped_prompts:
         log(f"{path}: {prompts.dropped_prompts} prompts are longer than data.max_prompt_length and are left out")
     if not for_eval:
-        for prompt in prompts.prompts:
-            teacher_index(run.teacher, prompt)
+        check_rows(run, prompts.prompts, llm.tokenizer, llm.max_model_len)
     for note in prompts.notes:
         log(note)
     return prompts

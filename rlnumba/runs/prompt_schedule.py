@@ -171,7 +171,11 @@ class DataState:
         # Its parts are those of the sizes with which it was drawn.
         own = [train.per_device_train_batch_size, plan.num_passes]
         is_cut_alike = state.get("sizes", own)[-2:] == own
-        if rollouts.num_sequences == plan.num_completions and is_cut_alike and (has_reference or not train.beta):
+        if (
+            rollouts.num_sequences == plan.num_completions
+            and is_cut_alike
+            and (has_reference or not train.reads_reference)
+        ):
             self.rollouts, self.metrics = rollouts, state["metrics"]
         else:
             log("the completions in the checkpoint do not fit the changed configuration: drawing others")

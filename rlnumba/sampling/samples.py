@@ -29,7 +29,8 @@ class Sample:
 
     values (K,) float64: of each reward function, NaN for None; reward: their weighted sum, NaN if all are None; extra:
     columns that rewards logged; advantage: 0 unless set_advantages writes it. pad_token_id: the tokenizer's, which ends
-    a completion as EOS does, as in TRL. teacher: index of the run's teacher of this prompt.
+    a completion as EOS does, as in TRL. teacher: index of the run's teacher of this prompt; teacher_prompt: token ids
+    that it sees instead, or None.
     """
 
     prompt: Prompt
@@ -40,6 +41,7 @@ class Sample:
     advantage: float = 0.0
     pad_token_id: int | None = None
     teacher: int = 0
+    teacher_prompt: list[int] | None = None
 
     @property
     def prompt_token_ids(self):

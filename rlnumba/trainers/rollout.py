@@ -9,7 +9,7 @@ that predict a drawn token reach the language-model head, so arrays of the loss 
 nor what an environment has put between the turns of an episode.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
@@ -117,7 +117,8 @@ class Rollouts:
     log-probs are a rollout function's.
     rejected_fraction: share of the tokens whose mask rollout_rs has set to 0. correction_mean: what
     rollout_is_batch_normalize has divided the advantages by. teachers (B,) i32: index of the teacher of each sequence;
-    teacher_kl: mean over trained tokens of log policy - log teacher.
+    teacher_kl: mean over trained tokens of log policy - log teacher. teacher_ids (sum of teacher_lengths,) i32: what
+    the teacher sees instead of each prompt, teacher_lengths (B,) i32 tokens; 0 where it sees the same.
     """
 
     token_ids: np.ndarray
@@ -139,6 +140,8 @@ class Rollouts:
     num_rows: np.ndarray | None = None
     row_lengths: np.ndarray | None = None
     teachers: np.ndarray | None = None
+    teacher_ids: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32))
+    teacher_lengths: np.ndarray | None = None
     routed_experts: np.ndarray = field(default_factory=partial(np.empty, (0, 0, 0), np.int16))
 
     def __post_init__(self):
@@ -146,6 +149,8 @@ class Rollouts:
             self.target_lengths = self.completion_lengths
         if self.teachers is None:
             self.teachers = np.zeros_like(self.completion_lengths)
+        if self.teacher_lengths is None:
+            self.teacher_lengths = np.zeros_like(self.completion_lengths)
         if self.num_rows is None:
             self.num_rows, self.row_lengths = np.ones_like(self.completion_lengths), self.lengths
 
@@ -182,6 +187,8 @@ class Rollouts:
             num_rows=np.array(list(map(len, rows)), np.int32),
             row_lengths=np.array(list(chain.from_iterable(rows)), np.int32),
             teachers=np.array([s.teacher for s in samples], np.int32),
+            teacher_ids=np.array(list(chain.from_iterable(s.teacher_prompt or () for s in samples)), np.int32),
+            teacher_lengths=np.array([len(s.teacher_prompt or ()) for s in samples], np.int32),
             routed_experts=_joined_experts([each.routed_experts for each in completions], lengths.sum(axis=1)),
         )
 
@@ -201,10 +208,24 @@ class Rollouts:
             parts["routed_experts"] = self.routed_experts[tokens(self.lengths)]
         for name in ("prompt_lengths", "completion_lengths", "target_lengths", "num_rows", "teachers"):
             parts[name] = getattr(self, name)[sequences]
+        parts["teacher_lengths"] = self.teacher_lengths[sequences]
+        parts["teacher_ids"] = self.teacher_ids[tokens(self.teacher_lengths)]
         parts["row_lengths"] = self.row_lengths[tokens(self.num_rows)]
         for name in ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "thresholds"):
             parts[name] = getattr(self, name)[targets]
         return Rollouts(**parts, on_policy=on_policy, is_stale=self.is_stale)
+
+    def with_teacher_prompts(self):
+        """These completions after the prompts that the teacher sees: Rollouts, each of one row."""
+        prompts = np.split(self.teacher_ids, np.cumsum(self.teacher_lengths)[:-1])
+        sequences = np.split(self.token_ids, np.cumsum(self.lengths)[:-1])
+        own = zip(prompts, sequences, self.prompt_lengths, strict=True)
+        joined = np.concatenate([part for prompt, ids, length in own for part in (prompt, ids[length:])])
+        lengths = self.teacher_lengths + self.completion_lengths
+        return replace(
+            self, token_ids=joined, prompt_lengths=self.teacher_lengths, num_rows=np.ones_like(lengths),
+            row_lengths=lengths, thresholds=self.thresholds[:0], routed_experts=self.routed_experts[:0],
+        )  # fmt: skip
 
     def ordered(self, order):
         """The sequences `order` (indices), in this order: Rollouts."""

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.config.sections.teacher import TeacherConfig
+from rlnumba.data.files import check_prompt
+from rlnumba.data.prompts import as_prompt, encode_prompt
 from rlnumba.errors import UserError, shown
 from rlnumba.model.hub import find_model, read_config
 from rlnumba.model.lora import is_adapter
@@ -102,6 +104,43 @@ def assign_teachers(config, samples):
     """Write to each of the Samples the index of its teacher."""
     for sample in samples:
         sample.teacher = teacher_index(config, sample.prompt)
+
+
+def teacher_prompt(run, prompt, tokenizer):
+    """The token ids that a run's teacher sees instead of a Prompt: list, or None where it sees the same.
+
+    Raises UserError for a row without them, or with so many that no completion is left.
+    """
+    column = run.teacher.prompt_column
+    if column is None:
+        return None
+    value = prompt.columns.get(column)
+    if value is None:
+        raise UserError(f"{prompt.where}: the row has no {column!r}, which teacher.prompt_column names")
+    check_prompt(value, f"{prompt.where}: {column!r}")
+    try:
+        return list(encode_prompt(tokenizer, as_prompt(value, run.data), **run.data.chat_template_kwargs))
+    except UserError as error:
+        raise UserError(f"{prompt.where}: {column!r}: {error}") from error
+
+
+def check_rows(run, prompts, tokenizer, limit):
+    """Raise UserError for one of a run's Prompts without a teacher, or without what it sees. limit: the longest
+    sequence's tokens."""
+    for prompt in prompts:
+        teacher_index(run.teacher, prompt)
+        ids = teacher_prompt(run, prompt, tokenizer)
+        if ids is not None and len(ids) + run.train.max_completion_length > limit:
+            raise UserError(
+                f"{prompt.where}: {run.teacher.prompt_column!r} has {len(ids)} tokens, which with "
+                f"train.max_completion_length ({run.train.max_completion_length}) are more than the model's {limit}"
+            )
+
+
+def set_teacher_prompts(run, samples, tokenizer):
+    """Write to each of the Samples what the teacher sees instead of its prompt."""
+    for sample in samples:
+        sample.teacher_prompt = teacher_prompt(run, sample.prompt, tokenizer)
 
 
 def teacher_logprobs(policy, rollouts):

@@ -30,6 +30,7 @@ from tests.trainers.runs import (
     PAIR_ROWS,
     PREFERENCE_ROWS,
     SFT_ROWS,
+    distill_run,
     grpo_run,
     ppo_run,
     preference_run,
@@ -62,6 +63,8 @@ def run_of(kind, folder, num_ranks=1, lora=None, model=None, zero_stage=2, **opt
         run = {"grpo": grpo_run, "rloo": rloo_run}[kind](folder, **GROUPS | options)
         if teacher:
             run = dataclasses.replace(run, teacher=TeacherConfig(**teacher))
+    elif kind == "distill":
+        run = distill_run(folder, **GROUPS | options)
     elif kind == "reward":
         run = reward_run(folder, **PAIRS | options)
     else:
@@ -140,6 +143,7 @@ CASES = {
     "grpo, tokens": {"max_tokens_per_micro_batch": 100, "replay_buffer_size": 4, "top_k": 20},
     "grpo, dynamic sampling": {"dynamic_sampling": True, "over_sampling_batch_size": 5, "reward": "one_for_even"},
     "rloo": {"top_k": 20, "normalize_advantages": True},
+    "distill": {"teacher": {"model": str(GOLDEN / "tiny-qwen3")}, "beta": 0.5, "learning_rate": 1e-2},
     "sft, zero 3": {"zero_stage": 3},
     "sft, zero 3, untied, evaluation": {"zero_stage": 3, **UNTIED, "eval_steps": 2, "data": {"eval": str(SFT_ROWS)}},
     "reward, zero 3, evaluation": {"zero_stage": 3, "eval_steps": 2, "data": {"eval": str(PAIR_ROWS)}},
@@ -184,7 +188,7 @@ def test_the_files_of_one_rank(tmp_path, num_ranks, cases):
     found = train_all(runs_of_cases(cases, tmp_path, num_ranks), num_ranks)
     for case, own, others in zip(cases, expected, found, strict=True):
         assert len(own[0]) >= 3 and len(own[1]) >= 2, case
-        assert bool(own[2]) == case.startswith(("grpo", "rloo", "ppo")), case
+        assert bool(own[2]) == case.startswith(("grpo", "rloo", "ppo", "distill")), case
         assert others == own, case
 
 

@@ -346,7 +346,7 @@ def test_the_section_in_a_file(tmp_path):
     again = load_run("grpo", tmp_path / "run.toml", [("--async.max_staleness", "3"), ("--deploy.num_infer_gpus", "2")])
     assert (again.asynchronous.max_staleness, again.deploy.num_infer_gpus) == (3, 2)
     options = [("model", "m"), ("output_dir", "o"), ("data.train", "d"), ("deploy.num_infer_gpus", "1")]
-    with pytest.raises(ConfigError, match="deploy.num_infer_gpus is a key of grpo and rloo, not of sft"):
+    with pytest.raises(ConfigError, match="deploy.num_infer_gpus is a key of grpo, rloo and distill, not of sft"):
         load_run("sft", [], options)
     with pytest.raises(ConfigError, match=r"num_infer_gpus \(1\) are for asynchronous training: .* section \[async\]"):
         load_run("grpo", [], [*options, ("rewards.funcs", "f")])

@@ -8,6 +8,8 @@ import numpy as np
 from rlnumba.config import (
     CriticConfig,
     DataConfig,
+    DistillConfig,
+    DistillRun,
     DPOConfig,
     DPORun,
     GRPOConfig,
@@ -23,6 +25,7 @@ from rlnumba.config import (
     RLOORun,
     SFTConfig,
     SFTRun,
+    TeacherConfig,
 )
 from rlnumba.runs.callbacks import TrainerCallback, given
 
@@ -172,6 +175,15 @@ def ppo_run(folder, reward="digits", num_prompts=32, rewards=None, seed=42, data
     """A PPORun in `folder`, as grpo_run; critic: keys of [critic]."""
     run = _prompts_run(folder, reward, num_prompts, rewards, seed, data)
     return PPORun(**run, train=PPOConfig(**SMALL_PPO | train), critic=CriticConfig(**(critic or {})))
+
+
+SMALL_DISTILL = {name: value for name, value in SMALL_GRPO.items() if name != "num_generations"}
+
+
+def distill_run(folder, teacher, num_prompts=16, rewards=None, seed=42, data=None, **train):
+    """A DistillRun in `folder`, as grpo_run, without rewards; teacher: keys of [teacher]."""
+    run = _prompts_run(folder, "", num_prompts, rewards, seed, data)
+    return DistillRun(**run, train=DistillConfig(**SMALL_DISTILL | train), teacher=TeacherConfig(**teacher))
 
 
 def _prompts_run(folder, reward, num_prompts, rewards, seed, data):

@@ -168,5 +168,5 @@ def test_texts_of_tokens_of_a_decoder_that_strips():
 
 def test_ppo_has_no_token_values(tmp_path):
     (tmp_path / "run.toml").write_text('model = "m"\n[data]\ntrain = "t"\n[train]\nlog_token_values = 1\n')
-    with pytest.raises(ConfigError, match="log_token_values is a key of grpo and rloo"):
+    with pytest.raises(ConfigError, match="log_token_values is a key of grpo, rloo and distill"):
         load_run("ppo", [tmp_path / "run.toml"], [])

@@ -16,7 +16,8 @@ class TeacherConfig(Section):
     section = "teacher"
     model: str | None = key(
         None,
-        "A folder or hub id of a model with the tokenizer of `model`; it is not trained. None: no teacher.",
+        "A folder or hub id of a model with the tokenizer of `model`; it is not trained. None: no teacher; `distill`: "
+        "`model` itself, as it was before training or as train.sync_ref_model moves it.",
         nonempty=True,
     )
     models: dict[str, typing.Any] = key({}, "Several instead, a table: {name = folder or hub id}.")
@@ -28,6 +29,7 @@ class TeacherConfig(Section):
         "Weight of log teacher - log policy in the advantage of a token; prime-rl's name.",
         minimum=0,
         needs=TEACHES,
+        of="learns_advantages",
     )
     adv_tau: float = key(
         0.0,
@@ -35,6 +37,14 @@ class TeacherConfig(Section):
         "be left out. prime-rl's name.",
         minimum=0,
         needs=TEACHES,
+        of="learns_advantages",
+    )
+    prompt_column: str | None = key(
+        None,
+        "Column with what the teacher sees instead of the prompt, a string or messages, such as the prompt with a "
+        "demonstration or feedback (SDFT, SDPO).",
+        nonempty=True,
+        of="compares_heads",
     )
 
     @property

@@ -29,7 +29,7 @@ from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import steps_of_group
 from rlnumba.engine.speculation import longest_verified
 from rlnumba.environments.agents import load_agents
-from rlnumba.kernels.logprob import chunked
+from rlnumba.kernels.logprob import chunked, divergence
 from rlnumba.model.config_mixture import idle_parameters
 from rlnumba.model.hub import find_model, read_config
 from rlnumba.model.lora import Places, lora_of_run
@@ -146,6 +146,9 @@ class Planner:
             critics = [] if step.models.critic is None else [step.models.critic]
             configs = [self.config, *critics, *step.models.teachers]
             operators = max(operator_bytes(step.tokens, step.sequences, config, dtype) for config in configs)
+            if step.models.compares_heads:
+                itemsize = device.dtype(dtype).itemsize
+                operators = max(operators, divergence.operator_bytes(step.tokens, self.config.vocab_size, itemsize))
         tokens = step.tokens
         regions, notes = dict(peaks), {}
         host = regions.pop("host", 0)

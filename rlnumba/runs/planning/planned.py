@@ -24,13 +24,14 @@ from rlnumba.trainers.teacher import Teachers
 
 
 class Models(NamedTuple):
-    """Heads of the policy's model, whether it has a reference, the config of a critic's own model, or None, and those
-    of teachers."""
+    """Heads of the policy's model, whether it has a reference, the config of a critic's own model, or None, those of
+    teachers, and whether a teacher's head is compared with the policy's."""
 
     heads: tuple = LM_HEAD
     has_reference: bool = False
     critic: ModelConfig | None = None
     teachers: tuple = ()
+    compares_heads: bool = False
 
 
 class Step(NamedTuple):

@@ -1,0 +1,59 @@
+"""The run file of `rlnumba distill`."""
+
+from dataclasses import dataclass
+
+from rlnumba.config.keys import key
+from rlnumba.config.rollout import AheadRun, GroupConfig
+from rlnumba.config.sections.teacher import TeacherConfig
+from rlnumba.errors import ConfigError, MissingKey
+
+
+@dataclass(frozen=True)
+class DistillConfig(GroupConfig):
+    """[train] of `rlnumba distill`, with the defaults of TRL 1.16's DistillationConfig."""
+
+    # Not a key: the loss is a mean over tokens.
+    loss_type = "dapo"
+
+    num_generations: int = key(1, "Completions of each prompt.", minimum=1)
+    beta: float = key(
+        1.0,
+        "The divergence: 0 is the forward KL, of the teacher's predictions from the student's; 1 the reverse KL; "
+        "between them the generalised Jensen-Shannon divergence. TRL's GKD: 0.5.",
+        minimum=0,
+        maximum=1,
+    )
+    max_completion_length: int = key(512, "Most tokens of a completion.", minimum=1)
+
+    @property
+    def reads_reference(self):
+        """Whether the loss reads log-probs of a reference model: a teacher's are computed in each step."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillRun(AheadRun):
+    """A file of `rlnumba distill`."""
+
+    trainer = "distill"
+    purpose = "On-policy distillation: learn a teacher's predictions on the model's own completions."
+    compares_heads, needs_rewards = True, False
+
+    train: DistillConfig = DistillConfig()
+    teacher: TeacherConfig = TeacherConfig()
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.teacher.models:
+            raise ConfigError("teacher.models: rlnumba distill has one teacher, teacher.model")
+        if self.teacher.model is None and self.teacher.prompt_column is None:
+            raise MissingKey("teacher.model", ", or teacher.prompt_column: what the model itself sees as the teacher")
+        if self.teacher.prompt_column is not None and (self.has_episodes or self.rollout.func is not None):
+            raise ConfigError("teacher.prompt_column is for completions of one turn: not with tools or an environment")
+        if self.train.reference_move is not None and self.teacher.model is not None:
+            raise ConfigError("train.sync_ref_model moves the model's own copy, and teacher.model is another one")
+        if self.train.sampling_mask_replay or self.train.structured_outputs:
+            name = "sampling_mask_replay" if self.train.sampling_mask_replay else "structured_outputs"
+            raise ConfigError(f"train.{name}: the divergence of rlnumba distill is over the whole vocabulary")
+        if self.train.log_token_values:
+            raise ConfigError("train.log_token_values has importance ratios, of which rlnumba distill has none")

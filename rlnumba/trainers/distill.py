@@ -1,0 +1,119 @@
+"""Distillation: the student learns a teacher's whole next-token distribution at each token of its own completions.
+
+    generation       completions of the student from the engine; no rewards are needed
+    optimizer step   teacher and student run forward on the same completions; the loss is the mean over all tokens of
+                     the generalised Jensen-Shannon divergence of their predictions (kernels/logprob/divergence.py)
+
+The loss reads no advantage and no old log-probs, so nothing is computed between generation and step. The loop, the
+geometry of generations and steps, and [async] are GRPO's. Without teacher.model the teacher is the run's own model as
+it was before training, or its moving average (train.sync_ref_model), which sees teacher.prompt_column in place of the
+prompt: a demonstration (SDFT) or feedback (SDPO).
+
+Sources: Agarwal et al. 2024 (GKD, arXiv 2306.13649); TRL 1.16's DistillationTrainer, whose names and defaults these
+are; Shenfeld et al. 2026 (SDFT, arXiv 2601.19897); Huebotter et al. 2026 (SDPO, arXiv 2601.20802).
+"""
+
+from functools import partial
+
+import numpy as np
+
+from rlnumba.config.distill import DistillRun
+from rlnumba.kernels.logprob.divergence import HeadInput
+from rlnumba.model.heads import DivergenceHead
+from rlnumba.runs.loading import load_policy
+from rlnumba.runs.micro_batch import TargetBatch
+from rlnumba.runs.planning.planned import Models
+from rlnumba.runs.policy import LateMetrics
+from rlnumba.runs.prompt_loop import TrainerOnPrompts
+from rlnumba.sampling.samples import derived_seed
+from rlnumba.trainers.grpo import completions_at_once, in_order_of_step
+from rlnumba.trainers.rollout import Rollouts
+from rlnumba.trainers.teacher import load_teachers, set_teacher_prompts, teacher_configs
+
+
+def run_distill(run, resume=False, reward_funcs=(), communicator=None):
+    """Train a DistillRun, and return its TrainerState; the arguments are TrainerOnPrompts.train's."""
+    return TRAINER.train(run, resume, reward_funcs, communicator)
+
+
+def load(run, folder):
+    """(Policy, Tokenizer) of a run, with its teacher, which without teacher.model is the policy's reference."""
+    policy, tokenizer = load_policy(run, folder, run.teacher.model is None, run.train.temperature)
+    load_teachers(run, policy, folder.communicator)
+    return policy, tokenizer
+
+
+def generate(policy, generations, trainer_state, index, on_policy, clock):
+    """One generation: see TrainerOnPrompts."""
+    run, order = generations.run, generations.order
+    chosen, generation = generations.take(trainer_state, clock)
+    order.record(chosen, generation.groups)
+    samples = generation.samples
+    set_teacher_prompts(run, samples, generations.llm.tokenizer)
+    # In another order, so that groups spread over the micro-batches.
+    shuffled = np.random.default_rng(derived_seed(run.seed, trainer_state.global_step, index)).permutation(len(samples))
+    rollouts = Rollouts.of([samples[i] for i in shuffled], run.train.mask_truncated_completions)
+    return rollouts, generation, order.shares() | generations.metrics
+
+
+def teacher_of(policy):
+    """The Transformer that is learned from."""
+    return policy.reference if policy.teachers is None else policy.teachers.models[0]
+
+
+# Results of a micro-batch, on the device.
+OUTPUTS = {"divergence": (None, np.float32)}
+
+
+def train_step(policy, micro_batches, learning_rate):
+    """One optimizer step on a list of Rollouts: LateMetrics. Writes gradients, weights and optimizer state."""
+    teacher = teacher_of(policy)
+    micro_batches, _ = in_order_of_step(policy, micro_batches)
+    num_tokens = max(sum(part.num_active for part in micro_batches), 1)
+    readings = []
+    policy.zero_grad(learning_rate)
+    for part in policy.each_micro_batch(micro_batches, before=[teacher]):
+        dloss = part.loss_mask / np.float32(num_tokens)
+        batch = part.micro_batch().with_arrays(targets={"dloss": dloss})
+        if len(part.teacher_ids):
+            own = part.with_teacher_prompts()
+            seen = TargetBatch.of(own.token_ids, own.row_lengths, own.targets)
+            readings.append(policy.run_training(divergence_step, batch, OUTPUTS, teacher, seen, pads=False))
+        else:
+            readings.append(policy.run_training(divergence_step, batch, OUTPUTS, teacher))
+    info = policy.step(learning_rate)
+
+    def read():
+        results = policy.of_all_micro_batches([reading() for reading in readings])
+        parts = zip(micro_batches, results, strict=True)
+        total = sum(np.dot(part.loss_mask.astype(np.float64), found["divergence"]) for part, found in parts)
+        metrics = {"loss": float(total) / num_tokens, **info}
+        policy.router.added(metrics)
+        return metrics
+
+    return LateMetrics(read)
+
+
+def divergence_step(policy, batch, results, teacher, seen=None):
+    """Forward, loss and backward of a DeviceBatch. seen: the TargetBatch of the teacher, where it is another."""
+    hidden = policy.hidden_rows(teacher, batch.targets if seen is None else seen)
+    head = DivergenceHead(HeadInput(hidden, teacher.lm_head), policy.temperature, policy.train.beta)
+    policy.forward_backward(batch.targets, batch.arrays["dloss"], results["divergence"], head=head)
+
+
+def models_of(run):
+    """The Models of a run."""
+    return Models(has_reference=run.teacher.model is None, teachers=teacher_configs(run), compares_heads=True)
+
+
+def rehearse(run, policy, critic, rollouts, every_form):
+    """See TrainerOnPrompts. A teacher's own prompts are taken to have twice the tokens."""
+    if run.teacher.prompt_column is not None:
+        rollouts.teacher_lengths = 2 * rollouts.prompt_lengths
+        rollouts.teacher_ids = np.zeros(int(rollouts.teacher_lengths.sum()), np.int32)
+    yield partial(train_step, policy, rollouts.parts(rollouts.num_sequences), 0.0)
+
+
+TRAINER = TrainerOnPrompts(
+    DistillRun, load, generate, train_step, models_of, completions_at_once, rehearse, has_graphs=True
+)

@@ -1,0 +1,157 @@
+"""Distillation: loss and gradient of a step, runs with a teacher and with the model as its own, and what is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rlnumba.config import DistillConfig, LoraConfig, RewardsConfig, TeacherConfig
+from rlnumba.config.sections.agents import ToolsConfig
+from rlnumba.engine.sequence import Completion
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.kernels.logprob.divergence import divergence_ref
+from rlnumba.model.transformer import load_model
+from rlnumba.runs.micro_batch import TargetBatch
+from rlnumba.runs.policy import Policy
+from rlnumba.runtime import device
+from rlnumba.trainers import distill
+from rlnumba.trainers.distill import run_distill
+from rlnumba.trainers.rollout import Rollouts
+from rlnumba.trainers.teacher import Teachers
+from tests.close import assert_same_bits
+from tests.trainers.runs import MODEL, SMALL_DISTILL, distill_run, metrics_of
+from tests.trainers.test_grpo import golden_samples
+from tests.trainers.test_plan import assert_planned
+from tests.trainers.test_resume import FOUR_STEPS_A_GENERATION, hash_of, rows_without_times
+from tests.trainers.test_teacher import write_teacher
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """The folder of a teacher."""
+    return write_teacher(tmp_path_factory.mktemp("teacher") / "model", 0, 0.06)
+
+
+def policy_of(teacher, **options):
+    train = DistillConfig(**SMALL_DISTILL | {"max_grad_norm": 0.0, "per_device_train_batch_size": 2} | options)
+    policy = Policy(load_model(MODEL), train, temperature=train.temperature)
+    policy.teachers = Teachers(TeacherConfig(model=str(teacher)), [load_model(teacher)])
+    return policy
+
+
+def logits_of(policy, model, rollouts):
+    """(T, V) float64: a model's logits for the targets of Rollouts."""
+    batch = TargetBatch.of(rollouts.token_ids, rollouts.row_lengths, rollouts.targets)
+    with policy.scope():
+        hidden = device.to_host(policy.hidden_rows(model, batch)).astype(np.float64)
+    return hidden @ device.to_host(model.lm_head).astype(np.float64).T
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_loss_and_gradient_of_a_step(teacher, beta):
+    """The loss is the mean divergence of the trained tokens, and the gradient its derivative, along itself."""
+    policy, rollouts = policy_of(teacher, beta=beta, temperature=0.8), Rollouts.of(golden_samples(), False)
+    rollouts.loss_mask[:3] = 0
+
+    def expected():
+        student, taught = (logits_of(policy, m, rollouts) for m in (policy.model, policy.teachers.models[0]))
+        return np.mean(divergence_ref(student, taught, 0.8, beta)[0][3:])
+
+    gradients = []
+    policy.before_update.append(lambda: gradients.append(device.to_host(policy.grads.flat).copy()))
+    metrics = distill.train_step(policy, rollouts.parts(2), 0.0)
+    assert metrics["loss"] == pytest.approx(expected(), rel=1e-5)
+    (gradient,) = gradients
+    assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(gradient), rel=1e-5)
+    weights, values = policy.model.weights.flat, []
+    start, step = weights.copy(), 1e-3 / np.linalg.norm(gradient)
+    for sign in (1, -1):
+        weights[...] = start + np.float32(sign * step) * gradient
+        values.append(expected())
+    assert (values[0] - values[1]) / (2 * step) == pytest.approx(np.sum(gradient.astype(np.float64) ** 2), rel=1e-2)
+
+
+def test_a_teacher_that_is_the_student_teaches_nothing():
+    policy, rollouts = policy_of(MODEL, beta=0.5), Rollouts.of(golden_samples(), False)
+    before = policy.model.weights.flat.copy()
+    assert distill.train_step(policy, rollouts.parts(2), 0.0)["loss"] == pytest.approx(0.0, abs=1e-6)
+    assert_same_bits(policy.model.weights.flat, before)
+
+
+def test_a_student_comes_nearer_to_its_teacher(tmp_path, teacher):
+    run = distill_run(tmp_path / "run", {"model": teacher}, max_steps=6)
+    run_distill(run)
+    losses = [row["loss"] for row in metrics_of(run)]
+    assert losses[0] > 0.5 and losses[-1] < 0.4 * losses[0], losses
+
+
+def with_demonstrations(run):
+    """The run's rows with the column `shown`: the prompt after a demonstration."""
+    path = run.data.train
+    with open(path) as file:
+        rows = [json.loads(line) for line in file]
+    with open(path, "w") as file:
+        for row in rows:
+            file.write(json.dumps(row | {"shown": f"7777777 {row['prompt']}"}) + "\n")
+    return run
+
+
+def test_self_distillation_goes_on_with_the_same_bits(tmp_path):
+    """The teacher is the moving average of the policy, with a demonstration in its context."""
+    settings = FOUR_STEPS_A_GENERATION | {"save_steps": 3, "max_steps": 6, "sync_ref_model": True}
+    settings |= {"ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.05, "gradient_accumulation_steps": 1}
+    run = with_demonstrations(distill_run(tmp_path / "run", {"prompt_column": "shown"}, **settings))
+    run_distill(run)
+    expected, rows = hash_of(run), rows_without_times(run)
+    assert rows[0]["loss"] > 1e-3 and rows[-1]["loss"] < rows[0]["loss"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
+    run_distill(run, resume=True)
+    assert hash_of(run) == expected and rows_without_times(run) == rows
+
+
+def test_the_teacher_sees_its_own_prompt():
+    samples = golden_samples()
+    for index, sample in enumerate(samples):
+        sample.teacher_prompt = list(range(3, 5 + index))
+    rollouts = Rollouts.of(samples, False)
+    parts = rollouts.ordered([2, 0]).parts(1)
+    own = Rollouts.joined(parts).with_teacher_prompts()
+    assert own.prompt_lengths.tolist() == [4, 2]
+    both = [np.concatenate([samples[i].teacher_prompt, samples[i].completion.token_ids]) for i in (2, 0)]
+    assert own.token_ids.tolist() == np.concatenate(both).tolist()
+    wanted = Rollouts.joined(parts)
+    assert own.token_ids[own.targets].tolist() == wanted.token_ids[wanted.targets].tolist()
+    assert own.row_lengths.tolist() == [len(ids) for ids in both]
+    assert isinstance(samples[0].completion, Completion)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["teacher", "adapter and itself"])
+def test_a_run_takes_what_was_planned(tmp_path, teacher, own):
+    run = distill_run(tmp_path / "run", {"prompt_column": "shown"} if own else {"model": teacher}, max_steps=2)
+    run = with_demonstrations(replace(run, lora=LoraConfig(r=4))) if own else run
+    assert_planned(run, run_distill)
+
+
+def test_what_is_refused(tmp_path, teacher):
+    folder = tmp_path / "run"
+    cases = [
+        ({}, {}, r"teacher\.model.*or teacher\.prompt_column"),
+        ({"models": {"a": teacher}}, {}, r"teacher\.models: rlnumba distill has one teacher"),
+        ({"model": teacher, "adv_tau": 1.0}, {}, r"teacher\.adv_tau is a key of grpo, not of distill"),
+        ({"model": teacher}, {"sync_ref_model": True}, r"train\.sync_ref_model moves the model's own copy"),
+        ({"model": teacher}, {"vllm_structured_outputs_regex": "a"}, r"train\.structured_outputs: the divergence"),
+        ({"model": teacher}, {"log_token_values": 1}, r"train\.log_token_values has importance ratios"),
+        ({"model": teacher}, {"beta": 1.5}, r"train\.beta must be at least 0 and at most 1, got 1\.5"),
+    ]
+    for keys, train, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            distill_run(folder, keys, **train)
+    run = distill_run(folder, {"prompt_column": "shown"})
+    with pytest.raises(ConfigError, match=r"teacher\.prompt_column is for completions of one turn"):
+        replace(run, tools=ToolsConfig(funcs=["a.py:f"]), rewards=RewardsConfig())
+    with pytest.raises(
+        UserError, match=r"prompts\.jsonl:1: the row has no 'shown', which teacher\.prompt_column names"
+    ):
+        run_distill(run)

@@ -64,6 +64,10 @@ PANELS = {
         ("right answers to held-out questions, greedy", [("tools", "eval_reward", "with the calculator"),
                                                          ("no-tools", "eval_reward", "without a tool")]),
     ],
+    "learning_replay": [
+        ("reward", [("replay-off", "reward", "the router's experts"),
+                    ("replay-on", "reward", "the sampler's experts")]),
+    ],
     "learning_gym": [
         ("score", [("gym", "reward", "training"), ("gym", "eval_reward", "held out")]),
     ],

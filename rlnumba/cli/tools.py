@@ -92,6 +92,27 @@ def merge(model, adapter, output, dtype):
 
 
 @cli.command()
+@click.option("--model", required=True, help="Hugging Face folder or hub id.")
+@click.option("--output", required=True, help="Folder of the quantised model, written.")
+@click.option("--type", "name", type=click.Choice(["nf4", "int4", "int8"]), default="nf4", help="Format. Default: nf4.")
+@click.option("--group-size", type=POSITIVE, help="Weights of a row that share a scale. Default: 64 of nf4, else 128.")
+def quantize(model, output, name, group_size):
+    """Write a model whose linear layers have 4 or 8 bits a weight, which vLLM and transformers open."""
+    from rlnumba.reporting.files import check_output, make_folder
+
+    check_output(output, {})
+    from rlnumba.model.hub import find_model
+    from rlnumba.model.quantized.convert import quantize_checkpoint
+
+    folder = find_model(model)
+    if Path(output).resolve() == folder.resolve():
+        raise UserError(f"--output: {output} is the folder of the model")
+    make_folder(output)
+    quantize_checkpoint(folder, output, name, group_size)
+    click.echo(f"{folder} in {name} -> {output}", err=True)
+
+
+@cli.command()
 @click.argument("run_dirs", nargs=-1, required=True, metavar="RUN_DIR...")
 @click.option("--output", required=True, help="The PNG to write.")
 def plot(run_dirs, output):

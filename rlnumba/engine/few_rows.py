@@ -7,7 +7,7 @@ from rlnumba.kernels.decoder.ops import MOST_KEYS, DecoderLayer, decoder_config,
 from rlnumba.kernels.nn.qkv import Rotation
 from rlnumba.model.blocks.attention import Attention
 from rlnumba.model.blocks.mlp import Mlp
-from rlnumba.model.quantized_weights import QuantizedWeights
+from rlnumba.model.quantized.weights import QuantizedWeights
 from rlnumba.runtime import device
 
 

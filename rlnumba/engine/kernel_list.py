@@ -41,7 +41,7 @@ from rlnumba.kernels.ptx.wgmma import ROWS
 from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.model.config import SCORE_HEAD, ModelConfig
 from rlnumba.model.lora import Adapter, resolve_targets
-from rlnumba.model.quantized_weights import QuantizedWeights
+from rlnumba.model.quantized.weights import QuantizedWeights
 from rlnumba.model.sequence_score import score_sequences
 from rlnumba.model.shard import WHOLE
 from rlnumba.model.transformer import Transformer, pack, score, whole_sequences

@@ -29,6 +29,7 @@ from rlnumba.model.config_mixture import (
 )
 from rlnumba.model.config_rope import read_partial_rotary_factor, read_rope
 from rlnumba.model.config_values import HYBRIDS, REQUIRED, count, get, positive, read_json
+from rlnumba.model.quantized.checkpoint import check_config
 from rlnumba.runtime import device
 
 ARCHITECTURES = {
@@ -435,7 +436,7 @@ def _refuse_unsupported(raw, model_type, source):
     if activation != "silu" and model_type != "gemma3_text":
         raise UserError(f"{source}: hidden_act {activation!r} is not supported (supported: silu)")
     if raw.get("quantization_config") is not None:
-        raise UserError(f"{source}: quantization_config is not supported; use an unquantized checkpoint")
+        check_config(raw["quantization_config"], source)
     for key in ("n_routed_experts",) if model_type in MIXTURES else (*NUM_EXPERTS, "n_routed_experts"):
         if raw.get(key):
             raise UserError(f"{source}: {key} {raw[key]} is not supported (mixture of experts)")

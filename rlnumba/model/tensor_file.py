@@ -34,7 +34,7 @@ _NAMES = {
     for kind, name in (
         (np.uint64, "U64"), (np.int64, "I64"), (np.float64, "F64"), (np.complex64, "C64"), (np.float32, "F32"),
         (np.uint32, "U32"), (np.int32, "I32"), (ml_dtypes.bfloat16, "BF16"), (np.float16, "F16"), (np.uint16, "U16"),
-        (np.int16, "I16"), (np.int8, "I8"), (np.uint8, "U8"), (np.bool_, "BOOL"),
+        (np.int16, "I16"), (ml_dtypes.float8_e4m3fn, "F8_E4M3"), (np.int8, "I8"), (np.uint8, "U8"), (np.bool_, "BOOL"),
     )
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}

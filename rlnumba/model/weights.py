@@ -24,6 +24,7 @@ from rlnumba.errors import UserError
 from rlnumba.model.config import WITH_TEXT_CONFIG
 from rlnumba.model.config_values import read_json
 from rlnumba.model.parameter import Parameter, placed
+from rlnumba.model.quantized.checkpoint import has_codes, joined
 from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tensor_file import create_tensors, open_tensors, write_tensors
 from rlnumba.reporting.stderr import log
@@ -241,6 +242,8 @@ class StoredWeights:
     def __init__(self, folder, config):
         folder, self.config = Path(folder), config
         files, self.left_out = _text_model(_open_checkpoint(folder), config)
+        if has_codes(files):
+            files = joined(files, read_json(folder / "config.json").get("quantization_config") or {}, folder)
         self.tied_head = None
         if config.tie_word_embeddings and "lm_head.weight" in files:
             self.tied_head = _take_tied_head(files)
@@ -289,11 +292,9 @@ class StoredWeights:
                 f"{head.path}: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight"
             )
 
-    def values_of(self, p, contents):
-        """The arrays of a Parameter of the whole model, one after the other, in the files."""
-        for source, _ in self.form_of(p):
-            stored = self.tensors[source]
-            yield stored.values_in(contents[stored.path])
+    def stored_of(self, p):
+        """The Stored, or StoredCodes, tensors of a Parameter of the whole model, one after the other."""
+        return [self.tensors[source] for source, _ in self.form_of(p)]
 
     def copies_to(self, weights, contents):
         """The copies that fill Weights with the tensors, as copy_to_device takes them: list of (array, values)."""
@@ -374,7 +375,7 @@ def save_weights(weights, folder, dtype=None, heads=None):
     views = dict(weights.tensors())
     for name, tensors in files.items():
         write_tensors(folder / name, {source: views[source] for source in tensors}, METADATA, target)
-    _write_index(folder, files)
+    write_index(folder, files)
     for name in before - {*files, *([INDEX] if len(files) > 1 else [])}:
         (folder / name).unlink(missing_ok=True)
 
@@ -384,7 +385,7 @@ def create_weights(weights, folder, dtype=None, heads=None):
     files = files_of(weights, dtype, heads)
     for name, tensors in files.items():
         create_tensors(Path(folder) / name, tensors, METADATA)
-    _write_index(Path(folder), files)
+    write_index(Path(folder), files)
 
 
 def files_of(weights, dtype=None, heads=None):
@@ -407,7 +408,7 @@ def files_of(weights, dtype=None, heads=None):
     return dict(zip(names if len(parts) > 1 else [SINGLE], parts, strict=True))
 
 
-def _write_index(folder, files):
+def write_index(folder, files):
     """Write the index of several files."""
     if len(files) > 1:
         weight_map = {source: name for name, tensors in files.items() for source in tensors}

@@ -9,7 +9,7 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.hub import find_model
 from rlnumba.model.lora import adapter_of_run, is_adapter, load_adapter
-from rlnumba.model.quantized_weights import QuantizedWeights
+from rlnumba.model.quantized.weights import QuantizedWeights
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.model.weights import Weights

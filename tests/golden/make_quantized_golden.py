@@ -8,6 +8,7 @@ from pathlib import Path
 import bitsandbytes.functional as bnb
 import numpy as np
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 from compressed_tensors.quantization.utils import calculate_qparams
@@ -41,6 +42,8 @@ def main():
             dtype = torch.float8_e4m3fn if kind == "float" else torch.int8
             codes = quantize(matrix, scale, zero, arguments, dtype=dtype)
             found[f"{name}/{element}/codes"] = codes.view(torch.int8).numpy()
+            if kind == "int":
+                found[f"{name}/{element}/packed"] = pack_to_int32(codes, bits).numpy()
             found[f"{name}/{element}/scale"] = scale.float().numpy()
             found[f"{name}/{element}/values"] = dequantize(codes, scale, zero, arguments).float().numpy()
     np.savez_compressed(Path(__file__).parent / "quantized.npz", **found)

@@ -134,7 +134,7 @@ def test_a_missing_key_is_named(key, tmp_path):
         ({"eos_token_id": "2"}, "eos_token_id must be an int or a list of ints"),
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"quantization_config": {"bits": 4}}, "is not read: only nf4 of bitsandbytes"),
         ({"num_experts": 8}, "num_experts 8 is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
         ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "layer_types": None}, "window 9"),

@@ -10,7 +10,7 @@ from rlnumba.config import AsyncConfig, LoraConfig, QuantizationConfig, load_run
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.quantized.formats import FORMATS, dequantize_ref, quantize_ref
 from rlnumba.kernels.quantized.ops import QuantizedWeight, dequantize
-from rlnumba.model.quantized_weights import QuantizedWeights, quantized_names
+from rlnumba.model.quantized.weights import QuantizedWeights, quantized_names
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model, pack, save_model, score
 from rlnumba.runs.loading import load_policy

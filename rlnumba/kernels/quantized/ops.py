@@ -277,12 +277,13 @@ def quantize(x, first_row, weight):
 
 def set_rows(weight, first_row, codes, scales):
     """Set rows first_row, ... of a QuantizedWeight to codes (rows, K) uint8 and scales (rows, groups), of the host."""
-    rows, groups = scales.shape
-    all_codes = unpack_codes(device.to_host(weight.packed), weight.rows, weight.shape[-1], weight.form)
-    all_scales = unpack_scales(device.to_host(weight.scales), weight.rows)
-    all_codes[first_row : first_row + rows], all_scales[first_row : first_row + rows] = codes, scales
-    weight.packed[...] = device.asarray(pack_codes(all_codes, weight.form))
-    weight.scales[...] = device.asarray(pack_scales(all_scales))
+    tiles = slice(first_row // ROWS, -(-(first_row + len(codes)) // ROWS))
+    count, first = (tiles.stop - tiles.start) * ROWS, first_row - tiles.start * ROWS
+    tile_codes = unpack_codes(device.to_host(weight.packed[tiles]), count, weight.shape[-1], weight.form)
+    tile_scales = unpack_scales(device.to_host(weight.scales[tiles]), count).copy()
+    tile_codes[first : first + len(codes)], tile_scales[first : first + len(codes)] = codes, scales
+    weight.packed[tiles] = device.asarray(pack_codes(tile_codes, weight.form))
+    weight.scales[tiles] = device.asarray(pack_scales(tile_scales))
 
 
 def dequantize(weight, out):

@@ -9,8 +9,9 @@ import math
 
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.quantized.formats import FORMATS
-from rlnumba.kernels.quantized.ops import QuantizedWeight, quantize
+from rlnumba.kernels.quantized.ops import QuantizedWeight, quantize, set_rows
 from rlnumba.model.parameter import placed
+from rlnumba.model.quantized.checkpoint import StoredCodes
 from rlnumba.model.weights import Weights
 from rlnumba.runtime import device
 from rlnumba.runtime.transfer import copy_to_device
@@ -24,6 +25,13 @@ def quantized_names(config):
     blocks = [block for blocks in config.blocks for block in blocks]
     names = [(block.layer, block.PROJECTIONS if block.QUANTIZED is None else block.QUANTIZED) for block in blocks]
     return {f"model.layers.{layer}.{name}" for layer, of_block in names for name in of_block}
+
+
+def check_group_size(p, group_size):
+    """Raise ConfigError if groups of so many columns do not divide the rows of a Parameter."""
+    if p.shape[-1] % group_size:
+        columns = f"the {p.shape[-1]} columns of {p.rows[0][0]}"
+        raise ConfigError(f"quantization.group_size {group_size} does not divide {columns}")
 
 
 class QuantizedWeights(Weights):
@@ -42,11 +50,7 @@ class QuantizedWeights(Weights):
         names = quantized_names(self.config)
         self.quantized = {p.name: p for p in self.parameters if p.name in names}
         for p in self.quantized.values():
-            if p.shape[-1] % self.group_size:
-                raise ConfigError(
-                    f"quantization.group_size {self.group_size} does not divide the {p.shape[-1]} columns of "
-                    f"{p.rows[0][0]}"
-                )
+            check_group_size(p, self.group_size)
         self.parameters = placed(p for p in self.parameters if p.name not in self.quantized)
         last = self.parameters[-1]
         self.size = last.offset + last.padded_size
@@ -67,8 +71,17 @@ class QuantizedWeights(Weights):
         xp = device.xp()
         for name, p in self.quantized.items():
             row, columns = 0, p.shape[-1]
-            for values in stored.values_of(p, contents):
-                matrix = values.reshape(-1, columns)
+            for tensor in stored.stored_of(p):
+                if isinstance(tensor, StoredCodes) and tensor.form == self.form:
+                    if tensor.group_size != self.group_size:
+                        raise ConfigError(
+                            f"quantization.group_size is {self.group_size}, and {tensor.group_size} in {tensor.path}"
+                        )
+                    codes, scales = tensor.codes()
+                    set_rows(self[name], row, codes, scales)
+                    row += len(codes)
+                    continue
+                matrix = tensor.values_in(contents[tensor.path]).reshape(-1, columns)
                 rows = max(PIECE // columns, 1)
                 for first in range(0, len(matrix), rows):
                     part = matrix[first : first + rows]

@@ -1,0 +1,191 @@
+"""Checkpoints in 4 and 8 bits: those of bitsandbytes and of compressed-tensors, read and written.
+
+    bitsandbytes          X.weight, X.weight.absmax, X.weight.quant_state.bitsandbytes__nf4, ...     nf4
+    compressed-tensors    X.weight_packed, X.weight_scale, X.weight_shape                            int4, int8
+                          X.weight, X.weight_scale                                                   int8, fp8
+
+A quantised tensor has the place of a tensor of values: readers get its values in float32, not rounded, or its codes
+and scales. Formats that are not read are refused by name.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rlnumba.errors import UserError
+from rlnumba.kernels.quantized.formats import FORMATS, NF4, Format, dequantize_ref, quantize_ref
+from rlnumba.runtime import device
+
+KEY = "quantization_config"
+BITSANDBYTES, COMPRESSED = "bitsandbytes", "compressed-tensors"
+QUANT_STATE = ".quant_state.bitsandbytes__"
+# What else bitsandbytes has of a tensor.
+OF_NF4 = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+FORMATS_OF_COMPRESSED = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """A quantised tensor in a checkpoint's files, with what readers of a Stored use.
+
+    form: its Format; parts: {what it is: Stored}; state: bitsandbytes' quant_state, or None.
+    """
+
+    path: Path
+    shape: tuple
+    form: Format
+    parts: dict
+    state: dict | None = None
+    dtype = "F32"
+
+    def values_in(self, mapped):
+        """The values (N, K) in float32; mapped: of no use, the parts may lie in several files."""
+        return dequantize_ref(*self.codes(), self.form, np.float32)
+
+    def read(self):
+        """The same."""
+        return self.values_in(None)
+
+    @property
+    def group_size(self):
+        """Neighbours of a row that share a scale."""
+        if self.state is not None:
+            return self.state["blocksize"]
+        scale = self.parts["scale"].shape
+        return self.shape[1] // (scale[1] if len(scale) == 2 else 1)
+
+    def codes(self):
+        """(codes (N, K) uint8, scales (N, groups) float32), as of quantize_ref."""
+        rows, columns = self.shape
+        parts = {name: _content_of(stored) for name, stored in self.parts.items()}
+        if self.state is not None:
+            packed, scales = parts["weight"].reshape(-1), parts["absmax"]
+            if "nested_absmax" in parts:
+                repeated = np.repeat(parts["nested_absmax"], self.state["nested_blocksize"])[: len(scales)]
+                scales = parts["nested_quant_map"][scales] * repeated + np.float32(self.state["nested_offset"])
+            codes = np.stack([packed >> 4, packed & 15], axis=-1)
+            return codes.reshape(rows, columns), scales.astype(np.float32).reshape(rows, -1)
+        scales = parts["scale"].astype(np.float32)
+        scales = np.broadcast_to(scales, (rows, 1)) if scales.size == 1 else scales.reshape(rows, -1)
+        if "packed" in parts:
+            bits = np.arange(0, 32, self.form.bits, dtype=np.uint32)
+            codes = parts["packed"].view(np.uint32)[..., None] >> bits & np.uint32((1 << self.form.bits) - 1)
+            return codes.reshape(rows, -1)[:, :columns].astype(np.uint8), scales
+        stored = parts["weight"].view(np.uint8)
+        return (stored ^ np.uint8(0x80) if self.form.name == "int8" else stored), scales
+
+
+def _content_of(stored):
+    """The values of a Stored, in a new array."""
+    return stored.values_in(np.memmap(stored.path, np.uint8, "r").view(np.ndarray)).copy()
+
+
+def check_config(quantization, source):
+    """Raise UserError, naming the file, for the quantization_config of a checkpoint that is not read."""
+    method = quantization.get("quant_method")
+    if method == BITSANDBYTES and quantization.get("bnb_4bit_quant_type") == "nf4":
+        return
+    if method != COMPRESSED:
+        kind = quantization.get("bnb_4bit_quant_type") or "int8" if method == BITSANDBYTES else ""
+        raise UserError(
+            f"{source}: quantization_config of {method!r} {kind and f'({kind}) '}is not read: only nf4 of bitsandbytes "
+            "and int4, int8 and fp8 of compressed-tensors are"
+        )
+    if quantization.get("format") not in FORMATS_OF_COMPRESSED:
+        raise UserError(f"{source}: compressed-tensors' format {quantization.get('format')!r} is not read")
+    groups = quantization.get("config_groups") or {}
+    if len(groups) != 1:
+        raise UserError(f"{source}: quantization_config has {len(groups)} config_groups; those with one are read")
+    for name, group in groups.items():
+        weights = group.get("weights") or {}
+        if _format_of(weights) is None or not weights.get("symmetric", True):
+            raise UserError(f"{source}: {name} has weights that are not symmetric int4 or int8, or fp8")
+        if weights.get("actorder") or weights.get("strategy") not in ("group", "channel", "tensor"):
+            raise UserError(f"{source}: {name} has weights by {weights.get('strategy')!r} or an order of columns")
+        if group.get("input_activations"):
+            raise UserError(f"{source}: {name} quantises activations, too; only those with 16-bit activations are read")
+
+
+def _format_of(weights):
+    kinds = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8"}
+    return kinds.get((weights.get("type"), weights.get("num_bits")))
+
+
+def has_codes(names):
+    """Whether some tensors of a checkpoint are codes or scales."""
+    return any(QUANT_STATE in name or name.endswith(".weight_scale") for name in names)
+
+
+def joined(files, quantization, source):
+    """{name: Stored or StoredCodes} of {name: Stored}: what a quantised tensor consists of becomes one."""
+    found = dict(files)
+    for name in files:
+        if QUANT_STATE in name:
+            weight = name.partition(QUANT_STATE)[0]
+            state = json.loads(bytes(found.pop(name).read()))
+            parts = {part: found.pop(f"{weight}.{part}") for part in OF_NF4 if f"{weight}.{part}" in found}
+            parts["weight"] = found[weight]
+            shape = tuple(state["shape"])
+            if state["quant_type"] != "nf4" or shape[-1] % state["blocksize"] or len(shape) != 2:
+                raise UserError(f"{source}: {weight} is not nf4 with blocks that lie within a row")
+            found[weight] = StoredCodes(found[weight].path, shape, FORMATS["nf4"], parts, state)
+        elif name.endswith(".weight_scale"):
+            weight, scale = name.removesuffix("_scale"), found.pop(name)
+            groups = quantization.get("config_groups")
+            if groups is None:
+                raise UserError(
+                    f"{source}: {name} is there, and config.json has no quantization_config with its format"
+                )
+            group = next(iter(groups.values()))["weights"]
+            packed = found.pop(f"{weight}_packed", None)
+            shape = found.pop(f"{weight}_shape", None)
+            stored = packed or found[weight]
+            shape = stored.shape if shape is None else tuple(map(int, shape.read()))
+            parts = {"scale": scale, "weight" if packed is None else "packed": stored}
+            found[weight] = StoredCodes(stored.path, shape, FORMATS[_format_of(group)], parts)
+    return found
+
+
+def config_of(form, group_size, dtype):
+    """The quantization_config of a checkpoint that tensors_of makes."""
+    if form.name == "nf4":
+        return {
+            "quant_method": BITSANDBYTES, "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": False, "bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": ["lm_head"],
+        }  # fmt: skip
+    weights = {
+        "num_bits": form.bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size,
+        "dynamic": False,
+    }  # fmt: skip
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": COMPRESSED, "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"],
+    }  # fmt: skip
+
+
+def tensors_of(name, values, form, group_size, dtype):
+    """{name: array} that a checkpoint has of a matrix `name`, X.weight, with these values (N, K).
+
+    dtype: name of the dtype that the values are rounded to first, and the scales of integers.
+    """
+    x = values.astype(device.dtype(dtype))
+    codes, scales = quantize_ref(x, form, group_size)
+    if form.name == "nf4":
+        state = {"quant_type": "nf4", "blocksize": group_size, "dtype": dtype, "shape": list(x.shape)}
+        return {
+            name: (codes[:, ::2] << 4 | codes[:, 1::2]).reshape(-1, 1),
+            f"{name}.absmax": scales.reshape(-1),
+            f"{name}.quant_map": NF4,
+            f"{name}{QUANT_STATE}nf4": np.frombuffer(json.dumps(state).encode(), np.uint8),
+        }
+    bits = np.arange(0, 32, form.bits, dtype=np.uint32)
+    words = codes.reshape(len(codes), -1, len(bits)).astype(np.uint32) << bits
+    return {
+        f"{name}_packed": np.bitwise_or.reduce(words, axis=-1).view(np.int32),
+        f"{name}_scale": scales.astype(device.dtype(dtype)),
+        f"{name}_shape": np.int64(x.shape),
+    }

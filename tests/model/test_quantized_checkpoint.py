@@ -1,0 +1,125 @@
+"""Checkpoints in 4 and 8 bits: what bitsandbytes and compressed-tensors wrote is read to the bit, and written so."""
+
+import dataclasses
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+
+from rlnumba import cli
+from rlnumba.config import LoraConfig, QuantizationConfig
+from rlnumba.errors import ConfigError, UserError
+from rlnumba.kernels.quantized.formats import FORMATS, dequantize_ref, quantize_ref
+from rlnumba.kernels.quantized.ops import dequantize
+from rlnumba.model.hub import read_config
+from rlnumba.model.quantized.checkpoint import check_config, config_of, joined
+from rlnumba.model.quantized.weights import QuantizedWeights, quantized_names
+from rlnumba.model.tensor_file import open_tensors, write_tensors
+from rlnumba.model.transformer import load_model
+from rlnumba.runtime import device
+from rlnumba.trainers.sft import run_sft
+from tests.close import assert_same_bits
+from tests.trainers.runs import GOLDEN, MODEL, sft_run
+from tests.trainers.test_resume import hash_of
+
+NAME = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDEN / "quantized.npz") as found:
+        return dict(found)
+
+
+def read(path, arrays, quantization):
+    """The one tensor of a file with these arrays."""
+    write_tensors(path, arrays)
+    (name, tensor), *others = joined(open_tensors(path), quantization, path).items()
+    assert name == NAME and not others
+    return tensor
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4_nested"])
+def test_bitsandbytes(tmp_path, golden, name):
+    """Also where the scales are quantised themselves."""
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [6, 256]}
+    arrays = {NAME: golden[f"{name}/packed"], f"{NAME}.absmax": golden[f"{name}/absmax"]}
+    if name == "nf4_nested":
+        state |= {"nested_blocksize": 256, "nested_offset": float(golden[f"{name}/offset"])}
+        arrays[f"{NAME}.nested_absmax"] = golden[f"{name}/nested_absmax"]
+        arrays[f"{NAME}.nested_quant_map"] = golden[f"{name}/nested_code"]
+    content = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    arrays[f"{NAME}.quant_state.bitsandbytes__nf4"] = content
+    tensor = read(tmp_path / "x.safetensors", arrays, config_of(FORMATS["nf4"], 64, "bfloat16"))
+    assert tensor.group_size == 64 and tensor.shape == (6, 256)
+    values = tensor.read().astype(device.dtype("bfloat16")).astype(np.float32)
+    assert_same_bits(values, golden[f"{name}/values"])
+
+
+@pytest.mark.parametrize("name, packs", [("int4", True), ("int8", True), ("int8", False), ("fp8", False)])
+def test_compressed_tensors(tmp_path, golden, name, packs):
+    bfloat16, form = device.dtype("bfloat16"), FORMATS[name]
+    arrays = {f"{NAME}_scale": golden[f"{name}/bfloat16/scale"].astype(bfloat16)}
+    if packs:
+        arrays |= {f"{NAME}_packed": golden[f"{name}/bfloat16/packed"], f"{NAME}_shape": np.int64([6, 256])}
+    else:
+        codes = golden[f"{name}/bfloat16/codes"]
+        arrays[NAME] = codes.view("float8_e4m3fn") if name == "fp8" else codes
+    quantization = config_of(FORMATS["int4"], 128, "bfloat16")
+    kind = "float" if name == "fp8" else "int"
+    quantization["config_groups"]["group_0"]["weights"] |= {"num_bits": form.bits, "type": kind}
+    tensor = read(tmp_path / "x.safetensors", arrays, quantization)
+    assert tensor.form == form and tensor.group_size == 128
+    assert_same_bits(tensor.read().astype(bfloat16).astype(np.float32), golden[f"{name}/bfloat16/values"])
+
+
+@pytest.mark.parametrize("name, group_size", [("nf4", 32), ("int4", 16), ("int8", 32)])
+def test_a_checkpoint_that_was_written_here(tmp_path, name, group_size):
+    """Read with [quantization] it has the codes, without it the values; an adapter on it has the bits of one that was
+    trained on a base that was quantised when it was read."""
+    command = ["quantize", "--model", str(MODEL), "--output", str(tmp_path / "base"), "--type", name]
+    assert cli.run([*command, "--group-size", str(group_size)]) == 0
+    before, values = load_model(MODEL), load_model(tmp_path / "base")
+    config = QuantizationConfig(type=name, group_size=group_size)
+    packed = load_model(tmp_path / "base", make_weights=partial(QuantizedWeights, quantization=config))
+    for p in before.weights.parameters:
+        expected = before.weights[p.name]
+        if p.name in quantized_names(before.config):
+            expected = dequantize_ref(*quantize_ref(expected, FORMATS[name], group_size), FORMATS[name], np.float32)
+            dequantize(packed.weights[p.name], before.weights[p.name])
+            assert_same_bits(before.weights[p.name], expected, p.name)
+        assert_same_bits(values.weights[p.name], expected, p.name)
+    hashes = []
+    for folder in (MODEL, tmp_path / "base"):
+        run = sft_run(tmp_path / f"run-{folder.name}", max_steps=2)
+        run = dataclasses.replace(run, model=str(folder), lora=LoraConfig(r=4), quantization=config)
+        run_sft(run)
+        hashes.append(hash_of(run))
+    assert hashes[0] == hashes[1]
+    with pytest.raises(ConfigError, match=f"^quantization.group_size is 8, and {group_size} in "):
+        other = dataclasses.replace(config, group_size=8)
+        load_model(tmp_path / "base", make_weights=partial(QuantizedWeights, quantization=other))
+
+
+def test_what_is_refused(tmp_path, capsys):
+    def fails(message, *arguments, code=1):
+        capsys.readouterr()
+        assert cli.run([*arguments]) == code
+        assert message in capsys.readouterr().err
+
+    with pytest.raises(UserError, match=r"^x: quantization_config of 'gptq' is not read: only nf4 of bitsandbytes and"):
+        check_config({"quant_method": "gptq"}, "x")
+    with pytest.raises(UserError, match=r"^x: quantization_config of 'bitsandbytes' \(int8\) is not read"):
+        check_config({"quant_method": "bitsandbytes", "load_in_8bit": True}, "x")
+    activations = config_of(FORMATS["int8"], 128, "bfloat16")
+    activations["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
+    with pytest.raises(UserError, match=r"^x: group_0 quantises activations, too"):
+        check_config(activations, "x")
+    base = str(tmp_path / "base")
+    assert cli.run(["quantize", "--model", str(MODEL), "--output", base, "--group-size", "32"]) == 0
+    assert read_config(base).dtype == read_config(MODEL).dtype
+    fails("the checkpoint is quantised already", "quantize", "--model", base, "--output", str(tmp_path / "twice"))
+    fails("is the folder of the model", "quantize", "--model", base, "--output", base)
+    wrong = "quantize", "--model", str(MODEL), "--output", str(tmp_path / "wrong")
+    fails("group_size 64 does not divide the 32 columns of model.layers.0", *wrong, code=2)

@@ -7,12 +7,13 @@ The formats are those of formats.py. Both kernels have the arithmetic of its ref
 """
 
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from rlnumba.kernels.checks import FLOATS, check
 from rlnumba.kernels.ptx.instruction import instruction
+from rlnumba.kernels.ptx.shared_memory import load_function, shared_address
 from rlnumba.kernels.ptx.warp import (
     access_length,
     device_function,
@@ -50,6 +51,8 @@ i32, f32 = np.int32, np.float32
 LANES = 32
 # Warps of a block of the quantising kernel, each of which has a group.
 WARPS = 4
+# The table of nf4's levels in shared memory.
+TABLE_BYTES = 16 * LANES * 4
 # Threads of a block that dequantises a tile, each VECTOR values of a row.
 VECTORS = COLUMNS // VECTOR
 # 1.5 * 2^23: a float32 of magnitude up to 2^22 is rounded to an integer, ties to even, when this is added, which then
@@ -64,7 +67,8 @@ FLOAT8_SCALE = f32(2.0**120)
 SMALLEST_FLOAT8, SUBNORMAL_STEPS = f32(2.0**-6), f32(512.0)
 
 
-class QuantizedWeight(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
     """A matrix (N, K) in a format, or a stack of matrices (E, N, K) as one of E N rows.
 
     form: its Format; packed, scales: formats.py; shape: that of the values; dtype: in which they are computed with.
@@ -105,6 +109,9 @@ class QuantizedWeight(NamedTuple):
 def divide_rounded(x, y):
     """x / y of float32, rounded to nearest even."""
     return f32(x) / f32(y)
+
+
+load_float = load_function("f")
 
 
 @device_function
@@ -154,7 +161,7 @@ def encode_function(name):
 def level_function(name):
     """The device function level(code, table, lane) -> float32.
 
-    table: of nf4, each level LANES times, so that lanes of a warp read different banks of shared memory.
+    table: address in shared memory of nf4's levels, each LANES times, so that lanes of a warp read different banks.
     """
     zero = f32(2**23 + (1 << FORMATS[name].bits - 1))
 
@@ -169,7 +176,7 @@ def level_function(name):
 
     @device_function
     def level_of_nf4(code, table, lane):
-        return table[code * i32(LANES) + lane]
+        return load_float(table + (code * i32(LANES) + lane) * i32(4))
 
     return {"fp8": level_of_fp8, "nf4": level_of_nf4}.get(name, level_of_integer)
 
@@ -217,7 +224,7 @@ def dequantize_kernel(name, access):
     form, level = FORMATS[name], level_function(name)
     bits, a_word, mask = form.bits, form.codes_per_word, i32((1 << form.bits) - 1)
     has_table, words = name == "nf4", VECTOR // form.codes_per_word
-    table_size = LANES * 16 if has_table else 1
+    table_size = TABLE_BYTES // 4 if has_table else 1
     _, store = vector_access(VECTOR, access)
 
     @cuda.jit
@@ -226,12 +233,13 @@ def dequantize_kernel(name, access):
 
         A warp reads neighbouring words, and writes lines of COLUMNS values.
         """
-        table = cuda.shared.array(table_size, np.float32)
+        table_values = cuda.shared.array(table_size, np.float32)
+        table = shared_address(table_values)
         thread = cuda.threadIdx.x
         lane = i32(thread) & i32(31)
         if has_table:
-            for i in range(thread, LANES * 16, ROWS * VECTORS):
-                table[i] = levels[i]
+            for i in range(thread, TABLE_BYTES // 4, ROWS * VECTORS):
+                table_values[i] = levels[i]
             cuda.syncthreads()
         tile, across = cuda.blockIdx.y, cuda.blockIdx.x
         line, vector = thread // VECTORS, thread % VECTORS
@@ -251,7 +259,8 @@ def dequantize_kernel(name, access):
 
 
 @functools.cache
-def _levels():
+def levels_by_lane():
+    """(16 LANES,) float32 on the device: the levels of nf4, each LANES times."""
     return device.asarray(np.repeat(NF4, LANES))
 
 
@@ -276,7 +285,12 @@ def quantize(x, first_row, weight):
 
 
 def set_rows(weight, first_row, codes, scales):
-    """Set rows first_row, ... of a QuantizedWeight to codes (rows, K) uint8 and scales (rows, groups), of the host."""
+    """Set rows first_row, ... of a QuantizedWeight to codes (rows, K) uint8 and scales (rows, groups), of the host.
+
+    Scales are rounded to the weight's dtype where the format says so.
+    """
+    if weight.form.rounds_scales:
+        scales = scales.astype(weight.dtype).astype(np.float32)
     tiles = slice(first_row // ROWS, -(-(first_row + len(codes)) // ROWS))
     count, first = (tiles.stop - tiles.start) * ROWS, first_row - tiles.start * ROWS
     tile_codes = unpack_codes(device.to_host(weight.packed[tiles]), count, weight.shape[-1], weight.form)
@@ -302,5 +316,5 @@ def dequantize(weight, out):
     kernel = dequantize_kernel(weight.form.name, min(access_length(columns, matrix), VECTOR))
     launch(
         kernel, (across, down), ROWS * VECTORS,
-        weight.packed, weight.scales, _levels(), i32(weight.group_size), matrix, serialize_next=True,
+        weight.packed, weight.scales, levels_by_lane(), i32(weight.group_size), matrix, serialize_next=True,
     )  # fmt: skip

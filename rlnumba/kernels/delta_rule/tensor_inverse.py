@@ -139,7 +139,7 @@ multiply_keys, store_weights = weights_functions()
 wait_for_copies = sm80.cp_async_wait_group(0)
 
 
-@cuda.jit(launch_bounds=(THREADS, 4))
+@cuda.jit(launch_bounds=(THREADS, 3))
 def delta_rule_inverse_kernel(tokens, bounds, vectors, weights):
     """A block of threads: (value head, block of tokens).
 

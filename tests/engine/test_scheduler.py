@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from rlnumba.engine import scheduler as scheduler_module
 from rlnumba.engine.blocks.block_manager import BlockManager, blocks_needed
+from rlnumba.engine.blocks.state_pages import StatePages
 from rlnumba.engine.scheduler import Scheduler
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
 from rlnumba.kernels.attention.paged import PrefixSharing
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK as STATE_BLOCK
 
 BLOCK = 4
 
@@ -269,6 +271,26 @@ def test_whether_a_sequence_can_be_admitted_counts_reserved_blocks_as_free():
     scheduler.row_blocks.reserve(scheduler.running[:1], np.array([18]), np.array([18]))
     scheduler.add(sequences_of([([9] * 10, 1, 4)])[0])
     assert scheduler.blocks.num_free == 3 and scheduler.can_admit(5) and not scheduler.can_admit(9)
+
+
+def test_drafts_end_with_the_block_of_states():
+    """With linear attention; a token at its end has none, for the next one begins another state."""
+    for length, count in ((STATE_BLOCK - 3, 2), (STATE_BLOCK - 1, 0)):
+        scheduler, _ = decoding(40, [length])
+        step, drafts = scheduler.schedule(), [[1, 2, 3]]
+        assert scheduler.add_drafts(step, drafts).counts.tolist() == [4]
+        scheduler.row_blocks.pages = object()
+        assert scheduler.add_drafts(step, drafts).counts.tolist() == [1 + count]
+
+
+def test_a_state_is_found_once_the_token_after_it_is_computed():
+    table = SequenceTable(1, BLOCK, 2 * STATE_BLOCK)
+    pages, hashes = StatePages(table, 3), list(range(100, 132))
+    assert pages.begin(0, hashes, 0, STATE_BLOCK + 1)
+    pages.note(np.array([0]), np.array([STATE_BLOCK]))
+    assert pages.match(hashes, len(hashes)) == 0
+    pages.note(np.array([0]), np.array([STATE_BLOCK + 1]))
+    assert pages.match(hashes, len(hashes)) == 1
 
 
 def test_admission_leaves_a_block_for_each_that_runs():

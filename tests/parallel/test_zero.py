@@ -1,6 +1,7 @@
 """The sharded optimizer: weights, norms and state have the bits of one rank's, whatever the number of ranks."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from rlnumba.kernels.nn import reduce
 from rlnumba.kernels.optim.adamw_8bit import BLOCK
 from rlnumba.optim import AdamWConfig, Optimizer
 from rlnumba.parallel import launch
+from rlnumba.parallel.gradient_fold import rounds
 from rlnumba.parallel.zero import Part, ShardedOptimizer
 from rlnumba.runtime import device
 from tests.close import assert_same_bits
@@ -188,3 +190,11 @@ def test_gpu_parts(optim, monkeypatch):
         case = (3 << 20) + 128, "bfloat16", 3, {"optim": optim, "seed": 3} | options
         found = in_threads.run(on_rank, 2, *case, range(STEPS), None, 1 << 20)
         check_same(found, on_one(*case))
+
+
+def test_rounds_of_a_step():
+    """One micro-batch a rank; the last ranks of the last round have none."""
+    for rank, owns in ((0, [0, 3]), (1, [1, 4]), (2, [2, None])):
+        found = list(rounds(5, SimpleNamespace(rank=rank, world_size=3)))
+        assert [(each.first, each.count, each.is_first) for each in found] == [(0, 3, True), (3, 2, False)]
+        assert [each.own for each in found] == owns

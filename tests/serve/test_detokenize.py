@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rlnumba.engine.requests.text_stream import TextOptions, TextStream
 from rlnumba.engine.sequence import Completion
 from rlnumba.model.tokenizer import Tokenizer
 
@@ -18,9 +19,6 @@ def tokenizer():
 @pytest.mark.parametrize("stop", [(), ("lo", "world",), ("日x", "語。"), ("zz",)], ids=str)  # fmt: skip
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_pieces_are_the_text(tokenizer, rng, stop, step):
-    pytest.importorskip("starlette")
-    from rlnumba.engine.requests.text_stream import TextOptions, TextStream
-
     texts = ["hello world, hel", "日本語 é\N{GRINNING FACE} 語", "\N{REPLACEMENT CHARACTER}a\N{REPLACEMENT CHARACTER}"]
     lists = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     lists += [rng.integers(0, tokenizer.backend.get_vocab_size(), 60).tolist() for _ in range(8)]
@@ -39,3 +37,16 @@ def test_pieces_are_the_text(tokenizer, rng, stop, step):
             assert whole.startswith(text)
         text += stream.end(Completion(ids, [], "stop", whole))
         assert text == whole
+
+
+def test_pieces_of_words_that_lose_a_space_at_the_beginning():
+    """As SentencePiece's: a token's text depends on whether there is one before it."""
+
+    class Words:
+        decodes_piecewise = True
+
+        def decode(self, ids, skip_special_tokens=True):
+            return "".join(f" {'abc'[i]}" for i in ids)[1:]
+
+    stream = TextStream(Words(), TextOptions())
+    assert [stream.feed([0]), stream.feed([1]), stream.feed([2, 0]), stream.feed([1])] == ["a", " b", " c a", " b"]

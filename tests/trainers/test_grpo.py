@@ -91,7 +91,7 @@ def test_gradient_does_not_depend_on_the_micro_batch_split(other_sampler, loss_t
 @pytest.mark.parametrize(
     "options",
     [
-        *({"loss_type": name} for name in ("dapo", "grpo", "bnpo", "dr_grpo", "vespo")),
+        *({"loss_type": name} for name in ("dapo", "grpo", "bnpo", "dr_grpo", "vespo", "gmpo", "dro")),
         {"loss_type": "luspo", "importance_sampling_level": "sequence"},
         {"entropy_coef": 0.1, "top_entropy_quantile": 0.5, "beta": 0.1},
     ],
@@ -221,7 +221,7 @@ def combined_calls(monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        *({"loss_type": name} for name in ("dapo", "grpo", "bnpo", "dr_grpo", "sapo", "vespo")),
+        *({"loss_type": name} for name in ("dapo", "grpo", "bnpo", "dr_grpo", "sapo", "vespo", "gmpo", "dro")),
         {"loss_type": "luspo", "importance_sampling_level": "sequence"},
         {"loss_type": "cispo", "epsilon_high": 5.0},
         {"beta": 0.1, "use_bias_correction_kl": True, "temperature": 0.7},

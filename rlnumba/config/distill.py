@@ -38,6 +38,7 @@ class DistillRun(AheadRun):
     trainer = "distill"
     purpose = "On-policy distillation: learn a teacher's predictions on the model's own completions."
     compares_heads, needs_rewards = True, False
+    weighted_by = None
 
     train: DistillConfig = DistillConfig()
     teacher: TeacherConfig = TeacherConfig()

@@ -326,7 +326,7 @@ class AheadRun(PromptRun):
     asynchronous: AsyncConfig | None = None
 
     generates_ahead = True
-    # The unit whose loss is weighted by async.staleness `is`: a token or a sequence.
+    # The unit whose loss is weighted by async.staleness `is`: a token or a sequence, None where the loss has no ratio.
     weighted_by = "token"
     # In prime-rl's files it counts the completions of a step.
     batch_size = "train", "generation_batch_size"
@@ -341,7 +341,12 @@ class AheadRun(PromptRun):
         run = super().resolved()
         if run.train.router_replay:
             run = replace(run, engine=replace(run.engine, enable_return_routed_experts=True))
-        if not self.is_stale or "is" not in self.asynchronous.staleness or self.train.rollout_is is not None:
+        if (
+            self.weighted_by is None
+            or not self.is_stale
+            or "is" not in self.asynchronous.staleness
+            or self.train.rollout_is is not None
+        ):
             return run
         cap = str(self.asynchronous.importance_sampling_cap)
         return replace(run, train=replace(run.train, rollout_is=self.weighted_by, rollout_is_threshold=cap))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlnumba.config import DistillConfig, LoraConfig, RewardsConfig, TeacherConfig
+from rlnumba.config import AsyncConfig, DistillConfig, LoraConfig, RewardsConfig, TeacherConfig
 from rlnumba.config.sections.agents import ToolsConfig
 from rlnumba.engine.sequence import Completion
 from rlnumba.errors import ConfigError, UserError
@@ -85,6 +85,14 @@ def test_a_student_comes_nearer_to_its_teacher(tmp_path, teacher):
     run_distill(run)
     losses = [row["loss"] for row in metrics_of(run)]
     assert losses[0] > 0.5 and losses[-1] < 0.4 * losses[0], losses
+
+
+def test_completions_of_older_weights_need_no_correction(tmp_path, teacher):
+    run = distill_run(tmp_path / "run", {"model": teacher}, max_steps=4)
+    run_distill(replace(run, asynchronous=AsyncConfig(max_staleness=1)))
+    rows = metrics_of(run)
+    assert max(row["off_policy/max"] for row in rows) == 1
+    assert rows[-1]["loss"] < 0.6 * rows[0]["loss"]
 
 
 def with_demonstrations(run):

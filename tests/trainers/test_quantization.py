@@ -113,6 +113,8 @@ def test_plan_and_memory_are_those_of_the_packed_weights(tmp_path):
         pytest.skip("a plan for the cpu device")
     run = on_base(grpo_run(tmp_path / "run", max_steps=1), "nf4")
     planned = {kind: Planner(each, False, 1 << 30).plan() for kind, each in (("nf4", run), ("plain", unquantized(run)))}
+    sizes = {kind: each.notes["weights"].split(" ")[0] for kind, each in planned.items()}
+    assert sizes["nf4"] == sizes["plain"] and "linear layers nf4, others float32" in planned["nf4"].notes["weights"]
     memory.reset_peaks()
     before = memory.report().get("weights", 0)
     run_grpo(run)

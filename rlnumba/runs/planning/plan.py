@@ -154,8 +154,11 @@ class Planner:
         host = regions.pop("host", 0)
         regions.pop(SHARED, None)
         itemsize = device.dtype(dtype).itemsize
-        parameters = regions["weights"] // itemsize
-        notes["weights"] = f"{parameters:,} parameters, {dtype}"
+        parameters, kinds = regions["weights"] // itemsize, dtype
+        if run.quantization is not None:
+            parameters = weights_bytes(self.config, dtype, WHOLE) // itemsize
+            kinds = f"linear layers {run.quantization.format_name}, others {dtype}"
+        notes["weights"] = f"{parameters:,} parameters, {kinds}"
         if shards_layers:
             notes["weights"] += f": 1/{run.num_ranks} of all twice, and a layer, embedding and head"
             notes["reference"] = f"1/{run.num_ranks} of all, and a layer, embedding and head"

@@ -26,11 +26,9 @@ LONG_MODULES = {}
 MOST_LINES_OF_FUNCTION = 100
 LONG_FUNCTIONS = {}
 
-# Arguments of a function of the host, without self. An operator in kernels/ takes every array that it reads and writes
-# as an argument; the number of those with more is limited instead.
+# Arguments of a function of the host, without self.
 MOST_ARGUMENTS = 8
 LONG_SIGNATURES = {}
-LONG_OPERATORS = 10
 
 # Decorators of what runs on the device, or is an instruction.
 DEVICE = re.compile(r"\b(jit|njit|device_function|instruction\w*|intrinsic|warp_wide|warpgroup_wide|_warp_function)\b")
@@ -129,10 +127,7 @@ def test_functions_take_few_arguments(trees):
         for name, node, is_device in functions_of(tree)
         if not is_device
     }
-    operators = {name for name in counts if name.startswith("rlnumba/kernels/")}
-    check({name: count for name, count in counts.items() if name not in operators}, MOST_ARGUMENTS, LONG_SIGNATURES)
-    long = sorted(name for name in operators if counts[name] > MOST_ARGUMENTS)
-    assert len(long) <= LONG_OPERATORS, "\n".join(long)
+    check(counts, MOST_ARGUMENTS, LONG_SIGNATURES)
 
 
 def class_names(tree):

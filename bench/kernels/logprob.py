@@ -36,8 +36,9 @@ from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
 from rlnumba.kernels.logprob import chunked
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward, linear_logp_with_gradient
-from rlnumba.kernels.logprob.sm90 import chunk_columns, one_pass_shape
+from rlnumba.kernels.logprob.sm90 import HeadTuning, chunk_columns, one_pass_shape
 from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig, TileResults, TileRows, TileShape, logprob_kernel
+from rlnumba.kernels.logprob.terms import LogprobOutputs, LossGradients
 from rlnumba.kernels.nn import elementwise
 from rlnumba.runtime import dispatch, launch
 from rlnumba.runtime.arguments import tuple_type
@@ -92,19 +93,23 @@ class Problem:
     def inputs(self):
         return self.hidden, self.weight, self.ids, TEMPERATURE
 
+    @property
+    def gradients(self):
+        return LossGradients(self.dlogp, self.dhidden, self.dweight)
+
     def forward(self):
-        linear_logp(*self.inputs, self.logp, self.lse, self.entropy, self.top1)
+        linear_logp(*self.inputs, LogprobOutputs(self.logp, self.lse, self.entropy, self.top1))
 
     def backward(self):
-        linear_logp_backward(*self.inputs, self.lse, self.dlogp, self.dhidden, self.dweight)
+        linear_logp_backward(*self.inputs, self.lse, self.gradients)
 
     def both(self):
         self.forward()
         self.backward()
 
     def one_pass(self, top1=True):
-        outputs = self.logp, self.lse, self.dhidden, self.dweight, self.entropy, self.top1 if top1 else None
-        linear_logp_with_gradient(*self.inputs, self.dlogp, *outputs)
+        outputs = LogprobOutputs(self.logp, self.lse, self.entropy, self.top1 if top1 else None)
+        linear_logp_with_gradient(*self.inputs, outputs, self.gradients)
 
     def one_pass_without_argmax(self):
         self.one_pass(top1=False)
@@ -378,20 +383,23 @@ def sweep(problem):
     compile_configs()
     rows, vocabulary, width = problem.shape
     outputs = problem.logp, problem.lse, problem.entropy, problem.top1
+
+    def forward(wanted, config):
+        logprob_sm90.linear_logp(*problem.inputs, wanted, config=config)
+
     for what, wanted in (("logp and lse", outputs[:2]), ("with entropy and top1", outputs)):
         both = {"entropy": len(wanted) > 2, "top1": len(wanted) > 2}
         print_candidates(
             f"forward, {what}",
             (
-                (name, lambda config=config: logprob_sm90.linear_logp(*problem.inputs, *wanted, config=config))
+                (name, lambda config=config, wanted=wanted: forward(LogprobOutputs(*wanted), config))
                 for name, config in configs("forward", FORWARD_GEOMETRIES, **both).items()
             ),
         )
 
-    gradients = problem.lse, problem.dlogp, problem.dhidden, problem.dweight
-
     def backward(**options):
-        return lambda: logprob_sm90.linear_logp_backward(*problem.inputs, *gradients, **options)
+        arguments = *problem.inputs, problem.lse, problem.gradients
+        return lambda: logprob_sm90.linear_logp_backward(*arguments, tuning=HeadTuning(**options))
 
     print_candidates("backward", ((name, backward(config=config)) for name, config in configs("dlogits").items()))
     best = chunk_columns(min(rows, logprob_sm90.backward_rows(width)), width, vocabulary)
@@ -399,9 +407,8 @@ def sweep(problem):
     print_candidates("backward", ((f"{n} columns a chunk", backward(columns=n)) for n in columns))
 
     def one_pass(**options):
-        return lambda: logprob_sm90.linear_logp_with_gradient(
-            *problem.inputs, problem.dlogp, *outputs[:2], problem.dhidden, problem.dweight, *outputs[2:], **options
-        )
+        arguments = *problem.inputs, LogprobOutputs(*outputs), problem.gradients
+        return lambda: logprob_sm90.linear_logp_with_gradient(*arguments, HeadTuning(**options))
 
     both = {"entropy": True, "top1": True}
     named = configs("exponentials", **both)

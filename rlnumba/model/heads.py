@@ -21,6 +21,7 @@ import numpy as np
 
 from rlnumba.kernels.logprob.divergence import HeadInput, linear_divergence
 from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward, linear_logp_with_gradient
+from rlnumba.kernels.logprob.terms import KeptTokens, LogprobOutputs, LossGradients
 from rlnumba.kernels.nn.elementwise import fill, gather_rows, scatter_rows
 from rlnumba.kernels.nn.scalar_head import scalar_head, scalar_head_backward
 
@@ -71,9 +72,9 @@ class LogprobHead:
         gathered = arena.empty((targets.rows.shape[0], hidden.shape[1]), hidden.dtype)
         lse = arena.empty((targets.rows.shape[0],), np.float32)
         gather_rows(hidden, targets.rows, gathered)
-        outputs = logprobs, lse, entropy, top1
-        options = targets.thresholds, targets.every_row, targets.allowed
-        linear_logp(gathered, model.lm_head, targets.target_ids, self.temperature, *outputs, *options)
+        outputs = LogprobOutputs(logprobs, lse, entropy, top1)
+        options = KeptTokens(targets.thresholds, targets.allowed), targets.every_row
+        linear_logp(gathered, model.lm_head, targets.target_ids, self.temperature, outputs, *options)
         return SavedLogprobs(targets, gathered, lse, entropy, hidden.shape[0])
 
     def backward(self, model, saved, gradients, arena, dlogprobs, dentropy=None):
@@ -82,10 +83,11 @@ class LogprobHead:
         dentropy (T,) f32: the derivative of the loss by each entropy, which the forward must have been asked for.
         """
         targets, dgathered = saved.targets, arena.empty(saved.hidden.shape, saved.hidden.dtype)
+        by_entropy = (None, None) if dentropy is None else (saved.entropy, dentropy)
         linear_logp_backward(
-            saved.hidden, model.lm_head, targets.target_ids, self.temperature, saved.lse, dlogprobs, dgathered,
-            gradients.lm_head, None if dentropy is None else saved.entropy, dentropy, targets.thresholds,
-            targets.every_row, targets.allowed,
+            saved.hidden, model.lm_head, targets.target_ids, self.temperature, saved.lse,
+            LossGradients(dlogprobs, dgathered, gradients.lm_head, *by_entropy),
+            KeptTokens(targets.thresholds, targets.allowed), targets.every_row,
         )  # fmt: skip
         return _scattered(dgathered, targets.rows, saved.num_tokens, arena)
 
@@ -99,8 +101,9 @@ class LogprobHead:
         lse, (logprobs, *others) = arena.empty((rows.shape[0],), np.float32), (*outputs, None, None)[:3]
         gather_rows(hidden, rows, gathered)
         linear_logp_with_gradient(
-            gathered, model.lm_head, targets.target_ids, self.temperature, dlogprobs, logprobs, lse, dgathered,
-            gradients.lm_head, *others, targets.thresholds, targets.every_row, targets.allowed,
+            gathered, model.lm_head, targets.target_ids, self.temperature, LogprobOutputs(logprobs, lse, *others),
+            LossGradients(dlogprobs, dgathered, gradients.lm_head), KeptTokens(targets.thresholds, targets.allowed),
+            targets.every_row,
         )  # fmt: skip
         return _scattered(dgathered, rows, hidden.shape[0], arena)
 

@@ -18,6 +18,7 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.experts.ops import router_loss
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob.ops import IGNORED, linear_logp
+from rlnumba.kernels.logprob.terms import LogprobOutputs
 from rlnumba.kernels.nn.elementwise import scale
 from rlnumba.kernels.nn.embedding import embedding, embedding_backward, list_tokens
 from rlnumba.kernels.nn.qkv import Rotation
@@ -339,9 +340,9 @@ def score(model, batch, temperature=1.0, max_tokens=8192, arena=None):
             logprobs, lse, entropy = (memory.empty((tokens,), F32) for _ in range(3))
             top1 = memory.empty((tokens,), np.int32)
             targets = batch.targets[start:end]
-            outputs = logprobs, lse, entropy, top1
+            outputs = LogprobOutputs(logprobs, lse, entropy, top1)
             if model.ranks is None:
-                linear_logp(hidden, model.lm_head, targets, temperature, *outputs)
+                linear_logp(hidden, model.lm_head, targets, temperature, outputs)
             else:
                 model.ranks.linear_logp(hidden, model.lm_head, targets, temperature, *outputs)
             # The row before a sequence's start has target -100, which gave 0, 0 and -1.

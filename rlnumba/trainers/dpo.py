@@ -18,6 +18,7 @@ from rlnumba.config.dpo import DPORun
 from rlnumba.data.packing import TokenSequence
 from rlnumba.data.pairs import LongPairs, load_pairs, truncated
 from rlnumba.kernels.logprob.ops import linear_logp
+from rlnumba.kernels.logprob.terms import LogprobOutputs
 from rlnumba.kernels.nn.elementwise import add, scale
 from rlnumba.kernels.rl.preference_loss import LOSS, PAIR_STATS, PackedPairs, preference_loss, preference_metrics
 from rlnumba.reporting.stderr import log
@@ -167,7 +168,7 @@ def log_sum_of_squares(policy, saved):
     """
     outputs = [policy.arena.empty(saved.lse.shape, np.float32) for _ in range(2)]
     ignored, doubled = outputs
-    linear_logp(saved.hidden, policy.model.lm_head, saved.targets.target_ids, 0.5, ignored, doubled)
+    linear_logp(saved.hidden, policy.model.lm_head, saved.targets.target_ids, 0.5, LogprobOutputs(ignored, doubled))
     scale(saved.lse, -2.0, ignored)
     add(doubled, ignored, doubled)
     return doubled

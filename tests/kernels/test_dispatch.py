@@ -15,6 +15,7 @@ from rlnumba.kernels.logprob import ops as logprob
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.chunked import logp_of_logits
 from rlnumba.kernels.logprob.ops import linear_logp_ref
+from rlnumba.kernels.logprob.terms import LogprobOutputs
 from rlnumba.kernels.nn.swiglu import swiglu
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.transformer import Transformer
@@ -389,7 +390,7 @@ def test_logprob(rng, family):
     out = [device.xp().full(5, np.nan, np.float32) for _ in range(2)]
     with dispatch.forced(f"gemm=sm90,logprob={family}"):
         assert (logprob._implementation(*arrays[:2]) is logprob_sm90) == (family == "sm90")
-        logprob.linear_logp(*arrays, 0.7, *out)
+        logprob.linear_logp(*arrays, 0.7, LogprobOutputs(*out))
         plain = [device.xp().full(5, np.nan, np.float32) for _ in range(2)]
         logits = device.xp().empty((5, 40), np.float32)
         gemm.linear(*arrays[:2], logits)

@@ -13,6 +13,7 @@ from rlnumba.kernels.attention import paged as paged_attention
 from rlnumba.kernels.attention.sequences import PackedSequences, PagedSequences
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.logprob import ops as logprob
+from rlnumba.kernels.logprob.terms import LogprobOutputs, LossGradients
 from rlnumba.kernels.nn import elementwise, embedding, norm_to_residual, qkv, reduce, rmsnorm, swiglu
 from rlnumba.kernels.optim.adamw import adamw, adamw_scalars
 from rlnumba.kernels.optim.adamw_8bit import Moments, adamw_8bit
@@ -157,14 +158,14 @@ OPERATORS = {
         "scale": 0.3, "out": f32(N, H, E),
     },
     logprob.linear_logp: lambda: {
-        **head(), "logp": f32(N), "lse": f32(N), "entropy": f32(N), "top1": ids(N),
+        **head(), "outputs": LogprobOutputs(f32(N), f32(N), f32(N), ids(N)),
     },
     logprob.linear_logp_backward: lambda: {
-        **head(), "lse": f32(N), "dlogp": f32(N), "dhidden": f32(N, D), "dweight": f32(V, D),
+        **head(), "lse": f32(N), "gradients": LossGradients(f32(N), f32(N, D), f32(V, D)),
     },
     logprob.linear_logp_with_gradient: lambda: {
-        **head(), "dlogp": f32(N), "logp": f32(N), "lse": f32(N), "dhidden": f32(N, D), "dweight": f32(V, D),
-        "entropy": f32(N), "top1": ids(N),
+        **head(), "outputs": LogprobOutputs(f32(N), f32(N), f32(N), ids(N)),
+        "gradients": LossGradients(f32(N), f32(N, D), f32(V, D)),
     },
     sampling.sample: sampled,
     sampling.apply_repetition_penalty: lambda: {

@@ -15,6 +15,7 @@ from rlnumba.kernels.logprob.ops import (
     logp_backward_ref,
     logp_ref,
 )
+from rlnumba.kernels.logprob.terms import KeptTokens, LogprobOutputs, LossGradients, RowOptions
 from rlnumba.runtime import device, dispatch
 from tests.close import ROUNDING, assert_close, assert_gradient, assert_same_bits
 
@@ -52,7 +53,7 @@ def run_logp(rng, rows, vocabulary, dtype):
     dentropy = rng.standard_normal(rows).astype(np.float32)
     entropy = logp_ref(wide, ids)[2].astype(np.float32)
     of_entropy = device.asarray(entropy), device.asarray(dentropy)
-    logp_of_logits_backward(ld, idd, 1.0, lse, device.asarray(dlogp), dlogits, 0, *of_entropy)
+    logp_of_logits_backward(ld, idd, 1.0, lse, device.asarray(dlogp), dlogits, 0, RowOptions(*of_entropy))
     expected = logp_backward_ref(wide, ids, dlogp.astype(np.float64), dentropy=dentropy.astype(np.float64))
     # p (log p + H) is largest where the entropy is.
     scale = np.max(np.abs(dlogp), initial=0.0) + np.max(np.abs(dentropy), initial=0.0) * (1 + np.log(vocabulary))
@@ -74,7 +75,7 @@ def run_linear(rng, shape, dtype, temperature):
 
     out, lse, entropy = (xp.full(rows, np.nan, np.float32) for _ in range(3))
     top1 = xp.full(rows, -7, np.int32)
-    linear_logp(hd, wd, idd, temperature, out, lse, entropy, top1)
+    linear_logp(hd, wd, idd, temperature, LogprobOutputs(out, lse, entropy, top1))
     expected = linear_logp_ref(h, w, ids_checked, temperature)
     size = (25 + np.log(vocabulary)) / temperature
     for actual, value, what in zip((out, lse, entropy), expected, ("logp", "lse", "entropy"), strict=False):
@@ -88,12 +89,12 @@ def run_linear(rng, shape, dtype, temperature):
     assert_close(chosen, logits.max(axis=1, initial=-np.inf), "float32", width, size, "the logit of top1")
 
     plain, plain_lse = xp.full(rows, np.nan, np.float32), xp.full(rows, np.nan, np.float32)
-    linear_logp(hd, wd, idd, temperature, plain, plain_lse)
+    linear_logp(hd, wd, idd, temperature, LogprobOutputs(plain, plain_lse))
     assert_same_bits(plain, out, "logp without entropy")
 
     dhidden = xp.full((rows, width), np.nan, kind)
     dweight = xp.full((vocabulary, width), np.float32(np.nan))
-    linear_logp_backward(hd, wd, idd, temperature, lse, dd, dhidden, dweight)
+    linear_logp_backward(hd, wd, idd, temperature, lse, LossGradients(dd, dhidden, dweight))
     dh, dw = linear_logp_backward_ref(h, w, ids_checked, dlogp_checked, temperature)
     # The gradient of the logits is rounded to the arrays' dtype before the GEMMs.
     lost = 4 * ROUNDING[dtype] / ROUNDING["float32"]
@@ -111,7 +112,8 @@ def run_linear(rng, shape, dtype, temperature):
     dlogp[::3] = 0
     dhidden, dweight = xp.full((rows, width), np.nan, kind), xp.full((vocabulary, width), np.float32(np.nan))
     dd, hd_entropy = device.asarray(dlogp), device.asarray(dentropy)
-    linear_logp_backward(hd, wd, idd, temperature, lse, dd, dhidden, dweight, entropy, hd_entropy)
+    gradients = LossGradients(dd, dhidden, dweight, entropy, hd_entropy)
+    linear_logp_backward(hd, wd, idd, temperature, lse, gradients)
     both = dlogp[checked].astype(np.float64), temperature, dentropy[checked].astype(np.float64)
     dh, dw = linear_logp_backward_ref(h, w, ids_checked, *both)
     spread = (1 + np.log(vocabulary)) * max(spread, np.max(np.abs(dentropy), initial=0.0) / temperature)
@@ -128,7 +130,7 @@ def test_golden_numbers():
     hidden, weight = device.asarray(np.ones((2, 1), np.float32)), device.asarray(np.float32([[1], [2], [3]]))
     ids = device.asarray(np.int32([2, 1]))
     out, lse, entropy = (xp.empty(2, np.float32) for _ in range(3))
-    linear_logp(hidden, weight, ids, 1.0, out, lse, entropy)
+    linear_logp(hidden, weight, ids, 1.0, LogprobOutputs(out, lse, entropy))
     np.testing.assert_allclose(device.to_host(out), [-0.4076060, -1.4076060], atol=3e-7)
     np.testing.assert_allclose(device.to_host(entropy), [0.8323956, 0.8323956], atol=3e-7)
     logp_of_logits(device.asarray(np.float32([[1, 2, 3]] * 2)), ids, 1.0, out, lse)
@@ -230,8 +232,8 @@ def test_chunks_give_the_same_rows(rng, monkeypatch):
         monkeypatch.setattr(chunked, "CHUNK_SUMS", sums)
         out, lse, entropy = (xp.empty(rows, np.float32) for _ in range(3))
         top1, dhidden, dweight = xp.empty(rows, np.int32), xp.empty_like(hidden), xp.full_like(weight, np.nan)
-        linear_logp(hidden, weight, ids, 0.9, out, lse, entropy, top1)
-        linear_logp_backward(hidden, weight, ids, 0.9, lse, dlogp, dhidden, dweight)
+        linear_logp(hidden, weight, ids, 0.9, LogprobOutputs(out, lse, entropy, top1))
+        linear_logp_backward(hidden, weight, ids, 0.9, lse, LossGradients(dlogp, dhidden, dweight))
         results.append((out, lse, entropy, top1, dhidden, dweight))
     for other in results[1:]:
         for first, second in zip(results[0][:4], other[:4], strict=True):
@@ -257,7 +259,7 @@ def test_numpy_rows_score_as_they_are_drawn(rng, temperature):
     weight = rng.standard_normal((1003, 48), np.float32)
     ids = rng.integers(0, 1003, 40).astype(np.int32)
     out, lse = np.empty(40, np.float32), np.empty(40, np.float32)
-    linear_logp(hidden, weight, ids, temperature, out, lse)
+    linear_logp(hidden, weight, ids, temperature, LogprobOutputs(out, lse))
     for rows in (1, 16):
         logits = np.empty((rows, 1003), np.float32)
         for first in range(0, 40 - rows + 1, rows):
@@ -294,7 +296,8 @@ def test_entropy_of_masked_vocabulary_has_a_gradient():
     ids, out, lse, entropy = device.asarray(np.int32([0])), *(device.xp().empty(1, np.float32) for _ in range(3))
     logp_of_logits(logits, ids, 1.0, out, lse, entropy)
     dlogits = device.xp().empty((1, 4), np.float32)
-    logp_of_logits_backward(logits, ids, 1.0, lse, device.asarray(np.float32([0.3])), dlogits, 0, entropy, entropy)
+    dlogp, options = device.asarray(np.float32([0.3])), RowOptions(entropy, entropy)
+    logp_of_logits_backward(logits, ids, 1.0, lse, dlogp, dlogits, 0, options)
     expected = logp_backward_ref(np.array([[0.5, 1.5]]), np.int32([0]), np.array([0.3]), 1.0, device.to_host(entropy))
     np.testing.assert_allclose(device.to_host(dlogits)[0, ::2], expected[0], atol=1e-6)
     assert not device.to_host(dlogits)[0, 1::2].any()
@@ -318,7 +321,7 @@ def masked_and_renormalised(rng, rows=6, vocabulary=90, width=7, dtype="float32"
     dlogp, dentropy = (rng.standard_normal(rows).astype(np.float32) for _ in range(2))
     hd, wd, idd, td, dd = (device.asarray(a) for a in (hidden, weight, ids, thresholds, dlogp))
     out, lse, entropy, top1 = (xp.empty(rows, t) for t in (np.float32, np.float32, np.float32, np.int32))
-    linear_logp(hd, wd, idd, 0.8, out, lse, entropy, top1, td)
+    linear_logp(hd, wd, idd, 0.8, LogprobOutputs(out, lse, entropy, top1), KeptTokens(td))
     expected = linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.8, thresholds)
     for actual, value, what in zip((out, lse, entropy), expected, ("logp", "lse", "entropy"), strict=False):
         assert_close(actual, value, "float32", terms=vocabulary, scale=30.0, what=what)
@@ -329,13 +332,14 @@ def masked_and_renormalised(rng, rows=6, vocabulary=90, width=7, dtype="float32"
     for by_entropy in (False, True):
         dhidden, dweight = xp.full((rows, width), np.nan, kind), xp.zeros((vocabulary, width), np.float32)
         options = {"entropy": entropy, "dentropy": device.asarray(dentropy)} if by_entropy else {}
-        linear_logp_backward(hd, wd, idd, 0.8, lse, dd, dhidden, dweight, thresholds=td, **options)
+        linear_logp_backward(hd, wd, idd, 0.8, lse, LossGradients(dd, dhidden, dweight, **options), KeptTokens(td))
         dh, dw = linear_logp_backward_ref(*wide, dentropy.astype(np.float64) if by_entropy else None, thresholds)
         assert_close(dhidden, dh, terms=vocabulary + lost, scale=200.0, what="dhidden")
         assert_close(dweight, dw, dtype, terms=400, scale=100.0, what="dweight")
     again = [xp.empty(rows, np.float32) for _ in range(2)]
     gradients = xp.empty((rows, width), kind), xp.empty((vocabulary, width), np.float32)
-    linear_logp_with_gradient(hd, wd, idd, 0.8, dd, *again, *gradients, thresholds=td)
+    both = LogprobOutputs(*again), LossGradients(dd, *gradients)
+    linear_logp_with_gradient(hd, wd, idd, 0.8, *both, KeptTokens(td))
     dh, dw = linear_logp_backward_ref(*wide, None, thresholds)
     assert_same_bits(again[0], out, "logp with its gradient")
     assert_close(gradients[0], dh, terms=vocabulary + 2 * lost, scale=200.0, what="dhidden with logp")
@@ -368,7 +372,8 @@ def allowed_tokens(rng, rows=5, vocabulary=200, width=7, dtype="float32"):
     logits = np.where(keeps, hidden.astype(np.float64) @ weight.astype(np.float64).T, -np.inf)
     hd, wd, idd, dd = (device.asarray(a) for a in (hidden, weight, ids, dlogp))
     out, lse, entropy, top1 = (xp.empty(rows, t) for t in (np.float32, np.float32, np.float32, np.int32))
-    linear_logp(hd, wd, idd, 0.8, out, lse, entropy, top1, allowed=allowed)
+    kept = KeptTokens(allowed=allowed)
+    linear_logp(hd, wd, idd, 0.8, LogprobOutputs(out, lse, entropy, top1), kept)
     expected = logp_ref(logits, ids, 0.8)
     for actual, value, what in zip((out, lse, entropy), expected, ("logp", "lse", "entropy"), strict=False):
         assert_close(actual, value, "float32", terms=vocabulary, scale=30.0, what=what)
@@ -377,7 +382,7 @@ def allowed_tokens(rng, rows=5, vocabulary=200, width=7, dtype="float32"):
     for by_entropy in (False, True):
         dhidden, dweight = xp.full((rows, width), np.nan, kind), xp.zeros((vocabulary, width), np.float32)
         options = {"entropy": entropy, "dentropy": device.asarray(dentropy)} if by_entropy else {}
-        linear_logp_backward(hd, wd, idd, 0.8, lse, dd, dhidden, dweight, allowed=allowed, **options)
+        linear_logp_backward(hd, wd, idd, 0.8, lse, LossGradients(dd, dhidden, dweight, **options), kept)
         dlogits = logp_backward_ref(logits, ids, dlogp.astype(np.float64), 0.8, dentropy if by_entropy else None)
         assert_close(dhidden, dlogits @ weight, terms=vocabulary + lost, scale=200.0, what="dhidden")
         assert_close(dweight, dlogits.T @ hidden, dtype, terms=400, scale=100.0, what="dweight")
@@ -385,7 +390,7 @@ def allowed_tokens(rng, rows=5, vocabulary=200, width=7, dtype="float32"):
         assert not device.to_host(dweight)[~keeps.any(axis=0)].any()
     again = [xp.empty(rows, np.float32) for _ in range(2)]
     gradients = xp.empty((rows, width), kind), xp.empty((vocabulary, width), np.float32)
-    linear_logp_with_gradient(hd, wd, idd, 0.8, dd, *again, *gradients, allowed=allowed)
+    linear_logp_with_gradient(hd, wd, idd, 0.8, LogprobOutputs(*again), LossGradients(dd, *gradients), kept)
     assert_same_bits(again[0], out, "logp with its gradient")
 
 
@@ -397,7 +402,8 @@ def test_allowed_tokens(rng, monkeypatch):
     with pytest.raises(ValueError, match=r"linear_logp: allowed must be \(2, 3\) int32"):
         arrays = [device.asarray(np.zeros((2, 3), np.float32)), device.asarray(np.zeros((70, 3), np.float32))]
         ids, out = device.asarray(np.zeros(2, np.int32)), device.xp().empty(2, np.float32)
-        linear_logp(*arrays, ids, 1.0, out, out, allowed=device.asarray(np.zeros((2, 2), np.int32)))
+        kept = KeptTokens(allowed=device.asarray(np.zeros((2, 2), np.int32)))
+        linear_logp(*arrays, ids, 1.0, LogprobOutputs(out, out), kept)
 
 
 @pytest.mark.sim
@@ -427,7 +433,7 @@ def test_top1_is_the_lowest_of_equals():
         weight[list(pair), row] = 5
     ids, out, lse, top1 = xp.zeros(3, np.int32), xp.empty(3, np.float32), xp.empty(3, np.float32), xp.empty(3, np.int32)
     hidden = device.asarray(np.eye(3, dtype=np.float32))
-    linear_logp(hidden, device.asarray(weight), ids, 1.0, out, lse, top1=top1)
+    linear_logp(hidden, device.asarray(weight), ids, 1.0, LogprobOutputs(out, lse, top1=top1))
     assert device.to_host(top1).tolist() == [5, 40, 9]
 
 
@@ -470,12 +476,12 @@ def one_and_two_calls(rng, rows, vocabulary, width, dtype, temperature=0.8, with
         logp, lse, entropy = (xp.full(rows, np.nan, np.float32) for _ in range(3))
         top1, dhidden = xp.full(rows, -7, np.int32), xp.full_like(hidden, np.nan)
         dweight = xp.full(weight.shape, np.float32(np.nan))
+        outputs, gradients = LogprobOutputs(logp, lse, entropy, top1), LossGradients(dlogp, dhidden, dweight)
         if together:
-            outputs = logp, lse, dhidden, dweight, entropy, top1
-            linear_logp_with_gradient(hidden, weight, ids, temperature, dlogp, *outputs)
+            linear_logp_with_gradient(hidden, weight, ids, temperature, outputs, gradients)
         else:
-            linear_logp(hidden, weight, ids, temperature, logp, lse, entropy, top1)
-            linear_logp_backward(hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight)
+            linear_logp(hidden, weight, ids, temperature, outputs)
+            linear_logp_backward(hidden, weight, ids, temperature, lse, gradients)
         results.append((logp, lse, entropy, top1, dhidden, dweight))
     return results
 
@@ -507,14 +513,16 @@ def test_with_gradient_names_what_is_wrong():
     xp = device.xp()
     hidden, weight, dweight = (xp.zeros(shape, np.float32) for shape in ((2, 3), (5, 3), (5, 3)))
     ids, out = xp.zeros(2, np.int32), xp.zeros(2, np.float32)
+    outputs, gradients = LogprobOutputs(out, out), LossGradients(out, hidden, dweight)
     with pytest.raises(ValueError, match="linear_logp_with_gradient: temperature must be > 0, got -1"):
-        linear_logp_with_gradient(hidden, weight, ids, -1.0, out, out, out, hidden, dweight)
+        linear_logp_with_gradient(hidden, weight, ids, -1.0, outputs, gradients)
     with pytest.raises(ValueError, match=r"linear_logp_with_gradient: dlogp must be \(2\) float32, got \(3,\) float32"):
-        linear_logp_with_gradient(hidden, weight, ids, 1.0, xp.zeros(3, np.float32), out, out, hidden, dweight)
+        wrong = gradients._replace(dlogp=xp.zeros(3, np.float32))
+        linear_logp_with_gradient(hidden, weight, ids, 1.0, outputs, wrong)
     ids[1] = 5
     if device.name() != "cuda" or logprob.DEBUG:
         with pytest.raises(ValueError, match=r"linear_logp_with_gradient: ids\[1\] must be in \[0, 5\) or -100, got 5"):
-            linear_logp_with_gradient(hidden, weight, ids, 1.0, out, out, out, hidden, dweight)
+            linear_logp_with_gradient(hidden, weight, ids, 1.0, outputs, gradients)
 
 
 @pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1])
@@ -526,7 +534,8 @@ def test_a_bad_id_is_named(bad):
     ids = device.asarray(np.int32([IGNORED, bad]))
     message = rf"ids\[1\] must be in \[0, 5\) or -100, got {bad}"
     with pytest.raises(ValueError, match="linear_logp: " + message):
-        linear_logp(xp.zeros((2, 3), np.float32), xp.zeros((5, 3), np.float32), ids, 1.0, out, lse)
+        hidden, weight = xp.zeros((2, 3), np.float32), xp.zeros((5, 3), np.float32)
+        linear_logp(hidden, weight, ids, 1.0, LogprobOutputs(out, lse))
 
 
 @pytest.mark.gpu
@@ -544,12 +553,12 @@ def test_wrong_arguments_are_named(monkeypatch):
     hidden, weight = xp.zeros((2, 3), np.float32), xp.zeros((5, 3), np.float32)
     ids, out = xp.zeros(2, np.int32), xp.zeros(2, np.float32)
     with pytest.raises(ValueError, match="linear_logp: temperature must be > 0, got 0"):
-        linear_logp(hidden, weight, ids, 0.0, out, out)
+        linear_logp(hidden, weight, ids, 0.0, LogprobOutputs(out, out))
     with pytest.raises(ValueError, match=r"linear_logp: lse must be \(2\) float32, got \(3,\) float32"):
-        linear_logp(hidden, weight, ids, 1.0, out, xp.zeros(3, np.float32))
+        linear_logp(hidden, weight, ids, 1.0, LogprobOutputs(out, xp.zeros(3, np.float32)))
     top1 = xp.zeros(2, np.int32)
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="linear_logp: top1 is exact for up to 4 rows"):
         patch.setattr(logprob, "MOST_COLUMNS", 4)
-        linear_logp(hidden, weight, ids, 1.0, out, out, top1=top1)
+        linear_logp(hidden, weight, ids, 1.0, LogprobOutputs(out, out, top1=top1))
     with pytest.raises(ValueError, match=r"linear_logp: ids must be \(2\) int32, got \(2,\) int64"):
-        linear_logp(hidden, weight, xp.zeros(2, np.int64), 1.0, out, out)
+        linear_logp(hidden, weight, xp.zeros(2, np.int64), 1.0, LogprobOutputs(out, out))

@@ -11,7 +11,7 @@ from rlnumba.kernels.logprob import ops as logprob
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.chunked import logp_of_logits
 from rlnumba.kernels.logprob.ops import IGNORED, linear_logp_backward_ref, linear_logp_ref
-from rlnumba.kernels.logprob.sm90 import chunk_columns, one_pass_shape, split_k_rounds
+from rlnumba.kernels.logprob.sm90 import HeadTuning, chunk_columns, one_pass_shape, split_k_rounds
 from rlnumba.kernels.logprob.sm90_kernel import (
     MAX_EXPONENT,
     LogprobConfig,
@@ -21,6 +21,7 @@ from rlnumba.kernels.logprob.sm90_kernel import (
     can_stagger,
     logprob_kernel,
 )
+from rlnumba.kernels.logprob.terms import KeptTokens, LogprobOutputs, LossGradients
 from rlnumba.kernels.sampling.draw import Counters
 from rlnumba.kernels.sampling.ops import sample
 from rlnumba.kernels.sampling.scan import SamplingLimits
@@ -107,7 +108,7 @@ def test_simulator_forward(rng):
     case = make(rng, 5, 300, 72, "bfloat16", ignored=False)
     hidden, weight, ids, _ = case
     out = terms(5)
-    logprob_sm90.linear_logp(hidden, weight, ids, 0.8, *out, config=SIMULATED)
+    logprob_sm90.linear_logp(hidden, weight, ids, 0.8, LogprobOutputs(*out), config=SIMULATED)
     check_terms(out, case, 0.8)
     logits = np.empty((5, 300), np.float32)
     gemm_with_config(Sm90GemmConfig(256, 1, 2, "bfloat16", output="float32"), hidden, weight, logits)
@@ -124,7 +125,8 @@ def test_simulator_two_consumers(rng):
     case = make(rng, 66, 257, 136, "float16", ignored=False)
     hidden, weight, ids, _ = case
     logp, lse = terms(66)[:2]
-    logprob_sm90.linear_logp(hidden, weight, ids, 1.0, logp, lse, config=LogprobConfig("float16", "forward", 2, 2, 1))
+    config = LogprobConfig("float16", "forward", 2, 2, 1)
+    logprob_sm90.linear_logp(hidden, weight, ids, 1.0, LogprobOutputs(logp, lse), config=config)
     expected = linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids)
     assert_close(logp, expected[0], terms=136, scale=20.0, what="logp")
     assert_close(lse, expected[1], terms=136, scale=20.0, what="lse")
@@ -140,14 +142,15 @@ def test_simulator_backward(rng, monkeypatch):
     monkeypatch.setattr(logprob_sm90, "EXTRA_BYTES", 20 * (8 * 64 + 2 * 256) + 100)
     dhidden, dweight = np.full_like(hidden, np.nan), np.full(weight.shape, np.float32(np.nan))
     config = LogprobConfig("bfloat16", "dlogits", consumers=1, stages=2)
-    logprob_sm90.linear_logp_backward(hidden, weight, ids, 0.7, lse, dlogp, dhidden, dweight, config=config)
+    arguments = hidden, weight, ids, 0.7, lse, LossGradients(dlogp, dhidden, dweight)
+    logprob_sm90.linear_logp_backward(*arguments, tuning=HeadTuning(config))
     check_gradient(dhidden, dweight, case, 0.7, np.arange(20), lost=1)
 
     entropy = linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.7)[2].astype(np.float32)
     dentropy = rng.standard_normal(20).astype(np.float32)
     dhidden, dweight = np.full_like(hidden, np.nan), np.full(weight.shape, np.float32(np.nan))
-    arguments = (hidden, weight, ids, 0.7, lse, dlogp, dhidden, dweight, entropy, dentropy)
-    logprob_sm90.linear_logp_backward(*arguments, config=config._replace(entropy=True))
+    arguments = hidden, weight, ids, 0.7, lse, LossGradients(dlogp, dhidden, dweight, entropy, dentropy)
+    logprob_sm90.linear_logp_backward(*arguments, tuning=HeadTuning(config._replace(entropy=True)))
     check_gradient(dhidden, dweight, case, 0.7, np.arange(20), lost=1, dentropy=dentropy)
 
 
@@ -164,9 +167,10 @@ def test_simulator_with_gradient(rng, dtype, temperature):
     out = terms(66)
     dhidden, dweight = np.full_like(hidden, np.nan), np.full(weight.shape, np.float32(np.nan))
     logp, lse, entropy, top1 = out
-    arguments = (hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy, top1)
+    gradients = LossGradients(dlogp, dhidden, dweight)
+    arguments = hidden, weight, ids, temperature, LogprobOutputs(*out), gradients
     config = SIMULATED._replace(element=dtype, mode="exponentials")
-    logprob_sm90.linear_logp_with_gradient(*arguments, config=config, shape=(64, 2))
+    logprob_sm90.linear_logp_with_gradient(*arguments, HeadTuning(config, shape=(64, 2)))
     check_terms(out, case, temperature)
     check_gradient(dhidden, dweight, case, temperature, np.arange(66), lost=2)
     far = -logp * np.log2(np.e) > MAX_EXPONENT["bfloat16"]
@@ -184,7 +188,7 @@ def test_simulator_thresholds(rng):
     gemm_with_config(Sm90GemmConfig(256, 1, 2, "bfloat16", output="float32"), hidden, weight, logits)
     ids, thresholds = logits.argmax(axis=1).astype(np.int32), np.sort(logits, axis=1)[:, 200].copy()
     out, plain = terms(5), terms(5)
-    logprob_sm90.linear_logp(hidden, weight, ids, 0.8, *out, config=SIMULATED, thresholds=thresholds)
+    logprob_sm90.linear_logp(hidden, weight, ids, 0.8, LogprobOutputs(*out), KeptTokens(thresholds), SIMULATED)
     logp_of_logits(logits, ids, 0.8, *plain, thresholds)
     for one, other, what in zip(out, plain, ("logp", "lse", "entropy", "top1"), strict=True):
         assert_same_bits(one, other, what)
@@ -200,10 +204,9 @@ def test_simulator_short_last_split(rng, monkeypatch):
     hidden, weight, ids, dlogp = case
     out = terms(66)
     dhidden, dweight = np.full_like(hidden, np.nan), np.full(weight.shape, np.float32(np.nan))
-    logp, lse, entropy, top1 = out
-    arguments = (hidden, weight, ids, 1.3, dlogp, logp, lse, dhidden, dweight, entropy, top1)
+    arguments = hidden, weight, ids, 1.3, LogprobOutputs(*out), LossGradients(dlogp, dhidden, dweight)
     config = SIMULATED._replace(mode="exponentials")
-    logprob_sm90.linear_logp_with_gradient(*arguments, config=config, shape=(128, 2))
+    logprob_sm90.linear_logp_with_gradient(*arguments, HeadTuning(config, shape=(128, 2)))
     check_gradient(dhidden, dweight, case, 1.3, np.arange(66), lost=2)
 
 
@@ -273,7 +276,8 @@ def test_simulator_operator_without_a_gradient(rng):
     dhidden, dweight = np.full_like(hidden, np.nan), np.full(weight.shape, np.nan, np.float32)
     dlogp.fill(0)
     with dispatch.forced("sm90"):
-        logprob.linear_logp_with_gradient(hidden, weight, ids, 1.0, dlogp, logp, lse, dhidden, dweight)
+        both = LogprobOutputs(logp, lse), LossGradients(dlogp, dhidden, dweight)
+        logprob.linear_logp_with_gradient(hidden, weight, ids, 1.0, *both)
     assert np.isfinite(logp).all() and not dhidden.any() and not dweight.any()
 
 
@@ -324,14 +328,12 @@ def test_memory_of_the_operators(monkeypatch, left_out):
     ids, dlogp = np.zeros(rows, np.int32), np.ones(rows, np.float32)
     if left_out:
         ids[0], dlogp[1] = IGNORED, 0
-    logp, lse, entropy, top1 = terms(rows)
+    outputs, gradients = LogprobOutputs(*terms(rows)), LossGradients(dlogp, dhidden, dweight)
     inputs = hidden, weight, ids, 1.0
     calls = {
-        "forward": lambda: logprob.linear_logp(*inputs, logp, lse, entropy, top1),
-        "backward": lambda: logprob.linear_logp_backward(*inputs, lse, dlogp, dhidden, dweight),
-        "one pass": lambda: logprob.linear_logp_with_gradient(
-            *inputs, dlogp, logp, lse, dhidden, dweight, entropy, top1
-        ),
+        "forward": lambda: logprob.linear_logp(*inputs, outputs),
+        "backward": lambda: logprob.linear_logp_backward(*inputs, outputs.lse, gradients),
+        "one pass": lambda: logprob.linear_logp_with_gradient(*inputs, outputs, gradients),
     }
     tracemalloc.start()
     try:
@@ -358,21 +360,20 @@ def test_gpu(rng, fused, shape, dtype):
     hidden, weight, ids, dlogp = (device.asarray(array) for array in case)
     xp = device.xp()
     out, again = terms(rows), terms(rows)
-    logprob.linear_logp(hidden, weight, ids, 0.8, *out)
+    logprob.linear_logp(hidden, weight, ids, 0.8, LogprobOutputs(*out))
     check_terms(out, case, 0.8, checked)
     dhidden, dweight = xp.full_like(hidden, np.nan), xp.full(weight.shape, np.float32(np.nan))
-    logprob.linear_logp_backward(hidden, weight, ids, 0.8, out[1], dlogp, dhidden, dweight)
+    gradients = LossGradients(dlogp, dhidden, dweight)
+    logprob.linear_logp_backward(hidden, weight, ids, 0.8, out[1], gradients)
     check_gradient(dhidden, dweight, case, 0.8, checked, lost=1)
     dentropy = np.where(case[3] != 0, rng.standard_normal(rows), 0).astype(np.float32)
     dweight.fill(np.nan)
-    by_entropy = out[2], device.asarray(dentropy)
-    logprob.linear_logp_backward(hidden, weight, ids, 0.8, out[1], dlogp, dhidden, dweight, *by_entropy)
+    by_entropy = gradients._replace(entropy=out[2], dentropy=device.asarray(dentropy))
+    logprob.linear_logp_backward(hidden, weight, ids, 0.8, out[1], by_entropy)
     check_gradient(dhidden, dweight, case, 0.8, checked, lost=1, dentropy=dentropy)
     dhidden.fill(np.nan)
     dweight.fill(np.nan)
-    logp, lse, entropy, top1 = again
-    arguments = (hidden, weight, ids, 0.8, dlogp, logp, lse, dhidden, dweight, entropy, top1)
-    logprob.linear_logp_with_gradient(*arguments)
+    logprob.linear_logp_with_gradient(hidden, weight, ids, 0.8, LogprobOutputs(*again), gradients)
     for one, other in zip(again, out, strict=True):
         assert_same_bits(one, other, "one pass")
     check_gradient(dhidden, dweight, case, 0.8, checked, lost=2)
@@ -394,7 +395,7 @@ def test_gpu_drawn_tokens_are_scored_as_they_were_drawn(rng, fused, temperature)
         limits, counters = SamplingLimits(full["t"], none, full["p"], full["m"]), Counters(keys, index, index)
         sample(logits, limits, counters, token_ids, drawn)
         out, plain = terms(rows), terms(rows)
-        logprob.linear_logp(hidden[:rows], weight, token_ids, temperature, *out)
+        logprob.linear_logp(hidden[:rows], weight, token_ids, temperature, LogprobOutputs(*out))
         assert_same_bits(out[0], drawn, f"{rows} rows, drawn")
         logp_of_logits(logits, token_ids, temperature, *plain)
         for one, other in zip(out, plain, strict=True):

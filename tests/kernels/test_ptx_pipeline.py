@@ -4,8 +4,6 @@ TMA and wgmma are asynchronous, so a wait that is missing need not show at small
 runs with the threads in their own order, and, if RLNUMBA_SLOW=1, in two orders that are drawn.
 """
 
-import functools
-
 import numpy as np
 import pytest
 
@@ -15,6 +13,7 @@ from rlnumba.kernels.attention.sm90_config import AttentionConfig
 from rlnumba.kernels.attention.sm90_decode import kernel, producer
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.sm90_kernel import LogprobConfig
+from rlnumba.kernels.logprob.terms import LogprobOutputs, LossGradients
 from rlnumba.runtime import device, simulator
 from tests.kernels import test_attention_backward_sm90 as gradient
 from tests.kernels import test_attention_sm90 as forward
@@ -132,7 +131,7 @@ def test_log_prob(rng, config):
     out = head.terms(rows)
     if not config.entropy:
         out = [*out[:2], None, None]
-    logprob_sm90.linear_logp(hidden, weight, ids, 0.8, *out, config=config)
+    logprob_sm90.linear_logp(hidden, weight, ids, 0.8, LogprobOutputs(*out), config=config)
     if config.entropy:
         head.check_terms(out, case, 0.8)
     else:
@@ -147,18 +146,19 @@ def test_log_prob_backward(rng, monkeypatch, config):
     hidden, weight, ids, dlogp = case
     lse = head.linear_logp_ref(hidden.astype(np.float64), weight.astype(np.float64), ids, 0.7)[1].astype(np.float32)
     dhidden, dweight = np.full_like(hidden, np.nan), np.full(weight.shape, np.float32(np.nan))
-    backward = functools.partial(logprob_sm90.linear_logp_backward, columns=512)
     config = config._replace(mode="dlogits", top1=False, entropy=False)
-    backward(hidden, weight, ids, 0.7, lse, dlogp, dhidden, dweight, config=config)
+    gradients, tuning = LossGradients(dlogp, dhidden, dweight), logprob_sm90.HeadTuning(config, columns=512)
+    logprob_sm90.linear_logp_backward(hidden, weight, ids, 0.7, lse, gradients, tuning=tuning)
     head.check_gradient(dhidden, dweight, case, 0.7, np.arange(rows), lost=1)
 
 
 def test_log_prob_in_one_pass(rng):
     case = head.make(rng, 150, 700, 200, BF16, ignored=False)
     hidden, weight, ids, dlogp = case
-    logp, lse, entropy, top1 = out = head.terms(150)
+    out = head.terms(150)
     dhidden, dweight = np.full_like(hidden, np.nan), np.full(weight.shape, np.float32(np.nan))
-    arguments = (hidden, weight, ids, 1.3, dlogp, logp, lse, dhidden, dweight, entropy, top1)
-    logprob_sm90.linear_logp_with_gradient(*arguments, config=HEADS[0]._replace(mode="exponentials"), shape=(128, 2))
+    arguments = hidden, weight, ids, 1.3, LogprobOutputs(*out), LossGradients(dlogp, dhidden, dweight)
+    tuning = logprob_sm90.HeadTuning(HEADS[0]._replace(mode="exponentials"), shape=(128, 2))
+    logprob_sm90.linear_logp_with_gradient(*arguments, tuning)
     head.check_terms(out, case, 1.3)
     head.check_gradient(dhidden, dweight, case, 1.3, np.arange(150), lost=2)

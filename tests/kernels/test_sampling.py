@@ -4,6 +4,7 @@ import pytest
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob.chunked import logp_of_logits
 from rlnumba.kernels.logprob.ops import linear_logp
+from rlnumba.kernels.logprob.terms import LogprobOutputs
 from rlnumba.kernels.nn import row_sum
 from rlnumba.kernels.philox import noise_key
 from rlnumba.kernels.sampling import draw as draw_module
@@ -377,7 +378,7 @@ def test_log_prob_has_the_bits_of_linear_logp(rng):
         arguments["logits"] = device.to_host(logits)
         token_ids, logprobs = draw(arguments)
         scored, lse = (device.xp().empty(rows, np.float32) for _ in range(2))
-        linear_logp(hidden, weight, device.asarray(token_ids), temperature, scored, lse)
+        linear_logp(hidden, weight, device.asarray(token_ids), temperature, LogprobOutputs(scored, lse))
         assert_same_bits(logprobs, scored, f"temperature {temperature}")
 
 

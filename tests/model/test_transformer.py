@@ -9,6 +9,7 @@ from rlnumba.errors import UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward
+from rlnumba.kernels.logprob.terms import LogprobOutputs, LossGradients
 from rlnumba.model.hub import find_model
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Tape, load_model, pack, packed_attention, save_model, score
@@ -66,10 +67,11 @@ def loss_and_gradients(model, batch, recompute=False, arena=None):
     tape = Tape(recompute)
     hidden = hidden_of(model, batch, tape, arena)
     logprobs, lse = xp.empty(N, np.float32), xp.empty(N, np.float32)
-    linear_logp(hidden, model.lm_head, batch.targets, 1.0, logprobs, lse)
+    linear_logp(hidden, model.lm_head, batch.targets, 1.0, LogprobOutputs(logprobs, lse))
     count = int((batch.targets >= 0).sum())
     dlogp, dhidden = xp.full(N, -1 / count, np.float32), xp.empty_like(hidden)
-    linear_logp_backward(hidden, model.lm_head, batch.targets, 1.0, lse, dlogp, dhidden, grads.lm_head)
+    gradients = LossGradients(dlogp, dhidden, grads.lm_head)
+    linear_logp_backward(hidden, model.lm_head, batch.targets, 1.0, lse, gradients)
     model.backward(dhidden, tape, grads)
     return -float(logprobs.sum()) / count, grads
 

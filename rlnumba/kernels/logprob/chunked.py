@@ -12,7 +12,7 @@ import numpy as np
 from rlnumba.kernels.cpu import logprob as cpu
 from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
 from rlnumba.kernels.logprob import IGNORED, slices
-from rlnumba.kernels.logprob.terms import VANISHED, entropy_terms, kernel_outputs, store_terms
+from rlnumba.kernels.logprob.terms import NO_OPTIONS, VANISHED, RowOptions, entropy_terms, kernel_outputs, store_terms
 from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.nn.row_sum import GROUPS, LOG2_E, ROW_THREADS, row_terms_function
 from rlnumba.kernels.ptx.warp import device_function, exp2, vector_access, widen
@@ -131,14 +131,12 @@ def logp_of_logits(logits, ids, temperature, logp, lse, entropy=None, top1=None,
     launch(logp_kernel(masked), ids.shape[0], ROW_THREADS, logits, ids, float(temperature), thresholds, outputs)
 
 
-def logp_of_logits_backward(
-    logits, ids, temperature, lse, dlogp, dlogits, first_id=0, entropy=None, dentropy=None, thresholds=None
-):  # fmt: skip
+def logp_of_logits_backward(logits, ids, temperature, lse, dlogp, dlogits, first_id=0, options=NO_OPTIONS):
     """dlogits of logp_backward_ref, of the columns of logits, whose ids begin at first_id.
 
-    logits, dlogits (N, columns), which may be one array; ids, lse, dlogp (N,), and entropy, dentropy, thresholds too
-    or None.
+    logits, dlogits (N, columns), which may be one array; ids, lse, dlogp (N,). options: RowOptions.
     """
+    entropy, dentropy, thresholds = options
     masked = thresholds is not None
     thresholds = thresholds if masked else lse[:0]
     if device.name() == "cpu":
@@ -170,27 +168,22 @@ def backward_rows(width):
     return _whole_tiles(CHUNK_SUMS // max(width, 1))
 
 
-def linear_logp(hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, thresholds=None, allowed=None):
+def linear_logp(hidden, weight, ids, temperature, outputs, kept):
     """ops.linear_logp of checked arrays, by chunks of rows."""
     step = forward_rows(weight.shape[0])
     memory = device.xp().empty((min(step, hidden.shape[0]), weight.shape[0]), np.float32)
     for rows, count in slices(hidden.shape[0], step):
         linear(hidden[rows], weight, memory[:count])
-        if allowed is not None:
-            keep_allowed(memory[:count], allowed[rows])
-        arrays = logp, lse, entropy, top1, thresholds
-        of_rows = (None if array is None else array[rows] for array in arrays)
+        if kept.allowed is not None:
+            keep_allowed(memory[:count], kept.allowed[rows])
+        of_rows = (None if array is None else array[rows] for array in (*outputs, kept.thresholds))
         logp_of_logits(memory[:count], ids[rows], temperature, *of_rows)
 
 
-def linear_logp_backward(
-    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, thresholds=None,
-    allowed=None, accumulate=False,
-):  # fmt: skip
-    """ops.linear_logp_backward of checked arrays, by chunks of rows, and of the vocabulary for each.
-
-    accumulate: dweight has a part of the gradient already, that of other rows, and is added to.
-    """
+def linear_logp_backward(hidden, weight, ids, temperature, lse, gradients, kept):
+    """ops.linear_logp_backward of checked arrays, by chunks of rows, and of the vocabulary for each."""
+    dlogp, dhidden, dweight, entropy, dentropy, accumulate = gradients
+    thresholds, allowed = kept
     (rows, width), vocabulary, xp = hidden.shape, weight.shape[0], device.xp()
     row_step = min(rows, backward_rows(width))
     step = min(vocabulary, _whole_tiles(CHUNK_LOGITS // 2 // max(row_step, 1)))
@@ -208,9 +201,9 @@ def linear_logp_backward(
             linear(h, weight[chunk], logits)
             if allowed is not None:
                 keep_allowed(logits, allowed[batch], chunk.start)
-            others = (None if array is None else array[batch] for array in (entropy, dentropy, thresholds))
+            options = RowOptions(*(None if each is None else each[batch] for each in (entropy, dentropy, thresholds)))
             of_rows = ids[batch], temperature, lse[batch], dlogp[batch]
-            logp_of_logits_backward(logits, *of_rows, dlogits, chunk.start, *others)
+            logp_of_logits_backward(logits, *of_rows, dlogits, chunk.start, options)
             linear_backward_input(dlogits, weight[chunk], sums, accumulate=True)
             if dweight is not None:
                 linear_backward_weight(dlogits, h, dweight[chunk], accumulate=accumulate or batch.start > 0)

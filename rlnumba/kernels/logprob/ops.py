@@ -23,6 +23,7 @@ from rlnumba.kernels.checks import F32, FLOATS, I32, check
 from rlnumba.kernels.gemm.ops import backend
 from rlnumba.kernels.logprob import IGNORED, chunked, slices
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
+from rlnumba.kernels.logprob.terms import ALL_TOKENS, KeptTokens, LogprobOutputs, LossGradients
 from rlnumba.kernels.nn.elementwise import fill, gather_rows, scatter_rows
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.launch import DEBUG
@@ -31,72 +32,58 @@ from rlnumba.runtime.launch import DEBUG
 MOST_COLUMNS = 2**24
 
 
-def linear_logp(
-    hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, thresholds=None, every_row=False,
-    allowed=None,
-):  # fmt: skip
+def linear_logp(hidden, weight, ids, temperature, outputs, kept=ALL_TOKENS, every_row=False):
     """Log-probability of ids under softmax(hidden weight^T / temperature), without an (N, V) array.
 
-    hidden (N, D), weight (V, D) of one floating dtype; ids (N,) int32, IGNORED or in [0, V); temperature > 0;
-    thresholds (N,) float32, of the logits before the temperature, or None for all logits; allowed (N, ceil(V / 32))
-    int32: bit v % 32 of word v / 32 is token v's, or None for all tokens.
-    Written: logp, lse, entropy (N,) float32 (entropy in nats), top1 (N,) int32, the lowest index of the largest
-    logit. Logits are float32. every_row: compute all rows, without a look at the ids. Raises ValueError for other
-    shapes or dtypes, and for another id (on a GPU only with RLNUMBA_DEBUG set: else NaN).
+    hidden (N, D), weight (V, D) of one floating dtype; ids (N,) int32, IGNORED or in [0, V); temperature > 0; kept:
+    KeptTokens. outputs: LogprobOutputs, written; top1 is the lowest index of the largest logit. Logits are float32.
+    every_row: compute all rows, without a look at the ids. Raises ValueError for other shapes or dtypes, and for
+    another id (on a GPU only with RLNUMBA_DEBUG set: else NaN).
     """
     rows, vocabulary = _check_linear("linear_logp", hidden, weight, ids, temperature)
-    outputs = logp, lse, entropy, top1
     _check_outputs("linear_logp", rows, vocabulary, *outputs)
-    _check_kept("linear_logp", rows, vocabulary, thresholds, allowed)
-    implementation = _implementation(hidden, weight, allowed)
+    _check_kept("linear_logp", rows, vocabulary, *kept)
+    implementation = _implementation(hidden, weight, kept.allowed)
 
     def run(hidden, ids, thresholds, allowed, *outputs):
-        masks = {} if allowed is None else {"allowed": allowed}
-        implementation.linear_logp(hidden, weight, ids, temperature, *outputs, thresholds=thresholds, **masks)
+        kept = KeptTokens(thresholds, allowed)
+        implementation.linear_logp(hidden, weight, ids, temperature, LogprobOutputs(*outputs), kept)
 
     selected = ids != IGNORED if not every_row and _selects_rows(implementation) else None
-    _run_on_rows(run, selected, (hidden, ids, thresholds, allowed), outputs, implementation.forward_rows(vocabulary))
+    _run_on_rows(run, selected, (hidden, ids, *kept), outputs, implementation.forward_rows(vocabulary))
 
 
-def linear_logp_backward(
-    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, thresholds=None,
-    every_row=False, allowed=None,
-):  # fmt: skip
-    """The gradient of linear_logp: dhidden =, dweight =. The logits are computed again.
+def linear_logp_backward(hidden, weight, ids, temperature, lse, gradients, kept=ALL_TOKENS, every_row=False):
+    """The gradient of linear_logp: dhidden =, dweight =, or += to accumulate. The logits are computed again.
 
-    hidden, weight, ids, temperature, thresholds, allowed as in linear_logp, lse as it wrote it; dlogp (N,) float32;
-    dhidden (N, D) of hidden's dtype; dweight (V, D) float32, or None where the weight is not trained. entropy as
-    linear_logp wrote it and dentropy (N,) float32, the loss's derivatives by the entropies, or both None. The gradient
+    hidden, weight, ids, temperature, kept as in linear_logp, lse as it wrote it; gradients: LossGradients. The gradient
     of the logits is rounded to hidden's dtype. Rows with dlogp and dentropy 0 give 0; unless every_row they are left
     out, which changes the last bits of dweight. Raises ValueError as linear_logp.
     """
     rows, vocabulary = _check_linear("linear_logp_backward", hidden, weight, ids, temperature)
     check("linear_logp_backward", "lse", lse, (rows,), F32)
+    dlogp, dhidden, dweight, entropy, dentropy, is_written = gradients
     _check_gradients("linear_logp_backward", hidden, weight, dlogp, dhidden, dweight)
     # With both, registers of the sm_90 kernel would spill.
-    both = dentropy is not None and thresholds is not None
-    implementation = chunked if both else _implementation(hidden, weight, allowed)
-    _check_kept("linear_logp_backward", rows, vocabulary, thresholds, allowed)
+    both = dentropy is not None and kept.thresholds is not None
+    implementation = chunked if both else _implementation(hidden, weight, kept.allowed)
+    _check_kept("linear_logp_backward", rows, vocabulary, *kept)
     if dentropy is not None:
         for name, array in (("entropy", entropy), ("dentropy", dentropy)):
             check("linear_logp_backward", name, array, (rows,), F32)
 
-    is_written = False
-
-    def run(hidden, ids, lse, dlogp, entropy, dentropy, thresholds, allowed, dhidden):
+    def run(hidden, *arrays):
         nonlocal is_written
-        gradients = dlogp, dhidden, dweight, entropy, dentropy, thresholds
-        masks = {} if allowed is None else {"allowed": allowed}
-        implementation.linear_logp_backward(
-            hidden, weight, ids, temperature, lse, *gradients, accumulate=is_written, **masks
-        )  # fmt: skip
+        ids, lse, dlogp, entropy, dentropy, *kept, dhidden = arrays
+        of_rows = LossGradients(dlogp, dhidden, dweight, entropy, dentropy, is_written)
+        implementation.linear_logp_backward(hidden, weight, ids, temperature, lse, of_rows, KeptTokens(*kept))
         is_written = is_written or len(ids) > 0
 
     selected = None
     if not every_row and _selects_rows(implementation):
         has_gradient = dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
         selected = (ids != IGNORED) & has_gradient
-    inputs = hidden, ids, lse, dlogp, entropy, dentropy, thresholds, allowed
+    inputs = hidden, ids, lse, dlogp, entropy, dentropy, *kept
     rows_at_once = implementation.backward_rows(hidden.shape[1])
     _run_on_rows(run, selected, inputs, (dhidden,), rows_at_once)
     if dweight is not None and not is_written:
@@ -104,12 +91,11 @@ def linear_logp_backward(
 
 
 def linear_logp_with_gradient(
-    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, thresholds=None,
-    every_row=False, allowed=None,
+    hidden, weight, ids, temperature, outputs, gradients, kept=ALL_TOKENS, every_row=False
 ):  # fmt: skip
-    """linear_logp and linear_logp_backward at once, for a loss whose dlogp (N,) float32 is known beforehand.
+    """linear_logp and linear_logp_backward at once, for a loss whose dlogp is known beforehand, without dentropy.
 
-    Arguments and errors as theirs. logp, lse, entropy and top1 have linear_logp's bits.
+    Arguments and errors as theirs. The outputs have linear_logp's bits.
 
     On sm90 a row takes three GEMMs instead of four, or one if its dlogp is 0 and not every_row, and probabilities are
     rounded to hidden's dtype once more. Beside the arguments it needs at most EXTRA_BYTES, 256 MiB (252 where D is
@@ -118,27 +104,23 @@ def linear_logp_with_gradient(
     """
     op = "linear_logp_with_gradient"
     rows, vocabulary = _check_linear(op, hidden, weight, ids, temperature)
-    outputs = logp, lse, entropy, top1
     _check_outputs(op, rows, vocabulary, *outputs)
+    dlogp, dhidden, dweight, _, _, is_written = gradients
     _check_gradients(op, hidden, weight, dlogp, dhidden, dweight)
-    _check_kept(op, rows, vocabulary, thresholds, allowed)
-    if _implementation(hidden, weight, allowed) is chunked or thresholds is not None:
-        linear_logp(hidden, weight, ids, temperature, *outputs, thresholds, every_row, allowed)
-        gradients = lse, dlogp, dhidden, dweight
-        kept = {"thresholds": thresholds, "allowed": allowed}
-        linear_logp_backward(hidden, weight, ids, temperature, *gradients, every_row=every_row, **kept)
+    _check_kept(op, rows, vocabulary, *kept)
+    if _implementation(hidden, weight, kept.allowed) is chunked or kept.thresholds is not None:
+        linear_logp(hidden, weight, ids, temperature, outputs, kept, every_row)
+        linear_logp_backward(hidden, weight, ids, temperature, outputs.lse, gradients, kept, every_row)
         return
 
     def forward(hidden, ids, *outputs):
-        logprob_sm90.linear_logp(hidden, weight, ids, temperature, *outputs)
+        logprob_sm90.linear_logp(hidden, weight, ids, temperature, LogprobOutputs(*outputs))
 
-    is_written = False
-
-    def one_pass(hidden, ids, dlogp, logp, lse, entropy, top1, dhidden):
+    def one_pass(hidden, ids, dlogp, *arrays):
         nonlocal is_written
-        logprob_sm90.linear_logp_with_gradient(
-            hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy, top1, is_written
-        )
+        *outputs, dhidden = arrays
+        of_rows = LossGradients(dlogp, dhidden, dweight, accumulate=is_written)
+        logprob_sm90.linear_logp_with_gradient(hidden, weight, ids, temperature, LogprobOutputs(*outputs), of_rows)
         is_written = True
 
     if every_row and rows:

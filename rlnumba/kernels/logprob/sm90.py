@@ -21,6 +21,7 @@ H200, 16,384 x 1024 x 151,936: each GEMM is 5.1 TFLOP, 6.8 ms at 750 TFLOP/s. Ti
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,7 +48,7 @@ from rlnumba.kernels.logprob.sm90_rows import (
     reference_kernel,
     sum_splits_kernel,
 )
-from rlnumba.kernels.logprob.terms import kernel_outputs
+from rlnumba.kernels.logprob.terms import ALL_TOKENS, kernel_outputs
 from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.nn.row_sum import TILE_COLUMNS
 from rlnumba.kernels.ptx.shared_memory import LINE
@@ -107,13 +108,28 @@ def forward_rows(vocabulary):
     return max(1, QUARTER // (4 * RESULTS * tiles) // TILE_ROWS) * TILE_ROWS
 
 
-def linear_logp(
-    hidden, weight, ids, temperature, logp, lse, entropy=None, top1=None, config=None, thresholds=None
-):  # fmt: skip
-    """ops.linear_logp without ignored rows, for arrays that are supported.
+class HeadTuning(NamedTuple):
+    """Choices that a caller makes instead of leaving the best to an operator.
+
+    config: a LogprobConfig of the mode "dlogits" of a backward, "exponentials" of one pass. columns: of a chunk of the
+    backward. shape: (rows, splits) of a block of one pass; split_config: its LogprobConfig of mode "split_k".
+    """
+
+    config: LogprobConfig | None = None
+    columns: int | None = None
+    shape: tuple | None = None
+    split_config: LogprobConfig | None = None
+
+
+BEST = HeadTuning()
+
+
+def linear_logp(hidden, weight, ids, temperature, outputs, kept=ALL_TOKENS, config=None):
+    """ops.linear_logp without ignored rows, for arrays that are supported; kept without allowed tokens.
 
     config: a LogprobConfig of mode "forward" instead of the best.
     """
+    (logp, lse, entropy, top1), thresholds = outputs, kept.thresholds
     config = config or LogprobConfig(hidden.dtype.name, "forward", entropy=entropy is not None, top1=top1 is not None)
     config = config._replace(masked=thresholds is not None)
     xp, tiles = device.xp(), -(-weight.shape[0] // TILE_COLUMNS)
@@ -155,21 +171,17 @@ def _padded(columns):
     return columns + -columns % 8
 
 
-def linear_logp_backward(
-    hidden, weight, ids, temperature, lse, dlogp, dhidden, dweight, entropy=None, dentropy=None, thresholds=None,
-    accumulate=False, config=None, columns=None,
-):  # fmt: skip
-    """ops.linear_logp_backward without ignored rows, for arrays that are supported.
+def linear_logp_backward(hidden, weight, ids, temperature, lse, gradients, kept=ALL_TOKENS, tuning=BEST):
+    """ops.linear_logp_backward without ignored rows, for arrays that are supported; kept without allowed tokens.
 
-    A caller that has lse without a forward, from the rollout, gets the gradient for three GEMMs. accumulate: dweight
-    has a part of the gradient already, that of other rows, and is added to.
-    config: a LogprobConfig of mode "dlogits", columns: of a chunk, instead of the best.
+    A caller that has lse without a forward, from the rollout, gets the gradient for three GEMMs.
     """
-    config = config or LogprobConfig(hidden.dtype.name, "dlogits", entropy=dentropy is not None)
+    (dlogp, dhidden, dweight, entropy, dentropy, accumulate), thresholds = gradients, kept.thresholds
+    config = tuning.config or LogprobConfig(hidden.dtype.name, "dlogits", entropy=dentropy is not None)
     config = config._replace(masked=thresholds is not None)
     xp, (vocabulary, width) = device.xp(), weight.shape
     step = min(backward_rows(width), hidden.shape[0])
-    columns = columns or chunk_columns(step, width, vocabulary)
+    columns = tuning.columns or chunk_columns(step, width, vocabulary)
     arrays = {"ids": ids, "lse": lse, "dlogp": dlogp, "thresholds": thresholds}
     if dentropy is not None:
         arrays |= {"entropy": entropy, "dentropy": dentropy}
@@ -222,21 +234,15 @@ def split_k_rounds(rounds, tiles, splits):
     return length, longest
 
 
-def linear_logp_with_gradient(
-    hidden, weight, ids, temperature, dlogp, logp, lse, dhidden, dweight, entropy=None, top1=None, accumulate=False,
-    config=None, shape=None, split_config=None,
-):  # fmt: skip
-    """ops.linear_logp_with_gradient without ignored rows, in three GEMMs, for arrays that are supported.
-
-    accumulate: dweight has a part of the gradient already, that of other rows, and is added to.
-    config: a LogprobConfig of mode "exponentials", split_config: of "split_k", shape: (rows, splits) of a block,
-    instead of the best.
-    """
+def linear_logp_with_gradient(hidden, weight, ids, temperature, outputs, gradients, tuning=BEST):
+    """ops.linear_logp_with_gradient without ignored rows, in three GEMMs, for arrays that are supported."""
+    logp, lse, entropy, top1 = outputs
+    dlogp, dhidden, dweight, *_, accumulate = gradients
     options = {"entropy": entropy is not None, "top1": top1 is not None}
-    config = config or LogprobConfig(hidden.dtype.name, "exponentials", **options)
-    split_config = split_config or config._replace(mode="split_k", entropy=False, top1=False)
+    config = tuning.config or LogprobConfig(hidden.dtype.name, "exponentials", **options)
+    split_config = tuning.split_config or config._replace(mode="split_k", entropy=False, top1=False)
     xp, (vocabulary, width), outputs = device.xp(), weight.shape, kernel_outputs(logp, lse, entropy, top1, ids)
-    step, splits = shape or one_pass_shape(width, vocabulary)
+    step, splits = tuning.shape or one_pass_shape(width, vocabulary)
     all_partials = xp.empty((splits * step, width), np.float32)
     step = min(step, -(-hidden.shape[0] // config.rows) * config.rows)
     all_results = xp.empty((step, -(-vocabulary // TILE_COLUMNS) * RESULTS), np.float32)

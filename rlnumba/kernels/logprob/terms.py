@@ -12,6 +12,56 @@ from rlnumba.runtime.device import cuda
 VANISHED, LN_2 = np.float32(-1000.0), np.float32(math.log(2.0))
 
 
+class LogprobOutputs(NamedTuple):
+    """The outputs of linear_logp, (N,) each: logp, lse and entropy float32, top1 int32; the last two or None."""
+
+    logp: object
+    lse: object
+    entropy: object = None
+    top1: object = None
+
+
+class LossGradients(NamedTuple):
+    """A loss's derivatives by log-probs, and the gradients that a backward writes for them.
+
+    Read: dlogp (N,) float32; entropy as linear_logp wrote it with dentropy (N,) float32, or both None. Written: dhidden
+    (N, D) of the hidden states' dtype; dweight (V, D) float32, None where the weight is not trained. accumulate:
+    dweight has a part of the gradient already, that of other rows, and is added to.
+    """
+
+    dlogp: object
+    dhidden: object
+    dweight: object
+    entropy: object = None
+    dentropy: object = None
+    accumulate: bool = False
+
+
+class KeptTokens(NamedTuple):
+    """The tokens of each row that a sampler keeps.
+
+    thresholds (N,) float32, of the logits before the temperature, or None for all logits; allowed (N, ceil(V / 32))
+    int32: bit v % 32 of word v / 32 is token v's, or None for all tokens.
+    """
+
+    thresholds: object = None
+    allowed: object = None
+
+
+ALL_TOKENS = KeptTokens()
+
+
+class RowOptions(NamedTuple):
+    """Arrays (N,) float32 that a backward reads where there are any: entropy with dentropy, thresholds."""
+
+    entropy: object = None
+    dentropy: object = None
+    thresholds: object = None
+
+
+NO_OPTIONS = RowOptions()
+
+
 class Terms(NamedTuple):
     """Outputs of linear_logp, (N,) each; entropy and top1 without elements are not written."""
 

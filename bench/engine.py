@@ -22,7 +22,7 @@ from shapes import random_model
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import LLM, SamplingParams, core
-from rlnumba.engine.runner import Runner
+from rlnumba.engine.runner import WHOLE, Runner
 from rlnumba.kernels.attention.paged import PrefixSharing
 from rlnumba.model.transformer import load_model
 from rlnumba.runtime import device
@@ -87,9 +87,9 @@ class TimedRunner(Runner):
         # (whether the device goes on from the step before, begin, end) of each decode step.
         self.laps = []
 
-    def launch(self):
+    def launch(self, part=WHOLE):
         begin = self.context.stream.record(device.xp().cuda.Event())
-        super().launch()
+        super().launch(part)
         self.laps.append((self.num_launched > 1, begin, self.context.stream.record(device.xp().cuda.Event())))
 
     def idle_shares(self):

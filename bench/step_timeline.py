@@ -25,7 +25,7 @@ from tensor_parallel import on_engine
 
 from rlnumba.config import EngineConfig
 from rlnumba.engine import SamplingParams, core
-from rlnumba.engine.runner import MAX_IN_FLIGHT, Runner
+from rlnumba.engine.runner import MAX_IN_FLIGHT, WHOLE, Runner
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.transformer import load_model
 from rlnumba.parallel.tensor_parallel import on_ranks
@@ -52,12 +52,12 @@ class CountingRunner(Runner):
     def end_count(cls):
         cls.counted = cls.late, cls.launched
 
-    def launch(self):
+    def launch(self, part=WHOLE):
         before = self.num_launched - 2
         CountingRunner.launched += 1
         if before >= 0 and self.events and self.events[before % MAX_IN_FLIGHT].done:
             CountingRunner.late += 1
-        super().launch()
+        super().launch(part)
 
 
 def arguments_of(parser):

@@ -13,7 +13,7 @@ from rlnumba.kernels.delta_rule.arithmetic import (
     StateCache,
     StateSequences,
 )
-from rlnumba.kernels.delta_rule.decode import DecodeOutputs, delta_rule_decode
+from rlnumba.kernels.delta_rule.decode.kernel import DecodeOutputs, delta_rule_decode
 from rlnumba.kernels.delta_rule.gated_norm import gated_norm
 from rlnumba.kernels.delta_rule.inputs import TAPS, ConvCache, DeltaRuleHeads
 from rlnumba.kernels.delta_rule.ops import delta_rule
@@ -24,9 +24,10 @@ from tests.kernels.test_delta_rule_inputs import EPS, on_device, packed, random_
 
 # Two value heads of one key head.
 HEADS = DeltaRuleHeads(1, 2, 128, 128)
-# (tokens before the step's, tokens at which the sequence resumed): within a block, a fold, a prefix hit; and a fold
-# of the first block, the second token behind a hit, the first token, other sub-blocks, the last token of a block.
-PLACES = [(40, -1), (128, -1), (64, 64)]
+# (tokens before the step's, tokens at which the sequence resumed): within a block, a fold, a prefix hit, the second
+# token; and a fold of the first block, the second token behind a hit, the first token, other sub-blocks, the last token
+# of a block.
+PLACES = [(40, -1), (128, -1), (64, 64), (1, -1)]
 MORE = [(64, -1), (66, 64), (0, -1), (5, -1), (63, -1), (70, -1), (127, -1), (65, 64), (128, 64), (129, -1), (190, 128)]
 
 
@@ -216,6 +217,11 @@ def test_wrong_arguments_are_named(rng):
     with pytest.raises(
         ValueError, match="delta_rule_decode: heads must have 128 columns of 16 bits, got .* of float32"
     ):
+        step.run()
+    step = Step(rng, [(0, -1)], DeltaRuleHeads(1, 1, 128, 128), "float16")
+    one_further = device.asarray(np.zeros(step.conv.rows.size + 1, np.float16))[1:].reshape(step.conv.rows.shape)
+    step.conv = step.conv._replace(rows=one_further)
+    with pytest.raises(ValueError, match="delta_rule_decode: projected, conv and caches must begin at multiples of 16"):
         step.run()
 
 

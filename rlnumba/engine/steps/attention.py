@@ -3,7 +3,7 @@
 from rlnumba.kernels.attention.paged import fuses_qkv, paged_attention, paged_attention_qkv, plan_paged_attention
 from rlnumba.kernels.attention.sequences import PagedSequences, SharedPrefixes
 from rlnumba.kernels.delta_rule.arithmetic import StateCache, StateSequences
-from rlnumba.kernels.delta_rule.decode import delta_rule_decode
+from rlnumba.kernels.delta_rule.decode.kernel import delta_rule_decode
 from rlnumba.kernels.delta_rule.inputs import ConvCache, delta_rule_inputs, empty_tokens
 from rlnumba.kernels.delta_rule.ops import delta_rule_family, paged_delta_rule
 from rlnumba.kernels.nn.qkv import qkv_split_to_cache

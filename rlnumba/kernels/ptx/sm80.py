@@ -185,6 +185,11 @@ def copy_to_global(destination, source):
     memory(destination, CHUNK)[:] = memory(source, CHUNK)
 
 
+@instruction("prefetch.global.L2 [$0];", "l")
+def prefetch_l2(address):
+    """Fetch the 128 bytes around an address of global memory into L2, without waiting."""
+
+
 # Four neighbouring float32.
 load_global_four, store_global_four = load_function("ffff", "global", "l"), store_function("ffff", "global", "l")
 

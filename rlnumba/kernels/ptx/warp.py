@@ -292,6 +292,18 @@ def int_as_float(value):
     return np.int32(value).view(np.float32)
 
 
+@instruction("prmt.b32 $0, $1, $2, 0x5410;", "rr", "r", effects=False)
+def lower_halves(a, b):
+    """The lower 16 bits of a, and those of b above them."""
+    return np.int32((int(b) & 0xFFFF ^ 0x8000) - 0x8000 << 16 | int(a) & 0xFFFF)
+
+
+@instruction("prmt.b32 $0, $1, $2, 0x7632;", "rr", "r", effects=False)
+def upper_halves(a, b):
+    """The upper 16 bits of a, and those of b above them."""
+    return np.int32(int(b) >> 16 << 16 | int(a) >> 16 & 0xFFFF)
+
+
 @instruction("")
 def compiler_barrier():
     """Loads that stand above begin before what stands below; NVVM would sink them to their first use."""

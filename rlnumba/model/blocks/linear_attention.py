@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK, operand_dtype, planes_of
-from rlnumba.kernels.delta_rule.decode import DecodeOutputs
+from rlnumba.kernels.delta_rule.decode.kernel import DecodeOutputs
 from rlnumba.kernels.delta_rule.gated_norm import gated_norm, gated_norm_backward
 from rlnumba.kernels.delta_rule.inputs import (
     CONV_ROWS,

@@ -1,0 +1,1 @@
+"""A decode step of linear attention: kernel.py is the operator, products.py a warp's part of it."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from rlnumba.config.generation import GenerationPlan
 from rlnumba.config.keys import key
-from rlnumba.config.schema import EngineConfig, EvalConfig, ReferenceConfig, RewardsConfig, Run, TrainConfig
+from rlnumba.config.schema import EngineConfig, EvalConfig, ReferenceConfig, Run, TrainConfig
 from rlnumba.config.sections.agents import ACTS, LOGS_TOKENS, EnvironmentConfig, RolloutConfig, ToolsConfig
 from rlnumba.config.sections.asynchronous import AsyncConfig
+from rlnumba.config.sections.rewards import RewardsConfig
 from rlnumba.config.sections.teacher import TeacherConfig
 from rlnumba.errors import ConfigError, MissingKey
 

@@ -15,34 +15,6 @@ from rlnumba.errors import ConfigError, MissingKey
 
 
 @dataclass(frozen=True)
-class RewardsConfig(Section):
-    """The reward functions of a run. A completion's reward is the weighted sum of their values that are not None."""
-
-    section = "rewards"
-    funcs: list[str] = key(
-        [],
-        'Built-in (docs/writing-a-reward.md), `file.py:function`, `package.module:function`; "name(key=value)"; the '
-        "folder of a reward model (docs/reward.md).",
-    )
-    weights: list[float] | None = key(None, "A weight for each function; None: all 1.0. TRL: reward_weights.")
-    timeout: float = key(
-        30.0, "Seconds for one completion: a call with a group of n may take n times as long; not TRL.", above=0
-    )
-    reward_errors: str = key(
-        "raise",
-        "If a function fails, `raise` ends the run with a checkpoint, `skip` counts the completion, without a value.",
-        choices=("raise", "skip"),
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.weights is not None and len(self.weights) != len(self.funcs):
-            raise ConfigError(
-                f"rewards.weights must have one weight for each of the {len(self.funcs)} funcs, got {len(self.weights)}"
-            )
-
-
-@dataclass(frozen=True)
 class EvalConfig(Section):
     """Keys of how held-out prompts are completed and counted. A key that is None is as in training."""
 

@@ -12,12 +12,15 @@ import traceback
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards import functions as built_in
 from rlnumba.rewards.calling import EnvironmentReward, RewardError, Rewards, importable_name, takes_environments
 from rlnumba.rewards.functions import FACTORIES, reference_answers, texts_of
 from rlnumba.rewards.gym import gym
+from rlnumba.rewards.judges import PREFIX as JUDGE
+from rlnumba.rewards.judges import find_judge
 
 # Names without arguments.
 BUILT_IN = built_in.BUILT_IN | {"gym": gym}
@@ -56,7 +59,7 @@ def load_rewards(config, functions=(), open_model=None, environment_classes=()):
     environment_classes: names of those whose get_reward is a further function each, of weight 1. Raises ConfigError for
     an unknown name, UserError for a missing file or package, RewardError where importing fails.
     """
-    functions = list(functions) or [resolve(spec) for spec in config.funcs]
+    functions = list(functions) or [resolve(spec, config.judges) for spec in config.funcs]
     for k, function in enumerate(functions):
         if isinstance(function, ModelFolder):
             if open_model is None:
@@ -96,11 +99,15 @@ def _spec_of(function):
         return None
 
 
-def resolve(spec):
+def resolve(spec, judges=MappingProxyType({})):
     """The function named by "name", "file.py:name" or "package.module:name", each optionally with (key=value, ...).
 
-    The path of a folder is a ModelFolder.
+    The path of a folder is a ModelFolder. judges: tables of rewards.judges, for "judge:name".
     """
+    if spec.strip().startswith(JUDGE):
+        judge = find_judge(spec, judges)
+        _resolved[judge] = judge.spec
+        return judge
     folder = Path(spec).expanduser()
     if spec.strip() and spec not in BUILT_IN and folder.is_dir():
         return ModelFolder(folder)

@@ -22,9 +22,9 @@ class JudgeConfig:
     url: of an API as OpenAI's, up to /v1. model: its id there, "" for a server of one model. rubric: what a good
     completion is. scale: the lowest and the highest number, which become 0 and 1. form: one of FORMS. opponents: of a
     completion in pairs, 0 for all others of its group. structured_outputs: by which key the server is asked to
-    force the form of the answer, one of FORCED. api_key_env: the environment variable with the key. timeout_s: of a request;
-    retries: after a failure. concurrency: requests at a time. cache: answers that are kept. prompt_price,
-    completion_price: of a million tokens.
+    force the form of the answer, one of FORCED. api_key_env: the environment variable with the key. timeout_s: of a
+    request; retries: after a failure. concurrency: requests at a time. cache: answers that are kept.
+    prompt_price, completion_price: of a million tokens.
     """
 
     name: str

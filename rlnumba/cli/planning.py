@@ -76,8 +76,8 @@ def compile_kernels(config, trainer, gpu, overrides):
     """Compile the kernels that a run will launch, on all cores, into the cache of machine code.
 
     A run does this itself, once a kernel is missing. --gpu needs no GPU, as when an image is built, but the extra
-    cuda12 or cuda13 of this package, which has the compiler. Of the model config.json and the tokenizer are read, and
-    of the data the rows; no weights. RLNUMBA_CACHE_DIR names the cache's folder (default ~/.cache/rlnumba).
+    cuda12 or cuda13 of this package, which has the compiler. It reads the model's config.json and tokenizer and the
+    rows of the data, and no weights. RLNUMBA_CACHE_DIR names the cache's folder (default ~/.cache/rlnumba).
     """
     from rlnumba.runtime.compile.machine_code import check_compiler
 

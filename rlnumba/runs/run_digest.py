@@ -112,7 +112,8 @@ def files_hash(paths):
 def source_hash(*objects):
     """A hash of the source files of functions, classes and callable objects, or None where there are none.
 
-    The version of this package stands for functions of its own. Of a ModelReward, which comes alone, it is the model's.
+    The version of this package stands for functions of its own. The hash of a ModelReward, which comes alone, is that
+    of its model.
     """
     if isinstance(objects[0], ModelReward):
         return model_hash(objects[0].folder)

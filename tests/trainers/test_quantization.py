@@ -23,7 +23,7 @@ from tests.close import assert_same_bits
 from tests.trainers.runs import GOLDEN, MODEL, grpo_run, metrics_of, sft_run
 from tests.trainers.test_resume import elsewhere, hash_of
 
-FORMAT_NAMES = tuple(FORMATS)
+FORMAT_NAMES, LINEAR_ATTENTION = tuple(FORMATS), ["in_proj", "out_proj"]
 
 
 def on_base(run, type="nf4", group_size=16, **lora):
@@ -92,8 +92,15 @@ def test_an_adapter_trains_as_on_the_values_of_the_base(tmp_path, plain):
     assert hash_of(run) == hash_of(other)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5", "qwen3_5_moe"])
-def test_experts_and_linear_attention(family):
+@pytest.mark.parametrize(
+    "family, others",
+    [
+        ("qwen3_moe", []),
+        ("qwen3_5", LINEAR_ATTENTION),
+        ("qwen3_5_moe", [*LINEAR_ATTENTION, "shared_down", "shared_gate_up"]),
+    ],
+)
+def test_experts_and_linear_attention(family, others):
     """The log-probs have the bits of a model with the values in its matrices; routers and gates are the model's."""
     folder, config = GOLDEN / family, QuantizationConfig(type="int8", group_size=8)
     model, plain = load_model(folder, make_weights=partial(QuantizedWeights, quantization=config)), load_model(folder)
@@ -103,6 +110,8 @@ def test_experts_and_linear_attention(family):
     for found, expected in zip(score(model, batch), score(plain, batch), strict=True):
         assert_same_bits(found, expected)
     before = load_model(folder)
+    kinds = {name.rpartition(".")[2] for name in model.weights.quantized}
+    assert kinds == {"qkv", "o", "gate_up", "down", *others}
     name = min(model.weights.quantized)
     values, others = (device.to_host(each.weights[name]) for each in (plain, before))
     assert not np.array_equal(values, others)

@@ -705,6 +705,11 @@ def test_verl_compute_score(tmp_path):
     assert rewards.score(PROMPTS, TEXTS, IDS, columns).values[:, 0].tolist() == [4.0, 6.0, 1.0]
 
 
+def test_environments_come_after_the_functions_and_their_weights():
+    rewards = load_rewards(RewardsConfig(funcs=["gsm8k_reward"], weights=[0.5]), environment_classes=("Maze", "Shop"))
+    assert rewards.names == ["gsm8k_reward", "Maze", "Shop"] and rewards.weights.tolist() == [0.5, 1.0, 1.0]
+
+
 def test_functions_of_one_name_are_numbered():
     functions = [lambda completions, n=n, **columns: [n] * len(completions) for n in range(5)]
     rewards = load_rewards(RewardsConfig(funcs=["f", "g", "f", "g", "f"]), functions)

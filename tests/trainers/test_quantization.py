@@ -112,6 +112,8 @@ def test_experts_and_linear_attention(family, others):
     before = load_model(folder)
     kinds = {name.rpartition(".")[2] for name in model.weights.quantized}
     assert kinds == {"qkv", "o", "gate_up", "down", *others}
+    of_experts = {f"model.layers.{i}.{name}" for i in model.config.mixture_layers for name in ("gate_up", "down")}
+    assert of_experts <= model.weights.quantized.keys()
     name = min(model.weights.quantized)
     values, others = (device.to_host(each.weights[name]) for each in (plain, before))
     assert not np.array_equal(values, others)

@@ -92,7 +92,8 @@ def engine_request(config, run, dtype, prompt_lengths):
         # Completions run ahead of training: there are as many more, and some begin while others are decoded.
         prompt_lengths = [*prompt_lengths] * (run.asynchronous.max_staleness + 1)
     workload = tuple(prompt_lengths), params.n, params.max_tokens, kernel_list.extras_of([params])
-    return kernel_list.Request(config, dtype, run.lora, run.engine, *workload, run.is_stale, run.quantization)
+    options = {"mixes": run.is_stale, "quantization": run.quantization}
+    return kernel_list.Request(config, dtype, run.lora, run.engine, *workload, **options)
 
 
 def other_rollouts(trainer, train, prompt_lengths):

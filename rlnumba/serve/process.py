@@ -6,7 +6,6 @@ The first SIGINT or SIGTERM lets what has begun end, for drain_timeout seconds; 
 import asyncio
 import os
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -30,13 +29,6 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
 # Seconds for answers that are written when the engine has ended.
 LAST_WRITES_S = 5
-# Both threads need Python's lock. After the server's thread has written pieces of streams for some time, it leaves the
-# lock alone for REST times as long, at most MAX_REST_S, in which tokens gather for the next pieces. Timers of the event
-# loop are whole milliseconds: shorter rests are left out, so a few streams get each token at once.
-REST = 2
-MIN_REST_S, MAX_REST_S = 0.001, 0.05
-# Seconds after which a thread that waits for Python's lock gets it: a part of the engine's step, which waits with it.
-SWITCH_S = 0.0005
 
 
 class ServerThread:
@@ -78,22 +70,13 @@ class ServerThread:
             self.loop.call_soon_threadsafe(self._call_all)
 
     def _call_all(self):
-        began = time.monotonic()
         try:
             while self.events:
                 for function, argument in self.events.popleft():
                     function(argument)
         finally:
-            # The handlers that this has woken are ahead of it in the event loop's queue.
-            self.loop.call_soon(self._rest, began)
-
-    def _rest(self, began):
-        """The handlers have written what was delivered: be ready for more after a rest."""
-        rest = min(REST * (time.monotonic() - began), MAX_REST_S)
-        if rest < MIN_REST_S:
-            self._get_ready()
-        else:
-            self.loop.call_later(rest, self._get_ready)
+            # The handlers that this has woken, and that write, are ahead of it in the event loop's queue.
+            self.loop.call_soon(self._get_ready)
 
     def _get_ready(self):
         # Before the queue is read: what comes afterwards, and is not found, is called for by `deliver`.
@@ -139,17 +122,6 @@ class Ending:
                 signal.signal(number, handler)
 
 
-@contextmanager
-def switching_every(seconds):
-    """Have Python's lock change hands so often in the block, where several threads want it."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(seconds)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
 class ServerProcess:
     """A server over an Engine, which `run` serves in the calling thread until `ending` has received a signal.
 
@@ -172,7 +144,7 @@ class ServerProcess:
 
     def run(self, started):
         """Serve; started() is called when requests are accepted."""
-        with self.ending.handled(), switching_every(SWITCH_S):
+        with self.ending.handled():
             self.engine_loop.engine.wake()
             self.thread.start()
             started()

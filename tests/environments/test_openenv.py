@@ -105,7 +105,7 @@ def test_tools_rewards_and_errors_are_the_servers(caller):
 
 
 def test_a_run_finds_its_environment_on_a_server():
-    """Schemas are the server's, to the letter, and an episode calls its tool."""
+    """Schemas equal the server's, and an episode calls its tool."""
     tokenizer = Tokenizer.from_folder(MODEL)
     with served() as (url, log):
         sections = vars(agents_with(tokenizer).run)

@@ -115,7 +115,7 @@ def test_members_of_a_group_with_other_prompts_are_named_once(tmp_path, capsys):
 
 @pytest.mark.parametrize("make", [agent_run, guess_run], ids=["tools", "environment"])
 def test_the_samples_at_the_end_are_episodes(make, tmp_path, capsys):
-    """Those of the first step, to the letter, where nothing has been learned; seeds and tools as in the run."""
+    """Those of the first step, unchanged, where nothing has been learned; seeds and tools as in the run."""
     run = make(tmp_path / "run", per_device_train_batch_size=32, max_steps=1, learning_rate=0.0)
     train(run)
     text = capsys.readouterr().err.partition("before training and after it, drawn with the same noise:\n")[2]

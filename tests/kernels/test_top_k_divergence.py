@@ -2,6 +2,7 @@
 
 import itertools
 import pathlib
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -32,6 +33,9 @@ def test_the_reference_is_trls_loss():
 def test_gradient_of_reference(beta, add_tail):
     rng = np.random.default_rng(1)
     student, teacher, dloss = rng.standard_normal((3, 7)), rng.standard_normal((3, 7)), rng.standard_normal(3)
+    # The tail of the student's first row is below its smallest value, and has no gradient.
+    student[0, :3] += 15
+    teacher[0, :3] += 4
     form = 0.8, beta, 3, add_tail
     slopes = top_k_divergence_ref(student, teacher, *form)[1] * dloss[:, None]
 
@@ -39,6 +43,18 @@ def test_gradient_of_reference(beta, add_tail):
         return float(np.dot(top_k_divergence_ref(student, teacher, *form)[0], dloss))
 
     assert_gradient(loss, slopes, student, "dlogits")
+
+
+@pytest.mark.parametrize("beta, add_tail", FORMS)
+def test_memory_of_the_reference_grows_with_the_tokens_alone(beta, add_tail):
+    """A derivative of each token by each one would be terabytes at a vocabulary of 32,000."""
+    logits = np.random.default_rng(6).standard_normal((2, 2, 4000))
+    tracemalloc.start()
+    try:
+        top_k_divergence_ref(*logits, 0.8, beta, 20, add_tail)
+        assert tracemalloc.get_traced_memory()[1] < 30 * logits[0].nbytes
+    finally:
+        tracemalloc.stop()
 
 
 def run_logits(rng, shape, dtype, beta, add_tail, temperature=0.9):

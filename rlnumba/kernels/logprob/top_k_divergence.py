@@ -166,12 +166,14 @@ def top_k_divergence_ref(student, teacher, temperature, beta, top_k, add_tail):
         log_m = np.log(np.where(counted, (1 - beta) * a + beta * b, 1))
         loss = beta * b * (log_b - log_m) + (1 - beta) * a * (log_a - log_m)
         slopes = (1 - beta) * a * (log_a - log_m)
-    # d log a_c / d s_j, c the second index and j the third.
-    p, tokens = np.exp(log_p), np.eye(student.shape[1])
-    own = a if not add_tail else p
-    jacobian = within[:, :, None] * (tokens - own[:, None, :] * (1 if add_tail else within[:, None, :]))
+    # Back through these steps: from the categories to the log-probs of all tokens, and through these to the logits.
+    p = np.exp(log_p)
+    share = np.where(within, p, 0)
+    mass = share.sum(axis=1, keepdims=True)
+    share /= mass
     if add_tail:
-        mass = (p * within).sum(axis=1)[:, None]
-        of_tail = -p * (within - mass) / np.exp(log_a[:, -1:]) * is_free
-        jacobian = np.append(jacobian, of_tail[:, None, :], axis=1)
-    return loss.sum(axis=1), np.einsum("nc,ncj->nj", slopes, jacobian) / temperature
+        of_mass = np.where(is_free, -slopes[:, -1:] * mass / np.exp(log_a[:, -1:]), 0)
+    else:
+        of_mass = -slopes.sum(axis=1, keepdims=True)
+    of_log_p = slopes[:, : student.shape[1]] + of_mass * share
+    return loss.sum(axis=1), (of_log_p - p * of_log_p.sum(axis=1, keepdims=True)) / temperature

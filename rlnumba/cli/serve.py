@@ -6,7 +6,7 @@ import os
 import click
 
 from rlnumba.cli.command_line import cli
-from rlnumba.cli.options import BASE, DTYPE, MODEL, POSITIVE, QUANTIZATION, SHARE
+from rlnumba.cli.options import BASE, DTYPE, MODEL, POSITIVE, QUANTIZATION, SHARE, TENSOR_PARALLEL
 from rlnumba.cli.progress import log_device, prepare_compiling
 from rlnumba.cli.rows import open_model
 from rlnumba.config.lora import MAX_LORAS, LoraConfig
@@ -50,6 +50,7 @@ THINKING = click.Choice(["auto", "qwen3", "gemma4", "none"])
 @click.option("--dev-endpoints", is_flag=True, help="Let a trainer pause the engine and give it new weights.")
 @click.option("--log-requests", is_flag=True, help="A line on stderr for each request.")
 @QUANTIZATION
+@TENSOR_PARALLEL
 def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser, reasoning_parser, **options):
     """Serve a model over HTTP, with the routes of OpenAI's API.
 
@@ -69,7 +70,9 @@ def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser
     from rlnumba.serve.settings import ServerSettings
 
     # That of the weights, not of copies of them.
-    quantization = options.pop("quantization")
+    quantization, tensor_parallel_size = options.pop("quantization"), options.pop("tensor_parallel_size")
+    if tensor_parallel_size != 1:
+        check_parted(options)
     names = {field.name for field in dataclasses.fields(EngineConfig)} & set(options)
     # The server bounds what a request may list; what it lists for a sampling mask has a bound of its own. One that
     # sleeps leaves its memory to other processes.
@@ -82,7 +85,7 @@ def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser
     settings = ServerSettings(names=served_model_name or (model,), root=model, **options)
     adapters = [read_module(each, settings) for each in modules]
     check_lora_root(allows_adapters, settings.lora_root)
-    prepare_compiling(1)
+    prepare_compiling(tensor_parallel_size)
     log_device()
     folder, base, config, tokenizer = open_model(model, base)
     settings = dataclasses.replace(settings, folder=str(folder))
@@ -92,25 +95,46 @@ def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser
     if chat_template is not None:
         set_template(tokenizer, chat_template)
     parsers = Parsers(tokenizer, tool_call_parser, reasoning_parser)
-    bound = bind(settings.host, settings.port)
 
     from rlnumba.engine.adapters import for_adapters
     from rlnumba.engine.core import Engine
     from rlnumba.engine.llm import TEXT_TOKENS, compile_ahead
+    from rlnumba.engine.parallel_size import choose_ranks
     from rlnumba.engine.sequence import SamplingParams
     from rlnumba.model.transformer import Checkpoint
+    from rlnumba.sampling.offline import Shards
 
-    if base is None:
+    share = engine_config.gpu_memory_utilization
+    size = choose_ranks(tensor_parallel_size, config, dtype, share, quantization)
+    bound = bind(settings.host, settings.port) if size == 1 else None
+    work = engine_config, [TEXT_TOKENS], [SamplingParams()], (), quantization
+    if base is None and size > 1:
+        Shards(size).compile_ahead(config, dtype or config.dtype, *work)
+    elif base is None:
         # The kernels of adapters are the same whatever their ranks and target modules.
         lora = (LoraConfig(),) if adapters or allows_adapters else None
-        work = engine_config, [TEXT_TOKENS], [SamplingParams()], (), quantization
         compile_ahead(config, dtype or config.dtype, lora, *work)
-    loaded = Checkpoint(folder, base, dtype, quantization=quantization).load()
+    checkpoint = Checkpoint(folder, base, dtype, quantization=quantization)
+    if size > 1:
+        from rlnumba.serve.parts import PartedServer, serve_parts
+
+        server = PartedServer(settings, engine_config, tokenizer, (tool_call_parser, reasoning_parser))
+        serve_parts(size, checkpoint, server)
+        return
+    loaded = checkpoint.load()
     if adapters or allows_adapters:
         loaded = for_adapters(loaded)
     engine = Engine(loaded, tokenizer, engine_config)
     process = ServerProcess(settings, engine, parsers, bound, adapters)
     process.run(lambda: announce(process.url))
+
+
+def check_parted(options):
+    """Raise ConfigError for options, by name, that a model which several processes have a part of does not go with."""
+    whole = "lora_modules", "allow_runtime_lora", "dev_endpoints"
+    found = next((name for name in whole if options[name]), None)
+    if found is not None:
+        raise ConfigError(f"--{found.replace('_', '-')} needs a model that one process has whole, without --tp")
 
 
 def read_module(text, settings):

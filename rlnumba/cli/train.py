@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from rlnumba.cli.command_line import cli
-from rlnumba.cli.options import CONFIG, DTYPE, OF_A_RUN_FILE, OVERRIDES, POSITIVE, TRAINER
+from rlnumba.cli.options import CONFIG, DTYPE, OF_A_RUN_FILE, OVERRIDES, POSITIVE, TENSOR_PARALLEL, TRAINER
 from rlnumba.cli.progress import CommandProgress, log_device
 from rlnumba.cli.run_files import first_readable, parse_overrides, runs_of_any_trainer
 from rlnumba.config.runs import RUNS
@@ -90,8 +90,9 @@ for _run_class in RUNS.values():
 @click.option("--model", help="Folder of a model or adapter, or hub id. Default: the run's model.")
 @click.option("--output", help="Folder for metrics.json and completions.jsonl. Default: none is written.")
 @DTYPE
+@TENSOR_PARALLEL
 @OVERRIDES
-def evaluate(config, trainer, model, output, dtype, overrides):
+def evaluate(config, trainer, model, output, dtype, tensor_parallel_size, overrides):
     """Evaluate a model on a run's data.eval: rewards, avg@k and pass@k of prompts, with the sampling of [eval]; loss
     and the trainer's other metrics of a file of rows.
 
@@ -112,7 +113,7 @@ def evaluate(config, trainer, model, output, dtype, overrides):
     progress = CommandProgress()
 
     def evaluated(run):
-        return run, run_eval(run, model, output, dtype, progress)
+        return run, run_eval(run, model, output, dtype, progress, tensor_parallel_size=tensor_parallel_size)
 
     (run, found), others = first_readable(runs, evaluated, RowError)
     name = describe_model(run, model)

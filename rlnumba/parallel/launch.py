@@ -56,7 +56,14 @@ class Failure(NamedTuple):
 
 
 def launch(
-    function, world_size, *args, transport="shm", timeout_s=TIMEOUT_S, piece_bytes=shared_memory.PIECE_BYTES, gpus=None
+    function,
+    world_size,
+    *args,
+    transport="shm",
+    timeout_s=TIMEOUT_S,
+    piece_bytes=shared_memory.PIECE_BYTES,
+    gpus=None,
+    ends_by_signal=False,
 ):
     """Run function(communicator, *args) on ranks 0 .. world_size - 1 and return what it returned, by rank: a list.
 
@@ -64,8 +71,8 @@ def launch(
     transport: "shm" or "tcp", on the cpu device, or in the simulator if this process has it; "peer" or "nccl", on GPUs
     of this host. gpus: the number of each rank's GPU (placement.py), by default its rank; all processes see all GPUs.
     Kernels given to ahead_of_time are compiled before, once for all ranks, which share the cache. timeout_s: see
-    Communicator. piece_bytes: bytes of a piece of shm and tcp. Raises RankError for the first rank that fails;
-    KeyboardInterrupt after a signal.
+    Communicator. piece_bytes: bytes of a piece of shm and tcp. ends_by_signal: whether ranks that return after a signal
+    have done what they were to do. Raises RankError for the first rank that fails; KeyboardInterrupt after a signal.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"launch: transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
@@ -84,6 +91,8 @@ def launch(
             ranks = Ranks(links, place, call)
             stack.callback(ranks.end)
             results = ranks.results()
+            if ends_by_signal:
+                signals.forget()
             return [pickle.loads(results[rank]) for rank in range(world_size)]
 
 

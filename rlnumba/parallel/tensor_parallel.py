@@ -22,6 +22,8 @@ must be equal.
 A rank is a process, on the cpu device or with a GPU (placement.py).
 """
 
+import time
+
 import numpy as np
 import xxhash
 
@@ -42,6 +44,8 @@ from rlnumba.runtime.context import current
 
 # The module that lists the kernels of ranks.
 KERNEL_LIST = "rlnumba.parallel.kernel_list"
+# Seconds between two signs of life of a rank 0 that has nothing to do: less than any time limit of an operation.
+MEET_S = 1.0
 # Decode steps between two comparisons, each of which waits for the device once.
 COMPARED_STEPS = 256
 # Rows from which on each rank samples some of them. It then receives an R-th of the logits, 2 us a row less of a
@@ -59,7 +63,7 @@ class TensorParallel:
     def __init__(self, communicator, vocab_size):
         self.communicator, self.vocab_size = communicator, vocab_size
         self.rank, self.count = communicator.rank, communicator.world_size
-        self.num_steps = 0
+        self.num_steps, self.met_at = 0, 0.0
 
     def gather_columns(self, part, out):
         """Write and return out (N, C), whose columns are those of the ranks' parts (N, C / count), in their order."""
@@ -146,6 +150,12 @@ class TensorParallel:
         if self.rank == 0:
             self.communicator.objects((method, arguments))
 
+    def meet_if_due(self):
+        """On rank 0, let the other ranks know now and then that there is nothing to do: they do not wait for ever."""
+        if time.monotonic() - self.met_at > MEET_S:
+            self.met_at = time.monotonic()
+            self.lead("meet")
+
     def end(self):
         """Let the other ranks return from `follow`. Rank 0 alone."""
         self.communicator.objects(None)
@@ -159,9 +169,9 @@ def _shares(count, ranks):
 def follow(model, config, others=None):
     """Do the steps of rank 0's engine until it calls `end`. config: its EngineConfig.
 
-    others: {name: function} of what it leads beside the methods of its runner.
+    others: {name: function} of what it leads beside the methods of its runner, and to meet.
     """
-    engine, others = Engine(model, None, config), others or {}
+    engine, others = Engine(model, None, config), {"meet": lambda: None} | (others or {})
     while (call := model.ranks.communicator.objects(None)[0]) is not None:
         method, arguments = call
         if method != "repeat":
@@ -191,12 +201,17 @@ def on_groups(function, count, load, calls, key):
     return launch_groups(_with_shard, count, [(function, load, arguments) for arguments in calls], **place)
 
 
+def load_shard(communicator, load):
+    """This rank's shard of a model, which computes with those of the other ranks. load: of on_ranks."""
+    model = load(shard=Shard(communicator.rank, communicator.world_size))
+    model.ranks = TensorParallel(communicator, model.config.vocab_size)
+    return model
+
+
 def _with_shard(communicator, function, load, arguments):
     """The work of each rank of on_ranks: load its shard of the model and call function(model, *arguments)."""
-    shard = Shard(communicator.rank, communicator.world_size)
-    model = load(shard=shard)
-    model.ranks = TensorParallel(communicator, model.config.vocab_size)
-    if shard.rank:
+    model = load_shard(communicator, load)
+    if communicator.rank:
         *arguments, _ = arguments
         function(model, *arguments, None)
         return None

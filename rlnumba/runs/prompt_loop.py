@@ -13,6 +13,7 @@ the weights for the time in which it draws (parallel/gathered_weights.py).
 import math
 from collections.abc import Callable
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.parallel.ray_cluster import connected
+from rlnumba.parallel.tensor_parallel import follow, load_shard
 from rlnumba.reporting.stderr import log
 from rlnumba.rewards import TrainingProgress
 from rlnumba.runs import evaluation, kept_data
@@ -117,20 +119,23 @@ class TrainerOnPrompts(NamedTuple):
     def check_eval_data(self, run):
         """Every rank reads the prompts itself."""
 
-    def evaluate(self, run, model, status, communicator, reward_funcs=()):
+    def evaluate(self, run, model, status, communicator, reward_funcs=(), is_cut=False):
         """(metrics of a run's data.eval by name, lines of completions.jsonl) for a folder of a model or an adapter,
-        None: the run's, on each rank. status: called with a line on the progress, or None."""
+        None: the run's, on each rank. status: called with a line on the progress, or None. is_cut: whether each rank
+        has a part of the model, and rank 0 alone the result."""
         params = eval_params(run)
         if params.temperature == 0 and params.n > 1:
             raise ConfigError(f"eval.num_generations ({params.n}) completions at temperature 0 are all the same")
         base, _ = find_base(model or run.model)
+        load = partial(load_model, model or run.model, run.train.dtype, make_weights=weights_in(run.quantization))
+        if is_cut and communicator.rank:
+            return follow(load_shard(communicator, load), run.engine)
         with agents_of(run, base) as agents:
             rewards = rewards_of(run, reward_funcs, agents) if communicator.rank == 0 else None
             check_stops_of(params, base)
-            kind = weights_in(run.quantization)
-            loaded = load_model(model or run.model, run.train.dtype, make_weights=kind)
-            llm = LLM(loaded, Tokenizer.from_folder(base), run.engine)
-            ranks, prompts = LedLLM(llm, communicator, agents), load_prompts(run.data.eval, run, llm, True, agents)
+            llm = LLM(load_shard(communicator, load) if is_cut else load(), Tokenizer.from_folder(base), run.engine)
+            ranks = LedLLM(llm, None if is_cut else communicator, agents)
+            prompts = load_prompts(run.data.eval, run, llm, True, agents)
 
             def draw():
                 drawn = ranks.llm, rewards, prompts, params, TrainingProgress(0, 0, 0.0), status
@@ -140,7 +145,10 @@ class TrainerOnPrompts(NamedTuple):
                     del row["advantage"]
                 return evaluation.metrics_of(generation, rewards.names, run), rows
 
-            return ranks.led(draw, shared=lambda found: (found[0], []))
+            found = ranks.led(draw, shared=lambda found: (found[0], []))
+            if is_cut:
+                llm.model.ranks.end()
+            return found
 
     def planned_step(self, planner, run):
         """The Step of a Planner's run, or of a variant of it: completions of the longest prompt, as long as they may

@@ -92,6 +92,12 @@ def _unraisable(unraisable):
         sys.__unraisablehook__(unraisable)
 
 
+def forget():
+    """The signal that has arrived has had its effect: it has no further one."""
+    global _received, _due
+    _received, _due = None, False
+
+
 def hold():
     """Hold signals from now on until `release`."""
     global _held

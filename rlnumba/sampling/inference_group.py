@@ -224,7 +224,7 @@ def _follow(link, report, connection, staging, setup):
         def open_staging(offer):
             receiver.staging = Mapping(offer)
 
-        led = {"open_staging": open_staging, "copy_weights": receiver.copy, "meet": lambda: None}
+        led = {"open_staging": open_staging, "copy_weights": receiver.copy}
         follow(model, setup.engine, led | {"freeze": garbage.freeze})
     except CommunicationError:
         pass  # another process of the engine has ended

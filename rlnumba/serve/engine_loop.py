@@ -119,6 +119,8 @@ class EngineLoop:
         try:
             while not ends():
                 self._carry_out_commands()
+                if self.engine.model.ranks is not None:
+                    self.engine.model.ranks.meet_if_due()
                 self._flush()
                 if not self.episodes.is_idle and not self.control.is_stopped:
                     self._step()

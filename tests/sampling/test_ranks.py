@@ -13,7 +13,7 @@ from rlnumba.config import DeployConfig, EngineConfig
 from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
-from rlnumba.errors import CommunicationError, SharedError, UserError
+from rlnumba.errors import CommunicationError, ConfigError, SharedError, UserError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Checkpoint, load_model
 from rlnumba.reporting import stderr
@@ -312,6 +312,20 @@ def test_an_evaluation_has_the_metrics_of_one_process(tmp_path, monkeypatch, kin
         if rows:
             written = lines_of(tmp_path / "out" / "completions.jsonl")
             assert [row["completion"] for row in rows] == [row["completion"] for row in written]
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_an_evaluation_with_a_part_of_the_model_on_each_rank(tmp_path):
+    run = eval_run("grpo", tmp_path / "run")
+    expected = run_eval(run, output=tmp_path / "one")
+    assert run_eval(run, output=tmp_path / "two", tensor_parallel_size=2) == expected
+    for name in ("completions.jsonl", "metrics.json"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+    four = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=4))
+    with pytest.raises(ConfigError, match=r"--tp 2 and deploy.num_train_gpus \(4\): one engine draws"):
+        run_eval(four, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="--tp cuts the model of an engine, which sft evaluates without"):
+        run_eval(eval_run("sft", tmp_path), tensor_parallel_size=2)
 
 
 @pytest.mark.usefixtures("quick_starts")

@@ -123,7 +123,7 @@ def request(process, path, body=None, method=None, headers=None):
         connection.close()
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=120):
     """Return once a condition is true."""
     end = time.monotonic() + seconds
     while not condition():

@@ -50,8 +50,36 @@ def test_a_signal_drains(start):
     assert refused.status == 503 and refused.headers["retry-after"]
     thread.join()
     assert replies[0].status == 200 and len(replies[0].json["choices"]) == 16
-    assert server.process.wait(20) == 0
+    assert server.process.wait(120) == 0
     assert "Traceback" not in server.process.stderr.read()
+
+
+# Likeliest tokens, a grammar, filters with penalties, and texts that one step has the tokens of.
+BODIES = [
+    {"prompt": "ab", "max_tokens": 30, "n": 3, "seed": 3, "logprobs": 4, "echo": True},
+    {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 12, "seed": 4, "top_p": 0.8, "presence_penalty": 0.5},
+    {"prompt": "what", "max_tokens": 12, "seed": 5, "structured_outputs": {"regex": "[a-c]{4,9}"}},
+]
+
+
+def test_a_model_on_two_ranks_answers_as_on_one(start, server):
+    parted = start("--tp", "2", "--max-num-seqs", "16", "--served-model-name", server.settings.name)
+    for body in BODIES:
+        expected, found = (request(each, "/v1/completions", body) for each in (server, parted))
+        assert expected.status == found.status == 200, found.raw
+        assert found.json["choices"] == expected.json["choices"]
+        assert found.json["usage"] == expected.json["usage"]
+    connection = connect(parted)
+    body = json.dumps(LONG | {"stream": True, "n": 1, "stream_options": {"include_usage": True}})
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    response = connection.getresponse()
+    assert response.readline().startswith(b"data: ")
+    parted.process.send_signal(signal.SIGTERM)
+    # All that has begun ends, on both ranks.
+    assert Reply(response, skips=1).events[-1]["usage"]["completion_tokens"] == LONG["max_tokens"]
+    connection.close()
+    assert parted.process.wait(120) == 0
+    assert "Traceback" not in parted.process.stderr.read()
 
 
 def test_what_does_not_end_in_time_gets_an_error(tokenizer):
@@ -100,6 +128,10 @@ def test_what_keeps_a_server_from_starting(capsys, monkeypatch, tmp_path):
     (tmp_path / "bad.jinja").write_text("{% for %}")
     fails(2, "bad.jinja", *model, "--chat-template", str(tmp_path / "bad.jinja"))
     fails(2, "positions", *model, "--max-model-len", "9999")
+    whole = "needs a model that one process has whole, without --tp"
+    fails(2, f"--dev-endpoints {whole}", *model, "--tp", "2", "--dev-endpoints")
+    fails(2, f"--lora-modules {whole}", *model, "--tp", "auto", "--lora-modules", "a=b")
+    fails(2, "tensor_parallel_size 8 must divide", *model, "--tp", "8")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "rlnumba.serve.process", raising=False)
     fails(2, "rlnumba[serve]", *model)

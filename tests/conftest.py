@@ -27,7 +27,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from rlnumba.reporting import metrics, plots
 from rlnumba.runtime import device, dispatch
 from rlnumba.sampling import inference
-from tests import pictures, processes
+from tests import left_replaced, pictures, processes
 from tests.gpu_turns import ON_CPU, GpuTurns, fills_gpu
 from tests.offline import compile_offline, write_list  # noqa: F401 (a fixture)
 
@@ -145,6 +145,20 @@ def quick_starts(monkeypatch):
     context = processes.Forking()
     # The module: the package has a function of this name.
     monkeypatch.setattr(importlib.import_module("rlnumba.parallel.launch"), "get_context", lambda kind: context)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_replaced(request):
+    """After a module, the functions and classes of the package are those before it: what a test replaces, it puts back.
+
+    A process has the modules of others between tests of one; each time it leaves one, it compares. What a fixture of
+    the session replaces is replaced before and after.
+    """
+    before = left_replaced.attributes()
+    yield
+    names = left_replaced.names(before)
+    if names:
+        pytest.fail(f"{request.node.nodeid} left replaced: {', '.join(names)}", pytrace=False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,12 +1,24 @@
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.engine.blocks.prefix_groups import PrefixGroups
-from rlnumba.engine.kernel_list import extras_of, prefill_shapes
+from rlnumba.engine.kernel_list import (
+    decode_buckets,
+    extras_of,
+    mixed_shapes,
+    prefill_buckets,
+    prefill_shapes,
+    short,
+    sizes_between,
+    step_arrays_of,
+)
 from rlnumba.engine.scheduler import SchedulerOutput
 from rlnumba.engine.sequence import SamplingParams, Sequence, SequenceTable
+from rlnumba.engine.steps import attention
 from rlnumba.engine.steps.arrays import decode_arrays, step_arrays
 from rlnumba.engine.steps.shapes import (
     MAX_PREFILL_CONTEXT,
@@ -16,8 +28,13 @@ from rlnumba.engine.steps.shapes import (
     most_prefill_tokens,
     pad_step,
     prefill_bucket,
+    prefill_rows_of,
     row_bucket_of,
+    token_bucket_of,
 )
+from rlnumba.kernels.delta_rule.arithmetic import StateCache
+from rlnumba.kernels.delta_rule.inputs import ConvCache
+from rlnumba.kernels.ptx.wgmma import ROWS
 from rlnumba.model.blocks.attention import Attention
 from rlnumba.model.blocks.mlp import Mlp
 
@@ -198,3 +215,145 @@ def test_second_steps_with_states_of_every_length_are_listed():
 )
 def test_what_one_of_the_requests_asks_for_is_listed(name, changes):
     assert extras_of([SamplingParams(), SamplingParams(**changes)]) == (name,) and extras_of([SamplingParams()]) == ()
+
+
+def model_of(window=0, has_linear_attention=False, vocab_size=65):
+    return SimpleNamespace(
+        window_of=lambda layer: window, num_hidden_layers=1, has_linear_attention=has_linear_attention,
+        vocab_size=vocab_size,
+    )  # fmt: skip
+
+
+def listed_arrays(shape, extras=(), lora=None, **model):
+    found = step_arrays_of(shape, SimpleNamespace(model=model_of(**model), lora=lora, extras=extras))
+    return {name: (array.dtype.name, array.shape) for name, array in found.items()}
+
+
+ASKED = {
+    (): {},
+    ("repetition",): {"repetition_penalty": 1.5},
+    ("output",): {"frequency_penalty": 0.5},
+    ("logprobs",): {"logprobs": 2},
+    ("replay",): {"logit_thresholds": True},
+    ("banned",): {"min_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("extras", ASKED)
+def test_listed_arrays_are_those_of_steps(extras):
+    """Names, dtypes and shapes of decode, and of a step with prefill, of three sequences of which each asks for it."""
+    table = SequenceTable(num_rows=3, block_size=BLOCK_SIZE)
+    for row, length in enumerate((9, 6, 13)):
+        params = SamplingParams(temperature=1.0, **ASKED[extras])
+        table.put(row, Sequence(row, 0, np.arange(length, dtype=np.int32), params, (row, 40), 20, (7,)))
+    step = step_of([0, 1, 2], [8, 5, 12], [1, 1, 1], table)
+    shape = decode_shape(3, 200).of_decode()
+    arrays = step_arrays(step, table, BLOCK_SIZE) | decode_arrays(step, table, 2)
+    arrays = pad_step(arrays, shape, BLOCK_SIZE)
+    assert listed_arrays(shape, extras) == {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+    step = step_of([0, 1, 2], [0, 0, 12], [9, 6, 1], table)
+    shape = StepShape(3, 16, 3, 9, 200).of_prefill()
+    arrays = pad_step(step_arrays(step, table, BLOCK_SIZE), shape, BLOCK_SIZE)
+    assert listed_arrays(shape, extras) == {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+
+
+def test_listed_arrays_of_rules_adapters_states_windows_and_groups():
+    shape = StepShape(4, 4, 4, 1, 256, 8)
+    plain = listed_arrays(shape._replace(max_group_size=1))
+    assert {"live", "stop_ids", "num_steps"} <= plain.keys() and "rows" not in plain
+
+    def added(*arguments, shape=shape, **keywords):
+        return {name: each for name, each in listed_arrays(shape, *arguments, **keywords).items() if name not in plain}
+
+    groups = {"shared_prefix_lens": ("int32", (4,)), "group_sizes": ("int32", (4,))}
+    assert added() == groups
+    shape = shape._replace(max_group_size=2)
+    assert added(shape=shape) == groups
+    shape = shape._replace(max_group_size=1)
+    assert added(("bias",), shape=shape) == {"bias_ids": ("int32", (4, 1)), "bias": ("float32", (4, 1))}
+    assert added(("allowed",), shape=shape) == {"allowed": ("int32", (4, 3))}
+    assert added(("allowed",), shape=shape, vocab_size=64) == {"allowed": ("int32", (4, 2))}
+    words = {"bad_words": ("int32", (4, 1, 1)), "starts": ("int32", (4,)), "history": ("int32", (4, 256))}
+    assert added(("bad_words",), shape=shape) == words
+    assert added(lora=("an adapter",), shape=shape) == {"adapter_ids": ("int32", (4,))}
+    assert added(lora="one adapter of all", shape=shape) == {}
+    tables = {"window_slots": ("int32", (4,)), "window_tables": ("int32", (4, 256 // BLOCK_SIZE))}
+    assert added(window=32, shape=shape) == tables
+    states = {"state_tables": ("int32", (4, 4)), "state_slots": ("int32", (4,)), "resumed_at": ("int32", (4,))}
+    assert added(has_linear_attention=True, shape=shape) == states
+    # Several sampled tokens of each sequence: drafts, which the host advances.
+    drafts = listed_arrays(StepShape(4, 12, 12, 3, 256))
+    assert not {"rows", "live"} & drafts.keys() and drafts["temperature"] == ("float32", (12,))
+    assert drafts["block_tables"] == ("int32", (4, 256 // BLOCK_SIZE)) and drafts["cu_seqlens"] == ("int32", (5,))
+
+
+@pytest.mark.parametrize("most_rows", [1, 3, 16, 17, 40, 300])
+def test_listed_buckets_are_those_of_all_numbers_of_rows(most_rows):
+    rows = range(1, most_rows + 1)
+    assert decode_buckets(most_rows) == sorted({row_bucket_of(n) for n in rows})
+    assert prefill_buckets(most_rows) == sorted({prefill_rows_of(n) for n in rows})
+
+
+def test_mixed_shapes_have_every_bucket_of_rows_and_of_tokens():
+    shapes = list(mixed_shapes(500, 40, 300))
+    assert {shape.rows for shape in shapes} == {1, 2, 4, 8, 16, 32, 64}
+    assert {shape.tokens for shape in shapes} == {token_bucket_of(n) for n in range(1, 449)}
+    assert all(shape == prefill_bucket(shape, 500) and shape.max_context_len == 512 for shape in shapes)
+    # As many sequences as have a token each, and one of them more.
+    assert {(1, 16), (8, 16), (16, 32), (32, 48)} <= {(shape.rows, shape.tokens) for shape in shapes}
+    assert all(shape.rows < shape.tokens for shape in shapes)
+    assert list(mixed_shapes(8, 40, 300)) == []
+
+
+def test_sizes_between():
+    """One of each 64 rows, as the tensor cores' tiles, or of the choice that larger ones share, up to the last."""
+    assert list(sizes_between(5, 4)) == [] and list(sizes_between(5, 5)) == [5]
+    found = list(sizes_between(5, 300))
+    assert found[0] >= 5 and found[-1] == 300 and found == sorted(set(found))
+    assert {-(-each // ROWS) for each in found} == {-(-n // ROWS) for n in range(5, 301)}
+
+
+def test_some_layers_stand_for_all():
+    """At least three, and as many as have the first of each kind."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        blocks: tuple
+        num_hidden_layers: int
+
+    class Narrow:
+        @staticmethod
+        def matrices(config):
+            return [SimpleNamespace(shape=(2, 3))]
+
+        @staticmethod
+        def vectors(config):
+            return []
+
+    class Other(Narrow):
+        pass
+
+    class WithVector(Narrow):
+        @staticmethod
+        def vectors(config):
+            return [SimpleNamespace(shape=(3,))]
+
+    def layers(*kinds):
+        return short(Config(tuple((kind(),) for kind in kinds), len(kinds))).num_hidden_layers
+
+    assert layers(*[Narrow] * 9) == 3 and layers(Narrow, Narrow) == 2 and layers(Narrow) == 1
+    for kind in (Other, WithVector):
+        assert layers(*[Narrow] * 4, kind, Narrow) == 5 and layers(Narrow, kind, *[Narrow] * 4) == 3
+
+
+def test_decode_of_linear_attention_gets_the_states_of_the_layer(monkeypatch):
+    found = []
+    monkeypatch.setattr(attention, "delta_rule_decode", lambda *arguments: found.append(arguments))
+    backend = attention.PagedAttention.__new__(attention.PagedAttention)
+    backend.cache = SimpleNamespace(
+        pages={5: ("states", "page rows")}, slots={5: ("keys", "values", "decays", "conv rows")}
+    )
+    backend.state_sequences = "sequences"
+    backend.delta_rule_decode(5, "projected", "weights", "norm", "heads", "outputs")
+    caches = StateCache("states", "keys", "values", "decays"), ConvCache("conv rows", "page rows")
+    assert found == [("projected", "weights", "norm", "heads", "sequences", *caches, "outputs")]

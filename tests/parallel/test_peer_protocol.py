@@ -138,3 +138,21 @@ def test_packets_have_whole_words_of_columns(monkeypatch, width, offset, is_whol
     out = np.zeros((2, 2 * width), np.float16)
     assert SmallGathers(None, 4096).gather_columns(array, out, Columns.equal(2 * width, 2)) == is_whole
     assert len(launched) == is_whole
+
+
+def test_the_watchdog_watches_each_operation_under_its_name():
+    def work(communicator):
+        names, watch = [], communicator._watchdog.watch
+        communicator._watchdog.watch = lambda operation, ended: (names.append(str(operation)), watch(operation, ended))
+        array, out = np.arange(4, dtype=np.float32), np.zeros((2, 4), np.float32)
+        communicator.gather(array, out)
+        communicator.gather(array, out)
+        communicator.put(array, 1) if communicator.rank == 0 else communicator.get(out[0], 0)
+        communicator.fold(array, np.zeros(2, np.float32), 2 * communicator.rank, 2, True)
+        return names
+
+    whole = ["gather 0 of float32 (4,)", "gather 1 of float32 (4,)"]
+    pair = [f"{name} 0 of float32 (4,)" for name in ("put", "get")]
+    found = run(2, work)
+    assert [names[:3] for names in found] == [[*whole, pair[0]], [*whole, pair[1]]]
+    assert [name.split(" ")[:2] for names in found for name in names[3:]] == [["fold", "2"]] * 2

@@ -222,6 +222,16 @@ def test_the_ranks_that_did_not_write_are_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rank_whose_first_rank_does_not_come_says_so(tmp_path):
+    """It writes what went wrong for rank 0, and nothing if the folder has not been made at all."""
+    saver = saving.SharedSaver(tmp_path, SingleRank())
+    saver.communicator = SimpleNamespace(rank=2, world_size=3, timeout_s=0.0)
+    saver._write_part(tmp_path, [])
+    assert (tmp_path / saving.written_by(2)).read_text() == "rank 2: rank 0 did not write its part within 0 s"
+    saver._write_part(tmp_path / "none", [])
+    assert not (tmp_path / "none").exists()
+
+
 # 168 M parameters.
 LARGE = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
 # Page-locked pieces on their way, and what the driver and compiled kernels take.

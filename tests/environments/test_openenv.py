@@ -1,6 +1,7 @@
 """Environments of a server of OpenEnv: its tools and schemas, observations, rewards, and a server that is gone."""
 
 import json
+import sys
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 from rlnumba.config import EnvironmentConfig
 from rlnumba.environments.agents import load_agents
 from rlnumba.environments.calls import ToolCaller
-from rlnumba.environments.openenv import environment_class, observed, websocket_url
+from rlnumba.environments.openenv import RemoteEnvironment, environment_class, observed, websocket_url
 from rlnumba.environments.pool import EnvironmentFailure, EnvironmentPool
 from rlnumba.errors import UserError
 from rlnumba.model.tokenizer import Tokenizer
@@ -155,3 +156,42 @@ def test_addresses_and_observations():
     assert observed({"metadata": {"a": 1}, "text": None}) is None
     assert observed({"echoed": "é", "metadata": {}}) == "é"
     assert observed({"board": [0, 1], "text": "é"}) == '{"board": [0, 1], "text": "é"}'
+
+
+def remote(*answers):
+    """A RemoteEnvironment whose session gives these answers to its steps."""
+    found = RemoteEnvironment.__new__(RemoteEnvironment)
+    left = list(answers)
+    found._session, found._reward = SimpleNamespace(step=lambda action: left.pop(0)), None
+    return found
+
+
+@pytest.mark.parametrize(
+    "observation, said",
+    [
+        ({"error": "too large"}, "too large"),
+        ({"error": {"message": "too small"}, "result": 1}, "too small"),
+        ({"result": {"content": [{"text": "a"}, {"text": "b"}, {}], "is_error": True}}, "a b "),
+        ({"result": {"content": [], "isError": True}}, ""),
+    ],
+)
+def test_errors_of_tools(observation, said):
+    with pytest.raises(RuntimeError) as raised:
+        remote({"observation": observation})._call("t", {})
+    assert str(raised.value) == said
+
+
+def test_results_of_tools_and_their_rewards():
+    environment = remote({"observation": {"result": 3}, "reward": 0.0}, {"observation": {"text": "t"}}, {})
+    assert environment._call("t", {}) == 3 and environment.get_reward() == 0.0
+    assert environment._call("t", {}) == {"text": "t"} and environment._call("t", {}) == {}
+    # A step without a reward leaves that of the last one.
+    assert environment.get_reward() == 0.0
+    content = {"content": [{"text": "a"}], "is_error": False}
+    assert remote({"observation": {"result": content}})._call("t", {}) == [{"text": "a"}]
+
+
+def test_the_package_and_the_key_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "websockets.sync.client", None)
+    with pytest.raises(UserError, match=r"^the key: openenv: needs .*; pip install 'rlnumba\[openenv\]'$"):
+        environment_class("http://127.0.0.1:1", "the key")

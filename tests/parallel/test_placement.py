@@ -79,3 +79,14 @@ def test_a_run_on_too_many_gpus_is_one_line(machine, monkeypatch, tmp_path, caps
     assert cli.run(["sft", "--config", str(tmp_path / "run.toml")]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("rlnumba: deploy.num_train_gpus is 2, and this machine has 1 GPU")
+
+
+def test_how_ranks_are_started(machine, monkeypatch):
+    """Several on the GPUs of this host; on the cpu device anywhere, as one alone."""
+    machine(2)
+    assert placement.placement(2, "key") == {}
+    monkeypatch.setattr(device, "name", lambda: "cuda")
+    assert placement.placement(2, "key") == {"transport": "peer", "gpus": [0, 1]}
+    assert placement.placement(1, "key") == {}
+    with pytest.raises(ConfigError, match="^the option is 3, and this machine has 2 GPUs"):
+        placement.placement(3, "the option")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -335,3 +336,27 @@ def test_eval_on_ranks(tmp_path):
     assert run_eval(two) == run_eval(one)
     with pytest.raises(RowError, match="none.jsonl"):
         run_eval(dataclasses.replace(two, data=dataclasses.replace(two.data, eval="none.jsonl")))
+
+
+def test_sequences_that_move_are_counted_where_they_go():
+    """Of five that rank 0 is to give to the others three had ended."""
+    arrived = []
+
+    class Engine:
+        def move_out(self, count, least_left):
+            assert (count, least_left) == (5, 1)
+            return ["a", "b"]
+
+        def move_in(self, sequences):
+            arrived.append(sequences)
+
+    loads = [9, 1, 1]
+    moves = ranks.moves_between(loads, 1)
+    assert [(source, target) for source, target, _ in moves] == [(0, 1), (0, 2)]
+    assert sum(count for *_, count in moves) == 5
+    communicator = SimpleNamespace(rank=0, objects=lambda own: [list(own), [], []])
+    rank = SimpleNamespace(has_episodes=False, unfinished={1: 1}, communicator=communicator, loads=loads)
+    rank.engine = Engine()
+    ranks.LedEngine._balance(rank)
+    (_, _, first), _ = moves
+    assert rank.loads == [7, 1 + min(first, 2), 1 + 2 - min(first, 2)] and arrived == []

@@ -14,6 +14,10 @@ class UserError(Exception):
     exit_code = 1
 
 
+class MissingModel(UserError):
+    """A model's folder that is not there, nor on the hub: exit code 1. `serve` makes a ConfigError of it."""
+
+
 class ConfigError(UserError):
     """A wrong option, key or value typed by the user: exit code 2."""
 

@@ -441,6 +441,19 @@ def test_examples_are_valid():
         load_run(kind, path)
 
 
+@pytest.mark.parametrize("value", [-1, 0.5, float("nan"), "?", True, 10**30, [[1]], {"a": [float("inf")]}])
+def test_every_wrong_value_is_one_line(value):
+    """Whatever the type and the choices of a key."""
+    for section, section_class in {pair for run_class in RUNS.values() for pair in sections_of(run_class).items()}:
+        for name in keys_of(section_class) if section else ():
+            try:
+                section_class(**{name: value})
+            except ConfigError as error:
+                assert "\n" not in str(error)
+                said = str(error)
+                assert f"{section}." in said or f"[{section}]" in said, (name, said)
+
+
 def test_every_key_is_read_by_some_code():
     """A key that nothing reads would be a promise not kept."""
     code = "\n".join(

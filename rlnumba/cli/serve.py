@@ -11,7 +11,7 @@ from rlnumba.cli.progress import log_device, prepare_compiling
 from rlnumba.cli.rows import open_model
 from rlnumba.config.lora import MAX_LORAS, LoraConfig
 from rlnumba.config.sections.agents import CALL_FORMATS
-from rlnumba.errors import ConfigError, UserError
+from rlnumba.errors import ConfigError, MissingModel, UserError
 
 CALLS = click.Choice(["auto", *CALL_FORMATS, "none"])
 LOGPROBS = click.Choice(["processed_logprobs", "raw_logprobs"])
@@ -87,7 +87,11 @@ def serve(model, base, dtype, served_model_name, chat_template, tool_call_parser
     check_lora_root(allows_adapters, settings.lora_root)
     prepare_compiling(tensor_parallel_size)
     log_device()
-    folder, base, config, tokenizer = open_model(model, base)
+    try:
+        folder, base, config, tokenizer = open_model(model, base)
+    except MissingModel as error:
+        # With exit code 2 what starts servers knows that another start would not help.
+        raise ConfigError(str(error)) from None
     settings = dataclasses.replace(settings, folder=str(folder))
     longest_sequence(config, engine_config)
     if base is not None and (adapters or allows_adapters):

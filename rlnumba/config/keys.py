@@ -95,7 +95,7 @@ def range_problem(metadata, value):
     if value == "" and "nonempty" in metadata:
         return "must not be empty"
     if "choices" in metadata and value not in metadata["choices"]:
-        return f"must be one of {', '.join(metadata['choices'])}, got {value!r}"
+        return f"must be one of {', '.join(map(str, metadata['choices']))}, got {value!r}"
     limits = [(word, is_met, metadata[name]) for name, (word, is_met) in LIMITS.items() if name in metadata]
     if all(is_met(value, limit) for _, is_met, limit in limits):
         return None
@@ -296,7 +296,7 @@ def _value_of(run, attributes, name):
 
 def needs_text(needs):
     """The text of a key's `needs`: "train.packing", "train.loss_type = sapo"."""
-    return str(needs) if isinstance(needs, str | KeyCondition) else f"{needs[0]} = {' or '.join(needs[1])}"
+    return str(needs) if isinstance(needs, str | KeyCondition) else f"{needs[0]} = {' or '.join(map(str, needs[1]))}"
 
 
 def split_optional(hint):

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from rlnumba.errors import UserError, missing
+from rlnumba.errors import MissingModel, UserError, missing
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.lora import adapter_heads, is_adapter, read_adapter_config
 from rlnumba.model.tokenizer import end_token_id
@@ -13,7 +13,7 @@ from rlnumba.model.tokenizer import end_token_id
 def find_model(path_or_hub_id, weights=True):
     """The local folder of a model: the path itself, or the hub's snapshot of that id, downloaded if it is not cached.
 
-    weights: whether *.safetensors are needed. Raises UserError if it is neither, or cannot be downloaded.
+    weights: whether *.safetensors are needed. Raises MissingModel if it is neither, or cannot be downloaded.
     """
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
@@ -21,17 +21,17 @@ def find_model(path_or_hub_id, weights=True):
     name = str(path_or_hub_id)
     hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) and not Path(name.split("/")[0]).exists()
     if not hub_id:
-        raise UserError(missing(name, "model folder"))
+        raise MissingModel(missing(name, "model folder"))
     try:
         import huggingface_hub
     except ImportError:
         remedy = "to fetch it from the Hugging Face hub, pip install 'rlnumba[hub]'"
-        raise UserError(f"{missing(name, 'folder')}; {remedy}") from None
+        raise MissingModel(f"{missing(name, 'folder')}; {remedy}") from None
     patterns = ["*.json", "*.jinja", "*.model", "*.txt", *(["*.safetensors"] if weights else [])]
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
-        raise UserError(missing(name, "folder", str(error).strip().splitlines()[0])) from None
+        raise MissingModel(missing(name, "folder", str(error).strip().splitlines()[0])) from None
 
 
 def find_base(path_or_hub_id, base=None):

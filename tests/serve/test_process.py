@@ -124,6 +124,7 @@ def test_what_keeps_a_server_from_starting(capsys, monkeypatch, tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         fails(1, "Address already in use", *model, "--port", str(taken.getsockname()[1]))
+    fails(2, "no such model folder", "--model", str(tmp_path / "none"))
     fails(2, "No such file", *model, "--chat-template", str(tmp_path / "none.jinja"))
     (tmp_path / "bad.jinja").write_text("{% for %}")
     fails(2, "bad.jinja", *model, "--chat-template", str(tmp_path / "bad.jinja"))

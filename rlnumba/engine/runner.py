@@ -48,8 +48,9 @@ from rlnumba.kernels.tile.tensor_map import keep_tensor_maps, release_tensor_map
 from rlnumba.model.adapter_stack import AdapterStack
 from rlnumba.model.quantized.copies import QuantizedCopies
 from rlnumba.parallel.gathered_weights import GatheredWeights
-from rlnumba.runtime import device, memory, signals
+from rlnumba.runtime import device, memory
 from rlnumba.runtime.arena import Arena
+from rlnumba.runtime.capture import GraphMemory, captured
 from rlnumba.runtime.context import current
 from rlnumba.runtime.launch import pdl_scope
 
@@ -57,6 +58,8 @@ from rlnumba.runtime.launch import pdl_scope
 LAUNCH_BYTES = 7 << 20
 # Graphs that are kept, some MiB each; those of the longest disuse go first.
 MAX_GRAPHS = 128
+# Freed of what others have lent after a capture that lacked memory: more than one of them.
+GRAPH_BYTES = 64 << 20
 # More tensor maps than one step asks for.
 TENSOR_MAPS = 1 << 12
 # Decode steps whose results the host has not read; the number of slots that they are written to in turn.
@@ -89,11 +92,12 @@ def graph_key(shape, arrays, part=WHOLE):
 class StepGraph:
     """The graph of the steps of one GraphKey, captured once one of them has run without it.
 
-    tensor_maps: those that it reads, as release_tensor_maps takes them.
+    tensor_maps: those that it reads, as release_tensor_maps takes them. lacked_bytes: GraphMemory.make_room's after a
+    capture that lacked memory.
     """
 
     def __init__(self):
-        self.has_run, self.graph, self.tensor_maps = False, None, ()
+        self.has_run, self.graph, self.tensor_maps, self.lacked_bytes = False, None, (), None
 
 
 class Decode(NamedTuple):
@@ -157,6 +161,7 @@ class Runner:
         self.handed = self.masks = None
         # StepGraphs by GraphKey, the latest used last, and the addresses of the buffers that they were captured with.
         self.graphs, self.graph_addresses = OrderedDict(), None
+        self.graph_memory = GraphMemory("some steps of the engine", GRAPH_BYTES)
         # Numbers of steps that were replayed, captured, and run as they are.
         self.counts = {"replayed": 0, "captured": 0, "eager": 0}
         self.max_prefill_tokens = most_prefill_tokens(model.config, max_num_batched_tokens)
@@ -509,24 +514,30 @@ class Runner:
             self._compute_eagerly(arrays, shape, part)
             step_graph.has_run = True
             return
-        if step_graph.graph is None:
+        if step_graph.graph is None and self.graph_memory.has_room(step_graph.lacked_bytes):
             self._capture(step_graph, arrays, shape, part)
-            self.counts["captured"] += 1
-        else:
+            self.counts["captured"] += step_graph.graph is not None
+        elif step_graph.graph is not None:
             self.counts["replayed"] += 1
-        step_graph.graph.launch(self.context.stream)
+        if step_graph.graph is None:
+            self._compute_eagerly(arrays, shape, part)
+        else:
+            step_graph.graph.launch(self.context.stream)
 
     def _capture(self, step_graph, arrays, shape, part):
-        """Record what `compute` launches as a StepGraph's graph."""
-        stream = self.context.stream
+        """Record what `compute` launches as a StepGraph's graph; without memory for it, there is none."""
         with self.context.use():
             reserve_tensor_maps(TENSOR_MAPS)
-            # Nothing can be copied from the device while a stream captures, not even a checkpoint.
-            with signals.held():
-                stream.begin_capture()
-                with keep_tensor_maps() as tensor_maps, pdl_scope():
-                    self.compute(arrays, shape, part)
-                step_graph.graph, step_graph.tensor_maps = stream.end_capture(), tensor_maps
+            with keep_tensor_maps() as tensor_maps, pdl_scope():
+                try:
+                    step_graph.graph = captured(self.context.stream, lambda: self.compute(arrays, shape, part))
+                except BaseException as error:
+                    release_tensor_maps(tensor_maps)
+                    if not isinstance(error, MemoryError):
+                        raise
+                    step_graph.lacked_bytes = self.graph_memory.make_room(error)
+                else:
+                    step_graph.tensor_maps = tensor_maps
 
     def _addresses(self):
         """A value that changes with the buffers that graphs read and write; the cache's addresses never change."""

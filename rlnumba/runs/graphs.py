@@ -17,16 +17,14 @@ at the beginning of the policy's arena, and what operators allocate for themselv
 graphs alone. All graphs share both: they run one after the other on one stream.
 """
 
-import sys
 from collections import OrderedDict
-from contextlib import suppress
 
 import numpy as np
 
 from rlnumba.kernels.tile.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
 from rlnumba.runs.micro_batch import DeviceBatch
-from rlnumba.runtime import device, memory, signals
-from rlnumba.runtime.compile.pool import one_line
+from rlnumba.runtime import device, memory
+from rlnumba.runtime.capture import GraphMemory, captured
 from rlnumba.runtime.context import current
 from rlnumba.runtime.launch import DEBUG
 from rlnumba.runtime.staging import Staged
@@ -91,8 +89,7 @@ class MicroBatchGraphs:
         self.captures = captures and train.cuda_graphs and device.name() == "cuda" and not DEBUG
         self.buckets = OrderedDict()
         self.stream = self.pool = None
-        # Whether there is a bucket without a graph for lack of memory, which has been said.
-        self.lacks_memory = False
+        self.memory = GraphMemory("some micro-batches", POOL_BYTES)
         # Counts of micro-batches so far: {"replayed": ..., "captured": ..., "eager": ...}.
         self.counts = {"replayed": 0, "captured": 0, "eager": 0}
 
@@ -151,7 +148,7 @@ class MicroBatchGraphs:
 
     def _replay(self, policy, bucket, compute):
         """Launch the bucket's graph, captured if it has none; False if it must run without one."""
-        if bucket.graph is None and not (bucket.has_run and self._has_room(bucket)):
+        if bucket.graph is None and not (bucket.has_run and self.memory.has_room(bucket.lacked_bytes)):
             return False
         # The graph reads and writes activations where they were when it was captured: their memory is there inside.
         with policy.scope():
@@ -179,41 +176,24 @@ class MicroBatchGraphs:
             self.pool.set_limit(size=POOL_BYTES)
         before = self.pool.total_bytes()
         reserve_tensor_maps(TENSOR_MAPS)
-        # Nothing can be copied from the device while a stream captures, not even a checkpoint.
-        with signals.held(), self.stream, cupy.cuda.using_allocator(self.pool.malloc), keep_tensor_maps() as maps:
-            self.stream.begin_capture()
+        with self.stream, cupy.cuda.using_allocator(self.pool.malloc), keep_tensor_maps() as maps:
             try:
-                compute()
+                bucket.graph = captured(self.stream, compute)
             except BaseException as error:
-                with suppress(cupy.cuda.runtime.CUDARuntimeError):
-                    self.stream.end_capture()
                 release_tensor_maps(maps)
                 if not isinstance(error, MemoryError):
                     raise
                 self._make_room(bucket, error)
             else:
-                bucket.graph, bucket.tensor_maps, bucket.context = self.stream.end_capture(), maps, current()
+                bucket.tensor_maps, bucket.context = maps, current()
         memory.track("graphs", self.pool.total_bytes() - before)
         # An engine that wakes may need the memory. Capturing again takes longer than what else there is to lend.
         memory.lend(self, is_costly=True)
 
-    def _has_room(self, bucket):
-        """Whether a capture of a bucket may have the memory for it: at first, and once more of it is free than when
-        there was too little."""
-        lacked = bucket.lacked_bytes
-        return lacked is None or device.memory_info()[0] >= lacked + memory.MARGIN_BYTES
-
     def _make_room(self, bucket, error):
         """After a capture that lacked memory: what others have lent may be enough when the next one comes."""
         memory.take_back(self)
-        if memory.reclaim(POOL_BYTES):
-            bucket.lacked_bytes = None
-            return
-        bucket.lacked_bytes = device.memory_info()[0]
-        if not self.lacks_memory:
-            self.lacks_memory = True
-            text = f"rlnumba: some micro-batches run slower, without CUDA graphs: {one_line(error)}"
-            print(text, file=sys.stderr, flush=True)
+        bucket.lacked_bytes = self.memory.make_room(error)
 
     def reclaim(self, nbytes):
         """Forget all graphs and free the memory that they alone have; later micro-batches are captured again."""

@@ -4,7 +4,6 @@ import functools
 import sys
 import time
 import traceback
-from importlib.metadata import version
 
 import click
 from starlette.applications import Starlette
@@ -14,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from rlnumba.runtime.environment import version_of
 from rlnumba.serve.protocol.bodies import Body, parse_json
 from rlnumba.serve.protocol.errors import ApiError, error_body, internal_error
 from rlnumba.serve.protocol.streams import ClientGone
@@ -54,8 +54,8 @@ def make_app(service):
     async def ping(request):
         return Response()
 
-    async def version_of(request):
-        return JSONResponse({"version": version("rlnumba")})
+    async def version(request):
+        return JSONResponse({"version": version_of("rlnumba") or "dev"})
 
     async def metrics(request):
         return Response(service.metrics.text(), media_type=METRICS_TYPE)
@@ -71,7 +71,7 @@ def make_app(service):
     routes = [
         Route("/health", health),
         Route("/ping", ping),
-        Route("/version", version_of),
+        Route("/version", version),
         Route("/metrics", metrics),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),

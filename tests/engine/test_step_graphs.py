@@ -9,7 +9,7 @@ from rlnumba.config import EngineConfig
 from rlnumba.engine import Engine, SamplingParams, run_ahead, runner
 from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.engine.steps.shapes import row_bucket_of
-from rlnumba.runtime import device
+from rlnumba.runtime import device, memory
 from tests.engine.test_core import TINY, check_idle, run
 from tests.engine.test_llm import TwoCharacterTokens, make_model
 from tests.engine.test_run_ahead import (
@@ -168,6 +168,41 @@ def test_what_ended_rows_cost(model):
     assert wasted(20, BLOCK_SIZE) == engine.runner.block_bytes
     engine.runner.few_rows.decodes = lambda rows, context: rows <= 8
     assert wasted(16, 0) == wasted(12, 0) and wasted(8, 0) > 1e7
+
+
+def test_steps_without_memory_for_their_graphs_are_computed_without_them(model, monkeypatch, capsys):
+    """And captured once lent memory has been freed, or more is free than then."""
+    if device.name() != "cpu":
+        pytest.skip("has fake graphs")
+    engine, free, lent, attempts = engine_of(model, enable_prefix_caching=False), [1 << 30], [True, False, False], []
+    engine.runner.eager, engine.runner.upload = False, FixedUpload()
+
+    def captured(stream, compute):
+        attempts.append(free[0])
+        if free[0] < 4 << 30:
+            raise MemoryError("out of\nmemory")
+        return FakeGraph(compute)
+
+    monkeypatch.setattr(runner, "captured", captured)
+    monkeypatch.setattr(runner, "reserve_tensor_maps", lambda count: None)
+    monkeypatch.setattr(memory, "reclaim", lambda nbytes: lent.pop(0))
+    monkeypatch.setattr(device, "memory_info", lambda: (free[0], 80 << 30))
+    expected = run_all(engine_of(model, enable_prefix_caching=False), [([1, 2, 3], SamplingParams(max_tokens=1))])
+    counts = []
+    for gib in (1, 1, 1, 1, 2, 5, 1):
+        free[0] = gib << 30
+        assert run_all(engine, [([1, 2, 3], SamplingParams(max_tokens=1))]) == expected
+        counts.append(dict(engine.runner.counts))
+    # The first step of all runs without a graph; of these two attempts the lent memory allows another one.
+    assert attempts == [gib << 30 for gib in (1, 1, 2, 5)]
+    assert [(each["eager"], each["captured"], each["replayed"]) for each in counts[3:]] == [
+        (4, 0, 0),
+        (5, 0, 0),
+        (5, 1, 0),
+        (5, 1, 1),
+    ]
+    line = "rlnumba: some steps of the engine run slower, without CUDA graphs: MemoryError: out of memory\n"
+    assert capsys.readouterr().err == line
 
 
 def random_workload(rng, most=40):

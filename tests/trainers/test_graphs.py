@@ -496,7 +496,7 @@ def test_graphs_for_which_there_is_no_memory_are_said_to_be_missing(monkeypatch,
     buckets = [graphs.ShapeBucket({}, {}) for _ in range(3)]
     for bucket in buckets:
         of_run._make_room(bucket, error)
-    assert [of_run._has_room(bucket) for bucket in buckets] == [True, False, False]
+    assert [of_run.memory.has_room(bucket.lacked_bytes) for bucket in buckets] == [True, False, False]
     line = "rlnumba: some micro-batches run slower, without CUDA graphs: MemoryError: out of memory\n"
     assert capsys.readouterr().err == line and lent == [graphs.POOL_BYTES] * 3
 

@@ -162,6 +162,8 @@ def test_blocks_of_tags(block, arguments):
         ({"type": ["integer", "string"]}, "seven", "seven"),
         ({"type": ["integer", "string"]}, "[7]", "[7]"),
         ({"anyOf": [{"type": "array"}, {"type": "string"}]}, "[7]", [7]),
+        ({"oneOf": [{"type": "array"}, {"type": "string"}]}, "[7]", [7]),
+        ({"oneOf": [{"type": "string"}]}, "7", "7"),
         ({"enum": ["1", "2"]}, "1", "1"),
         ({"enum": [1, 2]}, "1", 1),
         ({"type": "number", "nullable": True}, "None", None),

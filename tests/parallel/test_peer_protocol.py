@@ -10,7 +10,7 @@ import pytest
 from rlnumba.model.shard import Columns
 from rlnumba.parallel import watchdog as watchdog_module
 from rlnumba.parallel.transports import shared_memory, small_gathers
-from rlnumba.parallel.transports.peer import PeerCommunicator
+from rlnumba.parallel.transports.peer import CONNECT, PeerCommunicator
 from rlnumba.parallel.transports.small_gathers import SmallGathers
 from rlnumba.parallel.watchdog import Watchdog
 from tests.parallel import ranks
@@ -156,3 +156,7 @@ def test_the_watchdog_watches_each_operation_under_its_name():
     found = run(2, work)
     assert [names[:3] for names in found] == [[*whole, pair[0]], [*whole, pair[1]]]
     assert [name.split(" ")[:2] for names in found for name in names[3:]] == [["fold", "2"]] * 2
+
+
+def test_connecting_is_named_alone():
+    assert str(CONNECT) == "connect 0"

@@ -298,3 +298,9 @@ def test_the_table_is_written_with_the_run(tmp_path):
     )
     (tmp_path / "config.toml").write_text(to_toml(run))
     assert load_run("grpo", [tmp_path / "config.toml"]).rewards == rewards
+
+
+def test_an_answer_may_have_no_text():
+    for message in ({"content": None}, {"content": ""}, {}):
+        assert judges.answer_of(json.dumps({"choices": [{"message": message}]})) == ("", {})
+    assert judges.conversation([{"role": "user", "content": "u"}]) == "u"

@@ -570,11 +570,6 @@ class Run:
 
     def _check_zero_3(self):
         """Raise ConfigError for what needs all weights on each GPU."""
-        if self.rollout_is_quantized and not self.deploy.num_infer_gpus:
-            raise ConfigError(
-                "deploy.zero_stage 3 gathers the weights for the engine as they are: engine.quantization needs 2, or "
-                "deploy.num_infer_gpus above 0"
-            )
         if self.train.save_strategy == "no" and self.lora is None:
             raise ConfigError('deploy.zero_stage 3 makes `final/` of a checkpoint, and train.save_strategy is "no"')
         if self.quantization is not None:

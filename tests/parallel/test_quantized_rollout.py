@@ -11,14 +11,15 @@ from tests.trainers.test_quantized_rollout import DIFFERENCE, quantized
 
 @pytest.mark.usefixtures("quick_starts")
 def test_two_ranks_have_the_files_of_one(tmp_path):
-    """Each makes copies of its own, also of the same generation's second steps."""
-    options = {"beta": 0.1, "num_iterations": 2, "generation_batch_size": 32}
+    """Each makes copies of its own, of whole weights or of parts, also of the same generation's second steps."""
+    options = {"beta": 0.1, "num_iterations": 2, "generation_batch_size": 32, "learning_rate": 1e-2}
     of_ranks = []
-    for count in (1, 2):
-        runs = [("grpo", quantized(run_on_ranks("grpo", tmp_path / str(count), count, **options), "fp8"))]
-        of_ranks.append(train_all(runs, count))
-    assert of_ranks[0] == of_ranks[1]
-    ((_, rows, _),) = of_ranks[0]
+    for count, stages in ((1, [2]), (2, [2, 3])):
+        folders = [(stage, tmp_path / f"{count}-{stage}") for stage in stages]
+        runs = [run_on_ranks("grpo", folder, count, zero_stage=stage, **options) for stage, folder in folders]
+        of_ranks += train_all([("grpo", quantized(run, "fp8")) for run in runs], count)
+    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
+    _, rows, _ = of_ranks[0]
     assert all(row[DIFFERENCE + "max"] > 0 and row["rollout_corr/k3_kl"] > 0 for row in rows)
 
 

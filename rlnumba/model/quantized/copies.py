@@ -10,6 +10,7 @@ and training has to compute its own. On a GPU the addresses of the copies stay w
 """
 
 import copy
+import itertools
 import math
 
 from rlnumba.errors import ConfigError
@@ -82,8 +83,8 @@ class QuantizedCopies:
     @property
     def nbytes(self):
         """Bytes that a forward reads: those of the copies and of what is not copied."""
-        copied = sum(p.size for p in self.copied) * self.dtype.itemsize
-        return self.source.nbytes - copied + self.own_bytes
+        copied = sum(p.size for p in self.copied)
+        return (self.source.size - copied) * self.dtype.itemsize + self.own_bytes
 
     @property
     def own_bytes(self):
@@ -95,17 +96,22 @@ class QuantizedCopies:
         return self.layers[index]
 
     def refresh(self):
-        """Take memory for the copies if they have none, and make them of the weights as they are now."""
+        """Take memory for the copies if they have none, and make them of the weights as they are now.
+
+        Ranks that have the weights in parts all call this together: each gathers one layer at a time.
+        """
         if self.layers is None:
             self._allocate()
         else:
             self.arena.take()
-        for name, weight in self.quantized.items():
-            # Memory that was given back comes with any content; codes and scales beyond a matrix are 0.
-            weight.packed.fill(0)
-            weight.scales.fill(0)
-            matrix = self.source[name]
-            quantize(matrix.reshape(-1, matrix.shape[-1]), 0, weight)
+        for index, copied in itertools.groupby(self.copied, lambda p: p.layer):
+            self.source.layer(index)
+            for p in copied:
+                weight, matrix = self.quantized[p.name], self.source[p.name]
+                # Memory that was given back comes with any content; codes and scales beyond a matrix are 0.
+                weight.packed.fill(0)
+                weight.scales.fill(0)
+                quantize(matrix.reshape(-1, matrix.shape[-1]), 0, weight)
 
     def _allocate(self):
         with self.arena.scope():
@@ -132,7 +138,7 @@ def with_copies(model, name):
     """
     if name is None:
         return model
-    if type(model.weights) is not Weights:
+    if not isinstance(model.weights, Weights) or model.weights.quantization is not None:
         raise ConfigError("engine.quantization makes copies of 16-bit weights, and the model's are quantised already")
     result = copy.copy(model)
     result.weights = QuantizedCopies(model.weights, name)

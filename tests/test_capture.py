@@ -10,13 +10,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.fills_gpu]
 
 def fill_gpu():
     """All of the device's memory, which no one else gets while the list is there."""
-    from cupy.cuda import memory
+    from cupy.cuda import memory, runtime
 
     taken, size = [], 1 << 30
     while size >= 1 << 12:
         try:
             taken.append(memory.Memory(size))
-        except MemoryError:
+        except runtime.CUDARuntimeError:
             size //= 2
     return taken
 

@@ -16,6 +16,7 @@ from rlnumba.config import EngineConfig, SFTConfig
 from rlnumba.data import Prompt
 from rlnumba.engine import LLM, SamplingParams, StructuredOutputsParams
 from rlnumba.engine.core import Engine, GrammarError, PromptError
+from rlnumba.engine.requests import grammars
 from rlnumba.engine.requests.grammar_tokens import GrammarTokens, grammar_tokenizer
 from rlnumba.engine.requests.grammars import ADVANCED_TOGETHER, GrammarReplay
 from rlnumba.engine.requests.streams import Streams
@@ -362,6 +363,18 @@ def test_values_that_are_none_are_named(structured, line):
         SamplingParams(structured_outputs=structured)
     with pytest.raises(ConfigError, match="^sampling: structured_outputs must be StructuredOutputsParams"):
         SamplingParams(structured_outputs="a")
+
+
+def test_copies_are_of_several_forms_if_these_compile_quickly(llm, monkeypatch):
+    """llguidance's threads wait for each other where they compute masks of copies of one form."""
+    monkeypatch.setattr(grammars, "MAX_FORMS", 3)
+    of_llm = llm.engine.grammars
+    for quick_s, expected in ((1e9, [0, 1, 2, 0, 1]), (-1.0, [0] * 5)):
+        monkeypatch.setattr(grammars, "QUICK_S", quick_s)
+        of_engine = grammars.Grammars(of_llm.tokenizer, of_llm.vocab_size, of_llm.eos_token_ids)
+        states = [of_engine.state(params_of({"regex": "(ab|ba)+"})) for _ in expected]
+        assert [state.form for state in states] == expected
+        assert len({state.matcher.compute_bitmask() for state in states}) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ A mask depends on the tokens before it, so the host computes it between two step
 in that. A grammar ends with EOS, which is allowed where its text may end.
 """
 
+import os
 import threading
+import time
 from collections import OrderedDict
 from operator import is_
 
@@ -21,21 +23,46 @@ from rlnumba.errors import ConfigError, UserError
 
 # Compiled grammars that are kept, some KiB to some MiB each; those of the longest disuse go first.
 MAX_COMPILED = 64
+# Forms of a grammar, as many as threads that compute masks; only if one compiles in so many seconds.
+MAX_FORMS = min(os.cpu_count() or 1, 16)
+QUICK_S = 0.05
 # From so many sequences on, llguidance's threads take in what a step drew: 2 to 13 us for one token.
 ADVANCED_TOGETHER = 8
 # Characters of llguidance's messages that are shown: the rest is its internal state.
 MESSAGE_LENGTH = 300
 
 
+class CompiledGrammar:
+    """A grammar's compiled forms, of which new sequences get copies in turn.
+
+    llguidance locks what all copies of one form have learnt about it, so that its threads compute masks of one after
+    another. Forms of their own cost what compiling costs, so only grammars that compile quickly have several.
+
+    make(): a new LLMatcher, compiled; at_first: one, which took `seconds`.
+    """
+
+    def __init__(self, make, at_first, seconds):
+        self.make, self.forms, self.num_copies, self.lock = make, [at_first], 0, threading.Lock()
+        self.most = MAX_FORMS if seconds <= QUICK_S else 1
+
+    def copy(self):
+        """(new LLMatcher at the beginning, number of its form)."""
+        with self.lock:
+            form, self.num_copies = self.num_copies % self.most, self.num_copies + 1
+            if form == len(self.forms):
+                self.forms.append(self.make())
+            return self.forms[form].deep_copy(), form
+
+
 class GrammarState:
     """A sequence's grammar. matcher: llguidance's LLMatcher after the completion's tokens, None until `Grammars.resume`
-    where the sequence has come from another process."""
+    where the sequence has come from another process; form: the number of the compiled form that it is a copy of."""
 
-    def __init__(self, params, matcher):
-        self.params, self.matcher = params, matcher
+    def __init__(self, params, matcher, form):
+        self.params, self.matcher, self.form = params, matcher, form
 
     def __getstate__(self):
-        return {"params": self.params, "matcher": None}
+        return {"params": self.params, "matcher": None, "form": 0}
 
 
 class DamagedGrammars(Exception):
@@ -60,10 +87,10 @@ class Grammars:
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, eos_token_ids
         # A lock for each of two durations: the engine's thread does not wait for what another one compiles.
         self.lock, self.compiling = threading.Lock(), threading.Lock()
-        # Matchers without any token, by StructuredOutputsParams; llguidance's tokenizer, and its threads.
+        # CompiledGrammars by StructuredOutputsParams; llguidance's tokenizer, and its threads.
         self.compiled, self._tokenizer, self._executor = OrderedDict(), None, None
         # The sequences of the last masks, with what `_followed` found of them.
-        self.followed, self._matchers = [], ([], np.zeros(0, np.int64))
+        self.followed, self._matchers = [], ([], [], np.zeros(0, np.int64))
 
     def check(self, params):
         """Raise ConfigError if the grammar of SamplingParams cannot be followed."""
@@ -74,17 +101,17 @@ class Grammars:
         """A GrammarState at its beginning for SamplingParams, None without a grammar. Raises ConfigError."""
         if (structured := params.structured_outputs) is None:
             return None
-        return GrammarState(structured, self.matcher(structured))
+        return GrammarState(structured, *self.matcher(structured))
 
     def matcher(self, structured):
-        """A new LLMatcher of StructuredOutputsParams. Raises ConfigError."""
-        return self._compiled(structured).deep_copy()
+        """(new LLMatcher of StructuredOutputsParams, number of its form). Raises ConfigError."""
+        return self._compiled(structured).copy()
 
     def resume(self, sequence):
         """Have a sequence's grammar where its tokens have led, where it comes from another process."""
         state = sequence.grammar
         if state is not None and state.matcher is None:
-            state.matcher = self.matcher(state.params)
+            state.matcher, state.form = self.matcher(state.params)
             state.matcher.consume_tokens(sequence.completion_ids.tolist())
 
     def _compiled(self, structured):
@@ -119,7 +146,13 @@ class Grammars:
         except ValueError as error:
             raise ConfigError(f"sampling: structured_outputs.{structured.kind}: {one_line(error)}") from None
         limits = llguidance.LLParserLimits(verbose_errors=False)
-        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+
+        def compiled():
+            return llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+
+        started = time.perf_counter()
+        matcher = compiled()
+        seconds = time.perf_counter() - started
         if matcher.is_error():
             raise ConfigError(f"sampling: structured_outputs.{structured.kind}: {one_line(matcher.get_error())}")
         beginning = matcher.deep_copy()
@@ -130,7 +163,7 @@ class Grammars:
             raise ConfigError(
                 f"sampling: structured_outputs.{structured.kind}: no token of the model begins such a text"
             )
-        return matcher
+        return CompiledGrammar(compiled, matcher, seconds)
 
     @property
     def executor(self):
@@ -154,20 +187,22 @@ class Grammars:
         rows, counts = (step.rows, step.counts) if step.has_drafts else (sampled, np.ones_like(sampled))
         of_grammar = np.flatnonzero(table.has_grammar[rows])
         firsts, counts = (np.cumsum(counts) - counts)[of_grammar], counts[of_grammar]
-        matchers, min_tokens = self._followed(table.sequences[rows[of_grammar]])
+        matchers, by_form, min_tokens = self._followed(table.sequences[rows[of_grammar]])
         masks = np.empty((len(sampled), -(-self.vocab_size // 32)), np.int32) if memory is None else memory
         # llguidance writes those of all matchers, but not those after a draft that it refuses.
         if len(matchers) < len(sampled):
             masks[...] = -1
         memory = masks.ctypes.data, 4 * masks.shape[1], len(masks)
-        alone = list(zip(matchers, firsts.tolist(), strict=True))
+        places = firsts.tolist()
+        alone = [(matchers[i], places[i]) for i in by_form]
         if step.has_drafts:
             with_drafts = []
             for i in np.flatnonzero(counts > 1).tolist():
                 row = rows[of_grammar[i]]
                 length = table.length[row]
-                with_drafts.append((*alone[i], table.token_ids[row, length : length + counts[i] - 1].tolist()))
-            alone = [alone[i] for i in np.flatnonzero(counts == 1).tolist()]
+                drafts = table.token_ids[row, length : length + counts[i] - 1].tolist()
+                with_drafts.append((matchers[i], places[i], drafts))
+            alone = [(matchers[i], places[i]) for i in by_form if counts[i] == 1]
             if with_drafts:
                 self.executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *memory)
         if alone:
@@ -192,12 +227,14 @@ class Grammars:
         return masks
 
     def _followed(self, sequences):
-        """The matchers of sequences (G,), list, and their min_tokens (G,): those of the last call if these are its
-        sequences."""
+        """(matchers of sequences (G,), list; their numbers with those of one form side by side, list; their min_tokens
+        (G,)): those of the last call if these are its sequences."""
         sequences = sequences.tolist()
         if len(sequences) != len(self.followed) or not all(map(is_, sequences, self.followed)):
             matchers = [each.grammar.matcher for each in sequences]
-            self._matchers = matchers, np.array([each.params.min_tokens for each in sequences], np.int64)
+            # A thread takes what stands side by side, and so seldom waits for another one.
+            by_form = sorted(range(len(sequences)), key=lambda i: sequences[i].grammar.form)
+            self._matchers = matchers, by_form, np.array([each.params.min_tokens for each in sequences], np.int64)
             self.followed = sequences
         return self._matchers
 
@@ -215,6 +252,7 @@ class Grammars:
         if len(open_ones) < ADVANCED_TOGETHER or len({id(matcher) for _, matcher, _ in open_ones}) < len(open_ones):
             taken = [matcher.consume_token(token) for _, matcher, token in open_ones]
         else:
+            open_ones.sort(key=lambda each: each[0].grammar.form)
             taken = self.executor.consume_token_par([(matcher, token) for _, matcher, token in open_ones])
         if not all(taken):
             _check([sequence for sequence, _, _ in open_ones])
@@ -259,7 +297,10 @@ class GrammarReplay:
         """
         masks = np.full((len(token_ids), -(-self.vocab_size // 32)), -1, np.int32)
         firsts, live = np.cumsum(lengths) - lengths, np.flatnonzero(lengths)
-        matchers = [self.grammars.matcher(self.structured) for _ in lengths]
+        copies = [self.grammars.matcher(self.structured) for _ in lengths]
+        matchers = [matcher for matcher, _ in copies]
+        # As _followed has them, for the sake of threads.
+        live = np.array(sorted(live.tolist(), key=lambda i: copies[i][1]), np.int64)
         memory, executor = (masks.ctypes.data, 4 * masks.shape[1], len(masks)), self.grammars.executor
         for position in range(int(np.max(lengths, initial=0))):
             live = live[lengths[live] > position]

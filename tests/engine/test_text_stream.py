@@ -1,4 +1,4 @@
-"""What is held of a text while it grows, and fields that are lists and arrays, without a model."""
+"""Incremental detokenization, stop strings that are held back, and fields that are lists and arrays; no model."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -10,8 +10,8 @@ from rlnumba.engine.requests.lazy_list import LazyList, LogprobList
 from rlnumba.engine.requests.text_stream import TextOptions, TextStream
 
 
-class Letters:
-    """Token n is letter n; two of 26 are an umlaut, of which one alone is no character; 27 is special."""
+class LetterTokenizer:
+    """28 tokens: n is letter n; 26 is half of the two bytes of one UTF-8 character; 27 a special token."""
 
     decodes_piecewise = True
 
@@ -21,7 +21,7 @@ class Letters:
 
 
 def pieces(stop, *fed, skip=True, tokenizer=None):
-    stream = TextStream(tokenizer or Letters(), TextOptions(stop, skip))
+    stream = TextStream(tokenizer or LetterTokenizer(), TextOptions(stop, skip))
     return [stream.feed(list(ids)) for ids in fed] + [stream.end(SimpleNamespace(text="abcde"))]
 
 
@@ -47,7 +47,7 @@ def test_texts_that_cannot_be_taken_apart_come_at_once():
     stream = TextStream(None, TextOptions())
     assert stream.feed([1]) == ""
     delta = SimpleNamespace(token_ids=[2], completion=None)
-    assert stream.piece(delta) == "" and TextStream(Letters(), TextOptions()).piece(delta) == "c"
+    assert stream.piece(delta) == "" and TextStream(LetterTokenizer(), TextOptions()).piece(delta) == "c"
     assert stream.piece(SimpleNamespace(token_ids=[2], completion=SimpleNamespace(text="cd"))) == "cd"
 
 

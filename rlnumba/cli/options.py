@@ -46,6 +46,21 @@ OF_A_RUN_FILE = {
 OVERRIDES = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--SECTION.KEY VALUE]...")
 
 
+def _whole_words(context, option, value):
+    """The value of --group-size, checked: kernels read the codes of 8 weights at once."""
+    if value is not None and value % 8:
+        raise click.BadParameter(f"{value} is not a multiple of 8")
+    return value
+
+
+GROUP_SIZE = click.option(
+    "--group-size",
+    type=POSITIVE,
+    callback=_whole_words,
+    help="Weights of a row that share a scale, a multiple of 8. Default: 64 of nf4, else 128.",
+)
+
+
 def QUANTIZATION(command):
     """--quantization and --group-size of a command, which gets a QuantizationConfig or None as `quantization`."""
 
@@ -61,8 +76,7 @@ def QUANTIZATION(command):
         type=click.Choice([*BITS]),
         help="Linear layers in this format, in memory; as [quantization] of a run.",
     )
-    size = click.option("--group-size", type=POSITIVE, help="Weights that share a scale. Default: 64 of nf4, else 128.")
-    return kind(size(with_quantization))
+    return kind(GROUP_SIZE(with_quantization))
 
 
 def RANKS(command):

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from rlnumba.cli.command_line import cli
-from rlnumba.cli.options import ABOVE_0, BASE, DTYPE, MODEL, POSITIVE, QUANTIZATION, SEED, TENSOR_PARALLEL
+from rlnumba.cli.options import ABOVE_0, BASE, DTYPE, GROUP_SIZE, MODEL, POSITIVE, QUANTIZATION, SEED, TENSOR_PARALLEL
 from rlnumba.cli.progress import CommandProgress, log_device, prepare_compiling
 from rlnumba.cli.rows import open_model
 from rlnumba.errors import UserError
@@ -106,7 +106,7 @@ def merge(model, adapter, output, dtype, quantization):
 @click.option("--model", required=True, help="Hugging Face folder or hub id.")
 @click.option("--output", required=True, help="Folder of the quantised model, written.")
 @click.option("--type", "name", type=click.Choice(["nf4", "int4", "int8"]), default="nf4", help="Format. Default: nf4.")
-@click.option("--group-size", type=POSITIVE, help="Weights of a row that share a scale. Default: 64 of nf4, else 128.")
+@GROUP_SIZE
 def quantize(model, output, name, group_size):
     """Write a model whose linear layers have 4 or 8 bits a weight, which vLLM and transformers open."""
     from rlnumba.reporting.files import check_output, make_folder

@@ -59,7 +59,7 @@ class SamplingConfig(TrainConfig):
     )
 
     max_tool_calling_iterations: int | None = key(
-        None, "Most turns of a completion whose calls are executed; None: no bound.", minimum=1, needs=ACTS
+        None, "Most turns of a completion whose calls are executed; 0: none, None: no bound.", minimum=0, needs=ACTS
     )
     log_completions_tokens: bool = key(
         True, "Lines of completions.jsonl have token ids, mask and log-probs; not TRL.", needs=LOGS_TOKENS

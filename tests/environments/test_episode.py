@@ -122,6 +122,10 @@ def test_iterations_end_it(tokenizer):
     _, transcript, _ = played(tokenizer, [call(), call()], iterations=1)
     assert transcript.ended == "iterations" and transcript.turns == 2 and len(transcript.calls) == 1
     assert transcript.completion[-1] == assistant("", TWELVE)
+    # As in TRL's loop, whose body 0 never enters: the calls of the first turn do not run.
+    completion, transcript, contexts = played(tokenizer, [call()], iterations=0)
+    assert transcript.ended == "iterations" and transcript.turns == len(contexts) == 1 and not transcript.calls
+    assert transcript.completion == [assistant("", TWELVE)] and completion.mask is None
 
 
 BROKEN = '<tool_call>\n{"name": \n</tool_call>'

@@ -231,4 +231,5 @@ def test_what_is_refused(tmp_path, capsys):
     fails("the checkpoint is quantised already", "quantize", "--model", base, "--output", str(tmp_path / "twice"))
     fails("is the folder of the model", "quantize", "--model", base, "--output", base)
     wrong = "quantize", "--model", str(MODEL), "--output", str(tmp_path / "wrong")
-    fails("group_size 64 does not divide the 32 columns of model.layers.0", *wrong, code=2)
+    fails("--group-size 64 does not divide the 32 columns of model.layers.0", *wrong, code=2)
+    fails("Invalid value for '--group-size': 12 is not a multiple of 8", *wrong, "--group-size", "12", code=2)

@@ -26,7 +26,8 @@ def quantize_checkpoint(folder, output, name, group_size=None):
     """Write the checkpoint of a folder to the folder `output`, linear layers in the format `name`, one of WRITTEN.
 
     Values are rounded to the dtype of the model's config.json first. Raises UserError for a checkpoint that is
-    quantised, and a group size that does not divide a layer's columns. Returns whether some of them are experts.
+    quantised, and ConfigError for a group size that does not divide a layer's columns. Returns whether some of them are
+    experts.
     """
     folder, output, form = Path(folder), Path(output), FORMATS[name]
     raw, config = read_json(folder / "config.json"), read_config(folder)
@@ -35,7 +36,7 @@ def quantize_checkpoint(folder, output, name, group_size=None):
     stored, names, group_size = StoredWeights(folder, config), quantized_names(config), group_size or form.group_size
     for p in stored.of_model.values():
         if p.name in names:
-            check_group_size(p, group_size)
+            check_group_size(p, group_size, "--group-size")
     files = _files(stored, names, form, group_size, config.dtype)
     tensors = {}
     # How many files there are is known at the end.

@@ -32,11 +32,11 @@ def quantized_names(config):
     return {f"model.layers.{layer}.{name}" for layer, of_block in names for name in of_block}
 
 
-def check_group_size(p, group_size):
-    """Raise ConfigError if groups of so many columns do not divide the rows of a Parameter."""
+def check_group_size(p, group_size, key="quantization.group_size"):
+    """Raise ConfigError, which names the key, if groups of so many columns do not divide the rows of a Parameter."""
     if p.shape[-1] % group_size:
         columns = f"the {p.shape[-1]} columns of {p.rows[0][0]}"
-        raise ConfigError(f"quantization.group_size {group_size} does not divide {columns}")
+        raise ConfigError(f"{key} {group_size} does not divide {columns}")
 
 
 def form_of(quantization):

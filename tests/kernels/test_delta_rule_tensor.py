@@ -58,6 +58,42 @@ def test_simulator(rng, monkeypatch, family, dtype):
         paged.run([0], [BLOCK + 1], [BLOCK + 3])
 
 
+def in_both_forms(monkeypatch, tokens, lengths):
+    """out of packed sequences in the order of tensor_forward.py, and in that of tensor_deferred.py."""
+    found = []
+    for fewest in (1 << 30, 0):
+        monkeypatch.setattr(tensor, "FEWEST_DEFERRED", fewest)
+        found.append(packed(tokens, lengths))
+    return found
+
+
+def test_long_sequences_are_deferred(monkeypatch):
+    tokens = random_tokens(np.random.default_rng(0), 2047, (1, 1, 1, 1), "float16")
+    for family, lengths, expected in (
+        ("sm90", [2047], True),
+        ("sm90", [1023, 1024], False),
+        ("sm90", [2040, 7], False),
+        ("sm80", [2047], False),
+    ):
+        assert tensor._forms(family, tokens, bounds(lengths)) == (expected,)
+    monkeypatch.setattr(device, "name", lambda: "shapes")
+    assert tensor._forms("sm90", tokens, bounds([2047])) == (False, True), "a list of a run's kernels has both"
+
+
+@pytest.mark.sim
+@pytest.mark.sm90
+@pytest.mark.parametrize("gates", ["slow", "extreme"])
+def test_deferred_simulator(rng, monkeypatch, gates):
+    """Blocks enough to come back to the first stage of P, beside a sequence of one block."""
+    if device.name() == "cpu":
+        pytest.skip("needs the simulator or a Hopper GPU")
+    monkeypatch.setitem(ops.IS_SUPPORTED, "sm90", lambda *_: True)
+    with dispatch.forced("sm90"):
+        lengths = [3 * BLOCK + 5, 2] if gates == "slow" else [BLOCK + 1]
+        tokens = random_tokens(rng, sum(lengths), SMALL, "bfloat16", gates)
+        assert_same_bits(*in_both_forms(monkeypatch, tokens, lengths))
+
+
 def argument_types():
     """The types of the kernels' arguments for bfloat16."""
 
@@ -75,10 +111,12 @@ def argument_types():
 
 
 @pytest.mark.parametrize("family, architecture", [("sm90", (9, 0, "a")), ("sm80", (8, 0))])
-@pytest.mark.parametrize("is_paged", [False, True])
-def test_kernels_compile_for_gpus(compile_offline, family, architecture, is_paged):
+@pytest.mark.parametrize("form", ["packed", "paged", "deferred"])
+def test_kernels_compile_for_gpus(compile_offline, family, architecture, form):
     """At real dimensions: registers hold the state, and nothing is spilled."""
-    kernel = tensor.KERNELS[family](TensorConfig(family, 128, "bfloat16", is_paged))
+    if form == "deferred" and family != "sm90":
+        pytest.skip("a form on Hopper alone")
+    kernel = tensor.KERNELS[family](TensorConfig(family, 128, "bfloat16", form == "paged", form == "deferred"))
     troubles = compile_offline(kernel, argument_types(), architecture)
     assert not troubles, "\n".join(troubles)
 
@@ -93,6 +131,19 @@ def test_gpu(rng, family, gates):
         check_cuts(rng, [1, 64, 200, 299], "bfloat16", HEADS, gates)
         check_prefix_hits(rng, "float16", HEADS, gates)
         check_neighbours(rng, "bfloat16", HEADS)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("gates", [*GATES, "extreme"])
+def test_deferred_gpu(rng, monkeypatch, gates):
+    """The form of long sequences: right, and with the bits of the other one, of 10^6 outputs and more."""
+    lengths = [1, 63, 64, 65, 128, 129, 300, 0, 130, 2500]
+    for dtype in ("bfloat16", "float16"):
+        tokens = random_tokens(rng, sum(lengths), HEADS, dtype, gates)
+        assert_same_bits(*in_both_forms(monkeypatch, tokens, lengths))
+    check_forward(rng, lengths[:-1], "bfloat16", HEADS, gates)
+    check_neighbours(rng, "bfloat16", HEADS)
 
 
 @pytest.mark.gpu

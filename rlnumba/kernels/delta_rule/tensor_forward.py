@@ -29,6 +29,7 @@ from rlnumba.kernels.delta_rule.arithmetic import (
     VALUE_SCALE,
 )
 from rlnumba.kernels.delta_rule.simt import state_blocks
+from rlnumba.kernels.delta_rule.tensor_deferred import item_function
 from rlnumba.kernels.delta_rule.tensor_prepare import (
     COLUMNS,
     DIAGONAL_BYTES,
@@ -312,11 +313,34 @@ def output_functions(config):
 
 
 @functools.cache
+def places_function(config):
+    """The device function that returns the BlockPlaces of an item's block."""
+    layout, tiles, prepared, output_weights = config.layout, config.tiles, config.prepared, config.output_weights
+    tile_bytes, vector = config.key_dim // 64 * BOX_BYTES, BLOCK * 4
+
+    @device_function
+    def places_of(base, index):
+        stage, at = i32(index % i32(tiles)), i32(index % i32(prepared))
+        p_at = at
+        if output_weights != prepared:
+            p_at = i32(index % i32(output_weights))
+        return BlockPlaces(
+            Address(base + layout.k + stage * i32(tile_bytes)), Address(base + layout.q + stage * i32(tile_bytes)),
+            Address(base + layout.v + stage * i32(BOX_BYTES)), Address(base + layout.m + at * i32(BOX_BYTES)),
+            Address(base + layout.p + p_at * i32(BOX_BYTES)),
+            Address(base + layout.diagonal + at * i32(DIAGONAL_BYTES)),
+            Address(base + layout.kept + at * i32(vector)), Address(base + layout.later + at * i32(vector)),
+            Address(base + layout.beta + stage * i32(vector)),
+        )  # fmt: skip
+
+    return places_of
+
+
+@functools.cache
 def block_function(config):
     """The device function of the second warpgroup for a block of tokens."""
-    key_dim, layout, is_paged, is_early = config.key_dim, config.layout, config.is_paged, config.is_sm90
-    count, tile_bytes, vector = key_dim // 2, key_dim // 64 * BOX_BYTES, BLOCK * 4
-    tiles, prepared = config.tiles, config.prepared
+    key_dim, is_paged, is_early = config.key_dim, config.is_paged, config.is_sm90
+    count, vector, places_of = key_dim // 2, BLOCK * 4, places_function(config)
     products, unpack = products_of(config.family, key_dim), cvt_unpack(ELEMENT)
     read_state, outputs, fold = products.read_state, products.outputs, products.fold
     wait_state_but_one, wait_state = products.wait_state_but_one, products.wait_state
@@ -326,17 +350,6 @@ def block_function(config):
     solve_0, solve_1, solve_2, solve_3 = (solve_function(config, b) for b in range(BLOCK // SUB_BLOCK))
     _, round_state, store_state = state_functions(config)
     store_outputs, store_rows = output_functions(config)
-
-    @device_function
-    def places_of(base, index):
-        stage, at = i32(index % i32(tiles)), i32(index % i32(prepared))
-        return BlockPlaces(
-            Address(base + layout.k + stage * i32(tile_bytes)), Address(base + layout.q + stage * i32(tile_bytes)),
-            Address(base + layout.v + stage * i32(BOX_BYTES)), Address(base + layout.m + at * i32(BOX_BYTES)),
-            Address(base + layout.p + at * i32(BOX_BYTES)), Address(base + layout.diagonal + at * i32(DIAGONAL_BYTES)),
-            Address(base + layout.kept + at * i32(vector)), Address(base + layout.later + at * i32(vector)),
-            Address(base + layout.beta + stage * i32(vector)),
-        )  # fmt: skip
 
     @device_function
     def scale_outputs(y, kept, lane):
@@ -408,9 +421,12 @@ def block_function(config):
 @functools.cache
 def forward_function(config):
     """The device function that is the kernel of a TensorConfig."""
-    is_paged, is_sm90, count = config.is_paged, config.is_sm90, config.key_dim // 2
+    is_paged, is_sm90, is_deferred, count = config.is_paged, config.is_sm90, config.is_deferred, config.key_dim // 2
     word_count = count // 2
-    prepare, compute_block = prepare_function(config), block_function(config)
+    prepare, compute_block, compute_item = prepare_function(config), block_function(config), None
+    if is_deferred:
+        store_outputs, _ = output_functions(config)
+        compute_item = item_function(config, places_function(config), store_outputs)
     load_state, *_ = state_functions(config)
 
     @device_function
@@ -454,6 +470,9 @@ def forward_function(config):
             load_state(cache.states, item.page, item.head, column, registers.state, registers.words, lane)
             for i in range(16):
                 registers.w[i] = i32(0)
+            if is_deferred:
+                compute_item(registers, out, base, item, warp, lane)
+                return
             index = i32(0)
             while index < item.blocks:
                 named_barrier_sync(HANDOVER, 2 * WARPGROUP)

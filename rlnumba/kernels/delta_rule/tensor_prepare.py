@@ -43,12 +43,13 @@ DIAGONAL_BYTES = BLOCK * DIAGONAL_STRIDE * 4
 
 class TensorConfig(NamedTuple):
     """Constants of the kernel: family of products, dimension of keys, dtype name of v; whether the state is in the
-    cache."""
+    cache; whether tensor_deferred.py has the second warpgroup."""
 
     family: str
     key_dim: int
     element: str
     is_paged: bool
+    is_deferred: bool = False
 
     @property
     def is_sm90(self):
@@ -65,12 +66,17 @@ class TensorConfig(NamedTuple):
         return 2 if self.is_sm90 else 1
 
     @property
+    def output_weights(self):
+        """Stages of P: tensor_deferred.py reads a block's while the block after the next one is prepared."""
+        return 3 if self.is_deferred else self.prepared
+
+    @property
     def layout(self):
         """Shared memory: tiles and vectors of each stage of tiles, then what is prepared."""
         keys, vector, tiles, prepared = self.key_dim // 64 * BOX_BYTES, BLOCK * 4, self.tiles, self.prepared
         return shared_layout(
             k=tiles * keys, q=tiles * keys, v=tiles * BOX_BYTES,
-            m=prepared * BOX_BYTES, p=prepared * BOX_BYTES, out=BOX_BYTES if self.is_sm90 else 0,
+            m=prepared * BOX_BYTES, p=self.output_weights * BOX_BYTES, out=BOX_BYTES if self.is_sm90 else 0,
             diagonal=prepared * DIAGONAL_BYTES, kept=prepared * vector, later=prepared * vector,
             decays=tiles * vector, beta=tiles * vector, sums=vector,
         )  # fmt: skip
@@ -163,7 +169,7 @@ def prepare_function(config):
     layout, is_paged, is_sm90, tiles, prepared = (
         config.layout, config.is_paged, config.is_sm90, config.tiles, config.prepared,
     )  # fmt: skip
-    tile_bytes, vector = config.key_dim // 64 * BOX_BYTES, BLOCK * 4
+    tile_bytes, vector, output_weights = config.key_dim // 64 * BOX_BYTES, BLOCK * 4, config.output_weights
     load_tiles, products = load_function(config), products_of(config.family, config.key_dim)
     # The tiles of the block after this one may still be under way.
     wait_copies = cp_async_wait_group(1 if is_sm90 else 0)
@@ -244,7 +250,10 @@ def prepare_function(config):
             )  # fmt: skip
         wait_scores(of_keys)
         wait_scores(of_queries)
-        m_tile, p_tile = base + layout.m + to * i32(BOX_BYTES), base + layout.p + to * i32(BOX_BYTES)
+        p_stage = to
+        if output_weights != prepared:
+            p_stage = i32(index % i32(output_weights))
+        m_tile, p_tile = base + layout.m + to * i32(BOX_BYTES), base + layout.p + p_stage * i32(BOX_BYTES)
         diagonal = Address(base + layout.diagonal + to * i32(DIAGONAL_BYTES))
         store_weights(of_keys, of_queries, sums, Address(m_tile), Address(p_tile), diagonal, warp, lane)
         if is_sm90:

@@ -126,7 +126,7 @@ def _wgmma_products(key_dim):
 
 
 @device_function
-def _line_address(tile, step, line, half):
+def line_address(tile, step, line, half):
     """The address of the half of 8, of 16 k from 16 step on, of a line of a tile."""
     boxes = Address(tile + i32(step // 4) * i32(BOX_BYTES) + line * i32(LINE))
     return Address(swizzled_chunk(boxes, line, i32(step % 4 * 2) + half))
@@ -140,7 +140,7 @@ def _mma_products(key_dim):
     def load_b(b, tile, n, step, lane):
         """The fragment of columns 16 n .. of B, whose lines are its columns."""
         line = i32(n * 16) + (lane & i32(7)) + ((lane >> i32(4)) << i32(3))
-        ldmatrix_fragment(b, 0, _line_address(tile, step, line, (lane >> i32(3)) & i32(1)))
+        ldmatrix_fragment(b, 0, line_address(tile, step, line, (lane >> i32(3)) & i32(1)))
 
     @device_function
     def read_state(acc, words, tile, warp, lane):
@@ -159,7 +159,7 @@ def _mma_products(key_dim):
             acc[i] = np.float32(0.0)
         line = i32(warp * i32(16)) + (lane & i32(15))
         for step in range(steps):
-            ldmatrix_fragment(a, 0, _line_address(tile_a, step, line, lane >> i32(4)))
+            ldmatrix_fragment(a, 0, line_address(tile_a, step, line, lane >> i32(4)))
             for n in range(tiles):
                 load_b(b, tile_b, n, step, lane)
                 multiply(acc, 8 * n, a, 0, b, 0)
@@ -178,7 +178,7 @@ def _mma_products(key_dim):
         for step in range(4):
             line = i32(step * 16) + (lane & i32(15))
             for n in range(steps):
-                ldmatrix_fragment_trans(b, 0, _line_address(tile, n, line, lane >> i32(4)))
+                ldmatrix_fragment_trans(b, 0, line_address(tile, n, line, lane >> i32(4)))
                 multiply(acc, 8 * n, words, 4 * step, b, 0)
 
     def earlier_rows_of(block):

@@ -81,7 +81,7 @@ too where tensorboardX is installed. The metrics have TRL's names:
 | `logits/chosen`, `logits/rejected` | DPO, KTO: mean over positions and vocabulary of the logits |
 | `reward`, `reward_std`, `rewards/NAME/mean`, `rewards/NAME/std` | weighted sum of the functions, and each function |
 | `reward_baseline` | mean reward of the greedy completions, with `advantage_estimator = "remax"` |
-| `step_groups/size_mean`, `/alone_frac` | `gigpo`: turns of a step group; share of the turns alone in theirs |
+| `step_groups/size_mean`, `/alone_frac` | `gigpo`, `hgpo`: turns of a step group; share of the turns alone in theirs |
 | `difficulty/easy`, `/normal`, `/hard` | share of the prompts in each pool, with difficulty_weights |
 | `difficulty/solved` | share of the prompts that no_resampling_pass_rate leaves out |
 | `replay/groups`, `replay/age`, `replay/buffer_size` | groups replayed, their mean age in steps, those kept |

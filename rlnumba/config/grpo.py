@@ -53,7 +53,9 @@ def rejection_modes(rollout_rs, rollout_rs_threshold):
 
 # Loss types without importance weights: their ratio is to the sampler, or has the correction in it.
 UNCORRECTED = ("vespo", "dppo", "dro")
-GIGPO = ("train.advantage_estimator", ("gigpo",))
+# Estimators that compare the turns of episodes.
+OF_TURNS = ("gigpo", "hgpo")
+TURNS, GIGPO, HGPO = (("train.advantage_estimator", names) for names in (OF_TURNS, ("gigpo",), ("hgpo",)))
 SAPO, VESPO, DPPO, DRO = (("train.loss_type", (name,)) for name in ("sapo", "vespo", "dppo", "dro"))
 
 
@@ -198,7 +200,8 @@ class GRPOConfig(PolicyLossConfig, GroupConfig, PrefixSharingConfig, RouterLossC
         "How rewards become advantages; the formulas of all but `grpo` are in rlnumba/trainers/estimators.py. "
         "verl: adv_estimator.",
         choices=(
-            *("grpo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "rae", "remax", "gigpo"),
+            *("grpo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "rae", "remax"),
+            *OF_TURNS,
         ),
     )
     step_advantage_w: float = key(
@@ -206,17 +209,37 @@ class GRPOConfig(PolicyLossConfig, GroupConfig, PrefixSharingConfig, RouterLossC
     )
     gigpo_gamma: float = key(
         0.95,
-        "`gigpo`: what the reward counts less for each later turn of its episode; verl-agent: algorithm.gamma.",
+        "`gigpo`, `hgpo`: what the reward counts less for each later turn of its episode; verl-agent: algorithm.gamma.",
         minimum=0,
         maximum=1,
-        needs=GIGPO,
+        needs=TURNS,
     )
     gigpo_mode: str = key(
         "mean_norm",
-        "`gigpo`: `mean_std_norm` divides both advantages by the standard deviation of their group, too, whatever "
-        "scale_rewards says; verl-agent: algorithm.gigpo.mode.",
+        "`gigpo`, `hgpo`: `mean_std_norm` divides each advantage by the standard deviation of its group, too, whatever "
+        "scale_rewards says; verl-agent: algorithm.gigpo.mode, algorithm.hgpo.mode.",
         choices=("mean_norm", "mean_std_norm"),
-        needs=GIGPO,
+        needs=TURNS,
+    )
+    hgpo_history_length: int = key(
+        2,
+        "`hgpo`: states before that of a turn which the longest history of its groups has; verl-agent: "
+        "env.history_length.",
+        minimum=0,
+        needs=HGPO,
+    )
+    hgpo_alpha: float = key(
+        1.0,
+        "`hgpo`: a group of turns that share their last k states has the weight (k + 1)^hgpo_alpha; verl-agent: "
+        "algorithm.hgpo.length_weight_alpha.",
+        minimum=0,
+        needs=HGPO,
+    )
+    hgpo_base_group: bool = key(
+        False,
+        "`hgpo`: the advantage of the episode is one of those that are averaged, with weight 1; verl-agent: "
+        "algorithm.hgpo.base_group.",
+        needs=HGPO,
     )
     length_penalty: float = key(
         0.0, "Subtracted from the reward, for advantages, times tokens / max_completion_length (not TRL).", minimum=0
@@ -367,12 +390,12 @@ class GRPORun(AheadRun):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.train.advantage_estimator == "gigpo":
-            if not (self.tools.funcs or self.environment.specs):
-                raise ConfigError(
-                    "train.advantage_estimator gigpo compares the turns of episodes: it needs tools or an environment, "
-                    "not tasks or rollout.func"
-                )
+        name = self.train.advantage_estimator
+        if name in OF_TURNS and not (self.tools.funcs or self.environment.specs):
+            raise ConfigError(
+                f"train.advantage_estimator {name} compares the turns of episodes: it needs tools or an environment, "
+                "not tasks or rollout.func"
+            )
         if self.train.observation_coef:
             for name in ("sampling_mask_replay", "replay_buffer_size", "log_token_values"):
                 if getattr(self.train, name):

@@ -63,6 +63,7 @@ KEYS = {
         train.rollout_is_batch_normalize train.rollout_rs train.rollout_rs_threshold train.bypass_mode
         train.off_policy_mask_threshold train.scale_rewards train.advantage_estimator train.length_penalty
         train.step_advantage_w train.gigpo_gamma train.gigpo_mode
+        train.hgpo_history_length train.hgpo_alpha train.hgpo_base_group
         train.multi_objective_aggregation train.observation_coef train.entropy_coef
         train.use_adaptive_entropy train.entropy_coef_min
         train.entropy_coef_max train.entropy_coef_delta train.entropy_target train.top_entropy_quantile

@@ -19,7 +19,7 @@ from rlnumba.kernels.rl.advantage import group_advantages
 from rlnumba.runs.micro_batch import MicroBatch
 from rlnumba.runtime import device
 from rlnumba.sampling.samples import known_std
-from rlnumba.trainers.estimators import advantages_of, anchors_of, gigpo_advantages, penalised, turns_of
+from rlnumba.trainers.estimators import OF_TURNS, advantages_of, anchors_of, penalised, turns_of
 
 
 def frac_reward_zero_std(groups, train):
@@ -60,7 +60,7 @@ def set_estimated_advantages(groups, train, state):
         weight = device.asarray(np.ones(1, np.float32))
         group_advantages(column, weight, len(groups[0]), found, train.scale_rewards)
         advantages = device.to_host(found)
-    elif train.advantage_estimator == "gigpo":
+    elif train.advantage_estimator in OF_TURNS:
         advantages = _set_step_advantages(groups, rewards, train)
     else:
         masked = np.array([train.mask_truncated_completions and sample.truncated for sample in samples])
@@ -74,11 +74,11 @@ def set_estimated_advantages(groups, train, state):
 
 
 def _set_step_advantages(groups, rewards, train):
-    """Write the steps of all Samples by their rewards (B,): gigpo's advantages of the episodes, (B,) float64."""
+    """Write the steps of all Samples by their rewards (B,), and return the advantages of the episodes, (B,) float64."""
     advantages = []
     for group, values in zip(groups, np.split(rewards, len(groups)), strict=True):
         completions = [(s.prompt_token_ids, s.completion.array("token_ids"), _drawn_mask(s.completion)) for s in group]
-        found, steps = gigpo_advantages(values, [anchors_of(*each) for each in completions], train)
+        found, steps = OF_TURNS[train.advantage_estimator](values, [anchors_of(*each) for each in completions], train)
         advantages.append(found)
         for sample, own in zip(group, steps, strict=True):
             sample.steps = own
@@ -86,7 +86,7 @@ def _set_step_advantages(groups, rewards, train):
 
 
 def step_group_metrics(groups):
-    """The mean size of gigpo's step groups, and the share of turns alone in theirs, of episodes with a reward: dict."""
+    """The mean size of step groups, and the share of turns alone in theirs, of episodes with a reward: dict."""
     sizes = [s.steps.group_sizes for group in groups for s in group if not np.isnan(s.reward)]
     sizes = np.concatenate([np.empty(0, int), *sizes])
     if not len(sizes):

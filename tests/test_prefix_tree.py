@@ -42,12 +42,27 @@ def test_a_tree_of_depth_3():
 
 def test_parents_without_parents_save_what_they_can():
     """Either all have the first 32 tokens once, or each prompt is there once: whatever is less."""
-    tree, _ = tree_of(SEQUENCES, after_prompts(SEQUENCES, FIRST_ROWS), PrefixRule(16, is_nested=False))
+    tree, _ = tree_of(SEQUENCES, after_prompts(SEQUENCES, FIRST_ROWS), PrefixRule(16, levels=2))
     assert nodes_of(tree)[:2] == [([0, 1], 0, 48, -1), ([0], 48, 55, 0)]
     assert sum(node.num_tokens for node in tree.roots) == 48 + 2 * 7 + 64 + 2 * 13 + 20
     four = [[*SYSTEM, *[prompt] * 20, 6] for prompt in (2, 2, 3, 4, 5)]
-    tree, _ = tree_of(four, after_prompts(four, [51] * 5), PrefixRule(16, is_nested=False))
+    tree, _ = tree_of(four, after_prompts(four, [51] * 5), PrefixRule(16, levels=2))
     assert nodes_of(tree) == [([0, 1, 2, 3, 4], 0, 32, -1), *[([i], 32, 53, 0) for i in range(5)]]
+
+
+def test_three_levels_save_what_they_can():
+    """Of four nodes above one another, as the histories of an episode are, three are left: those of least tokens."""
+    ends = 32, 32 + 16, 32 + 16 + 48
+    sequences = [[1] * ends[0] + [2] * 20, [1] * ends[1] + [3] * 20, [1] * ends[2] + [4] * 5, [1] * ends[2] + [5] * 5]
+    rows = after_prompts(sequences, [len(each) - 3 for each in sequences])
+    tree, _ = tree_of(sequences, rows, PrefixRule(16))
+    assert [end for _, _, end, parent in nodes_of(tree) if parent >= 0] == [52, 48, 68, 96, 101, 101]
+    tree, _ = tree_of(sequences, rows, PrefixRule(16, levels=3))
+    # Without the node of 16 tokens these are there twice, without that of 48 they are there three times.
+    assert nodes_of(tree) == [
+        *[([0, 1, 2, 3], 0, 32, -1), ([0], 32, 52, 0), ([1], 32, 68, 0)],
+        *[([2, 3], 32, 96, 0), ([2], 96, 101, 3), ([3], 96, 101, 3)],
+    ]
 
 
 def test_an_earlier_turn_is_shared_with_what_follows_it():
@@ -62,7 +77,7 @@ def test_an_earlier_turn_is_shared_with_what_follows_it():
     assert nodes_of(tree)[0] == ([0, 1], 0, 32, -1)
 
 
-@pytest.mark.parametrize("sharing", [PrefixRule(4), PrefixRule(4, is_nested=False), PrefixRule(8)])
+@pytest.mark.parametrize("sharing", [PrefixRule(4), PrefixRule(4, levels=2), PrefixRule(4, levels=3), PrefixRule(8)])
 def test_random_sequences(rng, sharing):
     for _ in range(200):
         sequences, count = [], rng.integers(1, 9)
@@ -83,7 +98,7 @@ def test_random_sequences(rng, sharing):
             while parents[path[0]] >= 0:
                 path.insert(0, parents[path[0]])
                 assert nodes[path[0]].end % sharing.multiple == 0
-            assert len(path) <= 2 or sharing.is_nested
+            assert len(path) <= sharing.levels
             own = np.concatenate([starts[n] + np.arange(lengths[n]) for n in path])
             np.testing.assert_array_equal(ids[kept[own]], sequences[i])
             np.testing.assert_array_equal(places[bounds[i] : bounds[i + 1]], own)

@@ -17,14 +17,18 @@ from typing import NamedTuple
 import numpy as np
 
 
+# More levels than a tree has.
+ANY_LEVELS = 1 << 30
+
+
 class PrefixRule(NamedTuple):
     """The prefixes that a model's blocks take, which end at multiples of `multiple` tokens.
 
-    is_nested: whether a parent may have a parent itself.
+    levels: the most nodes from a root to a leaf, at least 2; with 2 no parent has a parent.
     """
 
     multiple: int
-    is_nested: bool = True
+    levels: int = ANY_LEVELS
 
     def limits(self, lengths):
         """Tokens of which sequences of these lengths (B,) can share the first ones: (B,), each less than its length."""
@@ -67,8 +71,8 @@ class PrefixTree:
         self.targets = [found - start for found, start in zip(of_sequences, self.starts, strict=True)]
         self.limits = sharing.limits(self.lengths)
         self.roots = self._grow(range(len(self.sequences)), 0)
-        if not sharing.is_nested:
-            self.roots = [each for root in self.roots for each in self._without_nesting(root)]
+        if sharing.levels < ANY_LEVELS:
+            self.roots = [each for root in self.roots for each in self._flattened(root, 0, sharing.levels)]
 
     @property
     def shares(self):
@@ -139,14 +143,14 @@ class PrefixTree:
             limit = start + int(differs.argmax()) if differs.any() else limit
         return limit // self.multiple * self.multiple
 
-    def _without_nesting(self, node):
-        """The roots of least tokens, whose children have none, instead of a root: list."""
+    def _flattened(self, node, start, levels):
+        """The nodes of least tokens, from `start` on and of so many levels at most, instead of a node: list."""
         if not node.children:
-            return [PrefixNode(node.members, 0, node.end, [])]
-        children = [
-            PrefixNode(leaf.members, node.end, leaf.end, [])
-            for leaf in sorted(node.leaves, key=lambda leaf: leaf.members[0])
-        ]
-        shared = PrefixNode(node.members, 0, node.end, children)
-        apart = [each for child in node.children for each in self._without_nesting(child)]
+            return [PrefixNode(node.members, start, node.end, [])]
+        if levels == 1:
+            leaves = sorted(node.leaves, key=lambda leaf: leaf.members[0])
+            return [PrefixNode(leaf.members, start, leaf.end, []) for leaf in leaves]
+        below = [each for child in node.children for each in self._flattened(child, node.end, levels - 1)]
+        shared = PrefixNode(node.members, start, node.end, sorted(below, key=lambda each: each.members[0]))
+        apart = [each for child in node.children for each in self._flattened(child, start, levels)]
         return [shared] if shared.num_tokens <= sum(each.num_tokens for each in apart) else apart

@@ -14,9 +14,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from rlnumba.data.prefix_tree import PrefixRule
+from rlnumba.data.prefix_tree import ANY_LEVELS, PrefixRule
 from rlnumba.errors import ConfigError, UserError
-from rlnumba.kernels.attention.ops import prefixes_nest, supports_prefixes
+from rlnumba.kernels.attention.ops import prefix_levels, supports_prefixes
 from rlnumba.kernels.experts.ops import router_loss
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob.ops import IGNORED, linear_logp
@@ -124,7 +124,7 @@ class Transformer:
         has_window = any(map(config.window_of, range(config.num_hidden_layers)))
         if not supports_prefixes(self.dtype.name, config.head_dim, gqa_ratio, has_window):
             return None
-        return PrefixRule(max(multiples), prefixes_nest())
+        return PrefixRule(max(multiples), prefix_levels() or ANY_LEVELS)
 
     def without_adapter(self):
         """The same model, weights shared, with its adapter switched off."""

@@ -86,8 +86,8 @@ class MicroBatch:
 
     tokens: input_ids, position_ids (N,). targets: rows, target_ids and what else there is of each target, (T, ...).
     sequences: cu_seqlens (B + 1,), other bounds (B + 1,), and what there is of each sequence, (B,). others: arrays of
-    any shape. max_seqlen: at least the longest sequence's length. num_targets: those that are not padding. max_queries:
-    of PackedPrefixes, 0 without prefixes.
+    any shape. max_seqlen: at least the longest sequence's length. num_targets: those that are not padding. max_queries
+    and levels: of PackedPrefixes, 0 without prefixes.
     """
 
     tokens: dict
@@ -98,6 +98,7 @@ class MicroBatch:
     others: dict = field(default_factory=dict)
     is_padded: bool = False
     max_queries: int = 0
+    levels: int = 0
 
     @staticmethod
     def of(token_ids, lengths, targets, thresholds=None):
@@ -189,7 +190,7 @@ class MicroBatch:
         return replace(
             self, tokens={name: array[kept] for name, array in self.tokens.items()},
             targets=self.targets | {"rows": places[old_rows].astype(np.int32)}, sequences=self.sequences | added,
-            max_seqlen=max(own), max_queries=prefixes.max_queries,
+            max_seqlen=max(own), max_queries=prefixes.max_queries, levels=prefixes.levels,
         )  # fmt: skip
 
     def to_device(self):
@@ -241,6 +242,7 @@ class DeviceBatch:
             of_policy["router"] = RouterArrays(arrays["num_tokens"], arrays["router_weight"], *written)
         if "parents" in arrays:
             names = ("parents", "prefix_lens", "query_bounds")
-            of_policy["prefixes"] = PackedPrefixes(*(arrays[name] for name in names), micro_batch.max_queries)
+            sizes = micro_batch.max_queries, micro_batch.levels
+            of_policy["prefixes"] = PackedPrefixes(*(arrays[name] for name in names), *sizes)
         targets = TargetBatch(**of_policy, max_seqlen=micro_batch.max_seqlen, every_row=micro_batch.is_padded)
         return DeviceBatch(targets, arrays)

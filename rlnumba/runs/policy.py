@@ -271,7 +271,7 @@ class Policy:
         never = self.train.share_prefixes == "never" or self._computes_apart or self.router.coefficient
         if never or has_dropout or None in found:
             return None
-        return PrefixRule(max(each.multiple for each in found), all(each.is_nested for each in found))
+        return PrefixRule(max(each.multiple for each in found), min(each.levels for each in found))
 
     @contextmanager
     def computing_apart(self):

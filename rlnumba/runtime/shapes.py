@@ -30,7 +30,7 @@ from rlnumba.runtime import device, launch, memory
 # Functions of rlnumba.kernels that compute on the host, or allocate, what models, engine and optimizers read.
 HOST_FUNCTIONS = {"rope_table", "adamw_scalars", "rounding_noise", "workspace_sizes", "policy_loss_scale"}
 HOST_FUNCTIONS |= {"ppo_loss_blocks", "attention_backward_nbytes", "operand_dtype", "planes_of", "empty_tokens"}
-HOST_FUNCTIONS |= {"first_kept_key", "packed_shape", "scales_shape", "supports_prefixes", "prefixes_nest"}
+HOST_FUNCTIONS |= {"first_kept_key", "packed_shape", "scales_shape", "supports_prefixes", "prefix_levels"}
 HOST_FUNCTIONS |= {"prefix_multiple"}
 # The range of addresses that arrays without memory share: more than the largest of them.
 ADDRESSES = 1 << 42

@@ -34,7 +34,8 @@ CASES = {
     "tiles": ([(144, -1), (30, 0), (70, 0)], 1, 1, 16, 0),
     "pair": ([(16, -1), (3, 0), (40, 0)], 4, 2, 18, 0),
     "groups": ([(48, -1), (5, 0), (1, 0), (70, 0), (33, -1), (128, -1), (9, 5), (64, 5)], 4, 1, 32, 0),
-    "tree": ([(32, -1), (16, 0), (7, 0), (64, 1), (2, 1), (20, 3)], 2, 2, 16, 0),
+    "tree": ([(32, -1), (16, 0), (64, 1), (20, 2), (2, 1), (7, 0)], 2, 2, 16, 0),
+    "tree of tiles": ([(80, -1), (48, 0), (16, 1), (40, 2), (5, 2), (30, 1), (3, 0), (10, -1)], 1, 1, 16, 0),
     "window": ([(64, -1), (50, 0), (8, 0)], 2, 1, 16, 24),
 }
 
@@ -65,7 +66,7 @@ class Case:
         prefixes = PackedPrefixes.of(self.lengths, self.parents)
         assert prefixes.lengths.tolist() == self.prefix_lens
         arrays = (device.asarray(array) for array in prefixes[:3])
-        prefixes = PackedPrefixes(*arrays, prefixes.max_queries)
+        prefixes = PackedPrefixes(*arrays, *prefixes[3:])
         return PackedSequences(device.asarray(bounds(self.lengths)), max(self.lengths), self.window, prefixes)
 
     @property
@@ -119,9 +120,12 @@ def sm90_case(rng, case, config, segment=1024):
 
 @pytest.mark.sim
 @pytest.mark.sm90
-@pytest.mark.parametrize("name", ["small", "tiles"])
+@pytest.mark.parametrize("name", ["small", "tiles", "tree", "tree of tiles"])
 def test_sm90_simulator(rng, name):
-    """A tile with keys of both, two segments; in the backward a tile of keys of which the prefix has a part."""
+    """A tile with keys of both, two segments; in the backward a tile of keys of which the prefix has a part.
+
+    Of trees a tile of keys, and a tile of queries, has rows of three sequences and more.
+    """
     sm90_case(rng, CASES[name], AttentionBackwardConfig(16, "bfloat16"), segment=64).check()
 
 
@@ -155,11 +159,13 @@ def test_the_arrays_of_the_backward_are_counted(rng, monkeypatch):
 
 
 @pytest.mark.sm90
+@pytest.mark.parametrize("nested", [False, True], ids=["children", "trees"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_sm90_kernels_compile(compile_offline, head_dim):
+def test_sm90_kernels_compile(compile_offline, head_dim, nested):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
-    config = AttentionBackwardConfig(head_dim, "bfloat16", prefixes=True)
+    prefixes = PackedPrefixes.of([16, 16, 1], [-1, 0, 1 if nested else 0])
+    config = AttentionBackwardConfig(head_dim, "bfloat16", prefixes=True, nested=nested)
     x, f, i, m = "int32[:,:,::1]", "float32[::1]", "int32[::1]", "uint8[::1]"
     families, dq = tuple_type(Families, i, i, i), tuple_type(DqSums, i, i, f)
     rows = [x, x, "float32[:,::1]", families, "int32", f, i, i]
@@ -168,7 +174,7 @@ def test_sm90_kernels_compile(compile_offline, head_dim):
     gemms = [m, m, m, m, f, batch, "float32", dq, x, x]
     troubles += compile_offline(attention_backward_kernel(config), gemms, (9, 0, "a"))
     troubles += compile_offline(attention_round_dq_kernel(config), [f, families, "int32", "float32", x], (9, 0, "a"))
-    forward = attention_sm90_kernel(attention_config(head_dim, "bfloat16", 2).with_prefixes(True))
+    forward = attention_sm90_kernel(attention_config(head_dim, "bfloat16", 2).with_prefixes(prefixes))
     troubles += compile_offline(forward, FORWARD, (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 
@@ -179,6 +185,13 @@ GPU_CASES = [
     ([(16, -1), (500, 0), (144, -1), (7, 2), (1, 2), (190, 2)], 6, 2, 64, 0),
     ([(1040, -1), (129, 0), (1000, 0)], 4, 2, 256, 0),
     ([(80, -1), (40, 0), (1, 0)], 6, 6, 80, 0),
+    # A system prompt, prompts, histories, and what follows them.
+    (
+        [(528, -1), (1040, 0), *[(256, 1)] * 6, (304, 0), (160, 8), (65, 9), (300, 9), (64, 9), (9, 8), (100, -1)],
+        *(16, 8, 128, 0),
+    ),
+    ([(16, -1), (16, 0), (16, 1), (16, 2), (16, 3), (70, 4), (1, 4), (200, 3), (63, 0)], 6, 2, 64, 0),
+    ([(144, -1), (208, 0), (129, 1), (500, 1), (20, 0)], 4, 2, 256, 0),
 ]
 
 

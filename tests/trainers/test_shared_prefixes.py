@@ -209,7 +209,7 @@ def test_models_that_share_nothing():
         for folder in (HYBRID, MODEL):
             config = read_config(folder)
             rules.append(Transformer(config, Weights(config, "bfloat16")).prefix_sharing)
-    assert rules == [None, PrefixRule(16, is_nested=False)]
+    assert rules == [None, PrefixRule(16, levels=2)]
 
 
 @on_cpu

@@ -35,8 +35,8 @@ from rlnumba.kernels.cpu import attention as cpu
 from rlnumba.runtime import device, dispatch
 
 MAX_HEAD_DIM = 256
-# Families that take prefixes.
-PREFIX_FAMILIES = ("sm90",)
+# Families that take prefixes, of so many levels (PackedPrefixes) in training: the backward has sums of dq for each.
+PREFIX_FAMILIES, PREFIX_LEVELS = ("sm90",), 2
 # Positions plus a window, times the query heads of a key head, are int32 in kernels.
 MAX_WINDOW = 1 << 24
 
@@ -69,19 +69,20 @@ def check_heads(op, q, k, v, scale):
 
 
 def supports_prefixes(element, head_dim, gqa_ratio, has_window=False):
-    """Whether the operators of this device take sequences with prefixes, of parents that have none: bool.
+    """Whether the operators of this device take sequences with prefixes: bool.
 
     The arguments but the last are attention_family's.
     """
-    if prefixes_nest():
+    if prefix_levels() is None:
         return True
     return not has_window and attention_family(element, head_dim, gqa_ratio) in PREFIX_FAMILIES
 
 
-def prefixes_nest():
-    """Whether parents of prefixes may have prefixes themselves on this device: bool."""
+def prefix_levels():
+    """The most levels of prefixes (PackedPrefixes) that memory is planned for on this device; None: any number."""
     # Arrays without memory stand for those of the cpu device where they stand for no GPU's.
-    return device.name() == "cpu" or (device.name() == "shapes" and dispatch.architecture() is None)
+    is_cpu = device.name() == "cpu" or (device.name() == "shapes" and dispatch.architecture() is None)
+    return None if is_cpu else PREFIX_LEVELS
 
 
 def check_prefixes(op, sequences, q, k):
@@ -158,7 +159,8 @@ def attention_backward_nbytes(element, tokens, sequences, heads, kv_heads, head_
     element: the dtype's name. has_prefixes: whether sequences may have them in the rows of others, which are sequences.
     """
     if attention_family(element, head_dim, heads // kv_heads) == "sm90":
-        # A row is a query of its own sequence's keys, and of its parent's.
-        return backward_nbytes(2 * tokens if has_prefixes else tokens, sequences, heads, head_dim)
+        # A row is a query of its own sequence's keys, and of its ancestors'.
+        levels = (prefix_levels() or 2) if has_prefixes else 1
+        return backward_nbytes(levels * tokens, sequences, heads, head_dim)
     # delta.
     return 4 * heads * tokens

@@ -45,9 +45,10 @@ warp zeroes the rows beyond the end of a tile that has such, after TMA and befor
 tile and the last keys' has.
 
 With prefixes a block owns keys of a sequence's own rows as before, and its queries go on behind these: the rows of the
-sequence's children follow, each of which sees all of its keys. So of a row of a child there are two sums of dq: that
-over its own keys, and that over its parent's, in the tiles of the parent's queries. The last kernel adds them. Tiles of
-rows, semaphores and sums are found by query_bounds, in which such a row is twice.
+sequence's descendants follow, each of which sees all of its keys. So of a row of a child there are two sums of dq: that
+over its own keys, and that over its parent's, in the tiles of the parent's queries; with nested prefixes there is one
+more for each further ancestor. The last kernel adds them, from the row's own sequence to the root. Tiles of rows,
+semaphores and sums are found by query_bounds, in which such a row is as often.
 
 Three launches: rows (delta, lse and cleared semaphores, padded to whole query tiles), the GEMMs, and dq to its dtype.
 Sources: Dao 2023 (FlashAttention-2), algorithm 2; Shah et al. 2024 (FlashAttention-3), section 3.
@@ -464,11 +465,11 @@ def attention_round_dq_kernel(config):
     loads = 4 * in_flight * words_per_lane
     pack, dq_row_offset = cvt_pack(config.element), dq_row_offset_function(config)
     load_four, _ = vector_access(4, 4)
-    prefixes, query_rows = config.prefixes, rows_function(config)
+    prefixes, nested, query_rows = config.prefixes, config.nested, rows_function(config)
 
     @device_function
     def parents_sum(dq_sums, sequences, parent, row, head, heads, word):
-        """The index, in the sums over the parent's keys, of a pair of columns of dq of a child's row."""
+        """The index, in the sums over an ancestor's keys, of a pair of columns of dq of a descendant's row."""
         start, end, first_query = query_rows(sequences, parent)
         query = i32(row - start)
         tile_query = query & i32(-QUERIES)
@@ -529,7 +530,14 @@ def attention_round_dq_kernel(config):
                         for half in range(2):
                             if row + i + half * 8 < valid_queries:
                                 low, high = sums[j + 2 * half], sums[j + 2 * half + 1]
-                                if prefixes:
+                                if nested:
+                                    row_of_dq, ancestor = i32(first + row + i + half * 8), parent
+                                    while ancestor >= 0:
+                                        place = parents_sum(dq_sums, sequences, ancestor, row_of_dq, head, heads, word)
+                                        low += dq_sums[place]
+                                        high += dq_sums[place + 1]
+                                        ancestor = sequences.parents[ancestor]
+                                elif prefixes:
                                     if parent >= 0:
                                         row_of_dq = i32(first + row + i + half * 8)
                                         place = parents_sum(dq_sums, sequences, parent, row_of_dq, head, heads, word)
@@ -563,7 +571,7 @@ def backward_nbytes(tokens, sequences, heads, head_dim):
 def attention_backward_sm90(dout, inputs, out, lse, sequences, scale, gradients, config=None):
     """The operator attention_backward by the sm90 kernels, for heads that is_supported accepts.
 
-    Parents of prefixes have none themselves, and there is no window then.
+    With prefixes there is no window.
     """
     (q, k, v), (dq, dk, dv), (cu_seqlens, max_seqlen, window, prefixes) = inputs, gradients, sequences
     tokens, heads, head_dim = q.shape
@@ -573,8 +581,9 @@ def attention_backward_sm90(dout, inputs, out, lse, sequences, scale, gradients,
     config = config or AttentionBackwardConfig(head_dim, q.dtype.name)
     xp, queries, bounds, max_queries = device.xp(), tokens, cu_seqlens, max_seqlen
     if prefixes is not None:
-        # A row is a query of its own sequence's keys, and of its parent's.
-        config, queries, max_queries = config._replace(prefixes=True), 2 * tokens, prefixes.max_queries
+        # A row is a query of its own sequence's keys, and of its ancestors'.
+        config = config._replace(prefixes=True, nested=prefixes.levels > 2)
+        queries, max_queries = prefixes.levels * tokens, prefixes.max_queries
         bounds = Families(cu_seqlens, prefixes.parents, prefixes.query_bounds)
     tiles = query_tiles_of(queries, count)
     rows = xp.empty(tiles * heads * 2 * QUERIES, np.float32)
@@ -584,13 +593,13 @@ def attention_backward_sm90(dout, inputs, out, lse, sequences, scale, gradients,
     query_tiles, row_tiles = -(-max_queries // QUERIES), -(-max_seqlen // QUERIES)
     key_tiles = -(-max_seqlen // config.keys)
     launch(
-        attention_rows_kernel(config), (query_tiles * count, heads), 128,
+        attention_rows_kernel(config._replace(nested=False)), (query_tiles * count, heads), 128,
         dout.view(np.int32), out.view(np.int32), lse, bounds, np.int32(query_tiles), rows, semaphores, work_counter,
     )  # fmt: skip
     q_map, dout_map = (tensor_map(x, QUERIES, 1, 64) for x in (q, dout))
     k_map, v_map = (tensor_map(x, config.keys, 1, 64) for x in (k, v))
     launch(
-        attention_backward_kernel(config._replace(window=window)), kv_heads * count * key_tiles, 3 * WARPGROUP,
+        attention_backward_kernel(config._replace(window=window, nested=False)), kv_heads * count * key_tiles, 3 * WARPGROUP,
         q_map, k_map, v_map, dout_map, rows, BackwardBatch(bounds, heads, max_seqlen), float(scale),
         DqSums(work_counter, semaphores, dq_sums), dk.view(np.int32), dv.view(np.int32), shared=config.layout.nbytes,
     )  # fmt: skip

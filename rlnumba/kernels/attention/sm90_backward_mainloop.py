@@ -35,7 +35,8 @@ class AttentionBackwardConfig(NamedTuple):
 
     prefetch_scores: S^T of the next step is started before the wait for dq of this one (heads up to 128). chains: how
     many KV heads of sequences are worked on at the same time; on 132 SMs, 32 of them means four blocks of each.
-    window: of sequences.py. prefixes: packed sequences may have PackedPrefixes; not with a window.
+    window: of sequences.py. prefixes: packed sequences may have PackedPrefixes; not with a window. nested: parents may
+    have parents.
     """
 
     head_dim: int
@@ -44,6 +45,7 @@ class AttentionBackwardConfig(NamedTuple):
     chains: int = 32
     window: int = 0
     prefixes: bool = False
+    nested: bool = False
 
     @property
     def wide(self):

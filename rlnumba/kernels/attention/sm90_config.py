@@ -21,7 +21,8 @@ class AttentionConfig(NamedTuple):
 
     paired: the two consumers take two query heads, else neighbouring tokens. paged: keys lie in the blocks of a cache.
     box: keys of one TMA box, a cache block's tokens or 64. segment: SEGMENT_KEYS, smaller in tests. window: of
-    sequences.py, with one segment. prefixes: packed sequences may have PackedPrefixes, boxes of PREFIX_MULTIPLE keys.
+    sequences.py, with one segment. prefixes: packed sequences may have PackedPrefixes, boxes of PREFIX_MULTIPLE keys. nested:
+    parents may have parents.
     """
 
     head_dim: int
@@ -34,6 +35,7 @@ class AttentionConfig(NamedTuple):
     segment: int = softmax.SEGMENT_KEYS
     window: int = 0
     prefixes: bool = False
+    nested: bool = False
 
     def with_window(self, window):
         """This config for a window, or for none."""
@@ -41,7 +43,9 @@ class AttentionConfig(NamedTuple):
 
     def with_prefixes(self, prefixes):
         """This config for PackedPrefixes, or for None."""
-        return self if prefixes is None else self._replace(prefixes=True, box=PREFIX_MULTIPLE)
+        if prefixes is None:
+            return self
+        return self._replace(prefixes=True, box=PREFIX_MULTIPLE, nested=prefixes.levels > 2)
 
     @property
     def item_tokens(self):

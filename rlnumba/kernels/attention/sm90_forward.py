@@ -66,12 +66,14 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
 # position, rows from there to the sequence's end, keys of the last tile; with a window the first tile. Tiles are
 # counted from the sequence's start.
 ITEM_FIELDS = 6
+# More keys than a sequence has.
+NO_END = (1 << 31) - 1
 
 
 @functools.cache
 def load_functions(config):
     """(load_q, load_kv): the device functions by which a producer warp loads a work item's tiles."""
-    _, _, consumers, stages, paired, paged, box, _, window, prefixes = config
+    _, _, consumers, stages, paired, paged, box, _, window, prefixes, nested = config
     boxes, tile_bytes = config.boxes, config.tile_bytes
     boxes_per_tile = softmax.TILE_KEYS // box
     # 32 lanes look up the rows of so many tiles' boxes at once. A box of 64 keys is looked up when it is due: a
@@ -89,14 +91,24 @@ def load_functions(config):
                 sm90.tma_load_3d(box_target, q_source, b * 64, q_head, q_row, q_full)
 
     @device_function
+    def find_owner(batch, parents, sequence, key):
+        """(row of key 0, were it the owner's, the first key of the next one): of the sequence or ancestor that has a
+        key in its own rows."""
+        end = i32(NO_END)
+        while key < batch.context_lens[sequence]:
+            end = batch.context_lens[sequence]
+            sequence = parents[sequence, 0]
+        return i32(batch.cu_seqlens[sequence] - batch.context_lens[sequence]), end
+
+    @device_function
     def load_kv(
-        source, target, full, empty, stage, parity, tiles, first_tile, kv_head, row, prefix, sequence, context_len,
-        pages, lane,
+        source, target, full, empty, stage, parity, tiles, first_tile, kv_head, row, prefix, batch, sequence,
+        context_len, pages, lane,
     ):  # fmt: skip
         """Load a work item's tiles of K or V from first_tile on; pages: Pages.
 
         row: of the first key, if packed; prefix: (its first row, its keys), and row is what that of key 0 would be,
-        were the sequence's own rows behind others of its own.
+        were the sequence's own rows behind others of its own. Of nested prefixes, batch and pages have all of these.
         """
         # Lane i loads box i % boxes_per_tile of the tile, columns 64 (i // boxes_per_tile) on.
         part, column_box = lane % i32(boxes_per_tile), lane // i32(boxes_per_tile)
@@ -108,11 +120,17 @@ def load_functions(config):
             tiles = i32(tiles - first_tile)
         if paged and several:
             next_page = page_row(pages, sequence, key, context_len)
-        own_row = row
+        own_row, owner_row, owner_end = row, i32(0), i32(0)
         if prefixes:
             key = i32(part * box + first_tile * softmax.TILE_KEYS)
         while tiles > 0:
-            if prefixes:
+            if nested:
+                # The boxes of a lane ascend, so that their owners are looked for once each.
+                if key >= owner_end:
+                    owner_row, owner_end = find_owner(batch, pages.block_tables, sequence, key)
+                row = i32(owner_row + key)
+                key = i32(key + softmax.TILE_KEYS)
+            elif prefixes:
                 # A box is of one sequence: its keys begin at a multiple of its size, and so do a sequence's own.
                 row = i32(prefix[0] + key) if key < prefix[1] else own_row
                 own_row = i32(own_row + softmax.TILE_KEYS)
@@ -149,7 +167,7 @@ def load_functions(config):
 @functools.cache
 def producer_function(config):
     """The device function of the two producer warps."""
-    head_dim, _, consumers, stages, paired, paged, _, _, window, prefixes = config
+    head_dim, _, consumers, stages, paired, paged, _, _, window, prefixes, _ = config
     item_tokens, layout = config.item_tokens, config.layout
     first_query_tile, next_query_tile, find_sequence = prefill_scheduler(paged, item_tokens)
     load_q, load_kv = load_functions(config)
@@ -213,7 +231,7 @@ def producer_function(config):
                     load_q(q_source, Address(base + layout.q), head, start + first, q_full)
                 stage, parity = load_kv(
                     source, target, full, empty, stage, parity, tiles, first_tile, i32(head // batch.gqa_ratio),
-                    key_row, prefix, sequence, context_len, pages, lane,
+                    key_row, prefix, batch, sequence, context_len, pages, lane,
                 )  # fmt: skip
             elif loads_k and lane == 0:
                 item[0] = i32(0)
@@ -233,7 +251,7 @@ ForwardRegisters = namedtuple(
 @functools.cache
 def mainloop_function(config):
     """The device function of a consumer's loop over the tiles of K and V of a work item."""
-    head_dim, element, _, stages, _, _, _, segment, window, _ = config
+    head_dim, element, _, stages, _, _, _, segment, window, _, _ = config
     tile_bytes, segment_tiles, in_registers = config.tile_bytes, segment // softmax.TILE_KEYS, config.q_in_registers
     q_steps, layout, merged_bytes = -(-head_dim // 16), config.layout, config.merged_bytes
     start_scores = wgmma_async(softmax.TILE_KEYS, element, q_steps, "registers" if in_registers else "k")
@@ -533,10 +551,7 @@ def attention_sm90_kernel(config):
 
 
 def attention_sm90(q, k, v, sequences, scale, out, lse, config=None):
-    """The operator attention by the sm90 kernel, for supported heads and scale > 0; config: not attention_config's.
-
-    Parents of prefixes have none themselves.
-    """
+    """The operator attention by the sm90 kernel, for supported heads and scale > 0; config: not attention_config's."""
     head_dim, gqa_ratio, (cu_seqlens, max_seqlen, window, prefixes) = q.shape[2], q.shape[1] // k.shape[1], sequences
     if not len(q) or max_seqlen < 1:
         return

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-
 # More levels than a tree has.
 ANY_LEVELS = 1 << 30
 

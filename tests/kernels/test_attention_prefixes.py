@@ -13,6 +13,7 @@ from rlnumba.kernels.attention.sm90_backward import (
     BackwardBatch,
     DqSums,
     Families,
+    PlacedFamilies,
     attention_backward_kernel,
     attention_backward_sm90,
     attention_round_dq_kernel,
@@ -37,7 +38,12 @@ CASES = {
     "tree": ([(32, -1), (16, 0), (64, 1), (20, 2), (2, 1), (7, 0)], 2, 2, 16, 0),
     "tree of tiles": ([(80, -1), (48, 0), (16, 1), (40, 2), (5, 2), (30, 1), (3, 0), (10, -1)], 1, 1, 16, 0),
     "window": ([(64, -1), (50, 0), (8, 0)], 2, 1, 16, 24),
+    "window of a tree": ([(80, -1), (48, 0), (16, 1), (40, 2), (5, 2), (30, 1), (3, 0), (10, -1)], 1, 1, 16, 50),
+    "window of tiles": ([(272, -1), (130, 0), (9, 0)], 1, 1, 16, 24),
+    "window of one": ([(128, -1), (9, 0)], 1, 1, 16, 1),
 }
+
+WINDOWS = [name for name in CASES if name.startswith("window of")]
 
 
 class Case:
@@ -99,7 +105,8 @@ class Case:
         for name, actual, of_uses in zip(("dq", "dk", "dv"), self.backward(out, lse), expected, strict=True):
             wanted = np.zeros(actual.shape)
             np.add.at(wanted, self.rows, of_uses)
-            size = 4 * np.max(np.abs(wanted))
+            # Of one key's window dq is 0, a difference of terms.
+            size = 4 * np.max(np.abs(wanted)) or 1.0
             assert_close(actual, wanted, terms=sum(self.lengths), scale=size, what=name)
 
 
@@ -120,7 +127,7 @@ def sm90_case(rng, case, config, segment=1024):
 
 @pytest.mark.sim
 @pytest.mark.sm90
-@pytest.mark.parametrize("name", ["small", "tiles", "tree", "tree of tiles"])
+@pytest.mark.parametrize("name", ["small", "tiles", "tree", "tree of tiles", "window", *WINDOWS])
 def test_sm90_simulator(rng, name):
     """A tile with keys of both, two segments; in the backward a tile of keys of which the prefix has a part.
 
@@ -133,8 +140,9 @@ def test_sm90_simulator(rng, name):
 @pytest.mark.sm90
 def test_sm90_wide_heads_in_the_simulator(rng):
     """Blocks of 64 keys, whose columns the consumers share, and two parts of dq."""
-    case = [(16, -1), (3, 0), (2, 0)], 1, 1, 136, 0
-    sm90_case(rng, case, AttentionBackwardConfig(136, "bfloat16")).check()
+    for window in (0, 7):
+        case = [(16, -1), (3, 0), (2, 0)], 1, 1, 136, window
+        sm90_case(rng, case, AttentionBackwardConfig(136, "bfloat16")).check()
 
 
 @pytest.mark.skipif(device.name() != "cpu", reason="counts arrays of NumPy")
@@ -159,22 +167,25 @@ def test_the_arrays_of_the_backward_are_counted(rng, monkeypatch):
 
 
 @pytest.mark.sm90
-@pytest.mark.parametrize("nested", [False, True], ids=["children", "trees"])
+@pytest.mark.parametrize("nested, window", [(False, 0), (True, 0), (True, 512)], ids=["children", "trees", "windows"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_sm90_kernels_compile(compile_offline, head_dim, nested):
+def test_sm90_kernels_compile(compile_offline, head_dim, nested, window):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
     prefixes = PackedPrefixes.of([16, 16, 1], [-1, 0, 1 if nested else 0])
-    config = AttentionBackwardConfig(head_dim, "bfloat16", prefixes=True, nested=nested)
+    config = AttentionBackwardConfig(head_dim, "bfloat16", window=window, prefixes=True, nested=nested)
     x, f, i, m = "int32[:,:,::1]", "float32[::1]", "int32[::1]", "uint8[::1]"
     families, dq = tuple_type(Families, i, i, i), tuple_type(DqSums, i, i, f)
-    rows = [x, x, "float32[:,::1]", families, "int32", f, i, i]
+    of_rows = tuple_type(PlacedFamilies, i, i, i, i) if window else families
+    rows = [x, x, "float32[:,::1]", of_rows, "int32", f, i, i]
     troubles = compile_offline(attention_rows_kernel(config), rows, (9, 0, "a"))
     batch = tuple_type(BackwardBatch, families, "int64", "int64")
     gemms = [m, m, m, m, f, batch, "float32", dq, x, x]
     troubles += compile_offline(attention_backward_kernel(config), gemms, (9, 0, "a"))
     troubles += compile_offline(attention_round_dq_kernel(config), [f, families, "int32", "float32", x], (9, 0, "a"))
-    forward = attention_sm90_kernel(attention_config(head_dim, "bfloat16", 2).with_prefixes(prefixes))
+    forward = attention_sm90_kernel(
+        attention_config(head_dim, "bfloat16", 2).with_window(window).with_prefixes(prefixes)
+    )
     troubles += compile_offline(forward, FORWARD, (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 
@@ -192,12 +203,17 @@ GPU_CASES = [
     ),
     ([(16, -1), (16, 0), (16, 1), (16, 2), (16, 3), (70, 4), (1, 4), (200, 3), (63, 0)], 6, 2, 64, 0),
     ([(144, -1), (208, 0), (129, 1), (500, 1), (20, 0)], 4, 2, 256, 0),
+    # Windows within the first sequence's own rows, beyond them, of less than a tile, and longer than all.
+    ([(528, -1), (1040, 0), *[(256, 1)] * 6, (304, 0), (160, 8), (65, 9), (9, 8), (100, -1)], 16, 8, 128, 512),
+    ([(1040, -1), (129, 0), (1000, 0), (64, 0)], 4, 2, 256, 300),
+    ([(256, -1), (500, 0), (144, -1), (16, 2), (1, 3), (190, 3)], 6, 2, 64, 20),
+    ([(640, -1), (40, 0), (1, 0)], 6, 6, 80, 5000),
 ]
 
 
 @pytest.mark.gpu
 @pytest.mark.sm90
-@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: str(case[0][0]))
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: f"{case[0][0][0]} {case[3]} {case[4]}")
 def test_sm90_gpu(rng, case):
     """The forward's bits, the backward by the reference, and the same bits every time."""
     made = sm90_case(rng, case, AttentionBackwardConfig(case[3], "bfloat16"))

@@ -35,8 +35,9 @@ from rlnumba.kernels.cpu import attention as cpu
 from rlnumba.runtime import device, dispatch
 
 MAX_HEAD_DIM = 256
-# Families that take prefixes, of so many levels (PackedPrefixes) in training: the backward has sums of dq for each.
-PREFIX_FAMILIES, PREFIX_LEVELS = ("sm90",), 2
+# Families that take prefixes, of so many levels (PackedPrefixes) in training: the backward has sums of dq for each; and
+# whether those of layers with a window are used in training.
+PREFIX_FAMILIES, PREFIX_LEVELS, PREFIX_WINDOWS = ("sm90",), 2, False
 # Positions plus a window, times the query heads of a key head, are int32 in kernels.
 MAX_WINDOW = 1 << 24
 
@@ -69,13 +70,14 @@ def check_heads(op, q, k, v, scale):
 
 
 def supports_prefixes(element, head_dim, gqa_ratio, has_window=False):
-    """Whether the operators of this device take sequences with prefixes: bool.
+    """Whether training on this device may have sequences with prefixes: bool.
 
     The arguments but the last are attention_family's.
     """
     if prefix_levels() is None:
         return True
-    return not has_window and attention_family(element, head_dim, gqa_ratio) in PREFIX_FAMILIES
+    takes_window = PREFIX_WINDOWS or not has_window
+    return takes_window and attention_family(element, head_dim, gqa_ratio) in PREFIX_FAMILIES
 
 
 def prefix_levels():
@@ -89,8 +91,8 @@ def check_prefixes(op, sequences, q, k):
     """ValueError unless the prefixes of PackedSequences are arrays of theirs that this device's operators take."""
     if sequences.prefixes is None:
         return
-    if not supports_prefixes(q.dtype.name, q.shape[2], q.shape[1] // k.shape[1], sequences.window > 0):
-        raise ValueError(f"{op}: prefixes need the cpu device, or the sm90 kernels and no window")
+    if not supports_prefixes(q.dtype.name, q.shape[2], q.shape[1] // k.shape[1]):
+        raise ValueError(f"{op}: prefixes need the cpu device, or the sm90 kernels")
     count = len(sequences.cu_seqlens) - 1
     for name, length in (("parents", count), ("lengths", count), ("query_bounds", count + 1)):
         check(op, f"prefixes.{name}", getattr(sequences.prefixes, name), (length,), I32)
@@ -153,7 +155,9 @@ def attention_backward(dout, inputs, out, lse, sequences, scale, gradients):
     BACKWARD[family](dout, inputs, out, lse, sequences, scale, gradients)
 
 
-def attention_backward_nbytes(element, tokens, sequences, heads, kv_heads, head_dim, has_prefixes=False):
+def attention_backward_nbytes(
+    element, tokens, sequences, heads, kv_heads, head_dim, has_prefixes=False, has_window=False
+):
     """Bytes of the arrays that attention_backward allocates for itself, for so many tokens of so many sequences: int.
 
     element: the dtype's name. has_prefixes: whether sequences may have them in the rows of others, which are sequences.
@@ -161,6 +165,6 @@ def attention_backward_nbytes(element, tokens, sequences, heads, kv_heads, head_
     if attention_family(element, head_dim, heads // kv_heads) == "sm90":
         # A row is a query of its own sequence's keys, and of its ancestors'.
         levels = (prefix_levels() or 2) if has_prefixes else 1
-        return backward_nbytes(levels * tokens, sequences, heads, head_dim)
+        return backward_nbytes(levels * tokens, sequences, heads, head_dim, has_prefixes and has_window)
     # delta.
     return 4 * heads * tokens

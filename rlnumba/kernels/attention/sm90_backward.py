@@ -50,6 +50,10 @@ over its own keys, and that over its parent's, in the tiles of the parent's quer
 more for each further ancestor. The last kernel adds them, from the row's own sequence to the root. Tiles of rows,
 semaphores and sums are found by query_bounds, in which such a row is as often.
 
+With a window as well, queries come with positions, counted as the rows of the block's sequence are, and masks compare
+these. A block whose window ends inside its sequence's own rows stops there; another one visits all descendants' rows.
+So a query tile is visited by the last key tiles, from the first one that sees it, as without prefixes.
+
 Three launches: rows (delta, lse and cleared semaphores, padded to whole query tiles), the GEMMs, and dq to its dtype.
 Sources: Dao 2023 (FlashAttention-2), algorithm 2; Shah et al. 2024 (FlashAttention-3), section 3.
 """
@@ -61,6 +65,7 @@ from collections import namedtuple
 import numpy as np
 
 from rlnumba.kernels.attention.sm90_backward_mainloop import (
+    BEHIND,
     LOG2_E,
     QUERIES,
     QUERY_BOX,
@@ -97,6 +102,8 @@ MORE_SUM_ROWS = 9
 BackwardBatch = namedtuple("BackwardBatch", "sequences heads max_seqlen")
 # Sequences with PackedPrefixes: own rows, parents, and the queries of own keys.
 Families = namedtuple("Families", "cu_seqlens parents query_bounds")
+# The same, and the lengths of prefixes.
+PlacedFamilies = namedtuple("PlacedFamilies", "cu_seqlens parents query_bounds lengths")
 # The sums of dq, the semaphores that order their addition, and the counter from which blocks draw tiles of keys.
 DqSums = namedtuple("DqSums", "work_counter semaphores sums")
 
@@ -124,15 +131,29 @@ def attention_rows_kernel(config):
     element, dq_parts, words, query_rows = config.element, config.dq_parts, config.head_dim // 2, rows_function(config)
     words_per_lane = -(-words // 32)
     loads = ROWS_IN_FLIGHT * words_per_lane
-    unpack = cvt_unpack(element)
+    unpack, has_positions, row_size = cvt_unpack(element), config.has_positions, config.row_size
+
+    @device_function
+    def row_position(sequences, sequence, row):
+        """The position of a row of a sequence or its descendants, counted as the sequence's rows are."""
+        owner, end = i32(sequence), i32(sequences.cu_seqlens.shape[0] - 1)
+        # The last sequence that begins at the row or before it.
+        while end - owner > 1:
+            middle = (owner + end) // i32(2)
+            if sequences.cu_seqlens[middle] <= row:
+                owner = i32(middle)
+            else:
+                end = i32(middle)
+        start = sequences.cu_seqlens[owner] - sequences.lengths[owner]
+        return i32(row - start + sequences.cu_seqlens[sequence] - sequences.lengths[sequence])
 
     @cuda.jit
     def attention_rows_kernel(dout, out, lse, sequences, query_tiles, rows, semaphores, work_counter):
         """rows[t, h] = (lse, delta) of the rows of query tile t and head h; lse times log2(e), infinity beyond the end.
 
-        dout, out (N, H, E / 2): pairs of elements. query_tiles: of the longest sequence. A block owns a tile of a head
-        and clears its semaphores; a warp
-        owns ROWS_IN_FLIGHT rows at a time, a lane every 32nd pair, summed by a butterfly.
+        With a window and prefixes positions follow, as floats. dout, out (N, H, E / 2): pairs of elements.
+        query_tiles: of the longest sequence. A block owns a tile of a head and clears its semaphores; a warp owns
+        ROWS_IN_FLIGHT rows at a time, a lane every 32nd pair, summed by a butterfly.
         """
         heads = out.shape[1]
         head, sequence = cuda.blockIdx.y, udiv(cuda.blockIdx.x, query_tiles)
@@ -170,8 +191,11 @@ def attention_rows_kernel(config):
                 if lane == i:
                     is_valid = first + r + i < end
                     row_lse = lse[head, min(first + r + i, end - 1)] * LOG2_E
-                    rows[tile * 2 * QUERIES + r + i] = row_lse if is_valid else f32(math.inf)
-                    rows[(tile * 2 + 1) * QUERIES + r + i] = delta if is_valid else f32(0.0)
+                    rows[tile * row_size + r + i] = row_lse if is_valid else f32(math.inf)
+                    rows[tile * row_size + QUERIES + r + i] = delta if is_valid else f32(0.0)
+                    if has_positions:
+                        position = row_position(sequences, sequence, i32(min(first + r + i, end - 1)))
+                        rows[tile * row_size + 2 * QUERIES + r + i] = f32(position)
 
     return attention_rows_kernel
 
@@ -182,6 +206,8 @@ def producer_function(config):
     boxes, shared = config.boxes, config.layout
     key_box = config.keys * LINE
     key_bytes, query_bytes = boxes * key_box, boxes * QUERY_BOX
+    row_size, has_positions = config.row_size, config.has_positions
+    position, of_query = (shared.position, 2 * ROW_BYTES) if has_positions else (0, ROW_BYTES)
     (_, advance_q), (_, advance_dout) = ring(config.q_stages), ring(config.dout_stages)
 
     @device_function
@@ -211,12 +237,15 @@ def producer_function(config):
             q_full, dout_full = i32(shared.q_full), i32(shared.dout_full)
             if step < trimmed_steps:
                 q_full, dout_full = i32(shared.q_landed), i32(shared.dout_landed)
-            q_head, row_index = kv_head * gqa_ratio + head, (tile + head) * (2 * QUERIES)
+            q_head, row_index = kv_head * gqa_ratio + head, (tile + head) * row_size
             sm90.mbarrier_wait(base + shared.q_empty + q_stage * MBARRIER_BYTES, q_parity)
             full = base + q_full + q_stage * MBARRIER_BYTES
-            sm90.mbarrier_expect_tx(full, query_bytes + ROW_BYTES)
+            sm90.mbarrier_expect_tx(full, query_bytes + of_query)
             load_boxes(base + shared.q + q_stage * query_bytes, q, QUERY_BOX, q_head, row, full)
             sm90.bulk_copy_load(base + shared.lse + q_stage * ROW_BYTES, rows, row_index, QUERIES, full)
+            if has_positions:
+                target = base + position + q_stage * ROW_BYTES
+                sm90.bulk_copy_load(target, rows, row_index + 2 * QUERIES, QUERIES, full)
             sm90.mbarrier_wait(base + shared.dout_empty + dout_stage * MBARRIER_BYTES, dout_parity)
             full = base + dout_full + dout_stage * MBARRIER_BYTES
             sm90.mbarrier_expect_tx(full, query_bytes + ROW_BYTES)
@@ -280,11 +309,12 @@ def reduce_dq_function(config):
     @device_function
     def reduce_dq(
         base, parity_of_parts, dq_sums, semaphores, gqa_ratio, heads, first_head, key_tile, query_tiles, tile, row,
-        rows,
+        rows, follows_all,
     ):  # fmt: skip
         """Add every second part of dq, those with this parity (0, 1), after the blocks of the earlier key tiles.
 
-        row: of the sums, at which the last query tile begins; rows: how many it has.
+        row: of the sums, at which the last query tile begins; rows: how many it has. follows_all: with a window,
+        whether the block of the keys before visits all query tiles.
         """
         # The last tile's first query less the block's first key. From `window` on, it does not see the keys before.
         distance, adds = i32((query_tiles - 1) * QUERIES), key_tile > 0
@@ -296,7 +326,7 @@ def reduce_dq_function(config):
                 before = ((first_head + head) * parts + (part & (parts - 1))) * rows
                 offset, size = (i64(row) * (heads * parts) + before) * row_size, rows * i32(row_size)
                 if window > 0:
-                    adds = key_tile > 0 and distance < i32(window - 1)
+                    adds = key_tile > 0 and (follows_all or distance < i32(window - 1))
                 if adds:
                     semaphore_wait(semaphores, index, key_tile)
                 sm90.mbarrier_wait(base + shared.dq_full + parity_of_parts * MBARRIER_BYTES, parity)
@@ -361,6 +391,7 @@ def attention_backward_kernel(config):
     )
     schedule, producer, reduce_dq = schedule_function(config), producer_function(config), reduce_dq_function(config)
     consumer, trim, window, prefixes = consumer_function(config), trim_function(config), config.window, config.prefixes
+    has_positions = config.has_positions
     # Query tiles that see a block's keys.
     window_tiles = (keys + window - 2) // QUERIES + 1
 
@@ -415,7 +446,14 @@ def attention_backward_kernel(config):
         first_key = key_tile * i32(keys)
         first_row = i32(start + first_key)
         query_tiles = i32((queries - first_key + (QUERIES - 1)) // QUERIES)
-        if window > 0:
+        follows_all = False
+        if has_positions:
+            # A block whose last window reaches the own rows' end visits all descendants' rows.
+            window_end = first_key + i32(window - 1)
+            follows_all = window_end >= length
+            if window_end + keys < length:
+                query_tiles = min(query_tiles, i32(window_tiles))
+        elif window > 0:
             query_tiles = min(query_tiles, i32(window_tiles))
         # Index of the rows, semaphores and sums of the last query tile and the group's first head.
         last_tile = first_query // QUERIES + sequence + first_key // QUERIES + query_tiles - 1
@@ -442,7 +480,7 @@ def attention_backward_kernel(config):
                     base, thread >> i32(6), dq.sums, dq.semaphores, gqa_ratio, i32(heads), kv_head * gqa_ratio,
                     key_tile, query_tiles, tile,
                     i32(i32(first_query + first_key) + sequence * i32(MORE_SUM_ROWS) + last_query),
-                    dq_sum_rows(valid_queries),
+                    dq_sum_rows(valid_queries), follows_all,
                 )  # fmt: skip
             elif thread >= 96:
                 trim(base, valid_keys, valid_queries, trimmed_steps, thread & i32(31))
@@ -560,50 +598,58 @@ def query_tiles_of(tokens, sequences):
     return tokens // QUERIES + sequences
 
 
-def backward_nbytes(tokens, sequences, heads, head_dim):
-    """Bytes of all arrays that attention_backward_sm90 allocates beside its arguments, at most: int."""
-    config = AttentionBackwardConfig(head_dim, "bfloat16")
-    words_of_tile = 2 * QUERIES + config.dq_parts
+def backward_nbytes(tokens, sequences, heads, head_dim, has_positions=False):
+    """Bytes of all arrays that attention_backward_sm90 allocates beside its arguments, at most: int.
+
+    has_positions: whether the sequences have prefixes and a window.
+    """
+    config = AttentionBackwardConfig(head_dim, "bfloat16", window=int(has_positions), prefixes=has_positions)
+    words_of_tile = config.row_size + config.dq_parts
     tiles = query_tiles_of(tokens, sequences)
     return dq_sums_nbytes(tokens, sequences, heads, head_dim) + 4 * (tiles * heads * words_of_tile + 1)
 
 
 def attention_backward_sm90(dout, inputs, out, lse, sequences, scale, gradients, config=None):
-    """The operator attention_backward by the sm90 kernels, for heads that is_supported accepts.
-
-    With prefixes there is no window.
-    """
+    """The operator attention_backward by the sm90 kernels, for heads that is_supported accepts."""
     (q, k, v), (dq, dk, dv), (cu_seqlens, max_seqlen, window, prefixes) = inputs, gradients, sequences
     tokens, heads, head_dim = q.shape
     kv_heads, count = k.shape[1], cu_seqlens.shape[0] - 1
     if not tokens or not max_seqlen:
         return
     config = config or AttentionBackwardConfig(head_dim, q.dtype.name)
+    config = config._replace(window=window)
     xp, queries, bounds, max_queries = device.xp(), tokens, cu_seqlens, max_seqlen
+    of_rows = bounds
     if prefixes is not None:
         # A row is a query of its own sequence's keys, and of its ancestors'.
         config = config._replace(prefixes=True, nested=prefixes.levels > 2)
         queries, max_queries = prefixes.levels * tokens, prefixes.max_queries
-        bounds = Families(cu_seqlens, prefixes.parents, prefixes.query_bounds)
+        bounds = of_rows = Families(cu_seqlens, prefixes.parents, prefixes.query_bounds)
+        if config.has_positions:
+            of_rows = PlacedFamilies(*bounds, prefixes.lengths)
+            if tokens > BEHIND:
+                raise ValueError(f"attention_backward: with prefixes and a window at most {BEHIND} rows, got {tokens}")
     tiles = query_tiles_of(queries, count)
-    rows = xp.empty(tiles * heads * 2 * QUERIES, np.float32)
+    rows = xp.empty(tiles * heads * config.row_size, np.float32)
     semaphores = xp.empty(tiles * heads * config.dq_parts, np.int32)
     work_counter = xp.empty(1, np.int32)
     dq_sums = xp.empty(dq_sums_nbytes(queries, count, heads, head_dim) // 4, np.float32)
     query_tiles, row_tiles = -(-max_queries // QUERIES), -(-max_seqlen // QUERIES)
     key_tiles = -(-max_seqlen // config.keys)
+    # The first kernel is one for all windows, and the last one has none.
+    of_queries = config._replace(window=int(config.has_positions), nested=False)
     launch(
-        attention_rows_kernel(config._replace(nested=False)), (query_tiles * count, heads), 128,
-        dout.view(np.int32), out.view(np.int32), lse, bounds, np.int32(query_tiles), rows, semaphores, work_counter,
+        attention_rows_kernel(of_queries), (query_tiles * count, heads), 128,
+        dout.view(np.int32), out.view(np.int32), lse, of_rows, np.int32(query_tiles), rows, semaphores, work_counter,
     )  # fmt: skip
     q_map, dout_map = (tensor_map(x, QUERIES, 1, 64) for x in (q, dout))
     k_map, v_map = (tensor_map(x, config.keys, 1, 64) for x in (k, v))
     launch(
-        attention_backward_kernel(config._replace(window=window, nested=False)), kv_heads * count * key_tiles, 3 * WARPGROUP,
+        attention_backward_kernel(config._replace(nested=False)), kv_heads * count * key_tiles, 3 * WARPGROUP,
         q_map, k_map, v_map, dout_map, rows, BackwardBatch(bounds, heads, max_seqlen), float(scale),
         DqSums(work_counter, semaphores, dq_sums), dk.view(np.int32), dv.view(np.int32), shared=config.layout.nbytes,
     )  # fmt: skip
     launch(
-        attention_round_dq_kernel(config), (row_tiles * count, heads), 128,
+        attention_round_dq_kernel(config._replace(window=0)), (row_tiles * count, heads), 128,
         dq_sums, bounds, np.int32(row_tiles), float(scale), dq.view(np.int32),
     )  # fmt: skip

@@ -28,6 +28,8 @@ LOG2_E = np.float32(math.log2(math.e))
 MINUS_INFINITY = f32(-math.inf)
 # A position of queries less that of a key which none of them sees.
 NO_KEY = -(1 << 20)
+# Positions are exact as floats below this, which is behind all of them.
+BEHIND = 1 << 24
 
 
 class AttentionBackwardConfig(NamedTuple):
@@ -35,8 +37,7 @@ class AttentionBackwardConfig(NamedTuple):
 
     prefetch_scores: S^T of the next step is started before the wait for dq of this one (heads up to 128). chains: how
     many KV heads of sequences are worked on at the same time; on 132 SMs, 32 of them means four blocks of each.
-    window: of sequences.py. prefixes: packed sequences may have PackedPrefixes; not with a window. nested: parents may
-    have parents.
+    window: of sequences.py. prefixes: packed sequences may have PackedPrefixes. nested: parents may have parents.
     """
 
     head_dim: int
@@ -46,6 +47,16 @@ class AttentionBackwardConfig(NamedTuple):
     window: int = 0
     prefixes: bool = False
     nested: bool = False
+
+    @property
+    def has_positions(self):
+        """Whether queries come with positions: neighbours in a tile may be of several sequences, and in windows."""
+        return self.prefixes and self.window > 0
+
+    @property
+    def row_size(self):
+        """Floats of a query tile of a head: lse, delta, and positions."""
+        return (3 if self.has_positions else 2) * QUERIES
 
     @property
     def wide(self):
@@ -95,12 +106,14 @@ class AttentionBackwardConfig(NamedTuple):
         kv_bytes, query_bytes = self.boxes * self.keys * LINE, self.boxes * QUERY_BOX
         q_stages, dout_stages = self.q_stages, self.dout_stages
         q_barriers, dout_barriers = q_stages * MBARRIER_BYTES, dout_stages * MBARRIER_BYTES
+        positions = {"position": q_stages * ROW_BYTES} if self.has_positions else {}
         return shared_layout(
             k=kv_bytes, v=kv_bytes, q=q_stages * query_bytes, dout=dout_stages * query_bytes, ds=2 * SCORE_BYTES,
             dq=4 * QUERIES * self.dq_row_size, lse=q_stages * ROW_BYTES, delta=dout_stages * ROW_BYTES,
             k_full=MBARRIER_BYTES, v_full=MBARRIER_BYTES, q_full=q_barriers, q_empty=q_barriers,
             dout_full=dout_barriers, dout_empty=dout_barriers, dq_full=2 * MBARRIER_BYTES, dq_empty=MBARRIER_BYTES,
             k_landed=MBARRIER_BYTES, v_landed=MBARRIER_BYTES, q_landed=q_barriers, dout_landed=dout_barriers,
+            **positions,
         )  # fmt: skip
 
 
@@ -146,6 +159,23 @@ def softmax_backward_functions(columns, element, window):
             words[i // 2 + 1] = pack(p[i + 2] * (dp[i + 2] - low), p[i + 3] * (dp[i + 3] - high))
 
     return probabilities, score_gradients
+
+
+@functools.cache
+def mask_positions_function(columns, window):
+    """The device function that masks 64 keys and `columns` queries of any positions."""
+
+    @device_function
+    def mask_positions(scores, key, positions):
+        """key: float, the position of the thread's first key; positions: address of that of query `pair`."""
+        for block in range(columns // 8):
+            low, high = load_pair(positions + block * 32)
+            for i in range(4):
+                distance = (high if i & 1 else low) - (key + f32((i >> 1) * 8))
+                if distance < f32(0.0) or distance >= f32(window):
+                    scores[block * 4 + i] = MINUS_INFINITY
+
+    return mask_positions
 
 
 @functools.cache
@@ -264,7 +294,10 @@ def consumer_function(config):
     # The GEMM for dq follows that for dk.
     wait_dv, wait_dk = wgmma_wait_group(accumulators, 2), wgmma_wait_group(accumulators, 1)
     wait_dq = wgmma_wait_group(dq_accumulators, 1 if prefetch_scores else 0)
-    probabilities, score_gradients = softmax_backward_functions(queries, element, window)
+    has_positions = config.has_positions
+    probabilities, score_gradients = softmax_backward_functions(queries, element, 0 if has_positions else window)
+    mask_positions = mask_positions_function(queries, window)
+    position_offset = shared.position if has_positions else 0
     store_scores, store_dq_tile = store_scores_function(queries), store_dq_tile_function(config)
     dq_row_offset = dq_row_offset_function(config)
     epilogue = epilogue_function(config, columns)
@@ -313,12 +346,18 @@ def consumer_function(config):
             steps_left = steps - step
             position = i32(pair - key + (QUERIES if diagonal_tiles > 1 and steps_left > gqa_ratio else 0))
             is_diagonal = steps_left <= diagonal_tiles * gqa_ratio
-            if prefixes:
+            if has_positions:
+                first = f32(first_row + key) if key < valid_keys else f32(BEHIND)
+                mask_positions(scores, first, base + position_offset + stage * ROW_BYTES + pair * 4)
+                is_diagonal = False
+            elif prefixes:
                 # Queries of children see no key beyond the prefix. Its length, like a warp's keys, is in whole 16.
                 if key >= valid_keys:
                     position, is_diagonal = i32(NO_KEY), True
             # The positions of the step's queries less those of the keys.
-            distance = i32(pair - key + udiv(i32(steps_left - 1), gqa_ratio) * QUERIES) if window > 0 else i32(0)
+            distance = i32(0)
+            if window > 0 and not has_positions:
+                distance = i32(pair - key + udiv(i32(steps_left - 1), gqa_ratio) * QUERIES)
             lse, delta = base + shared.lse + stage * ROW_BYTES, base + shared.delta + dout_stage * ROW_BYTES
             probabilities(scores, position, is_diagonal, distance, lse + pair * 4, scale_log2, p_words)
             if wide:

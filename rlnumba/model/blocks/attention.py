@@ -234,7 +234,8 @@ class Attention(Block):
 
     def operator_bytes(self, config, dtype, tokens, sequences, has_prefixes=False):
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        return attention_backward_nbytes(dtype, tokens, sequences, *heads, has_prefixes)
+        has_window = config.window_of(self.layer) > 0
+        return attention_backward_nbytes(dtype, tokens, sequences, *heads, has_prefixes, has_window)
 
     def gpu_columns(self, config):
         return {"num_key_value_heads x head_dim": config.num_key_value_heads * config.head_dim}

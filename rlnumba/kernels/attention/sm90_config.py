@@ -21,8 +21,8 @@ class AttentionConfig(NamedTuple):
 
     paired: the two consumers take two query heads, else neighbouring tokens. paged: keys lie in the blocks of a cache.
     box: keys of one TMA box, a cache block's tokens or 64. segment: SEGMENT_KEYS, smaller in tests. window: of
-    sequences.py, with one segment. prefixes: packed sequences may have PackedPrefixes, boxes of PREFIX_MULTIPLE keys. nested:
-    parents may have parents.
+    sequences.py, with one segment. prefixes: packed sequences may have PackedPrefixes, boxes of PREFIX_MULTIPLE keys.
+    nested: parents may have parents.
     """
 
     head_dim: int

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from rlnumba.kernels.attention import sm90_backward
+from rlnumba.kernels.attention import ops, sm90_backward
 from rlnumba.kernels.attention.ops import attention, attention_backward, attention_backward_nbytes
 from rlnumba.kernels.attention.reference import attention_backward_ref
 from rlnumba.kernels.attention.sequences import PackedPrefixes, PackedSequences
@@ -105,8 +105,14 @@ class Case:
         for name, actual, of_uses in zip(("dq", "dk", "dv"), self.backward(out, lse), expected, strict=True):
             wanted = np.zeros(actual.shape)
             np.add.at(wanted, self.rows, of_uses)
-            # Of one key's window dq is 0, a difference of terms.
-            size = 4 * np.max(np.abs(wanted)) or 1.0
+            if self.window == 1 and name != "dv":
+                # There is one key, and a score has no gradient: the difference of two equal float32 sums.
+                assert not wanted.any()
+                score_gradients = self.scale * np.max(np.sum(np.abs(self.dout * self.v), axis=2, dtype=np.float64))
+                size = score_gradients * max(np.max(np.abs(x.astype(np.float64))) for x in (self.q, self.k))
+                assert_close(actual, wanted, "float32", terms=self.q.shape[2], scale=size, what=name)
+                continue
+            size = 4 * np.max(np.abs(wanted))
             assert_close(actual, wanted, terms=sum(self.lengths), scale=size, what=name)
 
 
@@ -145,9 +151,15 @@ def test_sm90_wide_heads_in_the_simulator(rng):
         sm90_case(rng, case, AttentionBackwardConfig(136, "bfloat16")).check()
 
 
+# A case of 4 query heads and a key head of 32 columns for each number of levels, and with a window.
+COUNTED = [("groups", 2, 0), ("tree", 4, 0), ("groups", 2, 24), ("tree", 4, 24)]
+
+
 @pytest.mark.skipif(device.name() != "cpu", reason="counts arrays of NumPy")
-def test_the_arrays_of_the_backward_are_counted(rng, monkeypatch):
-    case, found, empty = sm90_case(rng, CASES["groups"], AttentionBackwardConfig(32, "bfloat16")), [], np.empty
+@pytest.mark.parametrize("name, levels, window", COUNTED)
+def test_the_arrays_of_the_backward_are_counted(rng, monkeypatch, name, levels, window):
+    made = CASES[name][0], 4, 1, 32, window
+    case, found, empty = sm90_case(rng, made, AttentionBackwardConfig(32, "bfloat16")), [], np.empty
     tokens, heads = sum(case.lengths), 4
     out, lse = np.zeros(case.q.shape, case.q.dtype), np.zeros((heads, tokens), np.float32)
     sequences = case.sequences
@@ -159,10 +171,12 @@ def test_the_arrays_of_the_backward_are_counted(rng, monkeypatch):
     gradients = [np.zeros(x.shape, x.dtype) for x in arrays]
     case.attention_backward(case.dout, arrays, out, lse, sequences, case.scale, gradients)
     nbytes = sum(array.nbytes for array in found)
-    assert nbytes == sm90_backward.backward_nbytes(2 * tokens, len(case.lengths), heads, 32)
-    planned = attention_backward_nbytes("bfloat16", tokens, len(case.lengths), heads, 1, 32, has_prefixes=True)
+    assert nbytes == sm90_backward.backward_nbytes(levels * tokens, len(case.lengths), heads, 32, window > 0)
+    sizes = "bfloat16", tokens, len(case.lengths), heads, 1, 32, True, window > 0
+    monkeypatch.setattr(ops, "PREFIX_LEVELS", levels)
+    planned = attention_backward_nbytes(*sizes)
     with shapes_only(device.GPUS["h200"]):
-        of_gpu = attention_backward_nbytes("bfloat16", tokens, len(case.lengths), heads, 1, 32, has_prefixes=True)
+        of_gpu = attention_backward_nbytes(*sizes)
     assert planned < of_gpu == nbytes
 
 
@@ -190,6 +204,9 @@ def test_sm90_kernels_compile(compile_offline, head_dim, nested, window):
     assert not troubles, "\n".join(troubles)
 
 
+# Two prompts with a system prompt, and completions of 1 to 65 tokens.
+LENGTHS = range(1, 65)
+GROUPS_OF_64 = [(272, -1), (144, 0), *[(n, 1) for n in LENGTHS], (16, 0), *[(n + 1, 66) for n in reversed(LENGTHS)]]
 # A prompt and completions of it, as in a step of GRPO, and some of every length.
 GPU_CASES = [
     ([(2048, -1), *[(256, 0)] * 8, (100, -1), (112, -1), *[(n, 10) for n in (1, 63, 64, 65, 300)]], 16, 8, 128, 0),
@@ -199,12 +216,15 @@ GPU_CASES = [
     # A system prompt, prompts, histories, and what follows them.
     (
         [(528, -1), (1040, 0), *[(256, 1)] * 6, (304, 0), (160, 8), (65, 9), (300, 9), (64, 9), (9, 8), (100, -1)],
-        *(16, 8, 128, 0),
+        *(4, 2, 128, 0),
     ),
+    # Groups of 64 of a system prompt, without and with a window that reaches it from some.
+    (GROUPS_OF_64, 4, 2, 128, 0),
+    (GROUPS_OF_64, 4, 2, 64, 100),
     ([(16, -1), (16, 0), (16, 1), (16, 2), (16, 3), (70, 4), (1, 4), (200, 3), (63, 0)], 6, 2, 64, 0),
     ([(144, -1), (208, 0), (129, 1), (500, 1), (20, 0)], 4, 2, 256, 0),
     # Windows within the first sequence's own rows, beyond them, of less than a tile, and longer than all.
-    ([(528, -1), (1040, 0), *[(256, 1)] * 6, (304, 0), (160, 8), (65, 9), (9, 8), (100, -1)], 16, 8, 128, 512),
+    ([(528, -1), (1040, 0), *[(256, 1)] * 6, (304, 0), (160, 8), (65, 9), (9, 8), (100, -1)], 4, 2, 128, 512),
     ([(1040, -1), (129, 0), (1000, 0), (64, 0)], 4, 2, 256, 300),
     ([(256, -1), (500, 0), (144, -1), (16, 2), (1, 3), (190, 3)], 6, 2, 64, 20),
     ([(640, -1), (40, 0), (1, 0)], 6, 6, 80, 5000),

@@ -1,5 +1,7 @@
 """Prompts that the completions of a group share in a micro-batch: fewer tokens, the same log-probs and gradients."""
 
+import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -12,6 +14,7 @@ from rlnumba.data.packing import TokenSequence
 from rlnumba.data.prefix_tree import PrefixRule
 from rlnumba.engine.sequence import Completion
 from rlnumba.errors import ConfigError
+from rlnumba.kernels.attention import ops
 from rlnumba.kernels.rl.ppo_loss import SUMS, ppo_loss_blocks
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.model.hub import read_config
@@ -34,11 +37,11 @@ SHARING = PrefixRule(16)
 GROUPS = [(40, [5, 1, 17]), (16, [9, 8]), (17, [1, 2, 3]), (70, [30]), (33, [12, 12])]
 
 
-def rollouts_of(rng, groups=GROUPS):
-    """Rollouts of groups of random tokens, side by side."""
-    samples = []
+def rollouts_of(rng, groups=GROUPS, system=0):
+    """Rollouts of groups of random tokens, side by side, whose prompts begin with `system` tokens that all have."""
+    samples, first = [], rng.integers(3, 40, system).tolist()
     for length, completions in groups:
-        prompt = Prompt("", rng.integers(3, 40, length).tolist(), {}, "")
+        prompt = Prompt("", first + rng.integers(3, 40, length).tolist(), {}, "")
         for count in completions:
             ids, logprobs = rng.integers(3, 40, count).tolist(), rng.uniform(-5, -1, count).tolist()
             completion = Completion(ids, logprobs, "stop", "")
@@ -101,6 +104,9 @@ def test_sequences_that_share_nothing_stay_as_they_are():
 MODELS = [MODEL, GOLDEN / "gemma3", GOLDEN / "qwen3_moe"]
 
 
+# Layers with windows of 8 tokens, and one without.
+GEMMA = GOLDEN / "gemma3"
+
 # Of linear attention prefixes end at multiples of 64 tokens.
 HYBRID, LONG_GROUPS = GOLDEN / "qwen3_5", [(140, [5, 9, 80]), (70, [17, 3]), (64, [4, 2])]
 
@@ -130,7 +136,6 @@ def test_log_probs_of_a_hybrid_have_the_same_bits(rng):
     assert rule.multiple == 64 and shared.sequences["prefix_lens"].tolist() == [0, 128, 128, 128, 0, 64, 64, 0, 0]
 
 
-# Layers with a window share nothing on GPUs.
 @pytest.mark.gpu
 @pytest.mark.sm90
 @pytest.mark.parametrize("model", [MODEL, GOLDEN / "qwen3_moe"], ids=lambda path: path.name)
@@ -159,6 +164,67 @@ def test_a_step_has_the_same_loss_and_gradient(rng, monkeypatch, model, loss_typ
         )
         # Sums over a hundred tokens in another order.
         np.testing.assert_allclose(of_other, gradient, atol=2e-6 * scale)
+
+
+@pytest.fixture
+def trees_and_windows(monkeypatch):
+    """GPUs share all that their kernels of prefixes take: trees, and layers with a window."""
+    monkeypatch.setattr(ops, "PREFIX_LEVELS", 4)
+    monkeypatch.setattr(ops, "PREFIX_WINDOWS", True)
+
+
+def windows_of(tmp_path, window):
+    """The folder of GEMMA with other windows."""
+    folder = tmp_path / "model"
+    shutil.copytree(GEMMA, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": window}))
+    return folder
+
+
+def check_step(rng, model, tolerance, system, size, dtype=None):
+    """Log-probs have the bits that they have without sharing, and a step's gradient has the same terms.
+
+    system: tokens that all prompts begin with, of which there are four groups of `size`.
+    """
+    groups = [(length, rng.integers(1, 60, size).tolist()) for length in (40, 70, 33, 100)]
+    rollouts, found = rollouts_of(rng, groups, system), []
+    parts = rollouts.parts(4 * size, on_policy=True)
+    for shares in ("never", "always"):
+        policy = policy_of(model, dtype, share_prefixes=shares, router_aux_loss_coef=0.0)
+        rule = policy.prefix_sharing(policy.model)
+        assert (rule is not None) == (shares == "always")
+        if rule is not None:
+            batch = rollouts.micro_batch(sharing=rule)
+            assert batch.levels == (3 if system else 2) and batch.num_tokens < 0.6 * len(rollouts.token_ids)
+        policy.step = lambda learning_rate: {}
+        with policy.context.use():
+            logprobs = grpo.host_logprobs(policy, policy.model, parts)
+        metrics = dict(grpo.train_step(policy, parts, 0.0))
+        found.append((logprobs, metrics, device.to_host(policy.grads.flat).astype(np.float64)))
+    (logprobs, metrics, gradient), (others, of_shared, shared) = found
+    assert logprobs.min() < -1
+    assert_same_bits(others, logprobs, "log-probs")
+    assert of_shared == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+    assert not np.array_equal(shared, gradient)
+    np.testing.assert_allclose(shared, gradient, atol=tolerance * np.abs(gradient).max())
+
+
+@on_cpu
+@pytest.mark.parametrize("system", [0, 48], ids=["prompts", "a system prompt"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_step_of_trees_and_windows(rng, tmp_path, system, window):
+    check_step(rng, windows_of(tmp_path, window) if window else MODEL, 2e-6, system, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("system", [0, 48], ids=["prompts", "a system prompt"])
+@pytest.mark.parametrize("window", [None, 8, 40, 100])
+def test_a_step_of_trees_and_windows_on_a_gpu(rng, tmp_path, trees_and_windows, system, window, size):
+    model = windows_of(tmp_path, window) if window else MODEL
+    check_step(rng, model, 2e-2, system, size, "bfloat16")
 
 
 def test_tokens_are_counted_once(rng):
@@ -199,17 +265,49 @@ def test_a_run_has_the_same_completions(tmp_path):
 
 
 def test_models_that_share_nothing():
-    """A mixture whose routers have a loss, the mean over a micro-batch's tokens, and linear attention on a GPU."""
+    """A mixture whose routers have a loss, the mean over a micro-batch's tokens."""
     policy = policy_of(MODELS[2])
     assert policy.prefix_sharing(policy.model) is None
     with pytest.raises(ConfigError, match=r"^train.share_prefixes true needs a model of attention, dense MLPs and mix"):
         policy_of(MODELS[2], share_prefixes="always")
-    with shapes_only(device.GPUS["h200"]):
-        rules = []
-        for folder in (HYBRID, MODEL):
+
+
+def rules_of_gpus(gpu, *models):
+    """The PrefixRules of models of 16 bits, or None, on a GPU."""
+    rules = []
+    with shapes_only(device.GPUS[gpu]):
+        for folder in models:
             config = read_config(folder)
             rules.append(Transformer(config, Weights(config, "bfloat16")).prefix_sharing)
-    assert rules == [None, PrefixRule(16, levels=2)]
+    return rules
+
+
+@on_cpu
+@pytest.mark.parametrize("levels, windows", [(None, None), (2, True), (3, True)])
+def test_what_gpus_share(rng, monkeypatch, levels, windows):
+    """Levels and windows by two constants, no linear attention; what is not shared is computed as without sharing."""
+    if levels is None:
+        levels, windows = 2, False
+    else:
+        monkeypatch.setattr(ops, "PREFIX_LEVELS", levels)
+        monkeypatch.setattr(ops, "PREFIX_WINDOWS", windows)
+    rules = rules_of_gpus("h200", HYBRID, MODEL, GEMMA)
+    assert rules == [None, PrefixRule(16, levels), PrefixRule(16, levels) if windows else None]
+    # No kernels of prefixes for other GPUs.
+    assert rules_of_gpus("a100", MODEL, GEMMA) == [None, None]
+
+    rollouts = rollouts_of(rng, [(40, [5, 1]), (16, [9, 8]), (33, [12])], system=48)
+    found = [rollouts.micro_batch(sharing=rule) for rule in (None, *rules, SHARING)]
+    assert [batch.levels for batch in found] == [0, 0, levels, levels if windows else 0, 3]
+    plain, without = found[0], [batch for batch, rule in zip(found, (None, *rules), strict=False) if rule is None]
+    for batch in without:
+        assert "parents" not in batch.sequences and batch.max_queries == 0
+        for name in ("input_ids", "position_ids"):
+            np.testing.assert_array_equal(batch.tokens[name], plain.tokens[name])
+        np.testing.assert_array_equal(batch.targets["rows"], plain.targets["rows"])
+    # The system prompt once, and of the first prompt 32 tokens more, where a prompt's prefix may have one.
+    rest = 16 + 9 + 16 + 8 + 33 + 12
+    assert found[2].num_tokens == 48 + {2: 40 + 5 + 40 + 1, 3: 32 + 8 + 5 + 8 + 1}[levels] + rest
 
 
 @on_cpu

@@ -54,9 +54,9 @@ class AttentionBackwardConfig(NamedTuple):
         return self.prefixes and self.window > 0
 
     @property
-    def row_size(self):
-        """Floats of a query tile of a head: lse, delta, and positions."""
-        return (3 if self.has_positions else 2) * QUERIES
+    def row_words(self):
+        """Floats of a query of a head: lse, delta, and its position."""
+        return 3 if self.has_positions else 2
 
     @property
     def wide(self):

@@ -23,7 +23,7 @@ import cupy
 from harness import random_array, relative_error, time_us, torch_time_us
 from report import row
 
-from rlnumba.kernels.attention import sm90_backward as sm90
+from rlnumba.kernels.attention import sm90_backward_producer
 from rlnumba.kernels.attention.ops import attention
 from rlnumba.kernels.attention.sequences import PackedSequences
 from rlnumba.kernels.attention.sm90_backward import attention_backward_sm90
@@ -208,7 +208,7 @@ if __name__ == "__main__":
         if options.unordered:
             # This kernel differs from its source, so it must not be stored in the usual cache of machine code.
             os.environ["RLNUMBA_CACHE_DIR"] = folder
-            sm90.semaphore_wait = no_wait
+            sm90_backward_producer.semaphore_wait = no_wait
         checked = options.unordered or options.shapes or check()
         right = shapes(options.sweep) or options.unordered
     sys.exit(not (checked and right))

@@ -87,7 +87,7 @@ too where tensorboardX is installed. The metrics have TRL's names:
 | `replay/groups`, `replay/age`, `replay/buffer_size` | groups replayed, their mean age in steps, those kept |
 | `frac_reward_zero_std` | share of the completions whose group has equal rewards, hence zero advantages |
 | `completions/mean_length` and others, `completions/clipped_ratio` | tokens of a completion; share of truncated ones |
-| `completions/given_frac` | with `lmbda`: share of the completions that their rows had; lengths are the others' |
+| `completions/given_frac`, `/teacher_frac` | `lmbda`: share of the rows', of the teacher's; lengths: the others' |
 | `teacher_kl` | with `[teacher]`: mean over the trained tokens of log policy - log teacher, nats |
 | `clip_ratio/low_mean` and others, `kl` | share of the ratios that were clipped; KL to the reference model |
 | `sampling/sampling_logp_difference/mean`, `/max` | rollout against training log-probs, nats; 0 where they are equal |

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
-from rlnumba.config.keys import key
+from rlnumba.config.keys import KeyCondition, key
 from rlnumba.config.rollout import AheadRun, GroupConfig
 from rlnumba.config.sections.teacher import TeacherConfig
 from rlnumba.errors import ConfigError, MissingKey
+
+GIVES = KeyCondition(("train.lmbda",), "a number below 1", lambda share: share < 1)
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,15 @@ class DistillConfig(GroupConfig):
     lmbda: float = key(
         1.0,
         "Share of the prompts whose completion the model draws; the others have that of their row, drawn anew for each "
-        "generation. Below 1, rows need a completion. TRL's GKD: 0.5.",
+        "generation. Below 1, rows need a completion, but for seq_kd. TRL's GKD: 0.5.",
         minimum=0,
         maximum=1,
+    )
+    seq_kd: bool = key(
+        False,
+        "With lmbda below 1: the teacher draws the other completions, anew for each generation, in place of the rows' "
+        "(sequence-level distillation, arXiv 1606.07947); TRL's GKD.",
+        needs=GIVES,
     )
     max_completion_length: int = key(512, "Most tokens of a completion.", minimum=1)
 
@@ -67,17 +75,19 @@ class DistillRun(AheadRun):
 
     @property
     def given_limit(self):
-        return self.train.max_completion_length if self.train.lmbda < 1 else None
+        return self.train.max_completion_length if self.train.lmbda < 1 and not self.train.seq_kd else None
 
     def __post_init__(self):
         super().__post_init__()
-        if self.train.lmbda < 1 and self.train.num_generations > 1:
+        if self.given_limit is not None and self.train.num_generations > 1:
             raise ConfigError(
                 f"train.lmbda ({self.train.lmbda}) below 1 takes the completion of a row, which has one: "
                 f"train.num_generations must be 1, got {self.train.num_generations}"
             )
         if self.train.lmbda < 1 and (self.has_episodes or self.data.train is None):
             raise ConfigError("train.lmbda below 1 takes completions of rows: not with tools, an environment or tasks")
+        if self.train.seq_kd and self.train.lmbda < 1:
+            self._check_seq_kd()
         if len(self.teacher.folders) > 1 and self.deploy.zero_stage == 3:
             # Ranks gather the layers of one teacher together.
             raise ConfigError("teacher.models: several teachers of rlnumba distill need deploy.zero_stage below 3")
@@ -92,3 +102,15 @@ class DistillRun(AheadRun):
             raise ConfigError(f"train.{name}: the divergence of rlnumba distill is over the whole vocabulary")
         if self.train.log_token_values:
             raise ConfigError("train.log_token_values has importance ratios, of which rlnumba distill has none")
+
+    def _check_seq_kd(self):
+        """The engine of the teacher has its memory in turn with the model's own, and all of the teacher's weights."""
+        if self.deploy.zero_stage == 3:
+            raise ConfigError("train.seq_kd draws with whole weights of the teacher: deploy.zero_stage must be below 3")
+        if self.generates_beside and not self.deploy.num_infer_gpus:
+            raise ConfigError(
+                "train.seq_kd: with [async] the model's own engine keeps its memory, and the teacher's has none: set "
+                "deploy.num_infer_gpus"
+            )
+        if self.engine.enable_sleep_mode is False:
+            raise ConfigError("train.seq_kd needs engine.enable_sleep_mode: the teacher's engine has that memory")

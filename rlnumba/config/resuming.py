@@ -80,7 +80,7 @@ KEYS = {
         train.max_length train.packing train.packing_strategy train.completion_only_loss train.assistant_only_loss
         train.truncation_mode
     """,
-    SAME: "data.curriculum_column",
+    SAME: "data.curriculum_column train.seq_kd",
 }
 _RULES = {name: rule for rule, names in KEYS.items() for name in names.split()}
 

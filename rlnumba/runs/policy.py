@@ -114,6 +114,8 @@ class Policy:
         self.rollout_is_quantized = False
         # The Teachers that score its completions, or None.
         self.teachers = None
+        # The TeacherEngines of distillation, where they draw completions, or None.
+        self.teacher_engines = None
         # Functions of (parts, results) that are called when the metrics of an optimizer step are read, with its
         # micro-batches on the host, and what the step has computed of each, by name.
         self.after_step = []

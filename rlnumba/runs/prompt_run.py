@@ -19,7 +19,7 @@ from rlnumba.reporting.console import turns_text
 from rlnumba.reporting.stderr import log
 from rlnumba.runs import evaluation, kept_data
 from rlnumba.runs.prompt_order import PromptOrder, curriculum_values
-from rlnumba.sampling.samples import GIVEN, derived_seed, distinct_params, draw, transcript_of
+from rlnumba.sampling.samples import OF_OTHERS, derived_seed, distinct_params, draw, transcript_of
 from rlnumba.trainers.replay_buffer import ReplayBuffer
 from rlnumba.trainers.teacher import check_rows
 
@@ -113,7 +113,7 @@ def sample_report(llm, prompts, run, path, trainer_state=None, count=4):
     with open(path / "completions.jsonl", encoding="utf-8") as file:
         # In the order of the steps: the first are not followed by others.
         rows = list(takewhile(lambda row: row["step"] == 1, map(json.loads, file)))
-    rows = [row for row in rows if row.get("finish_reason") != GIVEN]
+    rows = [row for row in rows if row.get("finish_reason") not in OF_OTHERS]
     # By their prompts: groups may be trained on in another order than that of the prompts, or give their places to
     # others. Episodes have the index in their group.
     left, seen = [], set()

@@ -169,10 +169,11 @@ class Pipeline:
             if is_drawn:
                 self._give_out(group)
             else:
-                self.complete(group, (given_completion_of(self.prompts.prompts[prompt], step),))
+                given = given_completion_of(self.prompts.prompts[prompt], step)
+                self.complete(group, (given,) * self.plan.num_drawn_each)
 
     def _are_drawn(self, step, index, count):
-        """Whether the completions of each prompt of a generation are drawn, not its row's: (count,) bool."""
+        """Whether the model draws the completions of each prompt of a generation: (count,) bool."""
         if self.plan.drawn_share == 1:
             return [True] * count
         noise = np.random.default_rng(derived_seed(self.run.seed, step, index, 3)).random(count)

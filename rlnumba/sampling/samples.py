@@ -54,8 +54,8 @@ class Sample:
 
     @property
     def is_given(self):
-        """Whether the completion is that of the prompt's row: bool."""
-        return self.completion.finish_reason == GIVEN
+        """Whether another than the model has made the completion: bool."""
+        return self.completion.finish_reason in OF_OTHERS
 
     @property
     def truncated(self):
@@ -63,15 +63,25 @@ class Sample:
         return completion.finish_reason == "length" and completion.array("token_ids")[-1] != self.pad_token_id
 
 
-# The finish_reason of a completion that is its row's.
-GIVEN = "given"
+# The finish_reasons of a completion that is its row's, and of one that a teacher draws.
+GIVEN, TEACHER = "given", "teacher"
+OF_OTHERS = GIVEN, TEACHER
 
 
 def given_completion_of(prompt, version):
-    """The Completion that the row of a Prompt has, as if the weights of `version` had drawn it, with log-probs 0."""
-    ids = prompt.given.token_ids
-    versions = np.full(len(ids), version, np.int32)
-    return Completion(ids, np.zeros(len(ids), np.float32), GIVEN, prompt.given.text, versions)
+    """The Completion that the row of a Prompt has, as if the weights of `version` had drawn it, with log-probs 0.
+
+    Where no completions are read it stands for the teacher's, with a token that is none of it.
+    """
+    if prompt.given is None:
+        return completion_of_another(np.zeros(1, np.int32), TEACHER, "", version)
+    return completion_of_another(prompt.given.token_ids, GIVEN, prompt.given.text, version)
+
+
+def completion_of_another(token_ids, finish_reason, text, version):
+    """A Completion that the model has not drawn; finish_reason: one of OF_OTHERS."""
+    versions = np.full(len(token_ids), version, np.int32)
+    return Completion(token_ids, np.zeros(len(token_ids), np.float32), finish_reason, text, versions)
 
 
 # Columns of completions.jsonl that every run has.
@@ -258,7 +268,7 @@ def as_generation(chosen, completions, scores, weights, tokenizer):
     transcripts = [transcript_of(completion) for group in completions for completion in group]
     scores.values[[each is not None and each.is_lost for each in transcripts]] = np.nan
     # Rewards measure the model, whose completions these are not.
-    scores.values[[each.finish_reason == GIVEN for group in completions for each in group]] = np.nan
+    scores.values[[each.finish_reason in OF_OTHERS for group in completions for each in group]] = np.nan
     weighted = np.where(np.isnan(scores.values).all(axis=1), np.nan, np.nansum(scores.values * weights, axis=1))
     pad_token_id = tokenizer.pad_token_id if tokenizer else None
     samples = []
@@ -303,8 +313,9 @@ def generation_metrics(generation, names):
         for name in ("mean", "min", "max"):
             found[f"completions/{name}_{which}"] = float(getattr(of, name)())
     found["completions/clipped_ratio"] = float(truncated.mean())
-    if num_given := sum(sample.is_given for sample in everything):
-        found["completions/given_frac"] = num_given / len(everything)
+    for reason in OF_OTHERS:
+        if count := sum(sample.completion.finish_reason == reason for sample in everything):
+            found[f"completions/{reason}_frac"] = count / len(everything)
     found |= episode_metrics([sample.completion for sample in samples])
     found |= tool_metrics(generation.groups, generation.tool_names)
     found = found | generation.metrics | found

@@ -1,6 +1,7 @@
 """Distillation: the student learns a teacher's whole next-token distribution at each token of its own completions.
 
-    generation       completions of the student from the engine; no rewards are needed
+    generation       completions of the student from the engine, with train.seq_kd some of the teacher; no rewards are
+                     needed
     optimizer step   teacher and student run forward on the same completions; the loss is the mean over all tokens of
                      the generalised Jensen-Shannon divergence of their predictions (kernels/logprob/divergence.py)
 
@@ -25,10 +26,17 @@ from rlnumba.runs.micro_batch import TargetBatch
 from rlnumba.runs.planning.planned import Models
 from rlnumba.runs.policy import LateMetrics
 from rlnumba.runs.prompt_loop import TrainerOnPrompts
+from rlnumba.runs.prompt_run import generation_params
 from rlnumba.sampling.samples import derived_seed
 from rlnumba.trainers.grpo import completions_at_once, in_order_of_step
 from rlnumba.trainers.rollout import Rollouts
-from rlnumba.trainers.teacher import assign_teachers, load_teachers, set_teacher_prompts, teacher_configs
+from rlnumba.trainers.teacher import (
+    TeacherEngines,
+    assign_teachers,
+    load_teachers,
+    set_teacher_prompts,
+    teacher_configs,
+)
 
 
 def run_distill(run, resume=False, reward_funcs=(), communicator=None):
@@ -40,6 +48,8 @@ def load(run, folder):
     """(Policy, Tokenizer) of a run, with its teachers, without which the policy's reference is one."""
     policy, tokenizer = load_policy(run, folder, not run.teacher.folders, run.train.temperature)
     load_teachers(run, policy, folder.communicator)
+    if run.train.seq_kd:
+        policy.teacher_engines = TeacherEngines(run.engine, policy, tokenizer)
     return policy, tokenizer
 
 
@@ -51,8 +61,12 @@ def generate(policy, generations, trainer_state, index, on_policy, clock):
     samples = generation.samples
     assign_teachers(run.teacher, samples)
     set_teacher_prompts(run, samples, generations.llm.tokenizer)
+    step = trainer_state.global_step
+    if policy.teacher_engines is not None:
+        params = generation_params(run.train, derived_seed(run.seed, step, index, 4))
+        policy.teacher_engines.draw(generation.groups, params, step, generations.llm.max_model_len)
     # In another order, so that groups spread over the micro-batches.
-    shuffled = np.random.default_rng(derived_seed(run.seed, trainer_state.global_step, index)).permutation(len(samples))
+    shuffled = np.random.default_rng(derived_seed(run.seed, step, index)).permutation(len(samples))
     rollouts = Rollouts.of([samples[i] for i in shuffled], run.train.mask_truncated_completions)
     return rollouts, generation, order.shares() | generations.metrics
 

@@ -15,6 +15,7 @@ Sources: Lu et al. 2025 (Thinking Machines, On-Policy Distillation); Agarwal et 
 prime-rl, whose names are teacher_tau and adv_tau.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +23,14 @@ import numpy as np
 from rlnumba.config.sections.teacher import TeacherConfig
 from rlnumba.data.files import check_prompt
 from rlnumba.data.prompts import as_prompt, encode_prompt
+from rlnumba.engine.llm import LLM
 from rlnumba.errors import ConfigError, UserError, shown
 from rlnumba.model.hub import find_model, read_config
 from rlnumba.model.lora import is_adapter
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.runs.loading import weights_of
+from rlnumba.sampling.samples import TEACHER, completion_of_another, distinct_params
 from rlnumba.trainers.scoring import forward_parts, host_logprobs
 from rlnumba.trainers.served_teacher import ServedTeacher
 
@@ -153,6 +156,59 @@ def set_teacher_prompts(run, samples, tokenizer):
     """Write to each of the Samples what the teacher sees instead of its prompt."""
     for sample in samples:
         sample.teacher_prompt = teacher_prompt(run, sample.prompt, tokenizer)
+
+
+class TeacherEngines:
+    """Engines of a run's teachers, or of the policy's reference where it has none, on each rank: they draw completions.
+
+    An engine is made for the first completions that its teacher draws, and lends its memory after each generation.
+    """
+
+    def __init__(self, config, policy, tokenizer):
+        # Copies in 8 bits and a number of blocks are the model's own.
+        self.config = replace(config, quantization=None, num_gpu_blocks_override=None)
+        self.policy, self.tokenizer, self.llms = policy, tokenizer, {}
+
+    def draw(self, groups, params, version, max_model_len):
+        """Give the Samples of those groups whose completions teachers draw these; every rank calls this together.
+
+        params: SamplingParams of a group. version: of the weights, which a teacher that moves has. max_model_len: the
+        longest sequence of the policy. Which rank draws a completion is no part of it.
+        """
+        groups = [group for group in groups if group[0].completion.finish_reason == TEACHER]
+        prompts = [group[0].teacher_prompt or group[0].prompt_token_ids for group in groups]
+        lengths = [min(params.max_tokens, max_model_len - len(group[0].prompt_token_ids)) for group in groups]
+        params = [
+            replace(own, max_tokens=length)
+            for own, length in zip(distinct_params(prompts, params), lengths, strict=True)
+        ]
+        communicator, drawn = self.policy.communicator, {}
+        rank, size = (0, 1) if communicator is None else (communicator.rank, communicator.world_size)
+        own = range(rank, len(groups), size)
+        for teacher in sorted({groups[i][0].teacher for i in own}):
+            chosen = [i for i in own if groups[i][0].teacher == teacher]
+            outputs = self._generate(teacher, [prompts[i] for i in chosen], [params[i] for i in chosen], version)
+            drawn |= dict(zip(chosen, outputs, strict=True))
+        for of_rank in [drawn] if size == 1 else communicator.objects(drawn):
+            for i, completions in of_rank.items():
+                for sample, (token_ids, text) in zip(groups[i], completions, strict=True):
+                    sample.completion = completion_of_another(token_ids, TEACHER, text, version)
+
+    def _generate(self, teacher, prompts, params, version):
+        """[[(token ids, text) of each completion]] of prompts, by the teacher of this index."""
+        if teacher not in self.llms:
+            teachers = self.policy.teachers
+            model = self.policy.reference if teachers is None else teachers.models[teacher]
+            self.llms[teacher] = LLM(model, self.tokenizer, self.config)
+        llm, own_vocab = self.llms[teacher], self.policy.model.config.vocab_size
+        if llm.model.config.vocab_size > own_vocab:
+            # Rows of its head beyond the tokens that there are.
+            params = [replace(each, allowed_token_ids=tuple(range(own_vocab))) for each in params]
+        # What moves the reference may be under way on the device.
+        llm.update_weights(version)
+        outputs = llm.generate(prompts, params)
+        llm.sleep()
+        return [[(each.array("token_ids"), each.text) for each in output.completions] for output in outputs]
 
 
 def teacher_logprobs(policy, rollouts):

@@ -60,6 +60,8 @@ BETWEEN_OPERATORS = {
     ("quantized", "gemm.sm90"): "the operands of a low rank",
     ("quantized", "gemm.sm90_config"): "the config that the epilogue follows from",
     ("quantized", "gemm.epilogue"): "bias, residual, SwiGLU and the stores",
+    ("quantized", "gemm.grouped_tiles"): "the tiles of experts' rows",
+    ("quantized", "gemm.grouped_config"): "the expected number of experts with rows",
     ("decoder", "attention.ops"): "the family of attention's kernels, whose bits it has",
     ("decoder", "attention.scheduler"): "the look-up of pages",
     ("decoder", "attention.sm90_decode.consumer"): "the softmax of a tile, across four warps",

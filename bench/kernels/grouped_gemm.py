@@ -3,6 +3,7 @@
     python bench/kernels/grouped_gemm.py            decode, then training
     python bench/kernels/grouped_gemm.py decode     1 to 256 tokens: GB/s of the weights that are read
     python bench/kernels/grouped_gemm.py training   forward, dX and dW: TFLOP/s, and the layer's forward + backward
+    python bench/kernels/grouped_gemm.py packed     a layer by packed weights, from words and by values
 
 Tokens choose 8 of 128 experts at random. Decode's floor is a copy of the bytes that are read, training's the time of
 one dense GEMM with as many rows (`linear` and its gradients).
@@ -19,13 +20,17 @@ import cupy
 from harness import copy_gbs, graph_time_us, random_array, time_us, torch_time_us
 from report import add_parts, row
 
-from rlnumba.kernels.gemm.grouped import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx
+from rlnumba.kernels.gemm.grouped import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_swiglu
 from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
+from rlnumba.kernels.quantized.formats import FORMATS
+from rlnumba.kernels.quantized.grouped import packed_grouped_gemm, packed_grouped_gemm_swiglu
+from rlnumba.kernels.quantized.ops import QuantizedWeight, dequantize, quantize
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 # (N, K) of an expert's weights.
 WEIGHTS = {"gate-up": (2 * INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
 DECODE_TOKENS = (1, 8, 64, 256)
+PACKED_TOKENS = (1, 8, 64, 256, 1024)
 TRAINING_TOKENS = (4096, 16_384)
 ROUTES = 8
 
@@ -91,6 +96,48 @@ def decode():
             row(f"experts' {name}, {tokens} tokens", result, "0.9 of torch's speed")
 
 
+def random_packed(form, n, k):
+    """The QuantizedWeight of all experts."""
+    weight = QuantizedWeight.empty(FORMATS[form], (EXPERTS, n, k), FORMATS[form].group_size, "bfloat16")
+    for expert in range(EXPERTS):
+        quantize(random_array(n, k, scale=0.05), expert * n, weight)
+    return weight
+
+
+def packed_layer(form, up, down, copy):
+    """Print a layer's two GEMMs for some numbers of tokens, by packed weights up and down."""
+    values = [cupy.empty(each.shape, random_array(1).dtype) for each in (up, down)]
+    for tokens in PACKED_TOKENS:
+        starts, used = routes(tokens, ROUTES)
+        rows = tokens * TOP_K
+        x = random_array(rows, HIDDEN)
+        sets = [[cupy.zeros((rows, n), x.dtype) for n in (2 * INTERMEDIATE, INTERMEDIATE, HIDDEN)] for _ in range(2)]
+
+        def from_words(s, x=x, outs=sets[0]):
+            packed_grouped_gemm_swiglu(x, up, s, *outs[:2])
+            packed_grouped_gemm(outs[1], down, s, outs[2])
+
+        def widened(s, x=x, outs=sets[1]):
+            dequantize(up, values[0])
+            grouped_gemm_swiglu(x, values[0], s, *outs[:2])
+            dequantize(down, values[1])
+            grouped_gemm(outs[1], values[1], s, outs[2])
+
+        ours = graph_time_us([lambda s=s: from_words(s) for s in starts])
+        before = graph_time_us([lambda s=s: widened(s) for s in starts])
+        pairs = zip(*sets, strict=True)
+        note = "" if all((a.view(np.uint16) == b.view(np.uint16)).all() for a, b in pairs) else ", OTHER BITS"
+        gbs = used / EXPERTS * (up.nbytes + down.nbytes) / ours / 1e3
+        result = f"{ours:.1f} us, {gbs / copy:.2f} of a copy; by values {before:.1f} us{note}"
+        row(f"experts in {form}, {tokens} tokens", result)
+
+
+def packed():
+    copy = copy_gbs()
+    for form in FORMATS:
+        packed_layer(form, *(random_packed(form, *shape) for shape in WEIGHTS.values()), copy)
+
+
 def training():
     torch = torch_or_none()
     for tokens in TRAINING_TOKENS:
@@ -136,6 +183,7 @@ def training():
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_parts(parser, {"decode": decode, "training": training})
+    parts = {"decode": decode, "training": training, "packed": packed}
+    add_parts(parser, parts)
     for part in parser.parse_args().parts:
-        {"decode": decode, "training": training}[part]()
+        parts[part]()

@@ -12,6 +12,9 @@ broadcasts.
 
 With a low rank, C = A W^T + A' B'^T: stages of A' and B', both loaded by TMA, follow. For SwiGLU a tile has the same
 columns of gate and up. No kernel of a decode step writes a weight, which is copied without waiting for those before.
+
+The device functions of the warps take the tiles of C from a function of the config, tile_function: here all rows of A
+by one weight, or in grouped.py the rows of an expert by its weight.
 """
 
 import functools
@@ -21,6 +24,7 @@ import numpy as np
 
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.gemm.epilogue import addends, store_by_threads_function
+from rlnumba.kernels.gemm.grouped_tiles import row_tile_functions
 from rlnumba.kernels.gemm.sm90 import LowRank
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.shared_memory import (
@@ -87,12 +91,44 @@ class Rings(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """tiles of C; rounds: stages of the weight, and rank_rounds: of the low rank, for each tile; n: columns of C."""
+    """tiles of C; rounds: stages of the weight, and rank_rounds: of the low rank, for each tile; n: columns of C.
+
+    rows: those of C; of a grouped config an ExpertRows.
+    """
 
     tiles: int
     rounds: int
     rank_rounds: int
     n: int
+    rows: object
+
+
+class ExpertRows(NamedTuple):
+    """starts (E + 1,) int32 of the experts' rows; table: of their row tiles (gemm/grouped_tiles.py); tiles_across: of
+    one row tile."""
+
+    starts: object
+    table: int
+    tiles_across: int
+
+
+@functools.cache
+def tile_function(config):
+    """The device function find(index, rows) of the index-th tile of C, for Shape.rows: (expert, its first row, the end
+    of its rows, its column among tiles). All lanes of a warp call that of a grouped config."""
+    tile_rows = i32(config.rows)
+    _, find_tile = row_tile_functions(config.rows)
+
+    @device_function
+    def find_of_expert(index, rows):
+        expert, first_row, end, tile_column = find_tile(index, rows.table, rows.starts, rows.tiles_across)
+        return expert, first_row, min(end, i32(first_row + tile_rows)), tile_column
+
+    @device_function
+    def find(index, rows):
+        return i32(0), i32(0), i32(rows), index
+
+    return find_of_expert if config.grouped else find
 
 
 @functools.cache
@@ -102,13 +138,16 @@ def a_loader_function(config):
     a_bytes, b_bytes, stage_bytes, swiglu = config.a_bytes, config.b_bytes, config.stage_bytes, config.swiglu
     low_rank = config.low_rank
     _, advance = ring(config.stages)
+    find_tile = tile_function(config)
 
     @device_function
-    def load(a_map, rank_a_map, rank_b_map, rings, shape):
+    def load(a_map, rank_a_map, rank_b_map, rings, shape, lane):
+        """Lane 0 starts the copies; no other lane need call this, unless the config is grouped."""
         stage, parity = FIRST_EMPTY
         index = i32(cuda.blockIdx.x)
         last_round = i32(shape.rounds + shape.rank_rounds)
         while index < shape.tiles:
+            _, first_row, _, tile_column = find_tile(index, shape.rows)
             done = i32(0)
             while done < last_round:
                 sm90.mbarrier_wait(rings.empty + stage * MBARRIER_BYTES, parity)
@@ -119,16 +158,16 @@ def a_loader_function(config):
                         step = i32((done - shape.rounds) * i32(panels * STEPS) + i32(panel * STEPS))
                         sm90.tma_load_2d(boxes + panel * rows * LINE, rank_a_map, step, i32(0), stage_full)
                         b_box = boxes + a_bytes + panel * columns * LINE
-                        column = i32(index * i32(tile_columns))
+                        column = i32(tile_column * i32(tile_columns))
                         sm90.tma_load_2d(b_box, rank_b_map, step, column, stage_full)
                         if swiglu:
                             column = i32(column + shape.n)
                             sm90.tma_load_2d(b_box + tile_columns * LINE, rank_b_map, step, column, stage_full)
-                else:
+                elif lane == 0:
                     sm90.mbarrier_expect_tx(stage_full, i32(a_bytes))
                     for panel in range(panels):
                         step = i32(done * i32(panels * STEPS) + i32(panel * STEPS))
-                        sm90.tma_load_2d(boxes + panel * rows * LINE, a_map, step, i32(0), stage_full)
+                        sm90.tma_load_2d(boxes + panel * rows * LINE, a_map, step, first_row, stage_full)
                 done = i32(done + i32(1))
                 stage, parity = advance(stage, parity)
             index = i32(index + i32(cuda.gridDim.x))
@@ -150,26 +189,30 @@ def weight_loader_function(config):
     parts, scale_parts = panels // copy_panels, groups // copy_groups
     copy_words, copy_scales = copy_panels * rows * row_words, copy_groups * rows
     _, advance = ring(config.packed_stages)
+    find_tile, grouped, halves = tile_function(config), config.grouped, 2 if swiglu else 1
 
     @device_function
-    def first_row(segment, index, weight, n):
+    def first_row(segment, expert, tile_column, weight, n):
         """The first row of a segment of a tile of C."""
         row = i32(segment * i32(rows))
         if swiglu and row >= tile_columns:
             row = i32(row + n - i32(tile_columns))
+        if grouped:
+            row = i32(row + expert * i32(n * i32(halves)))
         # Rows beyond the packed tiles have columns beyond C: any other rows do.
-        return min(i32(index * i32(tile_columns) + row), i32(weight.down * TILE_ROWS - rows))
+        return min(i32(tile_column * i32(tile_columns) + row), i32(weight.down * TILE_ROWS - rows))
 
     @device_function
     def load(weight, rings, shape, lane):
         stage, parity = FIRST_EMPTY
         index = i32(cuda.blockIdx.x)
         while index < shape.tiles:
-            row = first_row(lane // i32(parts), index, weight, shape.n)
+            expert, _, _, tile_column = find_tile(index, shape.rows)
+            row = first_row(lane // i32(parts), expert, tile_column, weight, shape.n)
             # A weight may have more than 2^31 words.
             source = np.int64(row // i32(TILE_ROWS)) * (weight.across * tile_words)
             source += np.int64(i32(row % i32(TILE_ROWS)) * i32(row_words) + lane % i32(parts) * i32(tile_words))
-            row = first_row(lane // i32(scale_parts), index, weight, shape.n)
+            row = first_row(lane // i32(scale_parts), expert, tile_column, weight, shape.n)
             row_scales = np.int64(row // i32(TILE_ROWS)) * (weight.groups * TILE_ROWS)
             row_scales += np.int64(i32(row % i32(TILE_ROWS)) + lane % i32(scale_parts) * i32(TILE_ROWS))
             done = i32(0)
@@ -393,9 +436,10 @@ def consumer_function(config):
     residual_words = config.columns // 4 if config.residual else 1
     load_residual, _, add_addends = addends(config.epilogue)
     store_by_threads, multiply = store_by_threads_function(config.epilogue), multiply_function(config)
+    find_tile = tile_function(config)
 
     @device_function
-    def consume(rings, thread, c, residual, bias, m, shape):
+    def consume(rings, thread, c, residual, bias, shape):
         lane, warp, leader = thread & i32(31), sm90.warp_uniform(thread >> i32(5)), thread == 0
         acc = cuda.local.array(accumulators, np.float32)
         w0 = cuda.local.array(a_words, np.int32)
@@ -412,39 +456,27 @@ def consumer_function(config):
         index = i32(cuda.blockIdx.x)
         while index < shape.tiles:
             # This thread's accumulators: rows `row` and row + 8, columns 8 b + 2 (lane % 4) and the next.
-            row = i32(warp * i32(16) + (lane >> i32(2)))
-            pair = i32((index * i32(tile_columns) >> i32(1)) + (lane & i32(3)))
+            _, first_row, end, tile_column = find_tile(index, shape.rows)
+            row = i32(first_row + warp * i32(16) + (lane >> i32(2)))
+            pair = i32((tile_column * i32(tile_columns) >> i32(1)) + (lane & i32(3)))
             index = i32(index + i32(cuda.gridDim.x))
-            load_residual(words, residual, row, pair, m, shape.n)
+            load_residual(words, residual, row, pair, end, shape.n)
             operands = w0, w1, w2, w3
             stage, parity = multiply(acc, operands, rings, rounds, stage, parity, leader, warp, lane)
             add_addends(acc, bias, words, rings.stages, pair, shape.n, warp, lane)
-            store_by_threads(acc, c, residual, row, pair, m, shape.n)
+            store_by_threads(acc, c, residual, row, pair, end, shape.n)
 
     return consume
 
 
-@specialize
-def packed_gemm_kernel(config):
-    """The kernel of a config. N is a multiple of 8, with SwiGLU of 16; K of the steps of a stage."""
-    panels, tile_columns, warps, low_rank = config.panels, config.tile_columns, config.warps, config.low_rank
-    has_levels, threads, layout = config.form == "nf4", config.threads, config.layout
+@functools.cache
+def init_rings_function(config):
+    """The device function of all threads that returns the Rings, whose mbarriers and levels it has begun to write."""
+    warps, has_levels, threads, layout = config.warps, config.form == "nf4", config.threads, config.layout
     (init_ring, _), (init_packed_ring, _) = ring(config.stages), ring(config.packed_stages)
-    load_a, load_weight = a_loader_function(config), weight_loader_function(config)
-    widen_all, consume = widener_function(config), consumer_function(config)
 
-    @supports_pdl
-    @cuda.jit(launch_bounds=(threads, 1))
-    def packed_gemm_kernel(a_map, weight, rank_operands, c, residual, bias, m, n, k):
-        """C (m, n) from A (m, k) and a PackedWeight (n, k); with SwiGLU (2 n, k), C (m, 2 n), and `residual` (m, n) is
-        written.
-
-        rank_operands: a LowRank if config.low_rank. c, residual, bias: pairs of 16 bits; those that the config does not
-        use have no elements. Shared memory: PackedGemmConfig.layout.
-        """
-        thread = i32(cuda.threadIdx.x)
-        lane, warp = thread & i32(31), sm90.warp_uniform(thread >> i32(5))
-        base = shared_base()
+    @device_function
+    def init_rings(base, weight, thread):
         rings = Rings(
             base, base + layout.packed, base + layout.scales, base + layout.levels, base + layout.full,
             base + layout.empty, base + layout.packed_full, base + layout.packed_empty,
@@ -456,6 +488,31 @@ def packed_gemm_kernel(config):
         if has_levels:
             for i in range(thread, LEVELS_BYTES // 4, threads):
                 store_float(rings.levels + i32(4 * i), weight.levels[i])
+        return rings
+
+    return init_rings
+
+
+@specialize
+def packed_gemm_kernel(config):
+    """The kernel of a config. N is a multiple of 8, with SwiGLU of 16; K of the steps of a stage."""
+    panels, tile_columns, low_rank = config.panels, config.tile_columns, config.low_rank
+    init_rings = init_rings_function(config)
+    load_a, load_weight = a_loader_function(config), weight_loader_function(config)
+    widen_all, consume = widener_function(config), consumer_function(config)
+
+    @supports_pdl
+    @cuda.jit(launch_bounds=(config.threads, 1))
+    def packed_gemm_kernel(a_map, weight, rank_operands, c, residual, bias, m, n, k):
+        """C (m, n) from A (m, k) and a PackedWeight (n, k); with SwiGLU (2 n, k), C (m, 2 n), and `residual` (m, n) is
+        written.
+
+        rank_operands: a LowRank if config.low_rank. c, residual, bias: pairs of 16 bits; those that the config does not
+        use have no elements. Shared memory: PackedGemmConfig.layout.
+        """
+        thread = i32(cuda.threadIdx.x)
+        lane, warp = thread & i32(31), sm90.warp_uniform(thread >> i32(5))
+        rings = init_rings(shared_base(), weight, thread)
         cuda.syncthreads()
         griddepcontrol_launch_dependents()
         tiles = i32((n + tile_columns - 1) // tile_columns)
@@ -465,7 +522,7 @@ def packed_gemm_kernel(config):
             rank_rounds = i32((rank_operands.rank + panels * STEPS - 1) // (panels * STEPS))
         else:
             rank_a_map, rank_b_map = a_map, a_map
-        shape = Shape(tiles, i32(k // (panels * STEPS)), rank_rounds, i32(n))
+        shape = Shape(tiles, i32(k // (panels * STEPS)), rank_rounds, i32(n), m)
         if warp >= FIRST_WIDENER:
             widen_all(rings, shape, i32(warp - i32(FIRST_WIDENER)), lane)
         elif warp == WEIGHT_LOADER:
@@ -476,10 +533,10 @@ def packed_gemm_kernel(config):
                 rank_b_address = sm90.tensor_map_address(rank_b_map)
                 sm90.prefetch_tensor_map(maps[0])
                 griddepcontrol_wait()
-                load_a(maps[0], maps[1], rank_b_address, rings, shape)
+                load_a(maps[0], maps[1], rank_b_address, rings, shape, i32(0))
         else:
             griddepcontrol_wait()
-            consume(rings, thread, c, residual, bias, i32(m), shape)
+            consume(rings, thread, c, residual, bias, shape)
 
     return packed_gemm_kernel
 
@@ -501,6 +558,12 @@ def config_for(x, weight, n, fields):
     return packed_config(len(x), n, x.shape[1], weight.form.name, weight.group_size, device.sm_count(), fields)
 
 
+def packed_operand(weight):
+    """The PackedWeight of a QuantizedWeight."""
+    arrays = weight.packed.reshape(-1), weight.scales.reshape(-1), levels_by_lane()
+    return PackedWeight(*arrays, *weight.packed.shape[:2], weight.scales.shape[1])
+
+
 def gemm_with_config(config, x, weight, out, bias=None, residual=None, low_rank=None):
     """gemm, or gemm_swiglu, of which `residual` is the output, by the kernel of `config`."""
     m, n = residual.shape if config.swiglu else out.shape
@@ -508,14 +571,10 @@ def gemm_with_config(config, x, weight, out, bias=None, residual=None, low_rank=
     rank_operands = 0
     if config.low_rank:
         rank_operands = LowRank(tensor_map(low_rank[0], *a_box), tensor_map(low_rank[1], *b_box), low_rank[0].shape[1])
-    operand = PackedWeight(
-        weight.packed.reshape(-1), weight.scales.reshape(-1), levels_by_lane(), *weight.packed.shape[:2],
-        weight.scales.shape[1],
-    )  # fmt: skip
     addend = unused(2) if residual is None else residual.view(np.int32)
     bias = unused() if bias is None else bias.view(np.int32)
     grid = min(-(-n // config.tile_columns), device.sm_count())
     launch(
-        packed_gemm_kernel(config), grid, config.threads, tensor_map(x, *a_box), operand, rank_operands,
+        packed_gemm_kernel(config), grid, config.threads, tensor_map(x, *a_box), packed_operand(weight), rank_operands,
         out.view(np.int32), addend, bias, m, n, x.shape[1], shared=config.layout.nbytes,
     )  # fmt: skip

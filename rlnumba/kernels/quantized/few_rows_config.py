@@ -3,6 +3,8 @@
 import functools
 from typing import NamedTuple
 
+from rlnumba.kernels.gemm.grouped_config import used_experts
+from rlnumba.kernels.gemm.grouped_tiles import WORD
 from rlnumba.kernels.gemm.sm90_config import SHARED_LIMIT, Sm90GemmConfig
 from rlnumba.kernels.ptx.shared_memory import LINE
 from rlnumba.kernels.ptx.wgmma import STEPS
@@ -21,6 +23,8 @@ WARP_LOAD_BYTES = 512
 BYTES_AHEAD = 40 * 1024
 # The share of SMs that a tile's width leaves busy at least, and warps that widen.
 FEWEST_BUSY, MOST_WARPS = 0.6, 8
+# What a tile of experts costs beside its columns, as columns: finding it, and the first stage and last of a pipeline.
+TILE_COLUMNS_OVERHEAD = 8
 # nf4's levels, each for 32 lanes.
 LEVELS_BYTES = 16 * 32 * 4
 
@@ -32,8 +36,8 @@ class PackedGemmConfig(NamedTuple):
     of them of the gate; warps: that widen; panels: STEPS steps each of the reduction in a stage; stages: of the ring;
     rows: of A in a stage, one of ROW_COUNTS; group_tiles: tiles of the format's COLUMNS columns in a group, a power of
     two; whole_tiles: whether a tile of C, for SwiGLU either half, has whole tiles of the format, or else halves.
-    a_in_shared: wgmma reads A from shared memory, of eight rows that it broadcasts, and not from registers. The other
-    fields are those of Sm90GemmConfig.
+    a_in_shared: wgmma reads A from shared memory, of eight rows that it broadcasts, and not from registers. grouped:
+    whether rows are those of experts (grouped.py). The other fields are those of Sm90GemmConfig.
     """
 
     form: str
@@ -51,6 +55,7 @@ class PackedGemmConfig(NamedTuple):
     low_rank: bool = False
     activation: str = "silu"
     a_in_shared: bool = False
+    grouped: bool = False
 
     @property
     def epilogue(self):
@@ -171,20 +176,50 @@ def packed_config(m, n, k, form, group_size, sm_count, epilogue):
     Tiles of 64, 32 or 16 columns, for SwiGLU of 32 or 16 of gate and up each: the widest for most SMs. H100, int4, 1
     row: 11.2 us with 64 for 6144 x 4096, 12.7 with 32, 13.5 with 48, whose halves of packed tiles are many copies.
     """
-    swiglu = epilogue[3]
     rows = next(count for count in ROW_COUNTS if m <= count)
-    # H100, 1 row: 8.4, 31.7 and 22.1 us for o, gate-up and down of Qwen3-8B; 9.3, 34.7 and 24.2 from registers, of
-    # which 64 columns with a residual leave too few for A.
-    a_in_shared = form == "int4" and rows == 8
-    widths = (64, 32, 16) if a_in_shared and not swiglu else (32, 16)
+    # From registers 64 columns with a residual leave too few for A.
+    widths = (64, 32, 16) if is_a_in_shared(form, rows) and not epilogue[3] else (32, 16)
     width = next((width for width in widths if -(-n // width) > FEWEST_BUSY * sm_count), 16)
+    return _config_of_width(width, rows, (n, k), form, group_size, epilogue)
+
+
+@functools.cache
+def grouped_config(rows, experts, shape, form, group_size, sm_count, element, swiglu):
+    """The config for so many rows of all experts, each by a weight of shape = (columns of C, steps).
+
+    Tiles have the rows that an expert has on average and half as many more: of one with more rows another tile reads
+    the weight again, from L2. They are as wide as waves over the SMs allow.
+    """
+    n, k = shape
+    used = used_experts(rows, experts)
+    tile_rows = next((count for count in ROW_COUNTS if count >= 1.5 * rows / used), MOST_ROWS)
+
+    def time_of(width):
+        return -(-used * -(-n // width) // sm_count) * (width + TILE_COLUMNS_OVERHEAD)
+
+    width = min((32, 16) if swiglu else (64, 32, 16), key=time_of)
+    epilogue = element, False, False, swiglu
+    limit = SHARED_LIMIT - WORD * (experts + 1)
+    return _config_of_width(width, tile_rows, shape, form, group_size, epilogue, limit)._replace(grouped=True)
+
+
+def is_a_in_shared(form, rows):
+    """Whether wgmma reads A from shared memory. H100, 1 row, int4: 8.4, 31.7 and 22.1 us for o, gate-up and down of
+    Qwen3-8B; 9.3, 34.7 and 24.2 from registers."""
+    return form == "int4" and rows == 8
+
+
+def _config_of_width(width, rows, shape, form, group_size, epilogue, limit=SHARED_LIMIT):
+    """The config of tiles of `rows` rows by `width` columns of C, for shape = (columns of C, steps)."""
+    n, k = shape
+    swiglu, a_in_shared = epilogue[3], is_a_in_shared(form, rows)
     columns = width * 2 if swiglu else width
     whole_tiles = width % TILE_ROWS == 0 and (not swiglu or n % TILE_ROWS == 0)
     down = columns // (WARP_LOAD_BYTES // (4 * FORMATS[form].words))
     for panels in (4, 2):
         warps = max(warps for warps in range(1, MOST_WARPS + 1) if warps % down == 0 and panels * down % warps == 0)
         fields = group_size // COLUMNS, whole_tiles, *epilogue
-        config = with_stages(PackedGemmConfig(form, columns, warps, panels, 2, rows, *fields))
+        config = with_stages(PackedGemmConfig(form, columns, warps, panels, 2, rows, *fields), limit)
         config = config._replace(a_in_shared=a_in_shared)
         if k % (panels * STEPS) == 0 and config.stages >= 3:
             break

@@ -106,8 +106,9 @@ class DeployConfig(Section):
     )
     tensor_parallel_size: int = key(
         1,
-        "Of num_infer_gpus so many compute one model together, each with a part of its weights and of the KV cache; "
-        "the text is that of one (vLLM). `auto` (0): as few as it fits in.",
+        "So many of the GPUs that generate compute one model together, each with a part of its weights and of the KV "
+        "cache; the text is that of one (vLLM). `auto` (0), for num_infer_gpus: as few as it fits in. GPUs that train "
+        "and generate in turn: all num_train_gpus.",
         minimum=0,
         words={"auto": 0},
         of="generates_ahead",
@@ -167,16 +168,37 @@ class DeployConfig(Section):
             object.__setattr__(self, "tensor_parallel_size", 0)
         super().__post_init__()
         self._check_nodes()
-        if self.tensor_parallel_size != 1 and not self.num_infer_gpus:
-            raise ConfigError(
-                f"deploy.tensor_parallel_size ({self.tensor_parallel_size or 'auto'}) cuts the model of GPUs that "
-                "generate while others train: it needs deploy.num_infer_gpus above 0, and [async]"
-            )
-        if self.tensor_parallel_size and self.num_infer_gpus % self.tensor_parallel_size:
+        if self.cuts_rollout:
+            self._check_cut_rollout()
+        elif self.tensor_parallel_size and self.num_infer_gpus % self.tensor_parallel_size:
             raise ConfigError(
                 f"deploy.num_infer_gpus ({self.num_infer_gpus}) must be a multiple of "
                 f"deploy.tensor_parallel_size ({self.tensor_parallel_size})"
             )
+
+    def _check_cut_rollout(self):
+        """Raise ConfigError where the ranks that train cannot be one engine of tensor_parallel_size."""
+        size = self.tensor_parallel_size
+        if size != self.num_train_gpus:
+            raise ConfigError(
+                f"deploy.tensor_parallel_size ({size or 'auto'}) without deploy.num_infer_gpus cuts the model of the "
+                f"GPUs that train: it must be their number, deploy.num_train_gpus ({self.num_train_gpus})"
+            )
+        if self.num_train_nodes > 1:
+            raise ConfigError(
+                f"deploy.tensor_parallel_size ({size}) without deploy.num_infer_gpus is for GPUs of one host, and "
+                f"deploy.num_train_nodes is {self.num_train_nodes}"
+            )
+
+    @property
+    def cuts_rollout(self):
+        """Whether ranks that train and generate in turn have a part of the model each while they generate: bool."""
+        return self.tensor_parallel_size != 1 and not self.num_infer_gpus
+
+    @property
+    def ranks_of_engine(self):
+        """Ranks that train and generate in turn and have one engine together: int."""
+        return self.tensor_parallel_size if self.cuts_rollout else 1
 
     def _check_nodes(self):
         """The numbers of nodes go with the other keys; num_infer_gpus is set where gpus_per_node gives it."""
@@ -557,6 +579,8 @@ class Run:
             )
         if self.deploy.zero_stage == 3:
             self._check_zero_3()
+        if self.deploy.cuts_rollout:
+            self._check_cut_rollout()
         if self.deploy.num_infer_gpus and not self.generates_beside:
             raise ConfigError(
                 f"deploy.num_infer_gpus ({self.deploy.num_infer_gpus}) are for asynchronous training: they need the "
@@ -574,6 +598,15 @@ class Run:
             raise ConfigError('deploy.zero_stage 3 makes `final/` of a checkpoint, and train.save_strategy is "no"')
         if self.quantization is not None:
             raise ConfigError("deploy.zero_stage 3 has parts of 16-bit layers, not of those of [quantization]: use 2")
+
+    def _check_cut_rollout(self):
+        """Raise ConfigError for copies of the weights, and bases, that ranks do not cut for their rollout."""
+        for key, value in (("[quantization]", self.quantization), ("engine.quantization", self.rollout_is_quantized)):
+            if value:
+                raise ConfigError(
+                    f"deploy.tensor_parallel_size ({self.deploy.tensor_parallel_size}) without deploy.num_infer_gpus "
+                    f"cuts weights of 16 and 32 bits: not with {key}"
+                )
 
     def refuse_ranks(self, key):
         """Raise ConfigError for a key whose value is for one GPU."""

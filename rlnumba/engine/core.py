@@ -63,6 +63,7 @@ from rlnumba.kernels.philox import noise_key
 from rlnumba.model.lora import Adapter
 from rlnumba.model.quantized.copies import with_copies
 from rlnumba.model.transformer import NOT_FINITE
+from rlnumba.parallel.cut_weights import with_own_rows
 from rlnumba.parallel.gathered_weights import with_gathered
 from rlnumba.runtime import device
 from rlnumba.runtime.context import Context, current
@@ -98,7 +99,8 @@ def longest_sequence(model_config, engine_config):
 class Engine:
     """Continuous batching of requests over one model.
 
-    model: a Transformer; tokenizer: None leaves the texts empty, and prompts are token ids. config: EngineConfig.
+    model: a Transformer; with `ranks` and all weights, the engine reads this rank's rows of them. tokenizer: None
+    leaves the texts empty, and prompts are token ids. config: EngineConfig.
     Raises ConfigError if max_model_len is more than the model has positions.
     """
 
@@ -117,7 +119,7 @@ class Engine:
         sizes = self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len
         with self.context.use():
             self.runner = Runner(
-                with_gathered(with_copies(model, self.config.quantization)),
+                with_gathered(with_copies(with_own_rows(model), self.config.quantization)),
                 self.context,
                 BLOCK_SIZE,
                 *sizes,
@@ -401,8 +403,9 @@ class Engine:
         """
         self.synchronize()
         self.context.wait_for(current())
-        # The base of an adapter that is trained stays as it is.
-        if self.runner.copies is not None and not isinstance(self.model.adapter, Adapter):
+        # The base of an adapter that is trained stays as it is, and a copy of the adapter does not.
+        has_own_adapter = self.runner.model.adapter is not self.model.adapter
+        if self.runner.copies is not None and (has_own_adapter or not isinstance(self.model.adapter, Adapter)):
             self.copies_are_old = True
         if not self.is_asleep:
             self._refresh_copies()

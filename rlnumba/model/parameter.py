@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rlnumba.model.shard import Shard
+from rlnumba.model.shard import Range, Shard
 
 # Elements, of vectors and of matrices: blocks of 8-bit moments then belong to one matrix, and so to one layer. The
 # padding between parameters stays zero in weights, gradients and moments.
@@ -65,6 +65,19 @@ class Parameter:
             part = self.cut(shard, size)
             found.append(slice(first + part.start, first + part.stop))
             first += size
+        return found
+
+    def ranges_of(self, shard):
+        """The Ranges of this parameter of a whole model that make up a shard's, counted from the first element of each:
+        list."""
+        found, first, source = [], 0, 0
+        columns = self.shape[-1] if self.cut_rows else self.size // self.shape[0]
+        for index, (_, shape) in enumerate(self.tensors):
+            for part in self.parts_of(shard, index, shape):
+                count = (part.stop - part.start) * columns
+                found.append(Range(first, source + part.start * columns, count))
+                first += count
+            source += math.prod(shape)
         return found
 
     def of(self, shard):

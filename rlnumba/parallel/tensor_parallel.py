@@ -22,6 +22,7 @@ must be equal.
 A rank is a process, on the cpu device or with a GPU (placement.py).
 """
 
+import contextlib
 import time
 
 import numpy as np
@@ -29,7 +30,7 @@ import xxhash
 
 from rlnumba.engine.core import Engine
 from rlnumba.engine.llm import compile_list
-from rlnumba.errors import UserError
+from rlnumba.errors import CommunicationError, UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob import slices
 from rlnumba.kernels.logprob.chunked import forward_rows, logp_of_logits
@@ -171,14 +172,44 @@ def follow(model, config, others=None):
 
     others: {name: function} of what it leads beside the methods of its runner, and to meet.
     """
-    engine, others = Engine(model, None, config), {"meet": lambda: None} | (others or {})
-    while (call := model.ranks.communicator.objects(None)[0]) is not None:
+    replay(Engine(model, None, config), others)
+
+
+def replay(engine, others=None):
+    """Do the steps of rank 0's engine with this rank's until rank 0 calls `end`. others: those of `follow`."""
+    others = {"meet": lambda: None} | (others or {})
+    while (call := engine.model.ranks.communicator.objects(None)[0]) is not None:
         method, arguments = call
         if method != "repeat":
             # Rank 0 has read the results of its last step, so the memory that the host's arrays go through is free.
             engine.runner.synchronize()
         (others.get(method) or getattr(engine.runner, method))(*arguments)
     engine.runner.synchronize()
+
+
+def together(engine, function, otherwise=None):
+    """function() on a rank whose Engine has a whole model, or leads the engines of one; its value.
+
+    The others of these, which call this at the same time, replay the steps of the first one: `otherwise`.
+    """
+    ranks = engine.model.ranks
+    if ranks is None:
+        return function()
+    if ranks.rank:
+        # Where the weights may have been written.
+        engine.context.wait_for(current())
+        replay(engine)
+        return otherwise
+    try:
+        value = function()
+    except CommunicationError:
+        raise
+    except BaseException:
+        with contextlib.suppress(CommunicationError):
+            ranks.end()
+        raise
+    ranks.end()
+    return value
 
 
 def on_ranks(function, count, load, *arguments):

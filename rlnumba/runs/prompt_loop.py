@@ -10,6 +10,7 @@ inference processes, too: sampling/generations.py knows where. Without such proc
 the weights for the time in which it draws (parallel/gathered_weights.py).
 """
 
+import copy
 import math
 from collections.abc import Callable
 from contextlib import closing, contextmanager, nullcontext
@@ -31,7 +32,7 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.parallel.ray_cluster import connected
-from rlnumba.parallel.tensor_parallel import follow, load_shard
+from rlnumba.parallel.tensor_parallel import TensorParallel, follow, load_shard
 from rlnumba.reporting.stderr import log
 from rlnumba.rewards import TrainingProgress
 from rlnumba.runs import evaluation, kept_data
@@ -216,6 +217,13 @@ def processes_of(run, communicator):
     return deploy.num_engines if is_first and deploy.num_infer_gpus and deploy.launcher != "ray" else 0
 
 
+def with_ranks(model, communicator):
+    """A model of which this rank's engine computes its part, with those of the other ranks."""
+    result = copy.copy(model)
+    result.ranks = TensorParallel(communicator, model.config.vocab_size)
+    return result
+
+
 class PromptLoop:
     """The loaded parts of the run of a RunFolder, and its steps. The other arguments are those of
     TrainerOnPrompts.train.
@@ -237,11 +245,13 @@ class PromptLoop:
             self.rewards.start()
             folder.compare_sources(self.rewards, agents)
         self.policy, self.tokenizer = algorithm.load(run, folder)
-        self.is_in_parts = is_in_parts(self.policy.model.weights)
-        if self.is_in_parts and run.deploy.num_infer_gpus:
+        # Whether rank 0 cannot draw alone.
+        self.draws_together = is_in_parts(self.policy.model.weights) or run.deploy.cuts_rollout
+        if is_in_parts(self.policy.model.weights) and run.deploy.num_infer_gpus:
             self.llm = LLMOnProcesses(self.policy.model, self.tokenizer, run.engine, run.asynchronous)
         else:
-            self.llm = LLM(self.policy.model, self.tokenizer, run.engine)
+            model = with_ranks(self.policy.model, communicator) if run.deploy.cuts_rollout else self.policy.model
+            self.llm = LLM(model, self.tokenizer, run.engine)
         if run.rollout_is_quantized:
             log(
                 f"engine.quantization {run.engine.quantization}: completions are drawn by copies of the weights in 8 "
@@ -491,17 +501,17 @@ class PromptLoop:
     def _finish(self):
         """Do what comes after the last step: write samples of what was learned, and final/."""
         folder, writer, generations = self.folder, self.writer, self.generations
-        if not self.is_in_parts:
+        if not self.draws_together:
             generations.close()
         folder.callbacks.call("on_train_end", self.policy.model)
         writer.flush()
         writer.draw()
         # While the last checkpoint is being written.
-        if folder.is_first_rank or self.is_in_parts:
-            text = generations.led(self._samples) if self.is_in_parts else self._samples()
+        if folder.is_first_rank or self.draws_together:
+            text = generations.led(self._samples) if self.draws_together else self._samples()
             if text:
                 writer.print(text)
-        if self.is_in_parts:
+        if self.draws_together:
             generations.close()
         self.algorithm.save_final(folder, self.policy, self.tokenizer)
 
@@ -511,8 +521,9 @@ class PromptLoop:
         if not (folder.path / "completions.jsonl").exists():
             return ""
         total, epochs = self.schedule.total_steps, self.schedule.epochs_done(self.schedule.total_steps)
+        llm = self.generations.leader if self.run.deploy.cuts_rollout else self.llm
         try:
-            return sample_report(self.llm, self.prompts, self.run, folder.path, TrainingProgress(total, total, epochs))
+            return sample_report(llm, self.prompts, self.run, folder.path, TrainingProgress(total, total, epochs))
         except UserError as error:
             # A tool or an environment that fails now takes nothing of what was trained.
             log(f"there are no samples of what was learned: {error}")

@@ -53,7 +53,8 @@ def kernel_request(run):
     So a run for whose like all kernels were compiled begins without a list of them (runtime/compile/ahead_of_time.py).
     """
     size = run.deploy.tensor_parallel_size
-    cut = {"tensor_parallel_size": size, "num_infer_gpus": size} if size > 1 else {}
+    gpus = "num_train_gpus" if run.deploy.cuts_rollout else "num_infer_gpus"
+    cut = {"tensor_parallel_size": size, gpus: size} if size > 1 else {}
     train = replace(run.train, learning_rate=0.0, report_to=[], run_name=None, **ANY_ACTIVATIONS)
     if isinstance(run, PromptRun):
         # Rows of a file have a largest micro-batch by their order, and by how far it is followed; completions do not.

@@ -47,8 +47,8 @@ class Generations:
         self.is_ahead, self.is_apart = run.generates_beside, isinstance(llm, LLMOnProcesses)
         self.connected, self.metrics, self.status = None, {}, None
         # Rank 0's LLM of all ranks' engines.
-        ranks = LedLLM(llm, None if self.is_apart else self.communicator, self.prompts.agents)
-        self.leader, self.engine = ranks.llm, ranks.engine
+        self.ranks = LedLLM(llm, None if self.is_apart else self.communicator, self.prompts.agents)
+        self.leader, self.engine = self.ranks.llm, self.ranks.engine
         described = None if self.rewards is None else (self.rewards.names, self.rewards.weights)
         self.names, self.weights = described if self._is_alone else self.communicator.objects(described)[0]
 
@@ -128,9 +128,9 @@ class Generations:
 
     def led(self, function, shared=lambda value: value):
         """The value of function() on rank 0, which may generate by `leader`, on all ranks; see ranks.led."""
-        self.llm.wake()
+        self.ranks.wake()
         value = self._led(function, shared)
-        self.llm.sleep()
+        self.ranks.sleep()
         return value
 
     def _led(self, function, shared):

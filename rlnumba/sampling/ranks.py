@@ -12,6 +12,9 @@
 An episode stays on the rank that begins it, and its tools are called there. If the rewards read its environment, which
 no other process can have, its coroutine is rank 0's, and its turns alone are distributed.
 
+With deploy.tensor_parallel_size T every T neighbouring ranks have one engine together: the first of them has its
+requests, and while it draws the others replay its steps. What is said of ranks below then holds for these engines.
+
 A completion depends on seed, prompt, index and position alone, so which rank draws it, in how many pieces, is no part
 of it, and the ranks draw what one would. Decisions here, but for the first, follow from what all ranks know, and are
 the same on each.
@@ -28,6 +31,7 @@ from rlnumba.engine.sequence import FinishedCompletion, SamplingParams
 from rlnumba.errors import CommunicationError, SharedError, UserError
 from rlnumba.parallel.launch import launch
 from rlnumba.parallel.placement import placement
+from rlnumba.parallel.tensor_parallel import together
 from rlnumba.rewards import RewardError
 from rlnumba.runtime import device
 
@@ -114,9 +118,20 @@ class LedLLM:
             self.engine, self.llm = LedEngine(llm.engine, communicator, agents), copy.copy(llm)
             self.llm.engine = self.engine
 
+    def wake(self):
+        """Let this rank's engine take its memory, on all ranks."""
+        self._together(self.own.wake)
+
+    def sleep(self):
+        """Let others use that memory, on all ranks."""
+        self._together(self.own.sleep)
+
+    def _together(self, function):
+        return function() if self.engine is None else together(self.engine.engine, function)
+
     def led(self, function, shared=lambda value: value):
         """`led`, with all engines awake."""
-        self.own.wake()
+        self.wake()
         if self.engine is None:
             value = function()
         else:
@@ -126,7 +141,7 @@ class LedLLM:
                 self.engine.close()
                 raise
             self.engine.end()
-        self.own.sleep()
+        self.sleep()
         return value
 
 
@@ -159,13 +174,17 @@ class LedEngine:
     def __init__(self, engine, communicator, agents=None):
         self.engine, self.communicator, self.config = engine, communicator, engine.config
         self.agents, self.episodes = agents, Episodes(engine)
+        # Ranks that have one engine together, the number of this rank's engine, and whether it has the requests.
+        self.parts = 1 if engine.model.ranks is None else engine.model.ranks.count
+        self.index, part = divmod(communicator.rank, self.parts)
+        self.has_requests = part == 0
         self._start()
 
     def _start(self):
         # The same on all ranks: completions that were asked for and not returned yet, by request, and sequences that
-        # each rank has.
-        self.unfinished, self.loads = {}, [0] * self.communicator.world_size
-        # The rank that has drawn the last turn of an episode, and retains its blocks, by request.
+        # each engine has.
+        self.unfinished, self.loads = {}, [0] * (self.communicator.world_size // self.parts)
+        # The engine that has drawn the last turn of an episode, and retains its blocks, by request.
         self.homes = {}
         # Rank 0's message at the next step: requests that were added, and dropped.
         self.added, self.dropped, self.added_episodes = [], [], []
@@ -237,9 +256,9 @@ class LedEngine:
             self.unfinished[request.number] = len(indices)
         self._distribute(message.added)
         self._distribute_episodes(message.episodes)
-        finished, num_tokens, failure = self._draw()
+        finished, num_tokens, failure = together(self.engine, self._draw, ([], 0, None))
         found = self.communicator.objects((finished, num_tokens, self._load, self._waited_s(num_tokens), failure))
-        of_ranks, tokens, self.loads, waited_s, failures = map(list, zip(*found, strict=True))
+        of_ranks, tokens, self.loads, waited_s, failures = map(list, zip(*found[:: self.parts], strict=True))
         if self.communicator.rank == 0 and any(failures):
             raise UserError(next(filter(None, failures)))
         turns = self.homes.keys()
@@ -302,7 +321,7 @@ class LedEngine:
 
         A further turn of an episode goes where the last one was drawn, whose blocks are there.
         """
-        rank, others = self.communicator.rank, []
+        others = []
         for request in added:
             *values, indices, first_context, salt = request
             home = self.homes.get(values[0])
@@ -310,11 +329,10 @@ class LedEngine:
                 others.append(request)
                 continue
             self.loads[home] += len(indices)
-            if home == rank:
+            if home == self.index and self.has_requests:
                 self.engine.add_request(*values, indices, first_context, salt)
         counts = shares(self.loads, sum(len(indices) for *_, indices, _, _ in others))
-        begin = sum(counts[:rank])
-        end, first = begin + counts[rank], 0
+        (begin, end), first = self._own_range(counts), 0
         for *values, indices, first_context, salt in others:
             if own := indices[max(begin - first, 0) : max(end - first, 0)]:
                 self.engine.add_request(*values, own, first_context, salt)
@@ -323,13 +341,17 @@ class LedEngine:
             first += len(indices)
         self.loads = [load + count for load, count in zip(self.loads, counts, strict=True)]
 
+    def _own_range(self, counts):
+        """(first, end) of what this rank's engine gets where each gets so many, one after the other."""
+        begin = sum(counts[: self.index])
+        return begin, begin + counts[self.index] * self.has_requests
+
     def _distribute_episodes(self, added):
         """Let this rank have its range of the episodes that were added since the last step."""
-        rank = self.communicator.rank
         counts = shares(self.loads, sum(len(indices) for _, indices in added))
-        begin, first = sum(counts[:rank]), 0
+        (begin, end), first = self._own_range(counts), 0
         for request, indices in added:
-            if own := indices[max(begin - first, 0) : max(begin + counts[rank] - first, 0)]:
+            if own := indices[max(begin - first, 0) : max(end - first, 0)]:
                 episode = request.episode.played_by(self.agents)
                 fresh = {"version": self.policy_version, "done": {}, "begun": []}
                 self.episodes.submit(replace(request, indices=own, episode=episode, **fresh))
@@ -342,19 +364,19 @@ class LedEngine:
         self.has_episodes &= bool(self.unfinished)
         if self.has_episodes:
             return
-        rank = self.communicator.rank
         few, least_left = (FEW_ON_GPU, LEAST_LEFT_ON_GPU) if device.name() == "cuda" else (1, 1)
         moves = moves_between(self.loads, few)
         if not moves:
             return
-        count = sum(n for source, _, n in moves if source == rank)
-        moved = self.communicator.objects(self.engine.move_out(count, least_left))
+        count = sum(n for source, _, n in moves if source == self.index)
+        own = together(self.engine, lambda: self.engine.move_out(count, least_left), [])
+        moved = self.communicator.objects(own)[:: self.parts]
         for source, target, count in moves:
             # Sequences that had ended when their engine stopped, or are about to, are not moved.
             sequences, moved[source] = moved[source][:count], moved[source][count:]
             self.loads[source] -= len(sequences)
             self.loads[target] += len(sequences)
-            if target == rank:
+            if target == self.index and self.has_requests:
                 self.engine.move_in(sequences)
 
     def abort(self, request_id):

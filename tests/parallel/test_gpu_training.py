@@ -99,6 +99,13 @@ CASES = {
         {"zero_stage": 3, "lora": dataclasses.replace(LORA, lora_dropout=0.0), "num_iterations": 2, "beta": 0.1},
         (2, 4),
     ),
+    # All ranks are one engine.
+    "grpo, cut": ("grpo", {"num_iterations": 2, "beta": 0.1}, (2, 4)),
+    "grpo, cut, lora": (
+        "grpo",
+        {"zero_stage": 3, "lora": dataclasses.replace(LORA, lora_dropout=0.0), "learning_rate": 1e-2},
+        (2,),
+    ),
     "dpo": ("dpo", {}, (2,)),
     "grpo": ("grpo", {}, (2, 4)),
     "grpo, dynamic sampling": (
@@ -118,7 +125,8 @@ def test_the_files_of_one_rank(tmp_path, model, case):
     expected = train(kind, run_of(kind, tmp_path / "1", model, **options))
     assert len(expected[0]) >= 3 and len(expected[1]) >= 3
     for count in counts:
-        found = train(kind, run_of(kind, tmp_path / str(count), model, count, **options))
+        size = {"tensor_parallel_size": count} if ", cut" in case else {}
+        found = train(kind, run_of(kind, tmp_path / str(count), model, count, **options, **size))
         for each, wanted in zip(found, expected, strict=True):
             assert each == wanted
 

@@ -53,7 +53,7 @@ BATCHES = ONE_BACKWARD | {"per_device_train_batch_size": 4, "global_batch_size":
 BATCHES |= {"num_ppo_epochs": 2, "num_mini_batches": 1}
 
 
-def run_of(kind, folder, num_ranks=1, lora=None, model=None, zero_stage=2, **options):
+def run_of(kind, folder, num_ranks=1, lora=None, model=None, zero_stage=2, tensor_parallel_size=1, **options):
     """A Run of a few steps with checkpoints."""
     if kind == "sft":
         run = sft_run(folder, **ROWS | options)
@@ -70,7 +70,9 @@ def run_of(kind, folder, num_ranks=1, lora=None, model=None, zero_stage=2, **opt
         run = reward_run(folder, **PAIRS | options)
     else:
         run = preference_run(kind, folder, **PAIRS | options)
-    deploy = DeployConfig(num_train_gpus=num_ranks, zero_stage=zero_stage)
+    deploy = DeployConfig(
+        num_train_gpus=num_ranks, zero_stage=zero_stage, tensor_parallel_size=tensor_parallel_size
+    )
     run = dataclasses.replace(run, deploy=deploy, lora=lora)
     return run if model is None else dataclasses.replace(run, model=str(model))
 
@@ -118,6 +120,15 @@ UNTIED = {"optim": "adamw_8bit", "gradient_checkpointing": True}
 DFT = {"loss_type": "dft", "packing": True, "eval_steps": 2, "data": {"eval": str(SFT_ROWS)}}
 ENTROPY = {"top_entropy_quantile": 0.5, "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0}
 MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 1}
+LEARNS = {"max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+EVALUATES = {"eval_steps": 1, "eval_on_start": True, "data": "prompts"}
+
+
+def cut(**options):
+    """The options of one rank, and of ranks that have a part of the model each while they generate."""
+    return options, options | {"tensor_parallel_size": 2}
+
+
 WITHOUT_GLOBAL = {"global_batch_size": None, "gradient_accumulation_steps": 1}
 # Options of a run by case; a pair where those of one rank are others.
 CASES = {
@@ -154,10 +165,7 @@ CASES = {
     "dpo, zero 3": {"zero_stage": 3, "eval_steps": 2, "data": {"eval": str(PREFERENCE_ROWS["dpo"])}},
     "kto, zero 3": {"zero_stage": 3},
     "grpo, zero 3, reference": {"zero_stage": 3, "beta": 0.1, "num_iterations": 2, "generation_batch_size": 32},
-    "rloo, zero 3, evaluation": {
-        "zero_stage": 3, "eval_steps": 1, "eval_on_start": True, "data": "prompts", "max_steps": 3,
-        "learning_rate": 1e-2, "lr_scheduler_type": "constant",
-    },
+    "rloo, zero 3, evaluation": {"zero_stage": 3, **EVALUATES, **LEARNS},
     "distill, zero 3": {"zero_stage": 3, "teacher": {"model": str(GOLDEN / "tiny-qwen3")}, "beta": 0.5},
     "sft, zero 3, lora, evaluation": {
         "zero_stage": 3, "lora": LORA, "gradient_checkpointing": True, "eval_steps": 2, "data": {"eval": str(SFT_ROWS)}
@@ -165,9 +173,15 @@ CASES = {
     "reward, zero 3, lora": {"zero_stage": 3, "lora": LORA},
     "dpo, zero 3, lora": {"zero_stage": 3, "lora": LORA},
     "grpo, zero 3, lora, evaluation": {
-        "zero_stage": 3, "lora": LORA, "beta": 0.1, "num_iterations": 2, "generation_batch_size": 32, "eval_steps": 1,
-        "eval_on_start": True, "data": "prompts", "max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant"
+        "zero_stage": 3, "lora": LORA, "beta": 0.1, "num_iterations": 2, "generation_batch_size": 32, **EVALUATES,
+        **LEARNS,
     },
+    "rloo, cut, evaluation": cut(**EVALUATES, **LEARNS),
+    "grpo, cut, lora": cut(lora=LORA, num_iterations=2, generation_batch_size=32, **LEARNS),
+    "grpo, cut, zero 3, reference": cut(zero_stage=3, beta=0.1, num_iterations=2, generation_batch_size=32, **MOVING),
+    "grpo, cut, zero 3, lora, evaluation": cut(zero_stage=3, lora=LORA, **EVALUATES, **LEARNS),
+    "grpo, cut, dynamic sampling": cut(dynamic_sampling=True, over_sampling_batch_size=5, reward="one_for_even"),
+    "ppo, cut": cut(kl_coef=0.0),
     "ppo": {"use_score_scaling": True, "kl_coef": 0.0},
     "ppo, shared": {"critic": {"shared": True}, "max_tokens_per_micro_batch": 100, "whiten_rewards": True},
     "ppo, lora, filtered": {"lora": LORA, "top_k": 20, "entropy_coef": 0.01, "critic": {"learning_rate": 1e-3}},
@@ -181,7 +195,8 @@ CASES = {
 ON_TWO = ["sft", "dpo", "grpo", "grpo, dynamic sampling", "ppo", "sft, per device", "grpo, per device"]
 # On two ranks there is none left for one of them in the last round of DPO's three micro-batches.
 ON_TWO += ["sft, zero 3, lora, evaluation", "dpo, zero 3, lora", "grpo, zero 3, lora, evaluation"]
-ON_THREE = [case for case in CASES if not case.endswith("per device")]
+CUT = [case for case in CASES if ", cut" in case]
+ON_THREE = [case for case in CASES if case not in CUT and not case.endswith("per device")]
 ON_FOUR = ["sft", "grpo", "grpo, dynamic sampling", "sft, zero 3", "dpo, zero 3"]
 
 
@@ -203,7 +218,7 @@ def runs_of_cases(cases, folder, num_ranks):
 
 
 @pytest.mark.usefixtures("quick_starts")
-@pytest.mark.parametrize("num_ranks, cases", [(2, ON_TWO), (3, ON_THREE), (4, ON_FOUR)])
+@pytest.mark.parametrize("num_ranks, cases", [(2, ON_TWO), (2, CUT), (3, ON_THREE), (4, ON_FOUR)])
 def test_the_files_of_one_rank(tmp_path, num_ranks, cases):
     expected = train_all(runs_of_cases(cases, tmp_path, 1), 1)
     found = train_all(runs_of_cases(cases, tmp_path, num_ranks), num_ranks)
@@ -233,6 +248,7 @@ def test_runs_go_on_with_another_number_of_ranks(tmp_path):
         "dpo": {"precompute_ref_log_probs": True},
         "grpo": {"generation_batch_size": 32, "zero_stage": 3, "beta": 0.1, **MOVING},
         "rloo": {"generation_batch_size": 32},
+        "grpo, cut": {"generation_batch_size": 32},
         "ppo": {},
         "sft, lora": {"lora": LORA, "zero_stage": 3},
         "grpo, lora": {"generation_batch_size": 32, "lora": LORA, "zero_stage": 3},
@@ -241,9 +257,10 @@ def test_runs_go_on_with_another_number_of_ranks(tmp_path):
     def runs(folder, num_ranks, steps):
         kept = {"max_steps": steps, "save_steps": 1, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
         return [
-            (kind, run_of(kind, tmp_path / folder / case.replace(", ", "-"), num_ranks, **own | kept))
+            (kind, run_of(kind, tmp_path / folder / case.replace(", ", "-"), num_ranks, **own | kept | size))
             for case, own in options.items()
             for kind in [case.partition(",")[0]]
+            for size in [{"tensor_parallel_size": 2} if ", cut" in case and num_ranks == 2 else {}]
         ]
 
     expected = train_all(runs("whole", 1, 3), 1)

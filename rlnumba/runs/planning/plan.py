@@ -39,10 +39,12 @@ from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer
 from rlnumba.optim import CHUNK, STREAMS
+from rlnumba.parallel.cut_weights import with_own_rows
 from rlnumba.parallel.gathered_weights import with_gathered
 from rlnumba.parallel.placement import num_sharing
 from rlnumba.parallel.planned_rank import PlannedRank
 from rlnumba.parallel.shared_gradients import staging_bytes
+from rlnumba.parallel.tensor_parallel import TensorParallel
 from rlnumba.parallel.transports.peer import arena_bytes
 from rlnumba.runs import graphs, kept_data
 from rlnumba.runs.loading import weights_of
@@ -169,6 +171,9 @@ class Planner:
         if COPIES in regions:
             form = run.engine.quantization
             copied = f"linear layers in {form}" if run.rollout_is_quantized else "all layers, gathered"
+            if run.deploy.cuts_rollout:
+                matrices = "all matrices of layers" if shards_layers else "q, k, v, gate and up"
+                copied = f"1/{run.deploy.ranks_of_engine} of the rows of {matrices}"
             notes[COPIES] = f"{copied}, which the engine reads"
         notes["grads"] = "float32"
         if communicator is not None:
@@ -198,7 +203,10 @@ class Planner:
         if workspace:
             regions["attention"] = workspace
             notes["attention"] = "results of parts of long sequences, which are merged"
-        least_kv = self._add_kv(regions, notes, run, dtype, step.prompts, self.config) if has_engine else 0
+        least_kv = 0
+        if has_engine:
+            of_engine = Shard(0, run.deploy.ranks_of_engine).config_of(self.config)
+            least_kv = self._add_kv(regions, notes, run, dtype, step.prompts, of_engine)
         if self.on_gpu:
             extra = {"operators": operators, "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
@@ -282,7 +290,8 @@ class Planner:
             notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens, engine.gpu_memory_utilization = "
             notes["kv"] += f"{engine.gpu_memory_utilization}"
         else:
-            wanted = -(-run.train.generation.num_drawn_each * sum(count + 1 for count in needed) // run.num_ranks)
+            wanted = run.train.generation.num_drawn_each * sum(count + 1 for count in needed)
+            wanted = -(-wanted * run.deploy.ranks_of_engine // run.num_ranks)
             wanted = min(wanted, engine.max_num_seqs * (max(needed) + 1))
             blocks = max(least, min(wanted, sizes.blocks_in(CPU_CACHE_BYTES)))
             notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens"
@@ -318,16 +327,16 @@ class Planner:
 def _generate(planner, dtype, run, prompts, communicator=None):
     """Let the engine's largest step reserve its activations: bytes of attention's workspace on a GPU.
 
-    communicator: the Communicator of ranks that have the weights in parts, or None.
+    communicator: the Communicator of the ranks that train, or None.
     """
-    config, engine = planner.config, run.engine
+    config, engine, parts = planner.config, run.engine, run.deploy.ranks_of_engine
     model = Transformer(config, weights_of(run, communicator)(config, dtype, region=SHARED))
     model.adapter = adapter_of(run, config, dtype, SHARED)
     seqs, tokens = engine.max_num_seqs, engine.max_num_batched_tokens
     if not planner.on_gpu:
         # Each of several ranks has its share of the completions, and rank 0 draws those of the report at the end.
         n = run.train.generation.num_drawn_each
-        seqs = min(seqs, -(-n * len(prompts) // run.num_ranks))
+        seqs = min(seqs, -(-n * len(prompts) * parts // run.num_ranks))
         full, rest = divmod(seqs, n)
         # The rest that is no whole group may be of two.
         sizes = [n] * full + [rest - rest // 2, rest // 2][: min(rest, 2)]
@@ -339,7 +348,9 @@ def _generate(planner, dtype, run, prompts, communicator=None):
     limit = longest_sequence(config, engine)
     # With "auto" other devices have no steps with drafts.
     verified = longest_verified(engine) if planner.on_gpu or engine.speculative_method == "ngram" else 0
-    model = with_gathered(with_copies(model, engine.quantization))
+    if parts > 1:
+        model.ranks = TensorParallel(PlannedRank(communicator.rank % parts, parts), config.vocab_size)
+    model = with_gathered(with_copies(with_own_rows(model), engine.quantization))
     runner = Runner(model, Context(), BLOCK_SIZE, tokens, min(seqs, tokens), limit, True, verified)
     if runner.copies is not None:
         runner.refresh()

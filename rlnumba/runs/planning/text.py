@@ -89,10 +89,14 @@ def describe_ranks(planner):
     num_infer, size = run.deploy.num_infer_gpus, run.deploy.tensor_parallel_size
     is_on_ray = run.deploy.launcher == "ray"
     plans = [planner.plan(rank=rank) for rank in range(run.num_ranks)]
-    role = "train, generate" if run.generates and not num_infer else "train"
+    roles = ["train, generate" if run.generates and not num_infer else "train"] * run.num_ranks
+    if run.deploy.cuts_rollout:
+        roles = [f"{role} {rank % size + 1}/{size}" for rank, role in enumerate(roles)]
     per_node = run.num_ranks // run.deploy.num_train_nodes
     nodes = [f"train {rank // per_node}" for rank in range(run.num_ranks)]
-    of_all = [(str(rank), nodes[rank], role, plan.regions | plan.extra, plan.total) for rank, plan in enumerate(plans)]
+    of_all = [
+        (str(rank), nodes[rank], roles[rank], plan.regions | plan.extra, plan.total) for rank, plan in enumerate(plans)
+    ]
     num_here = per_node + (0 if is_on_ray else num_infer)
     if num_infer:
         of_engine = planner.engine_regions(plans[0])

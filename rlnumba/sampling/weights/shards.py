@@ -6,8 +6,6 @@ Weights, or an adapter, are sent whole, and all engines read the same bytes. A s
 A rank of the trainer may have a part alone (layer_shards.py), and what is sent is then made of those of all ranks.
 """
 
-import math
-
 from rlnumba.model.lora import Adapter, Places
 from rlnumba.model.shard import WHOLE, Range
 from rlnumba.model.weights import Weights, parameters
@@ -65,14 +63,8 @@ def ranges_of(trained):
         return [Range(0, 0, trained.flat.shape[0])]
     found = []
     for own, whole in zip(trained.parameters, parameters(trained.config), strict=True):
-        columns = whole.shape[-1] if whole.cut_rows else whole.size // whole.shape[0]
-        first, source = own.offset, whole.offset
-        for index, (_, shape) in enumerate(whole.tensors):
-            for part in whole.parts_of(shard, index, shape):
-                count = (part.stop - part.start) * columns
-                found.append(Range(first, source + part.start * columns, count))
-                first += count
-            source += math.prod(shape)
+        ranges = whole.ranges_of(shard)
+        found += [Range(own.offset + first, whole.offset + source, count) for first, source, count in ranges]
     return found
 
 

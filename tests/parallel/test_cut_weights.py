@@ -1,0 +1,168 @@
+"""A rank's rows of weights that all ranks train, for their common rollout; the runs are in test_trainers.py."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from rlnumba.config import AsyncConfig, DeployConfig, EngineConfig, LoraConfig, QuantizationConfig
+from rlnumba.engine import LLM, SamplingParams
+from rlnumba.engine.runner import Runner
+from rlnumba.errors import ConfigError, RankError
+from rlnumba.model.shard import Shard
+from rlnumba.model.transformer import load_model, save_model
+from rlnumba.parallel import launch
+from rlnumba.parallel.cut_weights import CutWeights
+from rlnumba.runs import policy as policy_module
+from rlnumba.runs.prompt_loop import with_ranks
+from rlnumba.sampling.ranks import LedLLM
+from tests.close import assert_same_bits
+from tests.engine.test_llm import make_model
+from tests.model.test_lora import random_adapter
+from tests.parallel import in_threads
+from tests.parallel.test_faults import fault_of
+from tests.parallel.test_inference_group import OF_WIDE, WIDE
+from tests.parallel.test_trainers import run_of, train_all, train_each
+from tests.trainers.runs import GOLDEN
+
+pytestmark = pytest.mark.usefixtures("quick_starts")
+# In the second generation of a start of the runs below.
+KILLED_CALL = 150
+
+MODELS = {
+    "tied": (lambda: make_model(**WIDE), (), 2),
+    "untied": (lambda: make_model(**WIDE, tie_word_embeddings=False), (), 3),
+    "adapter": (lambda: make_model(**WIDE), OF_WIDE, 3),
+    "hybrid": (lambda: load_model(GOLDEN / "qwen3_5"), ("all-linear",), 2),
+    "mixture": (lambda: load_model(GOLDEN / "qwen3_moe"), (), 2),
+    "fused mixture": (lambda: load_model(GOLDEN / "qwen3_5_moe"), (), 2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_reads_its_rows(tmp_path, name):
+    """What it reads is what a shard reads from the model's folder, also after the weights have changed."""
+    make, modules, count = MODELS[name]
+    model, rng = make(), np.random.default_rng(0)
+    if modules:
+        model = random_adapter(model, r=3, target_modules=modules)
+    cuts = [CutWeights(model.weights, Shard(rank, count), model.adapter) for rank in range(count)]
+    for step in range(2):
+        folder = base = tmp_path / f"model-{step}"
+        save_model(model.without_adapter(), base)
+        if modules:
+            model.adapter.base, folder = str(base), tmp_path / f"adapter-{step}"
+            save_model(model, folder)
+        for rank, cut in enumerate(cuts):
+            expected = load_model(folder, shard=Shard(rank, count))
+            cut.refresh()
+            for p in expected.weights.parameters:
+                assert_same_bits(cut.views[p.name], expected.weights[p.name])
+            assert_same_bits(cut.lm_head, expected.lm_head)
+            if modules:
+                assert_same_bits(cut.own_adapter.flat, expected.adapter.flat)
+        # What is zero is in no tensor of an adapter's file.
+        model.trained.flat *= rng.random(model.trained.flat.shape, np.float32)
+    for cut in cuts:
+        copied = {whole.name.rpartition(".")[2] for whole, _, _ in cut.copied}
+        assert {"qkv", "gate_up"} <= copied and not copied & {"o", "input_norm", "embed_tokens", "lm_head"}
+        assert 0 < cut.own_bytes < 0.5 * model.weights.nbytes
+        assert cut.nbytes == sum(view.nbytes for view in cut.views.values())
+
+
+def calls_of_ranks(communicator, max_tokens):
+    """(completions, shapes of qkv that were read, steps) of a rank, of which all have the whole model."""
+    model = with_ranks(make_model(**WIDE), communicator)
+    llm = LLM(model, None, EngineConfig(max_num_seqs=8))
+    runner, steps = llm.engine.runner, []
+    compute = runner.compute
+
+    def counted(arrays, *arguments):
+        steps.append(len(arrays["input_ids"]))
+        compute(arrays, *arguments)
+
+    runner.compute = counted
+    ranks = LedLLM(llm, communicator)
+    params = [SamplingParams(n=2, max_tokens=max_tokens, seed=seed) for seed in range(3)]
+    found = ranks.led(lambda: texts_of(ranks.llm.generate([[1, 2, 3], [4, 5], [6]], params)))
+    qkv = runner.model.weights.layers[0][0].qkv.shape
+    return found, qkv, steps, llm.engine.is_asleep
+
+
+def texts_of(outputs):
+    return [(each.token_ids, list(each.logprobs)) for output in outputs for each in output.completions]
+
+
+def test_all_ranks_compute_the_steps_of_the_first():
+    """With a third of the heads each, and the completions of an engine with all."""
+    params = [SamplingParams(n=2, max_tokens=9, seed=seed) for seed in range(3)]
+    expected = texts_of(LLM(make_model(**WIDE)).generate([[1, 2, 3], [4, 5], [6]], params))
+    found = in_threads.run(calls_of_ranks, 3, 9)
+    rows = make_model(**WIDE).weights.layers[0][0].qkv.shape[0]
+    assert len(found[0][2]) >= 9
+    for completions, shape, steps, _ in found:
+        assert completions == expected and shape[0] == rows // 3 and steps == found[0][2]
+
+
+def test_a_rank_that_is_killed_while_it_replays_steps(tmp_path):
+    """All end with one line, and two ranks that go on have the weights of a run of one."""
+    options = {"max_steps": 4, "save_steps": 1, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+    ((expected, *_),) = train_all([("grpo", run_of("grpo", tmp_path / "whole", **options))], 1)
+    run = run_of("grpo", tmp_path / "run", 2, tensor_parallel_size=2, **options)
+    for rank, call in ((1, KILLED_CALL), (0, KILLED_CALL)):
+        line = fault_of([("grpo", run)], 2, f"gather:{call}:kill:{rank}", resume=rank == 0)
+        wanted = rf"rank {rank}: was ended by SIGKILL \(rank {1 - rank}: gather \d+ of .*: rank {rank} has ended\)"
+        assert re.fullmatch(wanted, line), line
+    ((found, *_),) = train_all([("grpo", run)], 2, resume=True)
+    assert found["final/model.safetensors"] == expected["final/model.safetensors"]
+
+
+def train_with_failing_step(communicator, rank, *arguments):
+    """train_each, where a step of the engine of a rank fails in the second generation."""
+    compute, count = Runner.compute, []
+
+    def fail(runner, *rest):
+        count.append(runner.model.weights)
+        if communicator.rank == rank and policy_steps[0] == 1:
+            raise MemoryError("40 GiB")
+        return compute(runner, *rest)
+
+    step, policy_steps = policy_module.Policy.step, [0]
+
+    def counted(policy, *rest):
+        policy_steps[0] += 1
+        return step(policy, *rest)
+
+    Runner.compute, policy_module.Policy.step = fail, counted
+    train_each(communicator, *arguments)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_in_a_step_leaves_a_checkpoint_of_the_last_one(tmp_path, rank):
+    run = run_of("grpo", tmp_path / "run", 2, tensor_parallel_size=2, max_steps=4, save_steps=100)
+    with pytest.raises(RankError, match=f"rank {rank}: internal error: MemoryError: 40 GiB"):
+        launch(train_with_failing_step, 2, rank, [("grpo", run)], timeout_s=120.0)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
+
+
+REFUSED = [
+    ({"tensor_parallel_size": 2}, {}, r"tensor_parallel_size \(2\) without .* deploy.num_train_gpus \(1\)"),
+    ({"tensor_parallel_size": 2, "num_train_gpus": 4}, {}, r"must be their number, deploy.num_train_gpus \(4\)"),
+    ({"tensor_parallel_size": "auto", "num_train_gpus": 2}, {}, r"tensor_parallel_size \(auto\) without"),
+    (
+        {"tensor_parallel_size": 2, "num_train_gpus": 2, "num_train_nodes": 2, "launcher": "ray"},
+        {},
+        "is for GPUs of one host, and deploy.num_train_nodes is 2",
+    ),
+    (TWO := {"tensor_parallel_size": 2, "num_train_gpus": 2}, {"asynchronous": AsyncConfig()}, r"\[async\] with"),
+    (TWO, {"gemm": "cublas"}, r"tensor_parallel_size \(2\) needs gemm = native"),
+    (TWO, {"engine": EngineConfig(quantization="int8")}, "16 and 32 bits: not with engine.quantization"),
+    (TWO, {"lora": LoraConfig(), "quantization": QuantizationConfig()}, r"not with \[quantization\]"),
+]
+
+
+@pytest.mark.parametrize("deploy, options, message", REFUSED)
+def test_what_does_not_go_together(tmp_path, deploy, options, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(run_of("grpo", tmp_path), deploy=DeployConfig(**deploy), **options)

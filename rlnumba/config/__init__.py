@@ -11,9 +11,10 @@ from rlnumba.config.ppo import CriticConfig, PPOConfig, PPORun
 from rlnumba.config.reading import likeliest_trainer, load_run
 from rlnumba.config.reward import RewardConfig, RewardRun
 from rlnumba.config.rloo import RLOOConfig, RLOORun
-from rlnumba.config.schema import DataConfig, DeployConfig, EngineConfig, EvalConfig, Run, TrainConfig
+from rlnumba.config.schema import DataConfig, EngineConfig, EvalConfig, Run, TrainConfig
 from rlnumba.config.sections.agents import EnvironmentConfig, RolloutConfig, ToolsConfig
 from rlnumba.config.sections.asynchronous import AsyncConfig
+from rlnumba.config.sections.deploy import DeployConfig
 from rlnumba.config.sections.rewards import RewardsConfig
 from rlnumba.config.sections.teacher import TeacherConfig
 from rlnumba.config.sft import SFTConfig, SFTRun

@@ -1,4 +1,4 @@
-"""A rank's rows of the weights that all ranks train: deploy.tensor_parallel_size on GPUs that train and generate in turn.
+"""A rank's rows of the weights that all ranks train: deploy.tensor_parallel_size without inference GPUs.
 
     training     every rank has all weights, or with deploy.zero_stage 3 its part of each layer (layer_shards.py)
     rollout      `refresh`: a rank copies its rows (model/shard.py); the ranks' engines draw as one (tensor_parallel.py)

@@ -9,9 +9,10 @@ Gathers copy, and no rank adds what another one has computed: there are no sums 
 be that of one rank's GEMM. Each rank has its columns of the residual stream; norms are computed of whole rows, by all
 ranks, of few rows in the kernel that gathers them (kernels/peer/rmsnorm.py).
 
-Two ways to run ranks:
+Three ways to run ranks:
 
     generation      rank 0 has the engine; the others call the same methods of their runners (lead, follow)
+    rollout         the same for as long as rank 0 draws, of ranks that then train (together; cut_weights.py)
     scoring         all ranks do the same calls
 
 Whole rows of logits reach the rank that samples them, of few rows every rank, and all have all tokens. So each makes
@@ -188,9 +189,9 @@ def replay(engine, others=None):
 
 
 def together(engine, function, otherwise=None):
-    """function() on a rank whose Engine has a whole model, or leads the engines of one; its value.
+    """The value of function(), which may use the Engine of rank 0; the other ranks replay its steps: `otherwise`.
 
-    The others of these, which call this at the same time, replay the steps of the first one: `otherwise`.
+    All ranks of the engine's model call this at the same time. An engine without others calls the function alone.
     """
     ranks = engine.model.ranks
     if ranks is None:

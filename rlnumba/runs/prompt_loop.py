@@ -7,7 +7,8 @@
 Engine and policy read the same weights, so nothing is copied between them. With [async] the completions are drawn
 ahead of training, and with deploy.zero_stage = 3, where ranks have the weights in parts, those of evaluations by the
 inference processes, too: sampling/generations.py knows where. Without such processes the engine of each rank gathers
-the weights for the time in which it draws (parallel/gathered_weights.py).
+the weights for the time in which it draws (parallel/gathered_weights.py). With deploy.tensor_parallel_size all ranks
+are one engine for that time (parallel/cut_weights.py).
 """
 
 import copy

@@ -70,9 +70,7 @@ def run_of(kind, folder, num_ranks=1, lora=None, model=None, zero_stage=2, tenso
         run = reward_run(folder, **PAIRS | options)
     else:
         run = preference_run(kind, folder, **PAIRS | options)
-    deploy = DeployConfig(
-        num_train_gpus=num_ranks, zero_stage=zero_stage, tensor_parallel_size=tensor_parallel_size
-    )
+    deploy = DeployConfig(num_train_gpus=num_ranks, zero_stage=zero_stage, tensor_parallel_size=tensor_parallel_size)
     run = dataclasses.replace(run, deploy=deploy, lora=lora)
     return run if model is None else dataclasses.replace(run, model=str(model))
 

@@ -343,6 +343,8 @@ def test_sequences_that_move_are_counted_where_they_go():
     arrived = []
 
     class Engine:
+        model = SimpleNamespace(ranks=None)
+
         def move_out(self, count, least_left):
             assert (count, least_left) == (5, 1)
             return ["a", "b"]
@@ -355,7 +357,8 @@ def test_sequences_that_move_are_counted_where_they_go():
     assert [(source, target) for source, target, _ in moves] == [(0, 1), (0, 2)]
     assert sum(count for *_, count in moves) == 5
     communicator = SimpleNamespace(rank=0, objects=lambda own: [list(own), [], []])
-    rank = SimpleNamespace(has_episodes=False, unfinished={1: 1}, communicator=communicator, loads=loads)
+    alone = {"parts": 1, "index": 0, "has_requests": True}
+    rank = SimpleNamespace(has_episodes=False, unfinished={1: 1}, communicator=communicator, loads=loads, **alone)
     rank.engine = Engine()
     ranks.LedEngine._balance(rank)
     (_, _, first), _ = moves

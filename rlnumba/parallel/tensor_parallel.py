@@ -23,7 +23,6 @@ must be equal.
 A rank is a process, on the cpu device or with a GPU (placement.py).
 """
 
-import contextlib
 import time
 
 import numpy as np
@@ -205,9 +204,9 @@ def together(engine, function, otherwise=None):
         value = function()
     except CommunicationError:
         raise
-    except BaseException:
-        with contextlib.suppress(CommunicationError):
-            ranks.end()
+    except UserError:
+        # Between two steps; the other ranks may be in the middle of one after any other error.
+        ranks.end()
         raise
     ranks.end()
     return value

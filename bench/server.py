@@ -59,6 +59,8 @@ class Server:
         command = [sys.executable, "-c", COMMAND if delays else WITHOUT_DELAY + COMMAND]
         command += ["--device", arguments.device, "serve", "--model", str(arguments.folder), "--port", "0"]
         command += ["--chat-template", str(TEMPLATE), "--max-num-seqs", str(arguments.rows), *options]
+        if arguments.gpu_memory_utilization:
+            command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
         url = self.process.stdout.readline().strip()
         if not url:
@@ -477,6 +479,7 @@ def main():
     parser.add_argument("--rows", type=int, default=64, help="sequences of a step")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt of streams; default: 128, elsewhere 16")
     parser.add_argument("--tokens", type=int, help="tokens of a completion; default: 512, elsewhere 64")
+    parser.add_argument("--gpu-memory-utilization", type=float, help="of each server; default: serve's")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--clients", type=int, nargs="*", default=(8, 64, 256))
     parser.add_argument("--requests", type=int, default=2, help="of a client of latency")

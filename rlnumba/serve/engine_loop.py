@@ -25,7 +25,7 @@ from rlnumba.engine.requests.logprobs import cut
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.serve.control import EngineControl
 from rlnumba.serve.jobs import ApiJob, Delta
-from rlnumba.serve.protocol.errors import ApiError, internal_error, no_model
+from rlnumba.serve.protocol.errors import ApiError, internal_error, no_model, weights_changed
 from rlnumba.serve.protocol.sampling import as_api_error
 
 # An idle engine looks this often whether the process is to end: a signal interrupts no wait.
@@ -263,14 +263,14 @@ class EngineLoop:
     def _drop_damaged(self, error):
         """End the requests that cannot go on; the tokens of all others are drawn again, and are equal.
 
-        Those that have tokens of other weights cannot be drawn again: they fail, too.
+        Those that have tokens of other weights cannot be drawn again: their clients have to ask again.
         """
         self.episodes.begin_again(error.request_ids)
         status = 500 if isinstance(error, GrammarError) else 400
         failures = {self.groups[number].job: ApiError(error.reason, status=status) for number in error.request_ids}
         for group in self.groups.values():
             if group.job.times[group.prompt].begun is not None and group.version != self.engine.policy_version:
-                failures.setdefault(group.job, internal_error())
+                failures.setdefault(group.job, weights_changed())
         for job, failure in failures.items():
             self.outgoing.append((job.fail, failure))
             self._cancel(job)

@@ -586,7 +586,8 @@ def test_tokens_of_old_weights_are_not_drawn_again(controlled, trained, gate, mo
     monkeypatch.setattr(engine, "step", fails)
     gate.open()
     assert damaged.rest()[-1]["error"]["message"] == "damaged"
-    assert other.rest()[-1]["error"]["type"] == "server_error"
+    error = other.rest()[-1]["error"]
+    assert (error["type"], error["code"]) == ("conflict_error", "weights_replaced")
     assert new.result()["choices"][0]["text"] == text_of(controlled)
 
 

@@ -3,7 +3,7 @@
 from starlette.responses import JSONResponse
 
 # Status -> type, in OpenAI's words; clients choose their exceptions by them.
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
@@ -44,6 +44,15 @@ def no_model(name, known=()):
     """The ApiError of a model that is not served."""
     others = f"; this server has {', '.join(known)}" if known else ""
     return ApiError(f"The model `{name}` does not exist{others}", "model", "model_not_found", 404)
+
+
+def weights_changed():
+    """The ApiError of a request whose tokens were drawn with weights that are no longer there, and are needed again.
+
+    Clients of OpenAI's send a request again at 409.
+    """
+    message = "the weights were replaced while this request was answered, and its tokens have to be drawn again: retry"
+    return ApiError(message, code="weights_replaced", status=409)
 
 
 def internal_error():

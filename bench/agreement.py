@@ -10,12 +10,11 @@ largest difference, and, to show that the filters matter, how many equal those o
 random A and B on all linear layers.
 """
 
-import argparse
 from dataclasses import replace
 
 import numpy as np
 from report import row
-from shapes import SHAPES, random_model
+from shapes import random_model, shape_parser
 
 from rlnumba.config import EngineConfig, GRPOConfig, LoraConfig
 from rlnumba.data import Prompt
@@ -59,11 +58,8 @@ def generate(model, arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="auto")
+    parser = shape_parser(__doc__.splitlines()[0])
     parser.add_argument("--model", help="a Hugging Face folder; default: random weights")
-    parser.add_argument("--shape", choices=tuple(SHAPES), help="of the random weights")
-    parser.add_argument("--layers", type=int, help="of the random weights; default: the shape's")
     parser.add_argument("--dtype", choices=tuple(device.DTYPES))
     parser.add_argument("--tokens", type=int, help="that are sampled; default 131,072 on a GPU, else 256")
     parser.add_argument("--length", type=int, default=256, help="tokens of a completion, where the model allows it")

@@ -11,13 +11,12 @@ medians of the others, and which share of the step its phases are. A training ru
 files to this.
 """
 
-import argparse
 import statistics
 from contextlib import contextmanager
 
 import numpy as np
 from report import row
-from shapes import SHAPES, copy_of, random_model
+from shapes import copy_of, random_model, shape_parser
 from train import print_memory
 
 from rlnumba.config import EngineConfig, GRPOConfig, LoraConfig, QuantizationConfig
@@ -49,11 +48,8 @@ FITS = {
 
 def argument_parser(description):
     """The arguments that say what a step is."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--device", default="auto")
+    parser = shape_parser(description)
     parser.add_argument("--model", help="a Hugging Face folder; default: random weights")
-    parser.add_argument("--shape", choices=tuple(SHAPES), help="of the random weights")
-    parser.add_argument("--layers", type=int, help="of the random weights; default: the shape's")
     parser.add_argument("--lora", type=int, help="rank of an adapter of all linear layers, which is then trained")
     parser.add_argument("--lora-experts", action="store_true", help="the adapter has each expert's matrices, too")
     parser.add_argument("--quantization", choices=tuple(FORMATS), help="format of the linear layers under the adapter")

@@ -10,7 +10,6 @@ of a greedy completion, most of which must change where the first 1,024 tokens o
 keys in decode, and none where nothing changes.
 """
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from asynchronous import QUICKSTART, run_of, write_prompts
 from report import row
-from shapes import SHAPES, TINY, in_own_process, write_model
+from shapes import SHAPES, TINY, in_own_process, shape_parser, write_model
 
 from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.engine import LLM, SamplingParams
@@ -36,10 +35,7 @@ SHAPES["tiny-long"] = TINY | {"num_attention_heads": 2, "num_key_value_heads": 1
 
 
 def arguments_of(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--shape", choices=tuple(SHAPES), help="default: qwen3-4b on a GPU, else tiny-long")
-    parser.add_argument("--layers", type=int, help="of the model; by default those of the shape")
+    parser = shape_parser(__doc__.splitlines()[0], "default: qwen3-4b on a GPU, else tiny-long")
     parser.add_argument("--length", type=int, default=32768, help="tokens of a prompt and its completion")
     parser.add_argument("--completion-length", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=1)

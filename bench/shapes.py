@@ -1,5 +1,6 @@
 """The shapes of the models that benches measure, and random weights made where they are used."""
 
+import argparse
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -58,6 +59,15 @@ SHAPES = {
     "qwen3-30b-a3b": QWEN3_30B_A3B, "qwen3.5-0.8b": QWEN35_08B, "qwen3.5-4b": QWEN35_4B, "gemma3-1b": GEMMA3_1B,
     "stories-15m": STORIES_15M, "tiny": TINY,
 }  # fmt: skip
+
+
+def shape_parser(description, shape="of the random weights"):
+    """An ArgumentParser with --device, and with --shape, whose help is given, and --layers of random weights."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help=shape)
+    parser.add_argument("--layers", type=int, help="of the random weights; default: the shape's")
+    return parser
 
 
 def copy_of(model):

@@ -12,7 +12,6 @@ by their largest difference over the largest gradient. Medians of --repeat steps
 expect: how many rows there are, and multiplications of layers and head without sharing over those with it.
 """
 
-import argparse
 import statistics
 import time
 from dataclasses import replace
@@ -20,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from report import row
-from shapes import SHAPES, copy_of, random_model
+from shapes import copy_of, random_model, shape_parser
 
 from rlnumba.config import CriticConfig, DPOConfig, GRPOConfig, KTOConfig, PPOConfig, RewardConfig
 from rlnumba.data import Prompt
@@ -188,10 +187,7 @@ def products(model, micro_batches):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--shape", choices=tuple(SHAPES), help="of the random weights")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser = shape_parser(__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=tuple(device.DTYPES))
     parser.add_argument("--trainer", default="grpo", choices=("grpo", "ppo", *ROWS))
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch, at most")

@@ -7,16 +7,15 @@ from rlnumba.kernels.decoder.ops import MOST_KEYS, DecoderLayer, decoder_config,
 from rlnumba.kernels.nn.qkv import Rotation
 from rlnumba.model.blocks.attention import Attention
 from rlnumba.model.blocks.mlp import Mlp
-from rlnumba.model.quantized.copies import QuantizedCopies
 from rlnumba.model.quantized.weights import QuantizedWeights
-from rlnumba.parallel.gathered_weights import GatheredWeights
+from rlnumba.model.weights import RolloutWeights
 from rlnumba.runtime import device
 
 
 def weights_of(weights):
     """The DecoderWeights of a model's Weights; None of a model that the kernel does not compute."""
-    # The norms of GatheredWeights are in another buffer than the matrices.
-    if isinstance(weights, QuantizedWeights | QuantizedCopies | GatheredWeights):
+    # The norms of RolloutWeights are in another buffer than the matrices.
+    if isinstance(weights, QuantizedWeights | RolloutWeights):
         return None
     config = weights.config
     blocks_differ = any([type(block) for block in blocks] != [Attention, Mlp] for blocks in config.blocks)

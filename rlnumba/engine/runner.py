@@ -46,9 +46,7 @@ from rlnumba.kernels.checks import unused
 from rlnumba.kernels.decode_state import DecodeState, advance_decode_state, advance_window_slots, edit_decode_state
 from rlnumba.kernels.tile.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
 from rlnumba.model.adapter_stack import AdapterStack
-from rlnumba.model.quantized.copies import QuantizedCopies
-from rlnumba.parallel.cut_weights import CutWeights
-from rlnumba.parallel.gathered_weights import GatheredWeights
+from rlnumba.model.weights import RolloutWeights
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.arena import Arena
 from rlnumba.runtime.capture import GraphMemory, captured
@@ -133,9 +131,8 @@ class Runner:
         self.eager = eager or device.name() != "cuda"
         self.arena = Arena("engine activations")
         self.few_rows = FewRowsDecoder(model, block_size)
-        # The QuantizedCopies, GatheredWeights or CutWeights that steps read in place of the weights, if they do.
-        kinds = QuantizedCopies | GatheredWeights | CutWeights
-        self.copies = model.weights if isinstance(model.weights, kinds) else None
+        # What steps read in place of the weights, if they do.
+        self.copies = model.weights if isinstance(model.weights, RolloutWeights) else None
         self.cache = None
         self.upload = Upload()
         # Row 0: sampled ids; row 1: their log-probs, row 2: the smallest logits that filters kept, both float32.

@@ -29,10 +29,14 @@ from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tensor_file import create_tensors, open_tensors, write_tensors
 from rlnumba.reporting.stderr import log
 from rlnumba.runtime import device, memory
+from rlnumba.runtime.arena import Arena
 from rlnumba.runtime.transfer import copy_to_device
 
 # Rows of two matrices that are on the host at one time.
 COMPARED_ROWS = 4096
+
+# The memory of RolloutWeights in plans and messages.
+ROLLOUT_REGION = "rollout weights"
 
 # More than this many bytes of tensors become several files, as in transformers' save_pretrained of version 4.
 SHARD_BYTES = 5_000_000_000
@@ -183,6 +187,53 @@ class Weights:
                 # A norm of linear attention's heads has no offset.
                 weights[p.name].fill(0 if config.norm_offset and not p.name.endswith("gated_norm") else 1)
         return weights
+
+
+class RolloutWeights:
+    """The views of a Weights, `source`, of which some matrices are in memory that rollout alone has.
+
+    There are none before `refresh`. layers, embed_tokens, norm, lm_head, score: as those of Weights. On a GPU the
+    addresses stay while the memory is lent or given back (runtime/arena.py): captured graphs read them.
+    """
+
+    def __init__(self, source):
+        self.source, self.config, self.dtype = source, source.config, source.dtype
+        self.embed_tokens, self.norm = source.embed_tokens, source.norm
+        self.lm_head, self.score = source.lm_head, source.score
+        self.arena, self.layers = Arena(ROLLOUT_REGION), None
+
+    def layer(self, index):
+        """The views of a layer that is computed next, a tuple of each block's Weights."""
+        return self.layers[index]
+
+    def refresh(self):
+        """Take memory for the matrices if they have none, and write them from the weights as they are now.
+
+        Ranks that have the weights in parts all call this together: each gathers one layer at a time.
+        """
+        if self.layers is None:
+            with self.arena.scope():
+                views = self._allocate()
+            self.layers = [tuple(block.views(views) for block in blocks) for blocks in self.config.blocks]
+        else:
+            self.arena.take()
+        self._write()
+
+    def _allocate(self):
+        """{name of a parameter: its view}, of which those that `_write` writes are new arrays of the arena."""
+        raise NotImplementedError
+
+    def _write(self):
+        """Write the arrays, whose content is any."""
+        raise NotImplementedError
+
+    def lend(self):
+        """Let others take the memory until `refresh`."""
+        self.arena.lend()
+
+    def give_back(self):
+        """Free the memory until `refresh`."""
+        self.arena.give_back()
 
 
 def _assign(view, values):

@@ -5,8 +5,7 @@
 
 The copies are made anew after each update of the weights, by the kernel that quantises a base when it is loaded, in the
 formats of rlnumba/kernels/quantized/formats.py. So the log-probs of rollout are those of a model with rounded matrices,
-and training has to compute its own. On a GPU the addresses of the copies stay while their memory is lent or given back
-(runtime/arena.py): captured graphs read them.
+and training has to compute its own.
 """
 
 import copy
@@ -18,11 +17,8 @@ from rlnumba.kernels.quantized.formats import FORMATS, VECTOR, packed_shape, sca
 from rlnumba.kernels.quantized.ops import QuantizedWeight, quantize
 from rlnumba.model.quantized.weights import quantized_names
 from rlnumba.model.shard import WHOLE
-from rlnumba.model.weights import Weights, parameters
-from rlnumba.runtime.arena import Arena
+from rlnumba.model.weights import RolloutWeights, Weights, parameters
 from rlnumba.runtime.memory import ALIGNMENT
-
-REGION = "rollout weights"
 
 
 def copied_parameters(config, shard=WHOLE):
@@ -63,22 +59,18 @@ def _shapes(shape, form, group_size):
     return packed_shape(rows, columns, form), scales_shape(rows, columns // group_size)
 
 
-class QuantizedCopies:
-    """The views of a Weights, `source`, with copies in place of its linear layers; there are none before `refresh`.
+class QuantizedCopies(RolloutWeights):
+    """The views of a Weights, `source`, with copies in place of its linear layers.
 
-    name: of a Format. quantized: {name: QuantizedWeight} of the copies; layers, embed_tokens, norm: as those of
-    Weights. Raises ConfigError where no group of weights divides all rows.
+    name: of a Format. quantized: {name: QuantizedWeight} of the copies. Raises ConfigError where no group of weights
+    divides all rows.
     """
 
     def __init__(self, source, name):
-        self.source, self.form = source, FORMATS[name]
-        self.config, self.dtype = source.config, source.dtype
-        self.embed_tokens, self.norm = source.embed_tokens, source.norm
-        self.lm_head, self.score = source.lm_head, source.score
+        super().__init__(source)
+        self.form, self.quantized = FORMATS[name], {}
         self.group_size = group_size_of(source.config, self.form)
         self.copied = copied_parameters(source.config, source.shard)
-        self.arena = Arena(REGION)
-        self.quantized, self.layers = {}, None
 
     @property
     def nbytes(self):
@@ -91,19 +83,14 @@ class QuantizedCopies:
         """Bytes of the copies."""
         return copies_bytes(self.config, self.form.name, self.source.shard)
 
-    def layer(self, index):
-        """The views of a layer that is computed next, a tuple of each block's Weights."""
-        return self.layers[index]
+    def _allocate(self):
+        for p in self.copied:
+            shapes = _shapes(p.shape, self.form, self.group_size)
+            packed, scales = (self.arena.empty(*each) for each in zip(shapes, ("int32", "float32"), strict=True))
+            self.quantized[p.name] = QuantizedWeight(self.form, packed, scales, p.shape, self.dtype)
+        return self.source.views | self.quantized
 
-    def refresh(self):
-        """Take memory for the copies if they have none, and make them of the weights as they are now.
-
-        Ranks that have the weights in parts all call this together: each gathers one layer at a time.
-        """
-        if self.layers is None:
-            self._allocate()
-        else:
-            self.arena.take()
+    def _write(self):
         for index, copied in itertools.groupby(self.copied, lambda p: p.layer):
             self.source.layer(index)
             for p in copied:
@@ -112,23 +99,6 @@ class QuantizedCopies:
                 weight.packed.fill(0)
                 weight.scales.fill(0)
                 quantize(matrix.reshape(-1, matrix.shape[-1]), 0, weight)
-
-    def _allocate(self):
-        with self.arena.scope():
-            for p in self.copied:
-                shapes = _shapes(p.shape, self.form, self.group_size)
-                packed, scales = (self.arena.empty(*each) for each in zip(shapes, ("int32", "float32"), strict=True))
-                self.quantized[p.name] = QuantizedWeight(self.form, packed, scales, p.shape, self.dtype)
-        views = self.source.views | self.quantized
-        self.layers = [tuple(block.views(views) for block in blocks) for blocks in self.config.blocks]
-
-    def lend(self):
-        """Let others take the memory until `refresh`."""
-        self.arena.lend()
-
-    def give_back(self):
-        """Free the memory until `refresh`."""
-        self.arena.give_back()
 
 
 def with_copies(model, name):

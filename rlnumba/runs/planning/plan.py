@@ -33,11 +33,11 @@ from rlnumba.kernels.logprob import chunked, divergence
 from rlnumba.model.config_mixture import idle_parameters
 from rlnumba.model.hub import find_model, read_config
 from rlnumba.model.lora import Places, lora_of_run
-from rlnumba.model.quantized.copies import REGION as COPIES
 from rlnumba.model.quantized.copies import copies_bytes, with_copies
 from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer
+from rlnumba.model.weights import ROLLOUT_REGION as COPIES
 from rlnumba.optim import CHUNK, STREAMS
 from rlnumba.parallel.cut_weights import with_own_rows
 from rlnumba.parallel.gathered_weights import with_gathered

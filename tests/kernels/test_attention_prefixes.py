@@ -22,6 +22,7 @@ from rlnumba.kernels.attention.sm90_backward import (
 from rlnumba.kernels.attention.sm90_backward_mainloop import AttentionBackwardConfig
 from rlnumba.kernels.attention.sm90_config import attention_config
 from rlnumba.kernels.attention.sm90_forward import attention_sm90, attention_sm90_kernel
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, SWIZZLE_ALIGNMENT
 from rlnumba.runtime import device
 from rlnumba.runtime.arguments import tuple_type
 from rlnumba.runtime.shapes import shapes_only
@@ -149,6 +150,22 @@ def test_sm90_wide_heads_in_the_simulator(rng):
     for window in (0, 7):
         case = [(16, -1), (3, 0), (2, 0)], 1, 1, 136, window
         sm90_case(rng, case, AttentionBackwardConfig(136, "bfloat16")).check()
+
+
+@pytest.mark.skipif(device.name() != "cpu", reason="arithmetic of the host")
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_what_is_copied_in_bulk_is_aligned(prefixes, window):
+    """Bulk copies write to and read from multiples of 16 bytes; the simulator would take any address."""
+    for head_dim in range(16, 257, 8):
+        config = AttentionBackwardConfig(head_dim, "bfloat16", window=window, prefixes=prefixes)
+        layout = config.layout
+        assert hasattr(layout, "position") == (prefixes and window > 0)
+        copied = {name: getattr(layout, name) for name in ("dq", "lse", "delta", "position") if hasattr(layout, name)}
+        assert not {name: at for name, at in copied.items() if at % 16}, head_dim
+        swizzled = {name: getattr(layout, name) for name in ("k", "v", "q", "dout", "ds")}
+        assert not {name: at for name, at in swizzled.items() if at % SWIZZLE_ALIGNMENT}, head_dim
+        assert layout.k_full % MBARRIER_BYTES == 0 and layout.nbytes <= 227 * 1024
 
 
 # A case of 4 query heads and a key head of 32 columns for each number of levels, and with a window.

@@ -106,14 +106,14 @@ class AttentionBackwardConfig(NamedTuple):
         kv_bytes, query_bytes = self.boxes * self.keys * LINE, self.boxes * QUERY_BOX
         q_stages, dout_stages = self.q_stages, self.dout_stages
         q_barriers, dout_barriers = q_stages * MBARRIER_BYTES, dout_stages * MBARRIER_BYTES
+        # Before the barriers: a bulk copy writes to a multiple of 16 bytes.
         positions = {"position": q_stages * ROW_BYTES} if self.has_positions else {}
         return shared_layout(
             k=kv_bytes, v=kv_bytes, q=q_stages * query_bytes, dout=dout_stages * query_bytes, ds=2 * SCORE_BYTES,
             dq=4 * QUERIES * self.dq_row_size, lse=q_stages * ROW_BYTES, delta=dout_stages * ROW_BYTES,
-            k_full=MBARRIER_BYTES, v_full=MBARRIER_BYTES, q_full=q_barriers, q_empty=q_barriers,
+            **positions, k_full=MBARRIER_BYTES, v_full=MBARRIER_BYTES, q_full=q_barriers, q_empty=q_barriers,
             dout_full=dout_barriers, dout_empty=dout_barriers, dq_full=2 * MBARRIER_BYTES, dq_empty=MBARRIER_BYTES,
             k_landed=MBARRIER_BYTES, v_landed=MBARRIER_BYTES, q_landed=q_barriers, dout_landed=dout_barriers,
-            **positions,
         )  # fmt: skip
 
 

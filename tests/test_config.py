@@ -468,8 +468,8 @@ def test_every_key_is_read_by_some_code():
         for name in keys_of(section_class)
         if name not in accepted_without_effect and name not in read
     ]
-    # Read through properties of DeployConfig, TrainConfig, GRPOConfig and PolicyLossConfig, of which GenerationPlan and
-    # ReferenceMove are two.
+    # Read through properties of DeployConfig, TrainConfig, GRPOConfig, DistillConfig and PolicyLossConfig, of which
+    # GenerationPlan and ReferenceMove are two.
     derived = {
         "deploy.gpus_per_node",
         "train.gradient_checkpointing",
@@ -486,6 +486,7 @@ def test_every_key_is_read_by_some_code():
         "train.ref_model_mixup_alpha",
         "train.ref_model_sync_steps",
     }
+    derived |= {"train.loss_top_k_of", "train.loss_add_tail"}
     derived |= {"train.lmbda", "train.rollout_is", "train.rollout_is_threshold", "async.importance_sampling_cap"}
     assert set(unread) <= derived, sorted(set(unread) - derived)
 

@@ -27,9 +27,15 @@ class DistillConfig(GroupConfig):
     )
     loss_top_k: int = key(
         0,
-        "The divergence over so many of the likeliest tokens, of the teacher where beta is 0, else of the model; 0: "
-        "over all.",
+        "The divergence over so many of the likeliest tokens (loss_top_k_of); 0: over all.",
         minimum=0,
+    )
+    loss_top_k_of: str = key(
+        "auto",
+        "Whose likeliest tokens: the teacher's, or the model's (`student`). `auto`: the teacher's where beta is 0, as "
+        "in TRL. A server lists the teacher's.",
+        choices=("auto", "teacher", "student"),
+        needs="train.loss_top_k",
     )
     loss_add_tail: bool = key(
         True,
@@ -56,6 +62,12 @@ class DistillConfig(GroupConfig):
         return super().generation._replace(drawn_share=self.lmbda)
 
     @property
+    def divergence_form(self):
+        """DivergenceForm's fields but for the temperature: (beta, top_k, add_tail, of_teacher)."""
+        of_teacher = self.beta == 0 if self.loss_top_k_of == "auto" else self.loss_top_k_of == "teacher"
+        return self.beta, self.loss_top_k, self.loss_add_tail, of_teacher
+
+    @property
     def reads_reference(self):
         """Whether the loss reads log-probs of a reference model: a teacher's are computed in each step."""
         return False
@@ -76,6 +88,22 @@ class DistillRun(AheadRun):
     @property
     def given_limit(self):
         return self.train.max_completion_length if self.train.lmbda < 1 and not self.train.seq_kd else None
+
+    def _check_served_teacher(self):
+        super()._check_served_teacher()
+        if self.train.seq_kd:
+            raise ConfigError("teacher.url: a served teacher lists tokens and draws none: leave out train.seq_kd")
+        beta, top_k, _, of_teacher = self.train.divergence_form
+        if not top_k:
+            raise ConfigError(
+                "teacher.url: a server lists its likeliest tokens, never all: set train.loss_top_k, up to the server's "
+                "max_logprobs, or leave the URL out"
+            )
+        if not of_teacher:
+            raise ConfigError(
+                "teacher.url: a server lists its own likeliest tokens, not the student's: train.loss_top_k_of must be "
+                f"'teacher' where train.beta is above 0 ({beta:g})"
+            )
 
     def __post_init__(self):
         super().__post_init__()

@@ -53,7 +53,7 @@ KEYS = {
         train.difficulty_weights train.no_resampling_pass_rate train.dynamic_sampling train.max_gen_batches
         train.over_sampling_batch_size train.replay_buffer_size
         train.router_aux_loss_coef
-        train.lmbda train.loss_top_k train.loss_add_tail train.loss_type train.loss_weights
+        train.lmbda train.loss_top_k train.loss_top_k_of train.loss_add_tail train.loss_type train.loss_weights
         train.importance_sampling_level train.epsilon train.epsilon_high train.delta
         train.beta train.use_bias_correction_kl train.sapo_temperature_pos train.sapo_temperature_neg
         train.vespo_k_pos train.vespo_lambda_pos train.vespo_k_neg train.vespo_lambda_neg train.dppo_mask_high

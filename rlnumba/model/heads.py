@@ -20,6 +20,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from rlnumba.kernels.logprob.divergence import DivergenceForm, HeadInput, linear_divergence
+from rlnumba.kernels.logprob.listed import ListedLogits
 from rlnumba.kernels.logprob.ops import linear_logp, linear_logp_backward, linear_logp_with_gradient
 from rlnumba.kernels.logprob.terms import KeptTokens, LogprobOutputs, LossGradients
 from rlnumba.kernels.nn.elementwise import fill, gather_rows, scatter_rows
@@ -120,10 +121,10 @@ def _scattered(values, rows, count, arena):
 class DivergenceHead:
     """The divergence of the predictions of rows from a teacher's; see kernels/logprob/divergence.py.
 
-    teacher: the HeadInput of the same T rows in the teacher.
+    teacher: the HeadInput of the same T rows in the teacher, or its ListedLogits for them.
     """
 
-    teacher: HeadInput
+    teacher: HeadInput | ListedLogits
     form: DivergenceForm
     writes_lm_head: ClassVar[bool] = True
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from rlnumba.data.prefix_tree import PrefixTree
 from rlnumba.kernels.attention.sequences import PackedPrefixes
+from rlnumba.kernels.logprob.listed import NOWHERE
 from rlnumba.model.router_loss import RouterArrays
 from rlnumba.model.transformer import packed_positions
 from rlnumba.runtime import device
@@ -26,8 +27,8 @@ TILE = 128
 # The smallest step between buckets of sequences.
 SEQUENCES = 8
 # Values of padding where they are not 0: a target's threshold keeps all logits, and all tokens are allowed; a sequence
-# has no parent.
-PADDING = {"thresholds": -np.inf, "allowed": -1, "parents": -1}
+# has no parent; no token of a teacher is listed.
+PADDING = {"thresholds": -np.inf, "allowed": -1, "parents": -1, "listed_places": NOWHERE}
 # Arrays that delimit sequences, (B + 1,).
 BOUNDS = ("cu_seqlens", "completion_bounds", "query_bounds")
 

@@ -5,10 +5,11 @@
     optimizer step   teacher and student run forward on the same completions; the loss is the mean over all tokens of
                      the generalised Jensen-Shannon divergence of their predictions (kernels/logprob/divergence.py)
 
-The loss reads no advantage and no old log-probs, so nothing is computed between generation and step. The loop, the
-geometry of generations and steps, and [async] are GRPO's. Without teacher.model the teacher is the run's own model as
-it was before training, or its moving average (train.sync_ref_model), which sees teacher.prompt_column in place of the
-prompt: a demonstration (SDFT) or feedback (SDPO).
+The loss reads no advantage and no old log-probs, so nothing is computed between generation and step. A teacher that a
+server has lists its likeliest tokens for the completions of a step, before it begins (served_teacher.py). The loop,
+the geometry of generations and steps, and [async] are GRPO's. Without teacher.model the teacher is the run's own model
+as it was before training, or its moving average (train.sync_ref_model), which sees teacher.prompt_column in place of
+the prompt: a demonstration (SDFT) or feedback (SDPO).
 
 Sources: Agarwal et al. 2024 (GKD, arXiv 2306.13649); TRL 1.16's DistillationTrainer, whose names and defaults these
 are; Shenfeld et al. 2026 (SDFT, arXiv 2601.19897); Huebotter et al. 2026 (SDPO, arXiv 2601.20802).
@@ -19,8 +20,11 @@ from functools import partial
 import numpy as np
 
 from rlnumba.config.distill import DistillRun
+from rlnumba.errors import UserError
 from rlnumba.kernels.logprob.divergence import DivergenceForm, HeadInput
+from rlnumba.kernels.logprob.listed import ListedLogits
 from rlnumba.model.heads import DivergenceHead
+from rlnumba.model.transformer import Transformer
 from rlnumba.runs.loading import load_policy
 from rlnumba.runs.micro_batch import TargetBatch
 from rlnumba.runs.planning.planned import Models
@@ -34,6 +38,7 @@ from rlnumba.trainers.teacher import (
     TeacherEngines,
     assign_teachers,
     load_teachers,
+    rehearsed_teachers,
     set_teacher_prompts,
     teacher_configs,
 )
@@ -72,7 +77,7 @@ def generate(policy, generations, trainer_state, index, on_policy, clock):
 
 
 def teacher_of(policy, part):
-    """The Transformer that Rollouts of one teacher learn from."""
+    """The Transformer or ServedTeacher that Rollouts of one teacher learn from."""
     return policy.reference if policy.teachers is None else policy.teachers.models[part.teachers[0]]
 
 
@@ -84,6 +89,28 @@ def parts_of_one_teacher(part):
     return [part.ordered(np.flatnonzero(part.teachers == index).tolist()) for index in found]
 
 
+def listings_of_step(policy, parts):
+    """The likeliest tokens that served teachers list for those of a step's micro-batches, Rollouts of one teacher, that
+    this rank computes: {index: {name: (T, k) array} of the targets}."""
+    of_teachers = {}
+    for index, part in policy.own(list(enumerate(parts))):
+        teacher = teacher_of(policy, part)
+        if not isinstance(teacher, Transformer):
+            of_teachers.setdefault(id(teacher), (teacher, []))[1].append((index, part))
+    found, vocabulary = {}, policy.model.config.vocab_size
+    for teacher, chosen in of_teachers.values():
+        shown = [part.with_teacher_prompts() if len(part.teacher_ids) else part for _, part in chosen]
+        listed = iter(teacher.listings([one for part in shown for one in part.parts(1)], policy.train.loss_top_k))
+        for index, part in chosen:
+            tokens = np.concatenate([next(listed) for _ in range(part.num_sequences)])
+            try:
+                places, values = ListedLogits.of(tokens["token_id"], tokens["logprob"], vocabulary)
+            except ValueError as error:
+                raise UserError(f"teacher {teacher.url}: {error}") from error
+            found[index] = {"listed_places": places, "listed_logits": values}
+    return found
+
+
 # Results of a micro-batch, on the device.
 OUTPUTS = {"divergence": (None, np.float32)}
 
@@ -93,14 +120,18 @@ def train_step(policy, micro_batches, learning_rate):
     micro_batches, _ = in_order_of_step(policy, micro_batches)
     micro_batches = [piece for part in micro_batches for piece in parts_of_one_teacher(part)]
     num_tokens = max(sum(part.num_active for part in micro_batches), 1)
-    readings = []
+    readings, listings = [], listings_of_step(policy, micro_batches)
     policy.zero_grad(learning_rate)
     # Where layers are gathered there is one teacher.
-    for part in policy.each_micro_batch(micro_batches, before=[teacher_of(policy, micro_batches[0])]):
+    first = teacher_of(policy, micro_batches[0])
+    before = [first] if isinstance(first, Transformer) else []
+    for index, part in policy.each_micro_batch(list(enumerate(micro_batches)), before=before):
         teacher = teacher_of(policy, part)
         dloss = part.loss_mask / np.float32(num_tokens)
-        batch = part.micro_batch().with_arrays(targets={"dloss": dloss})
-        if len(part.teacher_ids):
+        batch = part.micro_batch().with_arrays(targets={"dloss": dloss} | listings.get(index, {}))
+        if index in listings:
+            readings.append(policy.run_training(divergence_step, batch, OUTPUTS))
+        elif len(part.teacher_ids):
             own = part.with_teacher_prompts()
             seen = TargetBatch.of(own.token_ids, own.row_lengths, own.targets)
             readings.append(policy.run_training(divergence_step, batch, OUTPUTS, teacher, seen, pads=False))
@@ -119,12 +150,15 @@ def train_step(policy, micro_batches, learning_rate):
     return LateMetrics(read)
 
 
-def divergence_step(policy, batch, results, teacher, seen=None):
-    """Forward, loss and backward of a DeviceBatch. seen: the TargetBatch of the teacher, where it is another."""
-    hidden = policy.hidden_rows(teacher, batch.targets if seen is None else seen)
-    train = policy.train
-    form = DivergenceForm(policy.temperature, train.beta, train.loss_top_k, train.loss_add_tail)
-    head = DivergenceHead(HeadInput(hidden, teacher.lm_head), form)
+def divergence_step(policy, batch, results, teacher=None, seen=None):
+    """Forward, loss and backward of a DeviceBatch. teacher: None where its likeliest tokens are among the arrays; seen:
+    the TargetBatch of the teacher, where it is another."""
+    if teacher is None:
+        predictions = ListedLogits(batch.arrays["listed_places"], batch.arrays["listed_logits"])
+    else:
+        hidden = policy.hidden_rows(teacher, batch.targets if seen is None else seen)
+        predictions = HeadInput(hidden, teacher.lm_head)
+    head = DivergenceHead(predictions, DivergenceForm(policy.temperature, *policy.train.divergence_form))
     policy.forward_backward(batch.targets, batch.arrays["dloss"], results["divergence"], head=head)
 
 
@@ -138,6 +172,8 @@ def rehearse(run, policy, critic, rollouts, every_form):
     if run.teacher.prompt_column is not None:
         rollouts.teacher_lengths = 2 * rollouts.prompt_lengths
         rollouts.teacher_ids = np.zeros(int(rollouts.teacher_lengths.sum()), np.int32)
+    if run.teacher.served:
+        policy.teachers = rehearsed_teachers(run.teacher, policy.teachers.models if run.teacher.loaded else [])
     for index in range(max(len(run.teacher.folders), 1)):
         rollouts.teachers = np.full(rollouts.num_sequences, index, np.int32)
         yield partial(train_step, policy, rollouts.parts(rollouts.num_sequences), 0.0)

@@ -32,7 +32,7 @@ from rlnumba.model.transformer import load_model
 from rlnumba.runs.loading import weights_of
 from rlnumba.sampling.samples import TEACHER, completion_of_another, distinct_params
 from rlnumba.trainers.scoring import forward_parts, host_logprobs
-from rlnumba.trainers.served_teacher import ServedTeacher
+from rlnumba.trainers.served_teacher import ServedTeacher, UnaskedTeacher
 
 
 class Teachers(NamedTuple):
@@ -94,12 +94,19 @@ def load_teachers(run, policy, communicator):
     config = run.teacher
     if config.folders:
         served = {name: ServedTeacher(url, config.timeout_s) for name, url in config.served.items()}
+        top_k = run.train.loss_top_k if run.compares_heads else 0
         for teacher in served.values():
-            teacher.start(policy.model.config.vocab_size)
+            teacher.start(policy.model.config.vocab_size, top_k)
         kind, paths = weights_of(run, communicator, is_trained=False), config.loaded
         paths = {name: find_model(path) for name, path in paths.items()}
         loaded = {name: load_model(path, policy.model.dtype.name, make_weights=kind) for name, path in paths.items()}
         policy.teachers = Teachers(config, [(served | loaded)[name] for name in config.folders])
+
+
+def rehearsed_teachers(config, models):
+    """The Teachers of a step that is planned. models: those that are loaded, list of Transformer."""
+    loaded = iter(models)
+    return Teachers(config, [UnaskedTeacher() if n in config.served else next(loaded) for n in config.folders])
 
 
 def teacher_index(config, prompt):

@@ -16,13 +16,14 @@ from rlnumba.model.transformer import load_model
 from rlnumba.reporting import stderr
 from rlnumba.runs.planning.plan import Planner
 from rlnumba.runtime import device
+from rlnumba.trainers.distill import run_distill
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.rloo import run_rloo
 from rlnumba.trainers.rollout import Rollouts
 from rlnumba.trainers.served_teacher import ServedTeacher
 from tests.parallel import in_threads
 from tests.serve.conftest import running
-from tests.trainers.runs import grpo_run, metrics_of, rloo_run
+from tests.trainers.runs import distill_run, grpo_run, metrics_of, rloo_run, with_column
 from tests.trainers.test_resume import hash_of
 from tests.trainers.test_teacher import taught_run, write_teacher
 
@@ -52,7 +53,8 @@ def url(folders):
 
 
 class Stub(BaseHTTPRequestHandler):
-    """A server that scores every token with minus its id over 100. left: requests that it answers before it is down."""
+    """A server that scores every token with minus its id over 100, and lists those after it as less likely. left:
+    requests that it answers before it is down."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -61,11 +63,17 @@ class Stub(BaseHTTPRequestHandler):
             self.server.left -= 1
             is_up = self.server.left >= 0
         listed = [None, *({str(i): {"logprob": -i / 100}, "7777": {"logprob": -9.0}} for i in ids[1:])]
+        if count := min(body["prompt_logprobs"], self.server.most):
+            # The token itself comes first, whether it is one of the likeliest or not.
+            listed[1:] = [{str(i): {"logprob": -7.0}} | self.likeliest(i, count) for i in ids[1:]]
         answer = json.dumps({"choices": [{"prompt_logprobs": listed}]}) if is_up else "no memory\nis left"
         self.send_response(200 if is_up else self.server.status)
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer.encode())
+
+    def likeliest(self, token, count):
+        return {str((token + j) % 40 + 1): {"logprob": -1.5 - j} for j in range(count)}
 
     def log_message(self, *_):
         """Nothing."""
@@ -78,7 +86,7 @@ class StubServer(ThreadingHTTPServer):
 @pytest.fixture
 def stub():
     with StubServer(("127.0.0.1", 0), Stub) as server:
-        server.lock, server.left, server.status = threading.Lock(), 10**6, 503
+        server.lock, server.left, server.status, server.most = threading.Lock(), 10**6, 503, 20
         server.url = f"http://127.0.0.1:{server.server_port}/v1"
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -112,6 +120,101 @@ def test_a_run_has_the_bits_of_one_with_the_teacher_loaded(tmp_path, folders, ur
         run_grpo(run)
         hashes.append(hash_of(run))
     assert hashes[0] == hashes[1]
+
+
+TOP = {"loss_top_k": 4, "loss_top_k_of": "teacher"}
+
+
+@pytest.mark.parametrize("beta, add_tail", [(0.0, True), (0.5, True), (1.0, False)])
+def test_distillation_is_that_from_a_loaded_teacher(tmp_path, folders, url, beta, add_tail):
+    """Over the same tokens; the rounding of the tail differs."""
+    settings = TOP | SIZES | {"beta": beta, "loss_add_tail": add_tail}
+    losses = []
+    for name, keys in (("loaded", {}), ("served", {"url": url})):
+        run = distill_run(tmp_path / name, {"model": folders["math"]} | keys, **settings)
+        run_distill(run)
+        losses.append([row["loss"] for row in metrics_of(run)])
+    assert min(losses[0]) > 1e-3
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+def test_distillation_from_two_teachers_one_of_which_is_served(tmp_path, folders, url):
+    """The loss of two that are loaded, and the bits of one rank on two."""
+    settings, losses = TOP | SIZES | {"per_device_train_batch_size": 4}, []
+    for name, keys in (("loaded", {}), ("served", {"urls": {"math": url}})):
+        run = distill_run(tmp_path / name, {"models": folders} | keys, **settings)
+        run = with_column(run, "teacher", lambda row: ("math", "code")[int(row["answer"]) % 2])
+        run_distill(run)
+        losses.append([row["loss"] for row in metrics_of(run)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    both = on_two_ranks(run, tmp_path / "two").resolved()
+    in_threads.run(lambda communicator: run_distill(both, communicator=communicator), 2)
+    assert hash_of(both) == hash_of(run)
+
+
+def test_a_served_teacher_sees_its_own_prompt(tmp_path, folders, url):
+    """The loss is that of a loaded one, which sees a demonstration, too."""
+    losses = []
+    for name, keys in (("loaded", {}), ("served", {"url": url})):
+        teacher = {"model": folders["math"], "prompt_column": "shown"} | keys
+        run = distill_run(tmp_path / name, teacher, **TOP | SIZES | {"max_steps": 1})
+        run = with_column(run, "shown", lambda row: f"7777777 {row['prompt']}")
+        run_distill(run)
+        losses += [row["loss"] for row in metrics_of(run)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_listings_of_turns(stub):
+    """Of each target the likeliest tokens in its place, without the token itself unless it is one of them."""
+    rollouts = Rollouts(
+        token_ids=np.int32([1, 2, 3, 4, 5]), prompt_lengths=np.int32([2]), completion_lengths=np.int32([3]),
+        loss_mask=np.ones(2, np.float32), rollout_logprobs=np.zeros(2, np.float32),
+        advantages=np.zeros(2, np.float32), old_logprobs=np.zeros(0, np.float32),
+        ref_logprobs=np.zeros(0, np.float32), drawn=np.array([1, 0, 1], bool), target_lengths=np.int32([2]),
+    )  # fmt: skip
+    (found,) = ServedTeacher(stub.url, 5.0).listings([rollouts], 3)
+    assert found["token_id"].tolist() == [[4, 5, 6], [6, 7, 8]]
+    np.testing.assert_array_equal(found["logprob"], np.float32([[-1.5, -2.5, -3.5]] * 2))
+
+
+def test_a_server_that_stays_down_ends_distillation_with_one_line(tmp_path, folders, stub):
+    """The last complete step is kept, and the run goes on from it with the same bits."""
+    keys = {"model": folders["math"], "url": stub.url, "timeout_s": 300.0}
+    whole = distill_run(tmp_path / "whole", keys, max_steps=3, save_steps=1, **TOP)
+    run_distill(whole)
+    asked = 10**6 - stub.left
+    run = dataclasses.replace(whole, output_dir=str(tmp_path / "run"))
+    # In the third step.
+    stub.left, stub.status = 1 + (asked - 1) * 2 // 3 + 2, 410
+    with pytest.raises(UserError, match=rf"^teacher {stub.url}: status 410: no memory is left$"):
+        run_distill(run)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())[-1] == "step-2"
+    stub.left = 10**6
+    run_distill(run, resume=True)
+    assert hash_of(run) == hash_of(whole)
+
+
+def test_what_distillation_refuses_of_a_server(tmp_path, folders, stub):
+    config = {"model": folders["math"], "url": stub.url}
+    for train, message in (
+        ({"seq_kd": True, "lmbda": 0.5}, r"teacher\.url: .* leave out train\.seq_kd"),
+        ({}, r"teacher\.url: a server lists its likeliest tokens, never all: set train\.loss_top_k"),
+        (
+            {"loss_top_k": 4},
+            r"teacher\.url: .* train\.loss_top_k_of must be 'teacher' where train\.beta is above 0 \(1\)",
+        ),
+        ({"loss_top_k": 4, "loss_top_k_of": "student", "beta": 0.0}, r"teacher\.url: a server lists its own likeliest"),
+        (TOP | {"temperature": 0.7}, "a server scores at temperature 1, and train.temperature is 0.7"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            distill_run(tmp_path / "run", config, **train)
+    run = distill_run(tmp_path / "run", config, **TOP)
+    # A server that lists fewer, before a step is taken.
+    stub.most = 2
+    config = {"timeout_s": 1.0}
+    with pytest.raises(UserError, match=rf"^teacher {stub.url}: .*no prompt_logprobs of the 4 likeliest tokens$"):
+        run_distill(dataclasses.replace(run, teacher=dataclasses.replace(run.teacher, **config)))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not metrics_of(run)
 
 
 def test_targets_of_conversations_and_of_turns(stub):

@@ -21,6 +21,7 @@ from rlnumba.runtime import device
 from rlnumba.trainers import distill
 from rlnumba.trainers.distill import run_distill
 from rlnumba.trainers.rollout import Rollouts
+from rlnumba.trainers.served_teacher import ServedTeacher, UnaskedTeacher
 from rlnumba.trainers.teacher import Teachers
 from tests.close import assert_same_bits
 from tests.parallel import in_threads
@@ -53,7 +54,8 @@ def logits_of(policy, model, rollouts):
 
 
 @pytest.mark.parametrize(
-    "beta, top_k, add_tail", [(0.0, 0, True), (0.3, 0, True), (1.0, 0, True), (0.0, 4, True), (0.0, 4, False)]
+    "beta, top_k, add_tail",
+    [(0.0, 0, True), (0.3, 0, True), (1.0, 0, True), (0.0, 4, True), (0.0, 4, False), (0.5, 4, True), (1.0, 4, True)],
 )
 def test_loss_and_gradient_of_a_step(teacher, beta, top_k, add_tail):
     """The loss is the mean divergence of the trained tokens, and the gradient its derivative, along itself.
@@ -61,13 +63,14 @@ def test_loss_and_gradient_of_a_step(teacher, beta, top_k, add_tail):
     The student's likeliest tokens are not constant along it, so top_k is the teacher's here.
     """
     of_tokens = {"loss_top_k": top_k, "loss_add_tail": add_tail}
+    of_tokens |= {} if beta == 0 else {"loss_top_k_of": "teacher"}
     policy = policy_of(teacher, beta=beta, temperature=0.8, **of_tokens if top_k else {})
     rollouts = Rollouts.of(golden_samples(), False)
     rollouts.loss_mask[:3] = 0
 
     def expected():
         student, taught = (logits_of(policy, m, rollouts) for m in (policy.model, policy.teachers.models[0]))
-        form = 0.8, beta, top_k, add_tail
+        form = 0.8, beta, top_k, add_tail, True
         found = top_k_divergence_ref(student, taught, *form) if top_k else divergence_ref(student, taught, 0.8, beta)
         return np.mean(found[0][3:])
 
@@ -232,6 +235,14 @@ def test_a_run_takes_what_was_planned(tmp_path, teacher, own):
     run = distill_run(tmp_path / "run", {"prompt_column": "shown"} if own else {"model": teacher}, max_steps=2)
     run = with_demonstrations(replace(run, lora=LoraConfig(r=4))) if own else run
     assert_planned(run, run_distill)
+
+
+def test_a_run_with_a_served_teacher_takes_what_was_planned(tmp_path, teacher, monkeypatch):
+    """No weights of it, and the tokens that it lists."""
+    monkeypatch.setattr(ServedTeacher, "start", lambda *_: None)
+    monkeypatch.setattr(ServedTeacher, "listings", UnaskedTeacher().listings)
+    settings = {"loss_top_k": 20, "loss_top_k_of": "teacher", "max_steps": 2}
+    assert_planned(distill_run(tmp_path / "run", {"model": teacher, "url": "http://a/v1"}, **settings), run_distill)
 
 
 def test_what_is_refused(tmp_path, teacher):

@@ -28,23 +28,21 @@ class TeacherConfig(Section):
     url: str | None = key(
         None,
         "The server that has teacher.model, `http://127.0.0.1:8000/v1`, this package's or vLLM's, on GPUs of its own: "
-        "it scores the tokens, and no weights of the teacher are loaded here.",
+        "it scores the tokens, and no weights of the teacher are loaded here. `distill`: it lists its train.loss_top_k "
+        "likeliest tokens.",
         nonempty=True,
         needs="teacher.model",
-        of="learns_advantages",
     )
     urls: dict[str, typing.Any] = key(
         {},
         "Of teacher.models, those that servers have: {name = URL}.",
         needs="teacher.models",
-        of="learns_advantages",
     )
     timeout_s: float = key(
         600.0,
         "Seconds that a server may be away, or take for one sequence, before the run ends.",
         minimum=1,
         needs=SERVED,
-        of="learns_advantages",
     )
     teacher_tau: float = key(
         1.0,

@@ -119,13 +119,13 @@ def divergence_term(log_a, log_b, beta):
 
 
 @numba.njit(cache=True, parallel=True, error_model="numpy")
-def top_k_divergence_rows(student, teacher, temperature, beta, top_k, add_tail, dloss, loss, dlogits):
+def top_k_divergence_rows(student, teacher, temperature, beta, top_k, add_tail, of_teacher, dloss, loss, dlogits):
     """top_k_divergence.top_k_divergence_of_logits of float32 logits; sums are float64, in the order of the columns."""
     smallest = -math.expm1(-1e-7)
     for row in numba.prange(student.shape[0]):
         lse, teacher_lse = row_terms(student[row], temperature)[0], row_terms(teacher[row], temperature)[0]
         columns = student.shape[1]
-        chosen = teacher[row].copy() if beta == 0 else student[row].copy()
+        chosen = teacher[row].copy() if of_teacher else student[row].copy()
         within = chosen >= np.partition(chosen, columns - top_k)[columns - top_k]
         log_p = (student[row] / temperature - lse).astype(np.float64)
         log_q = (teacher[row] / temperature - teacher_lse).astype(np.float64)

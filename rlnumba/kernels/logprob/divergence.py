@@ -14,7 +14,8 @@ The logits of both heads, float32, exist for as many rows at a time as one forwa
 derivative by each row's divergence is known beforehand: so a row takes four GEMMs, two of logits and two of gradients,
 and one kernel, of which a block owns a row and passes over it three times: log-sum-exps (in the order of
 nn/row_sum.py), sums, gradient. A row's results depend on that row alone. Teachers of another width and with more rows
-in their head are fine: the head's first V rows are read.
+in their head are fine: the head's first V rows are read. Of a teacher that lists its likeliest tokens alone, the logits
+are written instead of computed (listed.py).
 
 Sources: Agarwal et al. 2024 (GKD, arXiv 2306.13649); TRL's generalized_jsd_loss, whose beta this is.
 """
@@ -29,6 +30,7 @@ from rlnumba.kernels.cpu import logprob as cpu
 from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
 from rlnumba.kernels.logprob import slices
 from rlnumba.kernels.logprob.chunked import forward_rows
+from rlnumba.kernels.logprob.listed import ListedLogits, check_listed, write_listed
 from rlnumba.kernels.logprob.top_k_divergence import top_k_divergence_of_logits
 from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.kernels.nn.row_sum import GROUPS, LOG2_E, ROW_THREADS, row_terms_function
@@ -108,7 +110,7 @@ def divergence_kernel(kind):
 def divergence_of_logits(student, teacher, form, dloss, loss, dlogits):
     """The divergence of rows of logits (N, V) float32: loss (N,) f32 and dlogits (N, V), which may be student, are
     written. form: DivergenceForm; dloss (N,) f32."""
-    temperature, beta, top_k, _ = form
+    temperature, beta, top_k, *_ = form
     if top_k:
         top_k_divergence_of_logits(student, teacher, form, kind_of(beta), dloss, loss, dlogits)
         return
@@ -131,30 +133,30 @@ class HeadInput(NamedTuple):
 
 class DivergenceForm(NamedTuple):
     """The divergence that is taken: temperature > 0, beta in [0, 1]; top_k: over so many of the likeliest tokens, and
-    with add_tail one more that stands for the others (top_k_divergence.py), 0: over all tokens."""
+    with add_tail one more that stands for the others (top_k_divergence.py), 0: over all tokens; of_teacher: whether
+    these are the teacher's likeliest, else the student's."""
 
     temperature: float = 1.0
     beta: float = 1.0
     top_k: int = 0
     add_tail: bool = True
+    of_teacher: bool = False
 
 
 def linear_divergence(student, teacher, form, dloss, loss, dhidden, dweight):
     """The divergence of a student's rows from a teacher's, and the gradient of sum(dloss loss).
 
     student, teacher: HeadInputs, each of one floating dtype and a width of its own, the teacher's with at least as many
-    rows in its weight; form: DivergenceForm; dloss (N,) float32. Written: loss (N,) float32, in nats,
+    rows in its weight, or ListedLogits as the teacher, for a form over its likeliest tokens; form: DivergenceForm;
+    dloss (N,) float32. Written: loss (N,) float32, in nats,
     dhidden (N, D) of the student's dtype, dweight (V, D) float32, or None where the weight is not trained. The gradient
     of the logits is rounded to that dtype. Raises ValueError for other shapes, dtypes or values.
     """
     op = "linear_divergence"
-    (hidden, weight), (teacher_hidden, teacher_weight) = student, teacher
+    hidden, weight = student
     rows, width = check(op, "hidden", hidden, (None, None), FLOATS)
     vocabulary, _ = check(op, "weight", weight, (None, width), (hidden.dtype,))
-    _, teacher_width = check(op, "teacher_hidden", teacher_hidden, (rows, None), FLOATS)
-    heads, _ = check(op, "teacher_weight", teacher_weight, (None, teacher_width), (teacher_hidden.dtype,))
-    if heads < vocabulary:
-        raise ValueError(f"{op}: teacher_weight must have at least the {vocabulary} rows of weight, got {heads}")
+    _check_teacher(op, teacher, form, rows, vocabulary)
     if not form.temperature > 0 or not 0 <= form.beta <= 1:
         raise ValueError(f"{op}: temperature must be > 0 and beta in [0, 1], got {form.temperature} and {form.beta}")
     if not 0 <= form.top_k <= vocabulary:
@@ -173,11 +175,27 @@ def linear_divergence(student, teacher, form, dloss, loss, dhidden, dweight):
     for part, count in slices(rows, step):
         logits, teacher_logits, dlogits = (array[:count] for array in (memory, teacher_memory, narrow_memory))
         linear(hidden[part], weight, logits)
-        linear(teacher_hidden[part], teacher_weight[:vocabulary], teacher_logits)
+        if isinstance(teacher, ListedLogits):
+            write_listed(teacher, part, teacher_logits)
+        else:
+            linear(teacher.hidden[part], teacher.weight[:vocabulary], teacher_logits)
         divergence_of_logits(logits, teacher_logits, form, dloss[part], loss[part], dlogits)
         linear_backward_input(dlogits, weight, dhidden[part])
         if dweight is not None:
             linear_backward_weight(dlogits, hidden[part], dweight, accumulate=part.start > 0)
+
+
+def _check_teacher(op, teacher, form, rows, vocabulary):
+    """Raise ValueError for a teacher of other shapes than linear_divergence takes."""
+    if isinstance(teacher, ListedLogits):
+        check_listed(op, teacher, rows)
+        if not form.top_k or not form.of_teacher:
+            raise ValueError(f"{op}: a teacher's listed tokens are for a form over them, got {form}")
+        return
+    _, width = check(op, "teacher_hidden", teacher.hidden, (rows, None), FLOATS)
+    heads, _ = check(op, "teacher_weight", teacher.weight, (None, width), (teacher.hidden.dtype,))
+    if heads < vocabulary:
+        raise ValueError(f"{op}: teacher_weight must have at least the {vocabulary} rows of weight, got {heads}")
 
 
 def operator_bytes(tokens, vocabulary, itemsize):

@@ -1,7 +1,7 @@
 """The divergence of divergence.py over the likeliest tokens alone, and its gradient by the student's logits.
 
     p, q     softmax of the student's and the teacher's logits at temperature T, over all tokens
-    S        the top_k tokens of the teacher where beta is 0, else those of the student; ties at the boundary are kept
+    S        the top_k tokens of the teacher or of the student (of_teacher); ties at the boundary are kept
     P, Q     sums of p and of q over S
 
     add_tail          a = (p of S, 1 - P), b = (q of S, 1 - Q): one more token that stands for all others
@@ -17,7 +17,7 @@ S has no gradient. A tail is at least 1e-7, and one that is set to that has none
 
 Sources: TRL 1.16's ServerDistillationTrainer, whose loss_top_k and loss_add_tail these are and whose forward KL is over
 the teacher's tokens; its SDPOTrainer (compute_topk_self_distillation_loss) for the student's; Huebotter et al. 2026
-(SDPO, arXiv 2601.20802).
+(SDPO, arXiv 2601.20802). Neither has the teacher's tokens for another beta than 0, which is the same formula.
 """
 
 import math
@@ -37,8 +37,8 @@ SMALLEST_TAIL = -math.expm1(-1e-7)
 
 
 @specialize
-def top_k_divergence_kernel(kind, add_tail):
-    """kind: of divergence.kind_of; add_tail: bool."""
+def top_k_divergence_kernel(kind, add_tail, of_teacher):
+    """kind: of divergence.kind_of; add_tail: bool; of_teacher: whether S is the teacher's tokens."""
     row_terms = row_terms_function()
     smallest, threshold_of_all = np.float32(SMALLEST_TAIL), np.float32(-math.inf)
 
@@ -74,7 +74,7 @@ def top_k_divergence_kernel(kind, add_tail):
         lse, _, _ = row_terms(student, np.int64(row), temperature, threshold_of_all, scratch, groups)
         teacher_lse, _, _ = row_terms(teacher, np.int64(row), temperature, threshold_of_all, scratch, groups)
         student_row, teacher_row, dlogits_row = student[row], teacher[row], dlogits[row]
-        chosen = teacher_row if kind == "forward" else student_row
+        chosen = teacher_row if of_teacher else student_row
         boundary = kth_largest(chosen, top_k, bins)
         inside_p, inside_q, outside_p, outside_q = zero, zero, zero, zero
         for column in range(cuda.threadIdx.x, columns, cuda.blockDim.x):
@@ -126,24 +126,24 @@ def top_k_divergence_kernel(kind, add_tail):
 
 def top_k_divergence_of_logits(student, teacher, form, kind, dloss, loss, dlogits):
     """divergence.divergence_of_logits over top_k tokens. form: a DivergenceForm, 1 <= top_k <= V; kind: kind_of it."""
-    temperature, beta, top_k, add_tail = form
+    temperature, beta, top_k, add_tail, of_teacher = form
     if device.name() == "cpu":
-        numbers = np.float32(temperature), float(beta), top_k, add_tail
+        numbers = np.float32(temperature), float(beta), top_k, add_tail, of_teacher
         cpu.top_k_divergence_rows(student, teacher, *numbers, dloss, loss, dlogits)
         return
     # Of beta 0 and 1 these are not read.
     logs = [math.log(share) if 0 < share else 0.0 for share in (1 - beta, beta)]
     arguments = student, teacher, float(temperature), float(beta), *logs, top_k, dloss, loss, dlogits
-    launch(top_k_divergence_kernel(kind, add_tail), loss.shape[0], ROW_THREADS, *arguments)
+    launch(top_k_divergence_kernel(kind, add_tail, of_teacher), loss.shape[0], ROW_THREADS, *arguments)
 
 
-def top_k_divergence_ref(student, teacher, temperature, beta, top_k, add_tail):
+def top_k_divergence_ref(student, teacher, temperature, beta, top_k, add_tail, of_teacher):
     """(divergence (N,), its derivative by the student's logits (N, V)) of logits, in their precision."""
     log_p, log_q = (
         logits / temperature - np.logaddexp.reduce(logits / temperature, axis=1, keepdims=True)
         for logits in (student, teacher)
     )
-    chosen = log_q if beta == 0 else log_p
+    chosen = log_q if of_teacher else log_p
     within = chosen >= np.sort(chosen, axis=1)[:, -top_k, None]
 
     def categories(log_all):

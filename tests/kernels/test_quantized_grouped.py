@@ -23,7 +23,7 @@ from rlnumba.runtime.launch import pdl_scope
 from tests.close import assert_same_bits
 from tests.kernels.gemm_cases import matrix
 from tests.kernels.test_grouped_gemm import starts_of
-from tests.kernels.test_grouped_gemm_sm90 import gpu_random
+from tests.kernels.test_grouped_gemm_sm90 import DOWN, EXPERTS, UP, gpu_random, routed
 
 pytestmark = pytest.mark.sm90
 
@@ -106,10 +106,6 @@ def test_chain_with_early_starts(rng):
     assert_same_bits(overlapped, expected)
 
 
-# Qwen3-30B-A3B: experts, gate-up's (N, K) and down's.
-EXPERTS, UP, DOWN = 128, (1536, 2048), (2048, 768)
-
-
 def test_every_chosen_config_is_possible():
     """Whatever the rows, an SM holds the rings and the table; kernels are few."""
     for form, swiglu in itertools.product(FORMATS.values(), (False, True)):
@@ -169,28 +165,28 @@ def test_chosen_configs_compile_for_gpus(compile_offline, form, rows, swiglu):
     assert not troubles, "\n".join(troubles)
 
 
+def on_gpu(weights, values, counts, swiglu):
+    """Both operators on rows of each expert: ([found], [expected])."""
+    rows, n, k = int(sum(counts)), *weights.shape[1:]
+    x, starts = gpu_random(rows, k), device.asarray(starts_of(counts))
+    sizes = (n, n // 2) if swiglu else (n,)
+    found, expected = ([device.xp().full((rows, size), np.nan, x.dtype) for size in sizes] for _ in range(2))
+    assert is_packed_grouped_gemm(x, weights, *found)
+    (packed_grouped_gemm_swiglu if swiglu else packed_grouped_gemm)(x, weights, starts, *found)
+    (grouped_gemm_swiglu if swiglu else grouped_gemm)(x, values, starts, *expected)
+    return found, expected
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("form, element", [("int8", BF16), ("int4", BF16), ("fp8", F16), ("nf4", BF16)])
-def test_gpu(rng, form, element):
-    """Every spread of rows over experts has the bits of the 16-bit kernels: random routes, one expert with all rows."""
-    experts, xp = 32, device.xp()
-    for (n, k), swiglu in ((UP, True), (UP, False), (DOWN, False), ((96, 640), False)):
-        weights, values = quantized(rng, form, (experts, n, k), FORMATS[form].group_size, element)
-        spreads = [rng.multinomial(rows, np.full(experts, 1 / experts)) for rows in (1, 8, 64, 300, 1500)]
-        spreads += [np.eye(experts, dtype=int)[7] * rows for rows in (9, 200)]
-        for counts in spreads:
-            rows = int(sum(counts))
-            x, starts = device.asarray(matrix(rng, (rows, k), element)), device.asarray(starts_of(counts))
-            outs = [[xp.full((rows, size), np.nan, x.dtype) for size in (n, n // 2)] for _ in range(2)]
-            assert is_packed_grouped_gemm(x, weights, *outs[0])
-            if swiglu:
-                packed_grouped_gemm_swiglu(x, weights, starts, *outs[0])
-                grouped_gemm_swiglu(x, values, starts, *outs[1])
-            else:
-                packed_grouped_gemm(x, weights, starts, outs[0][0])
-                grouped_gemm(x, values, starts, outs[1][0])
-            for found, expected in zip(*outs, strict=True):
-                assert_same_bits(found, expected, f"{form}, {rows} rows by {n} x {k}, SwiGLU {swiglu}")
+@pytest.mark.parametrize("form, tokens", [("int8", (1, 8, 64, 256)), ("int4", (8,)), ("fp8", (8,)), ("nf4", (8,))])
+def test_gpu(rng, form, tokens):
+    """Random routes, and one expert with nearly all rows, have the bits of the 16-bit kernels. Sizes are those of the
+    tests of these and of the bench, whose kernels the disk cache has."""
+    for shape, swiglu in ((UP, True), (DOWN, False)):
+        weights, values = quantized(rng, form, (32, *shape), FORMATS[form].group_size, BF16)
+        for counts in (*(routed(rng, count, 32) for count in tokens), [0] * 7 + [61, 0, 3] + [0] * 22):
+            for found, expected in zip(*on_gpu(weights, values, counts, swiglu), strict=True):
+                assert_same_bits(found, expected, f"{form}, {sum(counts)} rows by {shape}")
 
 
 @pytest.mark.gpu
@@ -198,9 +194,9 @@ def test_gpu_graph(rng):
     """A captured graph follows the starts that it finds when it is replayed."""
     import cupy
 
-    weights, values = quantized(rng, "int8", (16, 192, 256), 128, BF16)
-    x, starts = device.asarray(matrix(rng, (64, 256), BF16)), cupy.zeros(17, np.int32)
-    out, expected = cupy.zeros((64, 192), x.dtype), cupy.zeros((64, 192), x.dtype)
+    weights, values = quantized(rng, "int8", (32, *DOWN), 128, BF16)
+    x, starts = gpu_random(64, DOWN[1]), cupy.zeros(33, np.int32)
+    out, expected = cupy.zeros((64, DOWN[0]), x.dtype), cupy.zeros((64, DOWN[0]), x.dtype)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
@@ -209,7 +205,7 @@ def test_gpu_graph(rng):
         packed_grouped_gemm(x, weights, starts, out)
         graph = stream.end_capture()
         for _ in range(3):
-            starts.set(starts_of(rng.multinomial(64, np.full(16, 1 / 16))))
+            starts.set(starts_of(routed(rng, 8, 32)))
             graph.launch()
             grouped_gemm(x, values, starts, expected)
             stream.synchronize()

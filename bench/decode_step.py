@@ -58,6 +58,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workloads", nargs="*", type=shape, default=list(map(shape, WORKLOADS)))
     parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen3-0.6b", help="of the random weights")
+    parser.add_argument("--layers", type=int, help="of the random weights; default: the shape's")
     parser.add_argument("--quantization", choices=tuple(FORMATS), help="format of the linear layers' weights")
     parser.add_argument("--lora", type=int, help="rank of an adapter of all linear layers")
     arguments = parser.parse_args()
@@ -65,7 +66,7 @@ def main():
         parser.error("needs a GPU")
     core.Runner = TimedRunner
     quantization = arguments.quantization and QuantizationConfig(type=arguments.quantization)
-    model = random_model(arguments.shape, "bfloat16", quantization=quantization)
+    model = random_model(arguments.shape, "bfloat16", layers=arguments.layers, quantization=quantization)
     if arguments.lora:
         model.adapter = Adapter.new(model.config, LoraConfig(r=arguments.lora), model.dtype.name, "", 0)
     for prompts, completions, length in arguments.workloads:

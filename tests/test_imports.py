@@ -177,6 +177,7 @@ NONE_IN_PLANS = {
     "fuses_qkv",
     "inbox_bytes",
     "is_packed_gemm",
+    "is_packed_grouped_gemm",
     "keep_tensor_maps",
     "kto_metrics",
     "list_tokens",

@@ -17,6 +17,7 @@ from rlnumba.kernels.quantized.grouped import (
     packed_grouped_gemm_swiglu,
 )
 from rlnumba.kernels.quantized.ops import QuantizedWeight, dequantize, quantize
+from rlnumba.model.blocks.projection import multiply_experts, multiply_experts_swiglu
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.arguments import tuple_type
 from rlnumba.runtime.launch import pdl_scope
@@ -24,6 +25,7 @@ from tests.close import assert_same_bits
 from tests.kernels.gemm_cases import matrix
 from tests.kernels.test_grouped_gemm import starts_of
 from tests.kernels.test_grouped_gemm_sm90 import DOWN, EXPERTS, UP, gpu_random, routed
+from tests.kernels.test_quantized_gemm import PlainMemory
 
 pytestmark = pytest.mark.sm90
 
@@ -142,6 +144,27 @@ def test_what_the_operators_take():
         packed_grouped_gemm(x, weights, starts[1:], out)
     with pytest.raises(ValueError, match=r"packed_grouped_gemm_swiglu: gate_up must be \(4, 32\)"):
         packed_grouped_gemm_swiglu(x, weights, starts, xp.zeros((4, 16), dtype), out)
+
+
+@pytest.mark.sim
+def test_experts_have_the_bits_of_the_widened_weights(rng):
+    """Through the operators of blocks, with few rows from packed words and with more, or odd shapes, from values."""
+    calls = []
+    with dispatch.forced("sm90"):
+        for counts, n, k in (((2, 0, 1), 64, 128), ((1, 0), 24, 128)):
+            weights, values = quantized(rng, "int8", (len(counts), n, k), 128, BF16)
+            x, starts = device.asarray(matrix(rng, (sum(counts), k), BF16)), device.asarray(starts_of(counts))
+            outs = [[device.xp().zeros((len(x), size), x.dtype) for size in (n, n, n // 2)] for _ in range(2)]
+            calls.append(is_packed_grouped_gemm(x, weights, *outs[0]))
+            # Packed words need no memory for values.
+            memory = None if calls[-1] else PlainMemory()
+            multiply_experts(x, weights, starts, outs[0][0], memory)
+            multiply_experts_swiglu(x, weights, starts, *outs[0][1:], memory)
+            grouped_gemm(x, values, starts, outs[1][0])
+            grouped_gemm_swiglu(x, values, starts, *outs[1][1:])
+            for found, expected in zip(*outs, strict=True):
+                assert_same_bits(found, expected, f"{counts} rows by {n} x {k}")
+    assert calls == [True, False]
 
 
 def types_of(config):

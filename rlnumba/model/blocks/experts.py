@@ -24,13 +24,15 @@ from rlnumba.kernels.experts.ops import (
     route_backward,
     weigh_rows_backward,
 )
-from rlnumba.kernels.gemm.grouped import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_swiglu
+from rlnumba.kernels.gemm.grouped import grouped_gemm_dw, grouped_gemm_dx
 from rlnumba.kernels.nn.elementwise import add
 from rlnumba.kernels.nn.gated_sum import gated_sum, gated_sum_backward
 from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward
 from rlnumba.model.blocks.block import F32, Block, norm_backward, normed_rows
 from rlnumba.model.blocks.projection import (
     dense,
+    multiply_experts,
+    multiply_experts_swiglu,
     multiply_swiglu,
     project,
     project_backward,
@@ -149,20 +151,18 @@ class Experts(Block):
             rows = y = empty((N * k, D), x.dtype)
             gather_rows(normed, dispatched, rows)
             activated = empty((N * k, F), x.dtype) if kept is None else kept
-            with dense(w.gate_up, ctx.memory) as weights:
-                if self.has_adapter("gate_up", ctx):
-                    grouped_gemm(rows, weights, dispatched.starts, gate_up)
-                    ctx.lora.add_to_experts(self.layer, "gate_up", rows, dispatched.starts, gate_up, ctx.memory)
-                    swiglu(gate_up, activated)
-                else:
-                    grouped_gemm_swiglu(rows, weights, dispatched.starts, gate_up, activated)
+            if self.has_adapter("gate_up", ctx):
+                multiply_experts(rows, w.gate_up, dispatched.starts, gate_up, ctx.memory)
+                ctx.lora.add_to_experts(self.layer, "gate_up", rows, dispatched.starts, gate_up, ctx.memory)
+                swiglu(gate_up, activated)
+            else:
+                multiply_experts_swiglu(rows, w.gate_up, dispatched.starts, gate_up, activated, ctx.memory)
             if ctx.ranks is not None:
                 # All columns, of which each rank has computed some, for this rank's columns of the results.
                 y = empty((N * k, x.shape[1]), x.dtype)
                 activated = ctx.ranks.gather_columns(activated, empty((N * k, w.down.shape[2]), x.dtype))
             if out is not None:
-                with dense(w.down, ctx.memory) as weights:
-                    grouped_gemm(activated, weights, dispatched.starts, y)
+                multiply_experts(activated, w.down, dispatched.starts, y, ctx.memory)
                 if self.has_adapter("down", ctx):
                     ctx.lora.add_to_experts(self.layer, "down", activated, dispatched.starts, y, ctx.memory)
                 self.add(x, y, routing.weights, dispatched, shared, ctx, out)

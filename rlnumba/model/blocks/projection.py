@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.kernels.gemm.grouped import grouped_gemm, grouped_gemm_swiglu
 from rlnumba.kernels.gemm.ops import (
     bias_backward,
     linear,
@@ -15,6 +16,11 @@ from rlnumba.kernels.gemm.ops import (
 from rlnumba.kernels.nn.elementwise import add
 from rlnumba.kernels.nn.norm_to_residual import norm_to_residual
 from rlnumba.kernels.nn.rmsnorm import rmsnorm_backward
+from rlnumba.kernels.quantized.grouped import (
+    is_packed_grouped_gemm,
+    packed_grouped_gemm,
+    packed_grouped_gemm_swiglu,
+)
 from rlnumba.kernels.quantized.linear import is_packed_gemm, packed_linear, packed_linear_swiglu
 from rlnumba.kernels.quantized.ops import QuantizedWeight, dequantize
 
@@ -63,6 +69,24 @@ def multiply_swiglu(x, weight, gate_up, y, memory, low_rank=None, activation="si
         return
     with dense(weight, memory) as values:
         linear_swiglu(x, values, gate_up, y, low_rank, activation)
+
+
+def multiply_experts(x, weights, starts, y, memory):
+    """`grouped_gemm` of weights, or of a QuantizedWeight: with few rows from its packed words, with the same bits."""
+    if isinstance(weights, QuantizedWeight) and is_packed_grouped_gemm(x, weights, y):
+        packed_grouped_gemm(x, weights, starts, y)
+        return
+    with dense(weights, memory) as values:
+        grouped_gemm(x, values, starts, y)
+
+
+def multiply_experts_swiglu(x, weights, starts, gate_up, y, memory):
+    """`grouped_gemm_swiglu` of experts' weights, or of a QuantizedWeight, as `multiply_experts`."""
+    if isinstance(weights, QuantizedWeight) and is_packed_grouped_gemm(x, weights, gate_up, y):
+        packed_grouped_gemm_swiglu(x, weights, starts, gate_up, y)
+        return
+    with dense(weights, memory) as values:
+        grouped_gemm_swiglu(x, values, starts, gate_up, y)
 
 
 def project(layer, name, x, w, ctx, y, residual=None):

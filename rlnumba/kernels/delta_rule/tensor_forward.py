@@ -38,6 +38,7 @@ from rlnumba.kernels.delta_rule.tensor_prepare import (
     WARPGROUP,
     DeltaItem,
     prepare_function,
+    stage_of,
 )
 from rlnumba.kernels.delta_rule.tensor_products import ELEMENT, opaque, pack_operands, products_of
 from rlnumba.kernels.ptx.instruction import address_of
@@ -316,14 +317,15 @@ def output_functions(config):
 def places_function(config):
     """The device function that returns the BlockPlaces of an item's block."""
     layout, tiles, prepared, output_weights = config.layout, config.tiles, config.prepared, config.output_weights
-    tile_bytes, vector = config.key_dim // 64 * BOX_BYTES, BLOCK * 4
+    tile_bytes, vector, is_deferred = config.key_dim // 64 * BOX_BYTES, BLOCK * 4, config.is_deferred
 
     @device_function
     def places_of(base, index):
-        stage, at = i32(index % i32(tiles)), i32(index % i32(prepared))
-        p_at = at
-        if output_weights != prepared:
-            p_at = i32(index % i32(output_weights))
+        if is_deferred:
+            stage, at, p_at = stage_of(index, tiles), stage_of(index, prepared), stage_of(index, output_weights)
+        else:
+            stage, at = i32(index % i32(tiles)), i32(index % i32(prepared))
+            p_at = at
         return BlockPlaces(
             Address(base + layout.k + stage * i32(tile_bytes)), Address(base + layout.q + stage * i32(tile_bytes)),
             Address(base + layout.v + stage * i32(BOX_BYTES)), Address(base + layout.m + at * i32(BOX_BYTES)),

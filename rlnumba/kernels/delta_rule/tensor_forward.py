@@ -263,7 +263,7 @@ def state_functions(config):
 @functools.cache
 def output_functions(config):
     """(store_outputs, store_rows): of a block of tokens to global memory."""
-    layout, unpack, is_sm90 = config.layout, cvt_unpack(ELEMENT), config.is_sm90
+    layout, unpack, is_sm90, is_deferred = config.layout, cvt_unpack(ELEMENT), config.is_sm90, config.is_deferred
     unscaled = f32(1.0) / VALUE_SCALE
 
     @device_function
@@ -278,13 +278,26 @@ def output_functions(config):
                 right = pack_operands(y[i + 2] * unscaled, y[i + 3] * unscaled)
                 stmatrix_x2_trans(Address(swizzled_chunk(line, token, chunk)), left, right)
             sync_warp()
-            for i in range(BLOCK // 16):
-                token, chunk = i32(i32(i * 16) + (lane >> i32(1))), i32(warp * i32(2) + (lane & i32(1)))
-                row = i32(first + token)
-                if item.begin <= row and row < item.end:
-                    to = (i64(row) * out.shape[1] + item.head) * out.shape[2] + item.column + chunk * 8
-                    line = Address(base + layout.out + token * i32(LINE))
-                    copy_to_global(address_of(out) + to * 2, Address(swizzled_chunk(line, token, chunk)))
+            if is_deferred:
+                # Rows 16 apart have one place in their swizzled lines; no row of packed sequences is before `begin`.
+                token, chunk = i32(lane >> i32(1)), i32(warp * i32(2) + (lane & i32(1)))
+                row, step = i32(first + token), i64(out.shape[1]) * out.shape[2] * 32
+                to = (i64(row) * out.shape[1] + item.head) * out.shape[2] + item.column + chunk * 8
+                to = address_of(out) + to * 2
+                line = Address(base + layout.out + token * i32(LINE))
+                line = Address(swizzled_chunk(line, token, chunk))
+                for i in range(BLOCK // 16):
+                    if i32(row + i32(i * 16)) < item.end:
+                        copy_to_global(to, Address(line + i * 16 * LINE))
+                    to = to + step
+            else:
+                for i in range(BLOCK // 16):
+                    token, chunk = i32(i32(i * 16) + (lane >> i32(1))), i32(warp * i32(2) + (lane & i32(1)))
+                    row = i32(first + token)
+                    if item.begin <= row and row < item.end:
+                        to = (i64(row) * out.shape[1] + item.head) * out.shape[2] + item.column + chunk * 8
+                        line = Address(base + layout.out + token * i32(LINE))
+                        copy_to_global(address_of(out) + to * 2, Address(swizzled_chunk(line, token, chunk)))
             sync_warp()
         else:
             column = i32(item.column + warp * i32(16) + (lane >> i32(2)))

@@ -135,10 +135,5 @@ class DistillRun(AheadRun):
         """The engine of the teacher has its memory in turn with the model's own, and all of the teacher's weights."""
         if self.deploy.zero_stage == 3:
             raise ConfigError("train.seq_kd draws with whole weights of the teacher: deploy.zero_stage must be below 3")
-        if self.generates_beside and not self.deploy.num_infer_gpus:
-            raise ConfigError(
-                "train.seq_kd: with [async] the model's own engine keeps its memory, and the teacher's has none: set "
-                "deploy.num_infer_gpus"
-            )
         if self.engine.enable_sleep_mode is False:
             raise ConfigError("train.seq_kd needs engine.enable_sleep_mode: the teacher's engine has that memory")

@@ -44,9 +44,16 @@ class Teachers(NamedTuple):
 
 def check_teachers(run):
     """Raise UserError for a teacher whose tokenizer or vocabulary is not that of the run's model, and for a divergence
-    over more tokens than it has. Reads no weights."""
+    over more tokens than it has; ConfigError for a teacher that draws where its engine would have no memory. Reads no
+    weights."""
     if not (run.teacher.folders or run.compares_heads):
         return
+    draws = run.compares_heads and run.train.seq_kd and run.train.lmbda < 1
+    if draws and run.generates_beside and not run.deploy.num_infer_gpus:
+        raise ConfigError(
+            "train.seq_kd: with [async] the model's own engine keeps its memory, and the teacher's has none: set "
+            "deploy.num_infer_gpus"
+        )
     student = find_model(run.model, weights=False)
     wanted = read_config(student).vocab_size
     if run.compares_heads and run.train.loss_top_k > wanted:

@@ -137,6 +137,23 @@ def test_a_teacher_with_more_rows_in_its_head(tmp_path):
     assert len(of_teacher(completions_of(run))) == len(completions_of(run))
 
 
+def test_inference_processes_draw_for_the_model_alone(tmp_path, teacher):
+    """Without staleness the weights are those of a run without [async], also from a checkpoint."""
+    settings = {"lmbda": 0.5, "seq_kd": True, "max_steps": 3, "save_steps": 2}
+    run = distill_run(tmp_path / "run", {"model": teacher}, num_prompts=32, **settings)
+    run_distill(run)
+    beside = {"asynchronous": AsyncConfig(max_staleness=0), "deploy": DeployConfig(num_infer_gpus=1)}
+    other = replace(run, output_dir=str(tmp_path / "async"), **beside)
+    run_distill(other)
+    assert hash_of(other) == hash_of(run)
+    ahead = replace(other, output_dir=str(tmp_path / "ahead"), asynchronous=AsyncConfig(max_staleness=1))
+    run_distill(ahead)
+    shutil.rmtree(tmp_path / "ahead" / "checkpoints" / "step-3")
+    run_distill(ahead, resume=True)
+    texts = [row["completion"] for row in of_teacher(completions_of(ahead))]
+    assert texts and all(texts)
+
+
 def test_what_is_refused(tmp_path, teacher):
     def run(keys=None, **parts):
         made = distill_run(tmp_path / "run", {"model": teacher}, **{"lmbda": 0.5, "seq_kd": True} | (keys or {}))
@@ -147,10 +164,9 @@ def test_what_is_refused(tmp_path, teacher):
     assert note in without_effect(run({"lmbda": 1.0})) and note not in without_effect(run())
     for parts, message in (
         ({"deploy": DeployConfig(num_train_gpus=2, zero_stage=3)}, r"deploy\.zero_stage must be below 3"),
-        ({"asynchronous": AsyncConfig()}, r"train\.seq_kd: with \[async\] .* set deploy\.num_infer_gpus"),
         ({"engine": EngineConfig(enable_sleep_mode=False)}, r"train\.seq_kd needs engine\.enable_sleep_mode"),
     ):
         with pytest.raises(ConfigError, match=message):
             run(**parts)
-    deploy = DeployConfig(num_infer_gpus=1)
-    assert run(asynchronous=AsyncConfig(), deploy=deploy).train.seq_kd
+    with pytest.raises(ConfigError, match=r"train\.seq_kd: with \[async\] .* set deploy\.num_infer_gpus"):
+        run_distill(run(asynchronous=AsyncConfig()))

@@ -74,6 +74,9 @@ class Communicator:
     does not join.
     """
 
+    # A Communicator of this rank and its neighbours, where `launch` made groups of ranks.
+    group = None
+
     def __init__(self, rank, world_size, timeout_s=TIMEOUT_S):
         if not 0 <= rank < world_size:
             raise ValueError(f"communicator: rank must be in [0, {world_size}), got {rank}")
@@ -210,6 +213,9 @@ class Communicator:
         can be pickled. Raises CommunicationError where a rank has ended, or does not come.
         """
         return None
+
+    def fail(self):
+        """Let the operations of the other ranks fail, after an error of this one. No operation follows."""
 
     def check(self):
         """Raise CommunicationError if an operation has failed for which the host did not wait.

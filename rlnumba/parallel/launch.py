@@ -64,6 +64,7 @@ def launch(
     piece_bytes=shared_memory.PIECE_BYTES,
     gpus=None,
     ends_by_signal=False,
+    group_size=1,
 ):
     """Run function(communicator, *args) on ranks 0 .. world_size - 1 and return what it returned, by rank: a list.
 
@@ -72,7 +73,9 @@ def launch(
     of this host. gpus: the number of each rank's GPU (placement.py), by default its rank; all processes see all GPUs.
     Kernels given to ahead_of_time are compiled before, once for all ranks, which share the cache. timeout_s: see
     Communicator. piece_bytes: bytes of a piece of shm and tcp. ends_by_signal: whether ranks that return after a signal
-    have done what they were to do. Raises RankError for the first rank that fails; KeyboardInterrupt after a signal.
+    have done what they were to do. group_size: so many neighbouring ranks have a Communicator.group of their own, if
+    that is more than one and not all; with shm and peer. Raises RankError for the first rank that fails;
+    KeyboardInterrupt after a signal.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"launch: transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
@@ -88,7 +91,7 @@ def launch(
                 links = meeting.links(["localhost"] * world_size, timeout_s, piece_bytes)
             else:
                 links = shared_memory.make_links(world_size, timeout_s, piece_bytes)
-            ranks = Ranks(links, place, call)
+            ranks = Ranks(links, place, call, _links_of_groups(world_size, group_size, timeout_s))
             stack.callback(ranks.end)
             results = ranks.results()
             if ends_by_signal:
@@ -120,26 +123,33 @@ def launch_groups(function, world_size, calls, transport="shm", gpus=None):
         return [pickle.loads(group.results(check)[0]) for group in groups]
 
 
+def _links_of_groups(world_size, size, timeout_s):
+    """The Link of each rank to its group of `size` neighbours, None where these are all ranks or this one: list."""
+    if size in (1, world_size):
+        return [None] * world_size
+    return [link for _ in range(world_size // size) for link in shared_memory.make_links(size, timeout_s)]
+
+
 class Ranks:
     """The processes of a run on this host, and what they have reported.
 
     links: those of their ranks. place: (transport, the number of each rank's GPU, None for ranks elsewhere). call:
-    pickled.
+    pickled. groups: the Link of each to its group, or None.
     """
 
-    def __init__(self, links, place, call):
+    def __init__(self, links, place, call, groups=None):
         self._results, self._failures, self._ended_at = {}, {}, {}
         # Connections that reports come by, and processes, by rank.
         self._reports, self._processes, outputs = {}, {}, {}
         context = get_context("spawn")
-        for link in links:
+        for link, group in zip(links, groups or [None] * len(links), strict=True):
             own, other = Pipe()
             pipes = [Pipe(duplex=False) for _ in range(2)] if link.rank else []
-            arguments = link, other, [write for _, write in pipes], place, call
+            arguments = link, other, [write for _, write in pipes], place, call, group
             process = context.Process(target=_run_rank, args=arguments, name=f"rank {link.rank}")
             process.start()
             self._processes[link.rank], self._reports[link.rank] = process, own
-            for given in [link, other, *(write for _, write in pipes)]:
+            for given in [link, other, *(write for _, write in pipes), *([] if group is None else [group])]:
                 given.close()
             for (read, _), stream in zip(pipes, ("stdout", "stderr"), strict=False):
                 outputs[read] = link.rank, stream
@@ -269,7 +279,7 @@ def stop_requested(communicator):
     return any(communicator.objects(signals.received() is not None))
 
 
-def _run_rank(link, report, outputs, place, call):
+def _run_rank(link, report, outputs, place, call, group=None):
     """The main function of a rank's process."""
     # A terminal sends its signals to this process's group; ranks get them from the process that started them.
     os.setsid()
@@ -284,7 +294,7 @@ def _run_rank(link, report, outputs, place, call):
             report.send((None, Failure(message, 1)))
         os._exit(1)
 
-    result, failure = _call(link, place, failed, call)
+    result, failure = _call(link, place, failed, call, group)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -295,11 +305,12 @@ def _run_rank(link, report, outputs, place, call):
         os._exit(failure.exit_code)
 
 
-def _connect(link, transport, gpus, failed):
+def _connect(link, transport, gpus, failed, group):
     """The Communicator of this rank, whose process gets its device here."""
     control = link.connect()
     if transport in ("shm", "tcp"):
         device.select("sim" if device.simulated() else "cpu")
+        control.group = group and group.connect()
         return control
     # NCCL's sums in the switch are not used, and its start without them takes less memory.
     os.environ["NCCL_NVLS_ENABLE"] = "0"
@@ -309,7 +320,11 @@ def _connect(link, transport, gpus, failed):
     if transport == "peer":
         from rlnumba.parallel.transports import peer
 
-        return peer.PeerCommunicator(control, peer.PeerArena(control), failed)
+        found = peer.PeerCommunicator(control, peer.PeerArena(control), failed)
+        if group is not None:
+            control = group.connect()
+            found.group = peer.PeerCommunicator(control, peer.PeerArena(control), failed)
+        return found
     from rlnumba.parallel.transports import nccl
 
     identifier = nccl.unique_id() if link.rank == 0 else None
@@ -318,13 +333,15 @@ def _connect(link, transport, gpus, failed):
     return nccl.NcclCommunicator(link.rank, link.world_size, identifier, failed, link.timeout_s)
 
 
-def _call(link, place, failed, call):
+def _call(link, place, failed, call, group):
     """(pickled result, None) of the rank's function, or (None, Failure). failed(message): see peer.PeerCommunicator."""
     try:
         transport, gpus = place
-        communicator = _connect(link, transport, gpus, failed)
+        communicator = _connect(link, transport, gpus, failed, group)
         function, args = pickle.loads(call)
         result = pickle.dumps(function(communicator, *args))
+        if communicator.group is not None:
+            communicator.group.close()
         communicator.close()
         return result, None
     except CommunicationError as error:

@@ -23,6 +23,7 @@ must be equal.
 A rank is a process, on the cpu device or with a GPU (placement.py).
 """
 
+import contextlib
 import time
 
 import numpy as np
@@ -30,7 +31,7 @@ import xxhash
 
 from rlnumba.engine.core import Engine
 from rlnumba.engine.llm import compile_list
-from rlnumba.errors import CommunicationError, UserError
+from rlnumba.errors import CommunicationError, DeviceError, UserError
 from rlnumba.kernels.gemm.ops import linear
 from rlnumba.kernels.logprob import slices
 from rlnumba.kernels.logprob.chunked import forward_rows, logp_of_logits
@@ -57,12 +58,13 @@ SHARED_ROWS = 8
 class TensorParallel:
     """Operations of the ranks of a Communicator in the forward of one model: Transformer.ranks.
 
-    vocab_size: the model's. All ranks call each method at the same time, but for `end`. memory: an Arena, inside its
-    scope, or HeapAllocator.
+    vocab_size: the model's. first: the number of the first of them in a run of which they are a group; None: they are
+    all. All ranks call each method at the same time, but for `end`. memory: an Arena, inside its scope, or
+    HeapAllocator.
     """
 
-    def __init__(self, communicator, vocab_size):
-        self.communicator, self.vocab_size = communicator, vocab_size
+    def __init__(self, communicator, vocab_size, first=None):
+        self.communicator, self.vocab_size, self.first = communicator, vocab_size, first
         self.rank, self.count = communicator.rank, communicator.world_size
         self.num_steps, self.met_at = 0, 0.0
 
@@ -161,6 +163,24 @@ class TensorParallel:
         """Let the other ranks return from `follow`. Rank 0 alone."""
         self.communicator.objects(None)
 
+    @contextlib.contextmanager
+    def failing(self):
+        """Let an error of the block, by which one rank of a group ends, end the others' operations in the group, too.
+
+        Where all ranks of a run are one group they meet by themselves. Errors have the numbers of the run's ranks.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self.first is None:
+                raise
+            self.communicator.fail()
+            if not isinstance(error, CommunicationError):
+                raise
+            rank = None if error.rank is None else self.first + error.rank
+            group = f"ranks {self.first} to {self.first + self.count - 1}, here 0 to {self.count - 1}"
+            raise CommunicationError(f"{group}: {error}", rank) from error
+
 
 def _shares(count, ranks):
     """The Columns of `count` things that each of the ranks has, in one row: nearly the same number."""
@@ -195,20 +215,23 @@ def together(engine, function, otherwise=None):
     ranks = engine.model.ranks
     if ranks is None:
         return function()
-    if ranks.rank:
-        # Where the weights may have been written.
-        engine.context.wait_for(current())
-        replay(engine)
-        return otherwise
-    try:
-        value = function()
-    except CommunicationError:
-        raise
-    except UserError:
-        # Between two steps; the other ranks may be in the middle of one after any other error.
+    failure = None
+    with ranks.failing():
+        if ranks.rank:
+            # Where the weights may have been written.
+            engine.context.wait_for(current())
+            replay(engine)
+            return otherwise
+        try:
+            value = function()
+        except (CommunicationError, DeviceError):
+            raise
+        except UserError as error:
+            # Between two steps; the other ranks may be in the middle of one after any other error.
+            failure = error
         ranks.end()
-        raise
-    ranks.end()
+    if failure is not None:
+        raise failure
     return value
 
 

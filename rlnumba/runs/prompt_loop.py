@@ -7,8 +7,8 @@
 Engine and policy read the same weights, so nothing is copied between them. With [async] the completions are drawn
 ahead of training, and with deploy.zero_stage = 3, where ranks have the weights in parts, those of evaluations by the
 inference processes, too: sampling/generations.py knows where. Without such processes the engine of each rank gathers
-the weights for the time in which it draws (parallel/gathered_weights.py). With deploy.tensor_parallel_size all ranks
-are one engine for that time (parallel/cut_weights.py).
+the weights for the time in which it draws (parallel/gathered_weights.py). With deploy.tensor_parallel_size some
+ranks are one engine for that time (parallel/cut_weights.py).
 """
 
 import copy
@@ -218,10 +218,17 @@ def processes_of(run, communicator):
     return deploy.num_engines if is_first and deploy.num_infer_gpus and deploy.launcher != "ray" else 0
 
 
-def with_ranks(model, communicator):
-    """A model of which this rank's engine computes its part, with those of the other ranks."""
-    result = copy.copy(model)
-    result.ranks = TensorParallel(communicator, model.config.vocab_size)
+def with_ranks(model, communicator, size):
+    """A model of which this rank's engine computes its part, with those of a group of `size` ranks, or of all.
+
+    communicator: that of all ranks. A group of one has the model itself.
+    """
+    if size == 1:
+        return model
+    group, first, result = communicator, None, copy.copy(model)
+    if size < communicator.world_size:
+        group, first = communicator.group, communicator.rank - communicator.group.rank
+    result.ranks = TensorParallel(group, model.config.vocab_size, first)
     return result
 
 
@@ -251,7 +258,7 @@ class PromptLoop:
         if is_in_parts(self.policy.model.weights) and run.deploy.num_infer_gpus:
             self.llm = LLMOnProcesses(self.policy.model, self.tokenizer, run.engine, run.asynchronous)
         else:
-            model = with_ranks(self.policy.model, communicator) if run.deploy.cuts_rollout else self.policy.model
+            model = with_ranks(self.policy.model, communicator, run.deploy.ranks_of_engine)
             self.llm = LLM(model, self.tokenizer, run.engine)
         if run.rollout_is_quantized:
             log(

@@ -44,7 +44,8 @@ def train_on_ranks(run, resume, reward_funcs=(), callbacks=(), tools=NOTHING):
         start_compiling(run)
         if num_nodes > 1:
             return launch_on_nodes(_train, count, num_nodes, *arguments, timeout_s=timeout_s)[0]
-        return launch(_train, count, *arguments, timeout_s=timeout_s, **place)[0]
+        group_size = run.deploy.ranks_of_engine
+        return launch(_train, count, *arguments, timeout_s=timeout_s, group_size=group_size, **place)[0]
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from rlnumba.engine.episodes import Episodes, run_for
 from rlnumba.engine.sequence import FinishedCompletion, SamplingParams
-from rlnumba.errors import CommunicationError, SharedError, UserError
+from rlnumba.errors import CommunicationError, DeviceError, SharedError, UserError
 from rlnumba.parallel.launch import launch
 from rlnumba.parallel.placement import placement
 from rlnumba.parallel.tensor_parallel import together
@@ -83,14 +83,14 @@ def led(communicator, function, serve, shared=lambda value: value):
     """The value of function() on rank 0, on all ranks, which call this together.
 
     Until it returns, the others call serve(message) with all that rank 0 sends them by Communicator.objects. shared:
-    of the value, the part that they get. A UserError of the function is one of all ranks.
+    of the value, the part that they get. A UserError of the function is one of all ranks, but a DeviceError.
     """
     if communicator is None or communicator.world_size == 1:
         return function()
     if communicator.rank == 0:
         try:
             value = function()
-        except CommunicationError:
+        except (CommunicationError, DeviceError):  # the other ranks may be in the middle of a step
             raise
         except UserError as error:
             failed = LedFailure(str(error), isinstance(error, RewardError))

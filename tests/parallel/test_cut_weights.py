@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,11 +10,12 @@ import pytest
 from rlnumba.config import AsyncConfig, DeployConfig, EngineConfig, LoraConfig, QuantizationConfig
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.runner import Runner
-from rlnumba.errors import ConfigError, RankError
+from rlnumba.errors import CommunicationError, ConfigError, DeviceError, RankError
 from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import load_model, save_model
 from rlnumba.parallel import launch
 from rlnumba.parallel.cut_weights import CutWeights
+from rlnumba.parallel.tensor_parallel import TensorParallel
 from rlnumba.runs import policy as policy_module
 from rlnumba.runs.prompt_loop import with_ranks
 from rlnumba.sampling.ranks import LedLLM
@@ -21,6 +23,7 @@ from tests.close import assert_same_bits
 from tests.engine.test_llm import make_model
 from tests.model.test_lora import random_adapter
 from tests.parallel import in_threads
+from tests.parallel.ranks import set_fault
 from tests.parallel.test_faults import fault_of
 from tests.parallel.test_inference_group import OF_WIDE, WIDE
 from tests.parallel.test_trainers import run_of, train_all, train_each
@@ -74,7 +77,7 @@ def test_a_rank_reads_its_rows(tmp_path, name):
 
 def calls_of_ranks(communicator, max_tokens):
     """(completions, shapes of qkv that were read, steps) of a rank, of which all have the whole model."""
-    model = with_ranks(make_model(**WIDE), communicator)
+    model = with_ranks(make_model(**WIDE), communicator, communicator.world_size)
     llm = LLM(model, None, EngineConfig(max_num_seqs=8))
     runner, steps = llm.engine.runner, []
     compute = runner.compute
@@ -119,14 +122,44 @@ def test_a_rank_that_is_killed_while_it_replays_steps(tmp_path):
     assert found["final/model.safetensors"] == expected["final/model.safetensors"]
 
 
-def train_with_failing_step(communicator, rank, *arguments):
+def train_with_killed_group(communicator, *arguments):
+    """train_each, where the last rank is killed in a gather of its group."""
+    if communicator.rank == communicator.world_size - 1:
+        set_fault(communicator.group, f"gather:{KILLED_CALL}:kill")
+    train_each(communicator, *arguments)
+
+
+def test_a_rank_of_a_group_that_is_killed(tmp_path):
+    run = run_of("grpo", tmp_path / "run", 4, tensor_parallel_size=2, max_steps=8, save_steps=1)
+    with pytest.raises(RankError) as raised:
+        launch(train_with_killed_group, 4, [("grpo", run)], timeout_s=120.0, group_size=2)
+    # Whichever rank finds it first: that of its group, or one that waits for all.
+    where = (
+        r"rank 2: ranks 2 to 3, here 0 to 1: gather \d+ of .*: rank 1 has ended|rank \d: objects \d+: rank 3 has ended"
+    )
+    assert re.fullmatch(rf"rank 3: was ended by SIGKILL \(({where})\)", str(raised.value)), raised.value
+
+
+def test_errors_of_a_group_have_the_numbers_of_the_run():
+    failed = []
+    communicator = SimpleNamespace(rank=0, world_size=2, fail=lambda: failed.append(True))
+    error = CommunicationError("gather 5: rank 1 has ended", 1)
+    for first, message, rank, fails in (
+        (None, "gather 5: rank 1 has ended", 1, []),
+        (4, "ranks 4 to 5, here 0 to 1: gather 5: rank 1 has ended", 5, [True]),
+    ):
+        with pytest.raises(CommunicationError) as raised, TensorParallel(communicator, 64, first).failing():
+            raise error
+        assert (str(raised.value), raised.value.rank, failed) == (message, rank, fails)
+
+
+def train_with_failing_step(communicator, rank, error, *arguments):
     """train_each, where a step of the engine of a rank fails in the second generation."""
-    compute, count = Runner.compute, []
+    compute = Runner.compute
 
     def fail(runner, *rest):
-        count.append(runner.model.weights)
         if communicator.rank == rank and policy_steps[0] == 1:
-            raise MemoryError("40 GiB")
+            raise error("40 GiB")
         return compute(runner, *rest)
 
     step, policy_steps = policy_module.Policy.step, [0]
@@ -139,17 +172,21 @@ def train_with_failing_step(communicator, rank, *arguments):
     train_each(communicator, *arguments)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_in_a_step_leaves_a_checkpoint_of_the_last_one(tmp_path, rank):
-    run = run_of("grpo", tmp_path / "run", 2, tensor_parallel_size=2, max_steps=4, save_steps=100)
-    with pytest.raises(RankError, match=f"rank {rank}: internal error: MemoryError: 40 GiB"):
-        launch(train_with_failing_step, 2, rank, [("grpo", run)], timeout_s=120.0)
+@pytest.mark.parametrize(
+    "count, rank, error",
+    [(2, 0, MemoryError), (2, 0, DeviceError), (2, 1, MemoryError), (4, 2, MemoryError), (4, 3, DeviceError)],
+)
+def test_an_error_in_a_step_leaves_a_checkpoint_of_the_last_one(tmp_path, count, rank, error):
+    run = run_of("grpo", tmp_path / "run", count, tensor_parallel_size=2, max_steps=4, save_steps=100)
+    internal = "internal error: MemoryError: " if error is MemoryError else ""
+    with pytest.raises(RankError, match=f"rank {rank}: {internal}40 GiB"):
+        launch(train_with_failing_step, count, rank, error, [("grpo", run)], timeout_s=120.0, group_size=2)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
 
 
 REFUSED = [
     ({"tensor_parallel_size": 2}, {}, r"tensor_parallel_size \(2\) without .* deploy.num_train_gpus \(1\)"),
-    ({"tensor_parallel_size": 2, "num_train_gpus": 4}, {}, r"must be their number, deploy.num_train_gpus \(4\)"),
+    ({"tensor_parallel_size": 2, "num_train_gpus": 3}, {}, r"must divide their number, deploy.num_train_gpus \(3\)"),
     ({"tensor_parallel_size": "auto", "num_train_gpus": 2}, {}, r"tensor_parallel_size \(auto\) without"),
     (
         {"tensor_parallel_size": 2, "num_train_gpus": 2, "num_train_nodes": 2, "launcher": "ray"},

@@ -91,9 +91,10 @@ def train_each(communicator, runs, resume=False, fold_by_layer_bytes=gradients.F
             train(run.resolved(), resume, communicator=communicator)
 
 
-def train_all(runs, num_ranks, resume=False, **options):
-    """Train [(kind, Run)] on so many ranks: what each has written, see `written`. options: train_each's."""
-    launch(partial(train_each, **options), num_ranks, runs, resume, timeout_s=120)
+def train_all(runs, num_ranks, resume=False, group_size=1, **options):
+    """Train [(kind, Run)] on so many ranks, or groups of them: what each has written, see `written`. options:
+    train_each's."""
+    launch(partial(train_each, **options), num_ranks, runs, resume, timeout_s=120, group_size=group_size)
     return [written(run) for _, run in runs]
 
 
@@ -216,10 +217,10 @@ def runs_of_cases(cases, folder, num_ranks):
 
 
 @pytest.mark.usefixtures("quick_starts")
-@pytest.mark.parametrize("num_ranks, cases", [(2, ON_TWO), (2, CUT), (3, ON_THREE), (4, ON_FOUR)])
+@pytest.mark.parametrize("num_ranks, cases", [(2, ON_TWO), (2, CUT), (4, CUT), (3, ON_THREE), (4, ON_FOUR)])
 def test_the_files_of_one_rank(tmp_path, num_ranks, cases):
     expected = train_all(runs_of_cases(cases, tmp_path, 1), 1)
-    found = train_all(runs_of_cases(cases, tmp_path, num_ranks), num_ranks)
+    found = train_all(runs_of_cases(cases, tmp_path, num_ranks), num_ranks, group_size=2 if cases == CUT else 1)
     for case, own, others in zip(cases, expected, found, strict=True):
         assert len(own[0]) >= 3 and len(own[1]) >= 2, case
         assert bool(own[2]) == case.startswith(("grpo", "rloo", "ppo", "distill")), case

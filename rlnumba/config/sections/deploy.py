@@ -22,8 +22,7 @@ class DeployConfig(Section):
     tensor_parallel_size: int = key(
         1,
         "So many of the GPUs that generate compute one model together, each with a part of its weights and of the KV "
-        "cache; the text is that of one (vLLM). `auto` (0), for num_infer_gpus: as few as it fits in. GPUs that train "
-        "and generate in turn: all num_train_gpus.",
+        "cache; the text is that of one (vLLM). `auto` (0), for num_infer_gpus: as few as it fits in.",
         minimum=0,
         words={"auto": 0},
         of="generates_ahead",
@@ -92,12 +91,12 @@ class DeployConfig(Section):
             )
 
     def _check_cut_rollout(self):
-        """Raise ConfigError where the ranks that train cannot be one engine of tensor_parallel_size."""
+        """Raise ConfigError where the ranks that train cannot be engines of tensor_parallel_size."""
         size = self.tensor_parallel_size
-        if size != self.num_train_gpus:
+        if not size or self.num_train_gpus % size:
             raise ConfigError(
                 f"deploy.tensor_parallel_size ({size or 'auto'}) without deploy.num_infer_gpus cuts the model of the "
-                f"GPUs that train: it must be their number, deploy.num_train_gpus ({self.num_train_gpus})"
+                f"GPUs that train: it must divide their number, deploy.num_train_gpus ({self.num_train_gpus})"
             )
         if self.num_train_nodes > 1:
             raise ConfigError(

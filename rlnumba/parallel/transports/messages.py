@@ -7,6 +7,7 @@ A rank that fails sends FAILED, which is the last message of what it was in: it 
 of which sends it in turn. When a rank has FAILED of all, nothing of those operations is left in any connection.
 """
 
+import contextlib
 import pickle
 import socket
 import struct
@@ -57,6 +58,11 @@ class MessageCommunicator(Communicator):
         self._failed_ranks.clear()
         self._begin_afresh()
         return self.objects(value)
+
+    def fail(self):
+        for rank in self._connections:
+            with contextlib.suppress(CommunicationError):
+                self._send(FAILED, rank, None)
 
     def close(self):
         for connection in self._connections.values():

@@ -96,6 +96,9 @@ class PeerCommunicator(Communicator):
         super()._begin_afresh()
         self._unfinished = None
 
+    def fail(self):
+        self._control.fail()
+
     def check(self):
         problem = self._memory.problem()
         if problem is not None:

@@ -199,6 +199,8 @@ class Planner:
             # A policy and a critic use it in turn.
             shared = (regions["grads"] - 4 * sum(trained)) // len(trained)
             regions["peer"] = arena_bytes(run.num_ranks) + staging_bytes(shared, run.num_ranks)
+            if 1 < run.deploy.ranks_of_engine < run.num_ranks:
+                regions["peer"] += arena_bytes(run.deploy.ranks_of_engine)
             notes["peer"] = "what other GPUs write into, and copies of their gradients"
         if workspace:
             regions["attention"] = workspace

@@ -396,6 +396,13 @@ def test_gsm8k_rows(path):
     assert chat.text(loaded.rows[0][0].input_ids) == "[u Q 1 + 1 A \\box ed{} ] [a is #### 2 ]"
 
 
+def test_a_question_may_be_in_another_column(path):
+    tokenizer, rows = WordTokenizer(chat=False), [{"q": "1 + 1 ?", "answer": "#### 2"}]
+    config = DataConfig(train=str(path), prompt_column="q", prompt_template="Q {q} ")
+    loaded = load(path, rows, tokenizer, data_config=config)
+    assert tokenizer.text(loaded.rows[0][0].input_ids) == "<s> Q 1 + 1 ? #### 2 </s>"
+
+
 def test_truncation_and_dropped_rows_are_counted(path):
     rows = [{"prompt": "a b c d e", "completion": "f"}, {"prompt": "a", "completion": "b c d e f"}]
     loaded = load(path, rows, max_length=4)
@@ -587,6 +594,13 @@ def test_packed_rows_lose_nothing(path):
     assert split.counts["truncated_rows"] == 0 and split.counts["tokens"] == 29
 
 
+def test_packs_leave_out_sequences_without_a_token_to_train_on(path):
+    asks, answers = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    rows = [{"messages": [asks]}, {"messages": [asks, answers]}]
+    loaded = load(path, rows, packing=True, max_length=20, assistant_only_loss=True)
+    assert loaded.counts["dropped_rows"] == 1 and [[len(s) for s in row] for row in loaded.rows] == [[6]]
+
+
 def prompts(path, rows, tokenizer=None, limit=1000, **config):
     return load_prompts(write(path, rows), DataConfig(train="", **config), tokenizer or WordTokenizer(), limit, 1000)
 
@@ -636,6 +650,10 @@ def test_load_prompts_from_strings_and_messages(path):
     assert loaded.columns([1, 0, 0]) == {"answer": [4, 3, 3], "level": [None, 1, 1]}
     chat = prompts(path, [{"prompt": [{"role": "user", "content": "a b"}]}], tokenizer, system_prompt="be")
     assert tokenizer.text(chat.prompts[0].prompt_token_ids) == "[s be ] [u a b ] [a"
+    # A conversation with a system message keeps it.
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "a b"}]
+    chat = prompts(path, [{"prompt": own}], tokenizer, system_prompt="be")
+    assert tokenizer.text(chat.prompts[0].prompt_token_ids) == "[s own ] [u a b ] [a"
     asked = prompts(path, [{"prompt": "a b"}], tokenizer, apply_chat_template=True)
     assert asked.prompts[0].prompt == [{"role": "user", "content": "a b"}]
     templated = prompts(path, [{"prompt": "a b", "x": 3}], tokenizer, prompt_template="{x}: {prompt}")

@@ -189,6 +189,8 @@ def test_parquet_values_are_those_of_json(tmp_path):
         "moments": (pa.array([moment]).dictionary_encode(), "2024-02-29T01:02:03.004000"),
         "took": (pa.array([1500], pa.duration("ms")), 1.5),
         "took_us": (pa.array([1_500_000], pa.duration("us")), 1.5),
+        "took_ns": (pa.array([1_500_000_000], pa.duration("ns")), 1_500_000_000 * 1e-9),
+        "took_s": (pa.array([2], pa.duration("s")), 2.0),
         "price": (pa.array([decimal.Decimal("12.50")]), 12.5),
         "big": (pa.array([decimal.Decimal(10**30)]), 10**30),
         "half": (pa.array([0.5], pa.float16()), 0.5),
@@ -250,6 +252,8 @@ def test_several_files_with_weights(tmp_path):
     assert rows() == [0, 1, 2, 3, "7", "8"]
     assert rows(train_weights=[0.5, 2.0]) == [0, 2, "7", "7", "8", "8"]
     assert rows(train_weights=[1.5, 0.1]) == [0, 0, 1, 2, 2, 3, "7"]
+    # 1.6 rows of each are two.
+    assert rows(train_weights=[0.4, 0.8]) == [0, 2, "7", "8"]
     # The weights are those of data.train.
     assert len(read_dataset(both, DataConfig(train=first, train_weights=[2.0]))) == 6
     with pytest.raises(ConfigError, match="one weight for each of the 2 files, got 1"):

@@ -164,6 +164,14 @@ def test_a_line_is_one_for_every_reader():
     assert len(line.splitlines()) == 1 and "日本" in line and json.loads(line) == row
 
 
+def test_numbers_that_are_not_finite_are_null_or_kept_at_any_depth():
+    row = {"a": {"b": [1.0, float("inf")]}, "c": float("-inf"), "d": 3}
+    with_numpy = {"a": {"b": np.array([1.0, np.inf])}, "c": np.float32(-np.inf), "d": np.int64(3)}
+    for each in (row, with_numpy):
+        assert json.loads(files.to_line(each)) == {"a": {"b": [1.0, None]}, "c": None, "d": 3}
+        assert json.loads(files.to_line(each, keeps_nan=True)) == row
+
+
 def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/run: cannot be written to: Not a directory"):

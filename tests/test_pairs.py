@@ -132,6 +132,9 @@ def test_pairs_whose_prompt_fills_max_length_are_left_out_and_counted(path):
         "truncated_rows": 0,
         "dropped_rows": 2,
     }
+    # Either side may be the longer one.
+    longer = [{"prompt": "a b", "chosen": " e", "rejected": " d e f"}]
+    assert load(path, longer, max_length=5).counts["truncated_rows"] == 1
     with pytest.raises(UserError, match="rows.jsonl: all 3 pairs are too long for train.max_length 2"):
         load(path, rows, max_length=2)
     with pytest.raises(UserError, match="rows.jsonl:1: 6 tokens are more than the model's 5; set train.max_length"):

@@ -83,6 +83,24 @@ def test_what_a_function_does_to_its_arguments_stays_there():
     assert score(clears, length, prompts=prompts, columns={"answer": [7, 8, 9]}).values[:, 1].tolist() == [1, 2, 3]
     assert prompts == [[{"role": "user", "content": "a"}]] * 3
 
+    def still_there(completions, answer):
+        return [10.0 * len(completions) + len(answer)] * len(completions)
+
+    # Both are called in this process, with the same lists.
+    columns = {"answer": [7, 8, 9]}
+    assert score(clears, still_there, prompts=prompts, columns=columns).values[:, 1].tolist() == [33.0] * 3
+    assert columns == {"answer": [7, 8, 9]}
+
+
+def test_metrics_are_means_over_all_groups():
+    def counts(completions, log_metric):
+        log_metric("size", len(completions))
+        return [0.0] * len(completions)
+
+    rewards = Rewards([counts])
+    groups = [rewards.submit(["p"] * size, ["t"] * size, [[1]] * size, {}) for size in (1, 3)]
+    assert rewards.collect(groups).metrics == {"size": 2.0}
+
 
 def test_completions_of_message_prompts_are_messages():
     def role(completions, **columns):
@@ -715,6 +733,7 @@ def test_functions_of_one_name_are_numbered():
     rewards = load_rewards(RewardsConfig(funcs=["f", "g", "f", "g", "f"]), functions)
     assert rewards.names == ["f", "g", "f_2", "g_2", "f_3"]
     assert numbered(["f", "f_2", "f", "f"]) == ["f", "f_2", "f_3", "f_4"]
+    assert numbered(["f", "f", "f_2"]) == ["f", "f_3", "f_2"]
 
 
 def test_a_missing_answer_names_the_columns_of_the_data():
@@ -724,6 +743,8 @@ def test_a_missing_answer_names_the_columns_of_the_data():
     with pytest.raises(UserError, match="; the data has: none$"):
         functions.reference_answers({"completion_ids": [[1]], "log_extra": print})
     assert functions.reference_answers({"answer": ["1"], "solution": ["2"]}) == ["2"]
+    assert functions.reference_answers({"final_answer": ["4"], "ground_truth": ["3"], "answer": ["1"]}) == ["1"]
+    assert functions.reference_answers({"final_answer": ["4"], "ground_truth": ["3"]}) == ["3"]
 
 
 def test_accuracy_reward():

@@ -41,6 +41,13 @@ def expected(model):
     return run(groups)[0]
 
 
+def test_a_request_is_the_senders(model, expected):
+    """It is given out again where an engine is lost, without what that one has drawn."""
+    groups, request = Episodes(make_engine(model)), request_of()
+    groups.submit(request)
+    assert run(groups) == {0: expected} and not request.done
+
+
 @pytest.mark.parametrize("steps", range(14))
 def test_an_interrupted_group_has_the_same_text_elsewhere(model, expected, steps):
     lengths = [len(token_ids) for token_ids, _, _ in expected]

@@ -360,8 +360,9 @@ def test_stop_strings_after_min_tokens(model):
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     (free,) = generate(model, prompt, params, TwoCharacterTokens())
     text = free.completions[0].text
-    # Across the border of tokens 5 and 6, of tokens 4 and 5.
-    for stop, min_tokens, found in ((text[9:11], 5, True), (text[9:11], 6, False), (text[7:9], 5, False)):
+    # Across the border of tokens 5 and 6, of tokens 4 and 5; the last one is token 5.
+    across = (text[9:11], 5, True), (text[9:11], 6, False), (text[7:9], 5, False)
+    for stop, min_tokens, found in (*across, (text[8:10], 5, False)):
         later = text.find(stop, 2 * min_tokens - 1)
         (cut,) = generate(
             model, prompt, dataclasses.replace(params, stop=(stop,), min_tokens=min_tokens), TwoCharacterTokens()

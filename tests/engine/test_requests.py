@@ -3,13 +3,16 @@
 import dataclasses
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rlnumba.config import EngineConfig, GRPOConfig
 from rlnumba.engine import LLM, SamplingParams, sampler
+from rlnumba.engine.requests.logprobs import Listed, record_listed
 from rlnumba.engine.requests.token_rules import bad_word_ids, token_rules
+from rlnumba.engine.sequence import Sequence, SequenceTable
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.sampling.ops import kept_ref
 from rlnumba.model.tokenizer import Tokenizer
@@ -359,6 +362,8 @@ def test_forms_of_logprobs(model):
         assert tokens[0][1].decoded_token is None
     for output in outputs:
         assert pickle.loads(pickle.dumps(output)) == output and output.finished
+    (output,) = generate(model, [[1, 2]], SamplingParams(max_tokens=1, logprobs=3, prompt_logprobs=3), max_logprobs=3)
+    assert output.prompt_logprobs is not None
     for most, count in ((20, 21), (20, -1), (0, 1)):
         for name in ("logprobs", "prompt_logprobs"):
             with pytest.raises(ConfigError, match=rf"^sampling: {name} {count} is more than max_logprobs \({most}\)$"):
@@ -411,3 +416,18 @@ def test_prompt_logprobs_do_not_depend_on_how_many_logits_there_are_at_a_time(mo
     monkeypatch.setattr(sampler, "LOGITS_BYTES", 4 * 97 * 3)
     for output, each in zip(generate(model, prompts, params), wanted, strict=True):
         assert output.prompt_logprobs == each.prompt_logprobs
+
+
+def test_listings_that_are_computed_again_take_the_place_of_the_first_ones():
+    """Those of a prompt of six tokens, cut into chunks of two, after preemption from its third token on."""
+    params = SamplingParams(prompt_logprobs=1)
+    sequence = Sequence(0, 0, np.arange(6, dtype=np.int32), params, (1, 2), 10)
+    table = SequenceTable(1, 16)
+    for starts in ((0, 2), (2, 4)):
+        for start in starts:
+            table.put(0, sequence)
+            step = SimpleNamespace(rows=np.array([0]), starts=np.array([start]), counts=np.array([2]))
+            # The first element of a listing is here the number of its token.
+            listed = np.array([[position + 1, 0, 7, 0] for position in range(start, min(start + 2, 5))], np.int32)
+            record_listed(Listed(scored=listed), step, table, ())
+    assert [int(listing[0]) for listing in sequence.prompt_listings] == [1, 2, 3, 4, 5]

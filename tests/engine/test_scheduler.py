@@ -293,6 +293,17 @@ def test_a_state_is_found_once_the_token_after_it_is_computed():
     assert pages.match(hashes, len(hashes)) == 1
 
 
+def test_a_sequence_that_is_taken_off_before_its_state_is_computed_leaves_none():
+    table = SequenceTable(1, BLOCK, 3 * STATE_BLOCK)
+    pages, hashes = StatePages(table, 3), list(range(100, 132))
+    assert pages.begin(0, hashes, 0, STATE_BLOCK + 1)
+    pages.end(0)
+    # Another one has its row, and no such prompt.
+    assert not pages.begin(0, list(range(200, 210)), 0, 5)
+    pages.note(np.array([0]), np.array([STATE_BLOCK + 1]))
+    assert pages.match(hashes, len(hashes)) == 0
+
+
 def test_admission_leaves_a_block_for_each_that_runs():
     scheduler = Scheduler(SequenceTable(4, BLOCK), BlockManager(4, BLOCK), 8)
     for sequence in sequences_of([([i], 1, 8) for i in range(4)]):

@@ -164,3 +164,8 @@ def test_a_completion_has_lists_and_arrays_of_its_tokens():
     lists.policy_versions = [1, 1]
     assert lists.array("policy_versions").tolist() == [1, 1]
     assert Completion([3], [-0.5], "stop").policy_versions == []
+
+
+def test_the_last_completion_alone_is_greedy():
+    params = SamplingParams(temperature=0.5, n=3, greedy_last=True)
+    assert [params.of_completion(index).temperature for index in range(3)] == [0.5, 0.5, 0.0]

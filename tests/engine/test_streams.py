@@ -44,6 +44,15 @@ def test_a_stream_grows_to_what_generate_returns():
     assert not llm.engine.has_unfinished and llm.generate(PROMPTS, PARAMS) == wanted
 
 
+def test_the_beginning_of_a_stop_string_is_not_handed_out():
+    llm, free = LLM(FOLDER), SamplingParams(max_tokens=20, ignore_eos=True)
+    (output,) = llm.generate(PROMPTS[:1], free)
+    params = dataclasses.replace(free, stop=output.outputs[0].text[6:9])
+    (wanted,) = llm.generate(PROMPTS[:1], params)
+    assert len(wanted.outputs[0].text) <= 6 and wanted.outputs[0].finish_reason == "stop"
+    check_growth([output for _, output in llm.stream(PROMPTS[:1], params)], wanted)
+
+
 def test_coroutines_share_an_engine():
     """Their requests are one batch; one that is left early is dropped."""
     llm, wanted = AsyncLLM(FOLDER), LLM(FOLDER).generate(PROMPTS, PARAMS)

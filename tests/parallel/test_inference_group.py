@@ -15,12 +15,12 @@ from rlnumba import cli
 from rlnumba.config import AsyncConfig, DeployConfig, LoraConfig, to_toml
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.lora import Adapter
-from rlnumba.model.shard import WHOLE, Shard
+from rlnumba.model.shard import WHOLE, Range, Shard
 from rlnumba.model.transformer import load_model, save_model
 from rlnumba.parallel.transports.shared_memory import unnamed_file
 from rlnumba.sampling import inference_group
 from rlnumba.sampling.inference_group import HeldModel
-from rlnumba.sampling.weights.shards import ranges_of, whole_of
+from rlnumba.sampling.weights.shards import pieces_of, ranges_of, whole_of
 from tests.close import assert_same_bits
 from tests.engine.test_llm import make_model
 from tests.model.test_lora import random_adapter
@@ -187,3 +187,8 @@ def test_plan_shows_the_parts(tmp_path, capsys):
     assert cli.run(["--device", "cpu", "plan", "--config", str(file), "--trainer", "grpo", *options]) == 0
     out = capsys.readouterr().out
     assert "each of 4 inference processes, 2 of them an engine, each with a part of the model:" in out
+
+
+def test_pieces_of_ranges():
+    pieces = pieces_of([Range(2, 10, 5), Range(7, 30, 1)], 2)
+    assert list(pieces) == [(2, 10, 2), (4, 12, 2), (6, 14, 1), (7, 30, 1)]

@@ -118,6 +118,8 @@ def test_facts_that_differ_are_named():
     check_equal(ranks({"a": 1}, {"a": 1}), None)
     with pytest.raises(ConfigError, match=r"^rank 2 has b 'y' and rank 0 'x': all ranks of a run must have the same$"):
         check_equal(ranks({"a": 1, "b": "x"}, {"a": 1, "b": "x"}, {"a": 1, "b": "y"}), None)
+    with pytest.raises(ConfigError, match="^rank 1 has b None and rank 0 3"):
+        check_equal(ranks({"a": 1, "b": 3}, {"a": 1}), None)
     with pytest.raises(ConfigError, match="^rank 1 has b 3 and rank 0 None"):
         check_equal(ranks({"a": 1}, {"a": 1, "b": 3}), None)
 

@@ -404,3 +404,22 @@ def test_waiting_for_futures_is_no_work(monkeypatch):
     sampler.episodes = Waiting()
     monkeypatch.setattr(own, "time", SimpleNamespace(perf_counter=iter([3.0, 10.0]).__next__))
     assert not sampler.poll() and sampler.stats.busy_s == 2.0
+
+
+def test_each_prompt_that_takes_the_place_of_another_has_a_seed_of_its_own(tmp_path):
+    pipeline, engines = pipeline_of(tmp_path, max_staleness=0, max_attempts=1)
+    seeds = [engines.requests[1].params.seed]
+    for _ in range(2):
+        pipeline.expired(engines.requests.pop(1))
+        pipeline._next(2)
+        seeds.append(engines.requests[1].params.seed)
+    assert len({*seeds}) == 3
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_the_cache_is_kept_over_new_weights_unless_it_is_recomputed(recomputes):
+    calls = []
+    sampler = OwnSampler(None, AsyncConfig(recompute_kv_cache_after_weight_updates=recomputes))
+    sampler.episodes = SimpleNamespace(update_weights=lambda version, keeps: calls.append((version, keeps)))
+    sampler.update_weights(3)
+    assert calls == [(3, not recomputes)]

@@ -304,3 +304,10 @@ def test_an_answer_may_have_no_text():
     for message in ({"content": None}, {"content": ""}, {}):
         assert judges.answer_of(json.dumps({"choices": [{"message": message}]})) == ("", {})
     assert judges.conversation([{"role": "user", "content": "u"}]) == "u"
+
+
+def test_the_answers_asked_for_last_are_kept():
+    judge = judges.Judge(JudgeConfig.of("j", {"url": "http://a", "rubric": "r", "cache": 2}))
+    for asked in ("a", "b", "a", "c"):
+        judge._keep({asked: asked})
+    assert list(judge.answers) == ["a", "c"]

@@ -91,7 +91,7 @@ class Policy:
             raise ConfigError(
                 "train.share_prefixes true needs a model of attention, dense MLPs and mixtures of experts, no "
                 "lora.lora_dropout, no loss of routers (router_aux_loss_coef 0), and on a GPU kernels of an H100 or "
-                "H200, no sliding window and no linear attention; `auto` shares prefixes where it can"
+                "H200 and no linear attention; `auto` shares prefixes where it can"
             )
         # Those of the optimizer step that each_micro_batch goes through, on all ranks.
         self.num_micro_batches = 1

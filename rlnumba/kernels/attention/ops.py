@@ -37,7 +37,7 @@ from rlnumba.runtime import device, dispatch
 MAX_HEAD_DIM = 256
 # Families that take prefixes, of so many levels (PackedPrefixes) in training: the backward has sums of dq for each; and
 # whether those of layers with a window are used in training.
-PREFIX_FAMILIES, PREFIX_LEVELS, PREFIX_WINDOWS = ("sm90",), 2, False
+PREFIX_FAMILIES, PREFIX_LEVELS, PREFIX_WINDOWS = ("sm90",), 3, True
 # Positions plus a window, times the query heads of a key head, are int32 in kernels.
 MAX_WINDOW = 1 << 24
 

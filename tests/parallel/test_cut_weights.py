@@ -26,7 +26,7 @@ from tests.parallel import in_threads
 from tests.parallel.ranks import set_fault
 from tests.parallel.test_faults import fault_of
 from tests.parallel.test_inference_group import OF_WIDE, WIDE
-from tests.parallel.test_trainers import run_of, train_all, train_each
+from tests.parallel.test_trainers import LEARNS, LORA, run_of, train_all, train_each
 from tests.trainers.runs import GOLDEN
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
@@ -107,6 +107,17 @@ def test_all_ranks_compute_the_steps_of_the_first():
     assert len(found[0][2]) >= 9
     for completions, shape, steps, _ in found:
         assert completions == expected and shape[0] == rows // 3 and steps == found[0][2]
+
+
+def test_an_engine_that_does_not_sleep_reads_the_adapter_of_each_step(tmp_path):
+    engine = EngineConfig(enable_sleep_mode=False)
+    one, two = (
+        dataclasses.replace(
+            run_of("grpo", tmp_path / str(count), count, lora=LORA, tensor_parallel_size=count, **LEARNS), engine=engine
+        )
+        for count in (1, 2)
+    )
+    assert train_all([("grpo", two)], 2) == train_all([("grpo", one)], 1)
 
 
 def test_a_rank_that_is_killed_while_it_replays_steps(tmp_path):

@@ -10,7 +10,7 @@ from rlnumba.engine import LLM, Engine, SamplingParams, speculation
 from rlnumba.engine.blocks.cache_size import BLOCK_SIZE
 from rlnumba.engine.ngram import NgramIndex
 from rlnumba.engine.scheduler import SchedulerOutput
-from rlnumba.engine.speculation import MAX_NUM_SEQS, SpeculationPolicy, Speculator
+from rlnumba.engine.speculation import MAX_NUM_SEQS, RETRY_STEPS, SpeculationPolicy, Speculator
 from rlnumba.engine.steps.shapes import StepShape, pad_step, row_bucket_of
 from rlnumba.errors import ConfigError
 from rlnumba.model.transformer import load_model
@@ -360,6 +360,18 @@ def test_speculation_follows_the_text():
     assert policy.speculates
     # Another size is measured first.
     assert not policy.decide(2, 3.0)
+
+
+def test_what_was_measured_is_tried_again_after_so_many_steps_of_decode():
+    """Drafts that are good enough for the first guess, where steps with drafts were slower than that."""
+    policy = SpeculationPolicy()
+    for verified, seconds in ((False, 1e-3), (True, 4e-3)) * 3:
+        policy.record(1, verified, seconds)
+    policy.num_decode = 0
+    for _ in range(RETRY_STEPS):
+        assert not policy.decide(1, 2.0)
+        policy.record(1, False, 1e-3)
+    assert policy.decide(1, 2.0)
 
 
 def test_a_pause_of_the_caller_is_no_reason():

@@ -1,5 +1,6 @@
 """Kernels compiled in other processes before they are launched: the list, the files, and the end of the processes."""
 
+import contextlib
 import gc
 import inspect
 import json
@@ -7,8 +8,10 @@ import os
 import pathlib
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -16,6 +19,7 @@ import pytest
 
 from rlnumba.config import load_run
 from rlnumba.engine import llm
+from rlnumba.errors import DeviceError
 from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.runs.run_folder import kernel_request
 from rlnumba.runtime import device
@@ -204,6 +208,63 @@ def test_kernels_go_to_processes_that_may_end(cache_folder, capfd, monkeypatch):
 def dies_of_elementwise(kernel, type_names, capability):
     if kernel.py_func.__name__ == "elementwise_kernel":
         os._exit(1)
+
+
+def test_a_kernel_is_compiled_by_one_of_those_that_want_it(cache_folder, monkeypatch):
+    """Also where the first one fails: then by the next."""
+    kernel, types = find_kernel(*(signature := small_kernels.list_signatures("request", H200)[0][0])[:3]), signature[3]
+    begun, results = [], []
+
+    def compiled(*arguments):
+        begun.append(threading.current_thread().name)
+        # All others wait by now, or look for the file right afterwards.
+        time.sleep(0.2)
+        if len(begun) == 1:
+            raise DeviceError("the first one fails")
+        return "entry", b"code"
+
+    def want():
+        with contextlib.suppress(DeviceError):
+            results.append(machine_code.compile_to_cache(kernel, types, H200.capability))
+
+    monkeypatch.setattr(machine_code, "machine_code", compiled)
+    threads = [threading.Thread(target=want) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(begun) == 2 and [(bytes(entry), code) for entry, code in results] == [(b"entry", b"code")] * 5
+    (path,) = cache_folder.iterdir()
+    assert path == cache.cache_path(kernel, types, H200.capability)
+
+
+HOLDS = """
+import pathlib, sys, time
+from rlnumba.runtime.compile import cache
+with cache.compiled_by_one(pathlib.Path(sys.argv[1])):
+    print("holds", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_does_not_end_its_compilation_stops_no_other(cache_folder, monkeypatch, end):
+    path = cache_folder / "kernel.cubin"
+    monkeypatch.setattr(cache, "LONGEST_WAIT_S", 1000 if end == signal.SIGKILL else 0.1)
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(path)], stdout=subprocess.PIPE, cwd=ROOT) as process:
+        try:
+            assert process.stdout.readline() == b"holds\n"
+            process.send_signal(end)
+            with cache.compiled_by_one(path):
+                pass
+        finally:
+            process.kill()
+
+
+def test_a_cache_that_cannot_be_written_has_no_locks(tmp_path):
+    (tmp_path / "file").write_text("")
+    with cache.compiled_by_one(tmp_path / "file" / "kernel.cubin"):
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_shortcuts_of_the_compiler_change_no_machine_code(tmp_path):

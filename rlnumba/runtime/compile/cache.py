@@ -4,11 +4,12 @@ The folder is RLNUMBA_CACHE_DIR, default ~/.cache/rlnumba (runtime/folders.py). 
 kernel's source file and of every module of this package that it imports, directly or through others; of the kernel's
 name, the values it closes over and its argument types; of the architecture and the versions of the compilers. A file
 that ends in .list is empty: the kernels of a list have been compiled. Processes, also of several users, may fill the
-folder at the same time.
+folder at the same time; while one compiles a kernel, which has a file that ends in .lock, others wait for it.
 """
 
 import contextlib
 import errno
+import fcntl
 import functools
 import hashlib
 import json
@@ -25,6 +26,9 @@ from rlnumba.runtime import device, folders
 
 # A file's time is that of its last use, to a day; one that was not used for so many days is removed.
 DAY_S, UNUSED_DAYS = 24 * 3600, 60
+# Seconds that a process waits for another's compilation, which it then does itself: the other one may be stopped.
+# Seconds between two looks.
+LONGEST_WAIT_S, LOOK_S = 60.0, 0.02
 # Whether this process has printed that the cache cannot be written.
 _has_said = False
 # The folder of this package, the sources of which are followed.
@@ -124,6 +128,47 @@ def write(path, content):
         with contextlib.suppress(OSError):
             temporary.unlink()
         _say_unwritable(error.strerror)
+
+
+@contextlib.contextmanager
+def compiled_by_one(path):
+    """In the `with` block no other process or thread has this block of the same cache file (Path), unless it has waited
+    LONGEST_WAIT_S for it, or the folder cannot be written or its file system has no locks."""
+    lock = path.with_suffix(".lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:
+        yield
+        return
+    try:
+        if _locks_in_time(descriptor):
+            try:
+                yield
+            finally:
+                # Who waits for this file gets its lock and finds what was compiled, as does who makes a new one.
+                with contextlib.suppress(OSError):
+                    lock.unlink()
+                # Not by closing alone: a process that was forked in the block has the open file, too.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        else:
+            yield
+    finally:
+        os.close(descriptor)
+
+
+def _locks_in_time(descriptor):
+    """Lock an open file: bool, False where others have it for too long or there are no locks."""
+    end = time.monotonic() + LONGEST_WAIT_S
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(LOOK_S)
+        except OSError:
+            return False
+    return False
 
 
 def cache_key(kernel, type_names, capability):

@@ -104,7 +104,14 @@ def load(kernel, type_names):
 
 
 def compile_to_cache(kernel, type_names, capability):
-    """machine_code, written to the cache: (entry point's name, cubin), bytes both."""
-    entry, code = machine_code(kernel, type_names, capability)
-    cache.write(cache.cache_path(kernel, type_names, capability), entry.encode() + b"\0" + code)
+    """machine_code, written to the cache: (entry point's name, cubin), bytes both.
+
+    Where another process compiles the same kernel at the moment, as the ranks of a run do, its result.
+    """
+    path = cache.cache_path(kernel, type_names, capability)
+    with cache.compiled_by_one(path):
+        if found := cache.read(path):
+            return found
+        entry, code = machine_code(kernel, type_names, capability)
+        cache.write(path, entry.encode() + b"\0" + code)
     return entry.encode(), code

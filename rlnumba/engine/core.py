@@ -79,6 +79,9 @@ class PromptError(UserError):
         super().__init__(f"prompt {request_id}: {reason}")
         self.request_id, self.reason, self.request_ids = request_id, reason, request_ids or (request_id,)
 
+    def __reduce__(self):
+        return type(self), (self.request_id, self.reason, self.request_ids)
+
 
 class GrammarError(PromptError):
     """A grammar that a completion cannot be drawn with any more, too complex a one say: no fault of the prompt."""

@@ -26,6 +26,7 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
+from rlnumba.engine.core import PromptError
 from rlnumba.engine.episodes import Episodes, run_for
 from rlnumba.engine.sequence import FinishedCompletion, SamplingParams
 from rlnumba.errors import CommunicationError, DeviceError, SharedError, UserError
@@ -260,7 +261,7 @@ class LedEngine:
         found = self.communicator.objects((finished, num_tokens, self._load, self._waited_s(num_tokens), failure))
         of_ranks, tokens, self.loads, waited_s, failures = map(list, zip(*found[:: self.parts], strict=True))
         if self.communicator.rank == 0 and any(failures):
-            raise UserError(next(filter(None, failures)))
+            raise next(filter(None, failures))
         turns = self.homes.keys()
         self.homes |= {
             each.request_id: rank
@@ -284,18 +285,20 @@ class LedEngine:
         return self.engine.num_unfinished if self.episodes.is_idle else self.episodes.num_unfinished
 
     def _draw(self):
-        """(what finished, tokens, the message of an error of an episode or None) of ROUND_S seconds on this rank."""
-        if self.episodes.is_idle:
-            return *run_for(self.engine, ROUND_S), None
+        """(what finished, tokens, the error of a step or an episode or None) of ROUND_S seconds on this rank."""
         episodes, until, finished, before = self.episodes, time.monotonic() + ROUND_S, [], self.episodes.num_tokens
         try:
+            if episodes.is_idle:
+                return *run_for(self.engine, ROUND_S), None
             while not episodes.is_idle and (left := until - time.monotonic()) > 0:
                 for request in episodes.step(left):
                     finished += [FinishedCompletion(request.number, *each) for each in request.done.items()]
-        except CommunicationError:
+        except (CommunicationError, DeviceError):
             raise
-        except UserError as error:  # rank 0 raises it
-            return finished, episodes.num_tokens - before, str(error)
+        except UserError as error:
+            # Rank 0 raises it, after the exchange for which the other ranks wait. Not every error can be sent.
+            sent = error if isinstance(error, PromptError) else UserError(str(error))
+            return finished, episodes.num_tokens - before, sent
         return finished, episodes.num_tokens - before, None
 
     def _waited_s(self, num_tokens):

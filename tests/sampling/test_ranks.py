@@ -16,7 +16,8 @@ from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import CommunicationError, ConfigError, SharedError, UserError
 from rlnumba.model.tokenizer import Tokenizer
-from rlnumba.model.transformer import Checkpoint, load_model
+from rlnumba.model.transformer import Checkpoint, Transformer, load_model
+from rlnumba.model.weights import Weights
 from rlnumba.reporting import stderr
 from rlnumba.rewards import Rewards
 from rlnumba.runs.eval import evaluate, run_eval
@@ -130,6 +131,27 @@ def test_a_prompt_that_is_too_long_names_its_index(model):
         return str(error.value), len(found)
 
     assert in_threads.run(work, 2) == [("prompt 1: 9 tokens are more than the limit of 8", 3)] * 2
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_prompt_without_log_probs_is_named_whichever_rank_draws_it(index):
+    # Not tied to the head, which would damage every prompt.
+    config = dataclasses.replace(load_model(MODEL).config, tie_word_embeddings=False)
+    damaged = Transformer(config, Weights.random(config, "float32", 0))
+    damaged.weights.embed_tokens[7] = np.nan
+    prompts = [[5, 9], [5, 11]]
+    prompts[index] = [5, 7]
+
+    def work(communicator):
+        together = ranks.LedLLM(LLM(damaged), communicator)
+        job = offline.GenerationJob(EngineConfig(), prompts, SamplingParams(max_tokens=4), ["a.jsonl:1", "a.jsonl:2"])
+        with pytest.raises(UserError) as error:
+            together.led(lambda: offline.complete(together.llm, job))
+        return str(error.value)
+
+    message = f"a.jsonl:{index + 1}: the model's log-probs are not finite"
+    found = in_threads.run(work, 2)
+    assert found[0] == found[1] and found[0].startswith(message), found
 
 
 def test_requests_that_are_dropped_leave_all_ranks(model, monkeypatch):

@@ -564,6 +564,9 @@ def test_packing():
     assert ids(pack_sequences(four, 4, "bfd_split")) == [[[1, 2, 3, 4]], [[8, 9, 10], [5]], [[6, 7], [11]]]
     assert ids(pack_sequences(four, 4, "wrapped")) == [[[1, 2, 3, 4]], [[5, 6, 7, 8]], [[9, 10, 11]]]
     assert ids(pack_sequences(four, 4, limit=3)) == [[[1, 2, 3], [11]], [[8, 9, 10]], [[6, 7]]]
+    # A model whose longest sequence is below the rows' size loses nothing of the stream.
+    wrapped = ids(pack_sequences(four, 4, "wrapped", limit=3))
+    assert wrapped == [[[1, 2, 3]], [[4, 5, 6]], [[7, 8, 9]], [[10, 11]]]
 
 
 def test_equal_lengths_and_spaces_are_first_in_first_out():
@@ -667,6 +670,9 @@ def test_load_prompts_from_questions(path):
         {"role": "user", "content": '1 + 1 ? Let\'s think step by step and output the final answer after "####".'}
     ]
     assert chat.prompts[0].columns == {**gsm8k[0], "solution": "1,002"}
+    # The answer is after the last sign.
+    twice = prompts(path, [gsm8k[0] | {"answer": "#### of both: 1+1=2\n#### 2"}])
+    assert twice.prompts[0].columns["solution"] == "2"
     plain = prompts(path, gsm8k, WordTokenizer(chat=False), prompt_template="{question} =")
     assert plain.prompts[0].prompt == "1 + 1 ? ="
     assert prompts(path, gsm8k, apply_chat_template=False).prompts[0].prompt.startswith("1 + 1 ? Let's")

@@ -42,6 +42,11 @@ def test_csv(tmp_path):
             f"{path}:5",
         ),
     ]
+    # The names of columns may be of several lines, too.
+    assert read_rows(write_csv(path, ["two\nlines"], ["a"], ["b"])) == [
+        ({"two\nlines": "a"}, f"{path}:3"),
+        ({"two\nlines": "b"}, f"{path}:4"),
+    ]
 
 
 def test_csv_cells_of_any_length(tmp_path):

@@ -109,8 +109,8 @@ def test_equal_sides_are_kept(path):
 
 def test_margins(path):
     row = {"prompt": "a", "chosen": " b", "rejected": " c"}
-    loaded = load(path, [row | {"margin": 2}, row | {"margin": -0.5}, row, row | {"margin": None}])
-    assert [pair.margin for pair in loaded.rows] == [2.0, -0.5, None, None]
+    loaded = load(path, [row | {"margin": 2}, row | {"margin": -0.5}, row | {"margin": 0}, row, row | {"margin": None}])
+    assert [pair.margin for pair in loaded.rows] == [2.0, -0.5, 0.0, None, None]
 
 
 def test_pairs_whose_prompt_fills_max_length_are_left_out_and_counted(path):
@@ -132,6 +132,9 @@ def test_pairs_whose_prompt_fills_max_length_are_left_out_and_counted(path):
         "truncated_rows": 0,
         "dropped_rows": 2,
     }
+    # One of 6 tokens fits 6.
+    assert load(path, rows, max_length=6, truncation_mode=None).counts["dropped_rows"] == 1
+    assert load(path, rows, max_length=6).counts["truncated_rows"] == 1
     # Either side may be the longer one.
     longer = [{"prompt": "a b", "chosen": " e", "rejected": " d e f"}]
     assert load(path, longer, max_length=5).counts["truncated_rows"] == 1
@@ -147,6 +150,8 @@ def test_truncation():
     start, end = (truncated([1, 2], [3, 4, 5], 4, mode) for mode in ("keep_start", "keep_end"))
     assert start.input_ids.tolist() == [1, 2, 3, 4] and start.loss_mask.tolist() == [False] * 2 + [True] * 2
     assert end.input_ids.tolist() == [2, 3, 4, 5] and end.loss_mask.tolist() == [False] + [True] * 3
+    # A shorter one is whole, whatever its end.
+    assert truncated([1, 2], [3], 5, "keep_end").input_ids.tolist() == [1, 2, 3]
 
 
 ROW = {"prompt": "a", "chosen": " b", "rejected": " c"}

@@ -406,6 +406,11 @@ def test_what_a_group_of_one_pays_for_others_is_asked_again():
     scores = rewards.collect([rewards.submit(["p"], [text], [[1]], {}) for text in ("good", "bad")])
     np.testing.assert_array_equal(scores.values, [[1.0], [np.nan]])
     assert scores.errors == {"judge": 1}
+    # Those of all groups are counted.
+    texts = [["good", "bad"], ["bad", "bad"], ["good", "good"]]
+    scores = rewards.collect([rewards.submit(["p"] * 2, each, [[1]] * 2, {}) for each in texts])
+    np.testing.assert_array_equal(scores.values[:, 0], [1.0, np.nan, np.nan, np.nan, 1.0, 1.0])
+    assert scores.errors == {"judge": 3}
 
 
 def test_columns_that_one_group_lacks_have_none_for_a_model():
@@ -804,6 +809,8 @@ def test_length_rewards():
     overlong = resolve("get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)")
     assert overlong([[1] * n for n in (80, 90, 100, 101)]) == [0.0, -0.5, -1.0, -1.0]
     assert overlong.__name__ == "soft_overlong_punishment_reward"
+    # All of the length may be punished.
+    assert resolve("soft_overlong_punishment(100, 100)")([[1] * n for n in (0, 50, 100)]) == [0.0, -0.5, -1.0]
     repetition = resolve("repetition_penalty_reward(ngram_size=2)")
     assert repetition([[1, 2, 3, 4], [5, 5, 5, 5, 5], [1]]) == [0.0, -0.75, 0.0]
     assert resolve("repetition_penalty_reward")([[1, 1, 1, 1]]) == [-0.5]

@@ -127,6 +127,9 @@ def test_pairs_are_each_compared_once():
     with answering(lambda content: (200, "Both.")) as (url, bodies):
         with rewards_of(url, form="pairwise", opponents=1) as rewards:
             assert np.isnan(scored(rewards, [*TEXTS, "d"], ["p"] * 4).values).all() and len(bodies) == 4
+    # More opponents than there are: none meets itself.
+    with answering(answer) as (url, bodies), rewards_of(url, form="pairwise", opponents=5) as rewards:
+        assert scored(rewards).values[:, 0].tolist() == [1.0, 0.5, 0.0] and len(bodies) == 3
 
 
 def test_a_group_is_one_request():

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlnumba.engine.blocks.block_manager import BlockManager, block_hash
+from rlnumba.engine.blocks.block_manager import BlockManager, RetainedBlocks, block_hash
 
 IDS = np.arange(12, dtype=np.int32).reshape(3, 4)
 
@@ -103,3 +103,28 @@ def test_every_block_is_free_or_owned(moves, num_blocks):
         assert manager.ref_count == [owned.count(block) for block in range(num_blocks)]
         assert sorted(manager.free) == [block for block in range(num_blocks) if block not in owned]
         assert {value: block for block, value in manager.hash_of_block.items()} == manager.block_of_hash
+
+
+def test_what_a_request_retains_twice_is_released_at_once():
+    manager = BlockManager(8, 4)
+    blocks, retained = manager.allocate(3), RetainedBlocks(manager)
+    retained.retain("a", blocks[:2])
+    retained.retain("a", blocks[1:])
+    retained.retain("b", blocks[:1])
+    manager.release(blocks)
+    retained.release("a")
+    assert [manager.ref_count[block] for block in blocks] == [1, 0, 0] and len(retained) == 1
+    retained.release("b")
+    assert manager.num_free == 8 and not retained.counts
+
+
+def test_half_of_the_blocks_are_retained_and_then_the_oldest_are_released():
+    manager = BlockManager(8, 4)
+    blocks, retained = manager.allocate(5), RetainedBlocks(manager)
+    retained.retain("a", blocks[:3])
+    retained.retain("b", blocks[2:4])
+    assert list(retained.of_request) == ["a", "b"]
+    retained.retain("c", blocks[4:])
+    assert list(retained.of_request) == ["a", "b", "c"][1:]
+    manager.release(blocks)
+    assert manager.num_free == 5

@@ -10,7 +10,7 @@ import pytest
 
 from rlnumba.config import EngineConfig, GRPOConfig
 from rlnumba.engine import LLM, SamplingParams, sampler
-from rlnumba.engine.requests.logprobs import Listed, record_listed
+from rlnumba.engine.requests.logprobs import Listed, Logprob, entries, record_listed
 from rlnumba.engine.requests.token_rules import bad_word_ids, token_rules
 from rlnumba.engine.sequence import Sequence, SequenceTable
 from rlnumba.errors import ConfigError
@@ -431,3 +431,10 @@ def test_listings_that_are_computed_again_take_the_place_of_the_first_ones():
             listed = np.array([[position + 1, 0, 7, 0] for position in range(start, min(start + 2, 5))], np.int32)
             record_listed(Listed(scored=listed), step, table, ())
     assert [int(listing[0]) for listing in sequence.prompt_listings] == [1, 2, 3, 4, 5]
+
+
+def test_a_vocabulary_that_has_fewer_tokens_than_are_asked_for_is_listed_once():
+    """A drawn token that is among the likeliest, and no token in the third place."""
+    bits = [np.float32(values).view(np.int32).tolist() for values in ([-1.5], [-0.5, -1.5, 0])]
+    found = entries(np.array([2, *bits[0], 4, 2, -1, *bits[1]], np.int32), 2, str)
+    assert found == {2: Logprob(-1.5, 2, "2"), 4: Logprob(-0.5, 1, "4")} and list(found) == [2, 4]

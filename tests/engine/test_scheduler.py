@@ -214,6 +214,16 @@ def test_the_preempted_comes_back_before_those_that_never_ran():
     assert list(scheduler.waiting) == sequences[1:] and len(sequences[1].token_ids) == 5
 
 
+def test_a_further_turn_comes_after_the_preempted_and_before_those_that_never_ran():
+    preempted, fresh, turn, later = sequences_of([([i], 1, 8) for i in range(4)])
+    preempted.token_ids = np.int32([0, 5])
+    turn.continues = later.continues = True
+    scheduler = Scheduler(SequenceTable(2, BLOCK), BlockManager(3, BLOCK), 8)
+    for sequence in (preempted, fresh, turn, later):
+        scheduler.add(sequence)
+    assert list(scheduler.waiting) == [preempted, turn, later, fresh]
+
+
 def decoding(num_blocks, lengths):
     """A scheduler in which sequences of these lengths decode, with max_tokens to come."""
     sequences = sequences_of([([i] * length, 1, 16) for i, length in enumerate(lengths)])
@@ -223,6 +233,15 @@ def decoding(num_blocks, lengths):
     step = scheduler.schedule()
     scheduler.update(step, *model.run(step, scheduler.table))
     return scheduler, model
+
+
+def test_all_that_are_preempted_come_back_in_the_order_of_their_admission():
+    scheduler, _ = decoding(20, [3, 6, 2])
+    scheduler.add(sequences_of([([9], 1, 8)])[0])
+    admitted = scheduler.table.sequences[scheduler.running].tolist()
+    scheduler.preempt_all()
+    assert list(scheduler.waiting)[:3] == admitted and len(scheduler.waiting) == 4
+    assert [len(each.prompt) for each in admitted] == [3, 6, 2]
 
 
 def test_blocks_are_reserved_for_tokens_to_come():
@@ -376,6 +395,17 @@ def test_prefixes_are_found_by_a_later_run_and_not_under_another_policy():
         before = model.num_tokens
         run(sequences_of([(prompt, 1, 1)]), blocks=blocks, model=model, num_blocks=32, policy_version=policy)
         assert model.num_tokens - before == tokens
+
+
+def test_prefixes_are_found_by_requests_of_their_adapter_and_salt_alone():
+    blocks, model = BlockManager(64, BLOCK), FakeModel(64)
+    prompt = np.arange(3 * BLOCK + 1, dtype=np.int32)
+    for adapter in ((-1, ""), (-1, "a"), (0, ""), (1, ""), (0, "a"), (1, "a"), (1, "b")):
+        for tokens in (13, 1):
+            before = model.num_tokens
+            sequence = Sequence(0, 0, prompt, SamplingParams(max_tokens=1), (0, 0), 14, (), adapter)
+            run([sequence], blocks=blocks, model=model, num_blocks=64)
+            assert model.num_tokens - before == tokens, adapter
 
 
 def test_generated_blocks_are_found_too():

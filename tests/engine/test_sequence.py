@@ -3,6 +3,7 @@ import pickle
 import numpy as np
 import pytest
 
+from rlnumba.engine.requests.token_rules import TokenRules
 from rlnumba.engine.sequence import Completion, SamplingParams, Sequence, SequenceTable
 from rlnumba.errors import ConfigError
 
@@ -83,6 +84,7 @@ def test_what_a_parameter_must_be_is_said_in_full(name, value, expectation):
     [
         {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1e-9, "seed": 0, "max_tokens": 1},
         {"temperature": 1e-5, "top_p": 1e-9, "top_k": 2**31 - 1, "min_p": 1, "seed": 2**64 - 1, "n": 1},
+        {"presence_penalty": -2, "frequency_penalty": 2, "logit_bias": ((3, -100), (4, 100)), "first_index": 2**31 - 2},
         {"stop_token_ids": (0, 2**31 - 1), "max_tokens": np.int64(3), "top_p": np.float64(0.5), "top_k": np.int32(7)},
     ],
 )
@@ -166,6 +168,22 @@ def test_a_completion_has_lists_and_arrays_of_its_tokens():
     assert Completion([3], [-0.5], "stop").policy_versions == []
 
 
+def test_a_completion_without_log_probs_is_sent_as_one():
+    sent = pickle.loads(pickle.dumps(Completion([3, 5], None, "stop", "ab", [7, 8])))
+    assert sent.logprobs is None and sent.cumulative_logprob is None and sent.token_ids == [3, 5]
+
+
 def test_the_last_completion_alone_is_greedy():
     params = SamplingParams(temperature=0.5, n=3, greedy_last=True)
     assert [params.of_completion(index).temperature for index in range(3)] == [0.5, 0.5, 0.0]
+
+
+def test_bad_words_end_in_the_last_column_whichever_request_has_the_longest():
+    table = SequenceTable(num_rows=3, block_size=16)
+    none = np.zeros(0, np.int32)
+    for row, words in enumerate(([[7, 8]], [[1, 2, 3], [-1, 4, 5]], [[9]])):
+        sequence = Sequence(row, 0, np.arange(2, dtype=np.int32), SamplingParams(), (1, 2), 20)
+        sequence.rules = TokenRules(none, np.zeros(0, np.float32), none, np.array(words, np.int32))
+        table.put(row, sequence)
+    expected = [[[-1, 7, 8], [-1, -1, -1]], [[1, 2, 3], [-1, 4, 5]], [[-1, -1, 9], [-1, -1, -1]]]
+    assert table.bad_words.tolist() == expected

@@ -3,12 +3,16 @@
 import asyncio
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rlnumba import AsyncLLM
 from rlnumba.engine import LLM, PromptError, SamplingParams
+from rlnumba.engine.episodes import GroupRequest
+from rlnumba.engine.requests.streams import OpenRequest, Streams
+from rlnumba.engine.sequence import StepOutput
 from rlnumba.errors import ConfigError
 from tests.engine.test_llm import FOLDER, make_model
 
@@ -147,3 +151,15 @@ def test_progress(capsys):
     llm.sleep()
     llm.wake_up()
     assert capsys.readouterr().err == ""
+
+
+def test_requests_of_one_step_list_as_many_tokens_as_each_asks_for():
+    engine, streams = SimpleNamespace(tokenizer=None, token_text=str), Streams.__new__(Streams)
+    params = [SamplingParams(logprobs=count) for count in (1, 3, None)]
+    requests = [GroupRequest(number, [5], each) for number, each in enumerate(params)]
+    streams.open = {request.number: OpenRequest(engine, request, None) for request in requests}
+    sequences = [SimpleNamespace(request_id=number, index=0, params=each) for number, each in enumerate(params)]
+    listings = np.array([[9, 0, 1, 2, 3, 0, 0, 0]] * 3, np.int32)
+    output = StepOutput([], np.array(sequences), np.full(3, 7), np.zeros(3, np.float32), 0, listings)
+    found = [grown.outputs[0].logprobs for _, grown in streams._take(output)]
+    assert [each and list(each[0]) for each in found] == [[7, 1], [7, 1, 2, 3], None]

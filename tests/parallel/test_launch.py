@@ -13,7 +13,7 @@ import pytest
 
 from rlnumba.errors import RankError
 from rlnumba.parallel import launch, ray_launch
-from rlnumba.parallel.launch import launch_groups
+from rlnumba.parallel.launch import launch_groups, stop_requested
 from rlnumba.runtime import signals
 from tests.parallel import ranks
 
@@ -161,6 +161,12 @@ def test_ranks_that_hold_signals_stop_after_the_same_step(tmp_path):
     assert process.returncode == -signal.SIGTERM, errors.decode()
     assert len({(tmp_path / f"{rank}.steps").read_text() for rank in range(3)}) == 1
     assert all(map(ended, pids))
+
+
+def test_a_signal_of_any_rank_stops_all():
+    for received in ([True, False], [False, True], [False, False]):
+        communicator = SimpleNamespace(objects=lambda own, received=received: received)
+        assert stop_requested(communicator) is any(received)
 
 
 def test_a_second_signal_ends_all(tmp_path):

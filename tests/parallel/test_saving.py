@@ -222,6 +222,17 @@ def test_the_ranks_that_did_not_write_are_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_first_rank_that_did_not_write_is_named_of_several(tmp_path, monkeypatch):
+    saver, weights = saving.SharedSaver(tmp_path, SingleRank()), SimpleNamespace(size=8, parts=list)
+    model = SimpleNamespace(weights=weights, adapter=None)
+    for name in ("host_copy", "create", "fill"):
+        monkeypatch.setattr(saving, name, lambda *_: model)
+    monkeypatch.setattr(saver, "_start", lambda write: write())
+    monkeypatch.setattr(saver, "_wait_for_others", lambda partial: ["rank 1: disk full", "rank 2: no answer"])
+    with pytest.raises(checkpoint.CheckpointError, match="rank 1: disk full"):
+        saver.save(1, model, None, None)
+
+
 def test_a_rank_whose_first_rank_does_not_come_says_so(tmp_path):
     """It writes what went wrong for rank 0, and nothing if the folder has not been made at all."""
     saver = saving.SharedSaver(tmp_path, SingleRank())

@@ -159,6 +159,18 @@ def test_pieces_of_what_is_moved(monkeypatch):
     check_same(in_threads.run(on_rank, 2, *case), on_one(*case))
 
 
+def test_the_first_rank_has_the_master_weights_of_all_in_pieces(monkeypatch):
+    monkeypatch.setattr("rlnumba.parallel.zero.PIECE_SEGMENTS", 1)
+
+    def gathered(communicator):
+        return ShardedOptimizer(weights_of(7 * SEGMENT + 128, "bfloat16"), communicator).gathered("master")
+
+    whole, *others = in_threads.run(gathered, 3)
+    expected = device.to_host(weights_of(7 * SEGMENT + 128, "bfloat16").flat).astype(np.float32)
+    assert_same_bits(whole, expected)
+    assert others == [None, None]
+
+
 def test_empty_parts_have_no_blocks_of_8_bit_moments():
     case = 2 * SEGMENT + 128, "bfloat16", 2, {"optim": "adamw_8bit"}
     check_same(in_threads.run(on_rank, 4, *case), on_one(*case))

@@ -264,6 +264,19 @@ def test_a_checkpoint_restores_what_is_complete_and_draws_the_rest_again(tmp_pat
         pipeline_of(tmp_path, 1, state[:5], max_staleness=2)
 
 
+def test_a_checkpoint_keeps_how_often_a_group_was_begun_and_replaced(tmp_path):
+    pipeline, engines = pipeline_of(tmp_path, max_staleness=0, max_attempts=3)
+    for _ in range(4):
+        pipeline.expired(engines.requests.pop(1))
+        for group in pipeline.buffer.dropped():
+            pipeline._replace(group)
+    state = encoded(state_of(pipeline))
+    again, _ = pipeline_of(tmp_path, 0, state, max_staleness=0, max_attempts=3)
+    for found in (pipeline, again):
+        places = [group.content for group, _ in found.buffer.snapshot()]
+        assert [(each.attempts, each.replaced) for each in places] == [(1, 0), (2, 1)]
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_groups_of_equal_rewards_give_their_places_to_further_prompts(tmp_path, max_staleness):
     options = {"rewards": DifferingRewards(), "train": {"dynamic_sampling": True}, "max_staleness": max_staleness}

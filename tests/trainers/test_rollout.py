@@ -7,7 +7,8 @@ import pytest
 
 from rlnumba.data import Prompt, PromptData
 from rlnumba.engine.llm import LLM
-from rlnumba.engine.sequence import Completion, SamplingParams
+from rlnumba.engine.sequence import Completion, EpisodeRecord, SamplingParams
+from rlnumba.environments.transcript import CallRecord, Transcript
 from rlnumba.errors import ConfigError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
@@ -24,6 +25,7 @@ from rlnumba.sampling.samples import (
     draw_samples,
     generation_metrics,
     is_uniform,
+    tool_metrics,
 )
 from rlnumba.trainers import grpo
 from rlnumba.trainers.rollout import Rollouts, frac_reward_zero_std, set_advantages
@@ -164,6 +166,33 @@ def test_metrics_of_a_generation():
     )
     all_cut = generation_metrics(Generation([[sample(reason="length"), sample(reason="length")]]), ["f"])
     assert all_cut["completions/mean_terminated_length"] == 0.0
+
+
+def test_what_others_have_written_is_not_counted_as_drawn():
+    drawn, given, teacher = (
+        sample(completion=range(count), reason=r) for count, r in ((2, "stop"), (4, "given"), (1, "teacher"))
+    )
+    generation = Generation([[drawn, given, teacher]])
+    assert generation.num_generated == 2 and generation.num_tokens == 7 + 3 * 2
+
+
+def test_greedy_completions_are_added_to_those_that_were_not_needed():
+    groups = [[sample(0.5), sample(1.0, completion=range(4))], [sample(0.0), sample(np.nan, completion=range(3))]]
+    generation = Generation(groups, num_unused=5)
+    generation.set_baselines()
+    assert generation.num_unused == 5 + 4 + 3 and generation.metrics == {"reward_baseline": 1.0}
+    assert [len(each.baseline.completion.token_ids) for each in generation.samples] == [4, 3]
+
+
+def test_calls_of_a_name_that_the_prompt_did_not_have_are_none_of_the_tool():
+    """The tools of a prompt may be fewer than those of the run."""
+    called = sample()
+    calls = [CallRecord("add", False, False, False, 2.0), CallRecord("add", True, False, True, 8.0)]
+    called.completion.episode = EpisodeRecord([3, 4], 1, 2, Transcript([], calls=calls))
+    found = tool_metrics([[called]], ["add", "other"])
+    assert (found["tools/add/call_total"], found["tools/add/failure_total"], found["tools/add/latency_s"]) == (1, 0, 2)
+    assert (found["tools/unknown_name_total"], found["tools/failure_frequency"]) == (1, 0.5)
+    assert found["tools/latency_s"] == 5 and found["tools/other/call_total"] == 0
 
 
 def test_parts_share_out_every_array():

@@ -11,12 +11,13 @@ from rlnumba import GRPOConfig, GRPOTrainer
 from rlnumba.config import AsyncConfig, EvalConfig, RewardsConfig, RolloutConfig, ToolsConfig, load_run
 from rlnumba.data import load_prompts
 from rlnumba.engine.llm import LLM
+from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.reporting import stderr
 from rlnumba.rewards import TrainingProgress
 from rlnumba.runs.eval import run_eval
 from rlnumba.runs.prompt_run import sampling_params
-from rlnumba.sampling.rollout_func import FunctionSampler, RolloutFunction
+from rlnumba.sampling.rollout_func import FunctionSampler, RolloutFunction, RolloutTrainer
 from rlnumba.sampling.samples import distinct_params
 from tests.parallel import in_threads
 from tests.trainers import rollouts
@@ -117,6 +118,13 @@ def test_what_was_drawn_is_counted_by_generation():
         sampler.submit(SimpleNamespace(number=number, params=SimpleNamespace(seed=seed)), owner)
         sampler.poll()
     assert counts[0] is counts[1] and counts[2] is not counts[1]
+
+
+def test_what_a_function_draws_begins_with_the_noise_of_its_first_completion():
+    params = SamplingParams(n=2, first_index=6, temperature=0.5)
+    trainer = RolloutTrainer(None, SimpleNamespace(tokenizer=None), params, None, {}, {})
+    assert trainer.sampling_params(max_tokens=3) == SamplingParams(temperature=0.5, max_tokens=3)
+    assert trainer.num_generations == 2
 
 
 def test_an_aborted_request_is_not_drawn():

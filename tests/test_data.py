@@ -280,6 +280,7 @@ def test_one_row_is_enough_for_what_a_template_takes(path):
         f"{path}: the column tools has no effect: no chat template is applied to its rows, texts"
     ]
     assert load(path, [chat | tools, text]).notes == []
+    assert prompts(path, [chat, text], system_prompt="s").notes == []
     messages = [*chat["prompt"], *chat["completion"]]
     assert load(path, [{"messages": messages} | tools]).notes == []
 
@@ -299,6 +300,10 @@ def test_cells_of_csv_files_are_what_a_trainer_reads(tmp_path):
     path = write_csv("prompt,level,answer\nq,3,1\nq,0.5,2\n")
     prompts = load_prompts(path, DataConfig(train="", curriculum_column="level"), *limits).prompts
     assert [prompt.columns for prompt in prompts] == [{"level": 3.0, "answer": "1"}, {"level": 0.5, "answer": "2"}]
+    # An answer is text, whatever it looks like.
+    path = write_csv("prompt,gold\nq,{}\n")
+    (prompt,) = load_prompts(path, DataConfig(train="", answer_column="gold"), *limits).prompts
+    assert prompt.columns == {"gold": "{}", "solution": "{}"}
     path = write_csv("prompt,answer,answer\nq,1,2\n")
     with pytest.raises(UserError, match="rows.csv:1: the column 'answer' is there twice$"):
         load_prompts(path, DataConfig(train="", answer_column="answer"), *limits)
@@ -411,6 +416,9 @@ def test_truncation_and_dropped_rows_are_counted(path):
     with pytest.raises(UserError, match=r"rows.jsonl:2: 8 tokens are more than the model's 7; set train.max_length"):
         load(path, [{"text": "a"}, {"text": "a b c d e f"}], max_length=None, limit=7)
     assert load(path, [{"text": "a b c d e f"}], limit=7).counts["truncated_rows"] == 1
+    # One of 8 tokens fits 8.
+    for max_length in (None, 8):
+        assert load(path, [{"text": "a b c d e f"}], max_length=max_length, limit=8).counts["truncated_rows"] == 0
     with pytest.raises(UserError, match="no row has a token to train on"):
         load(path, [{"prompt": "a b c d e", "completion": "f"}], max_length=4)
 

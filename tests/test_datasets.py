@@ -68,6 +68,9 @@ def test_csv_columns_that_are_lists(tmp_path, written):
     none = dict.fromkeys(("messages", "prompt", "reward_model", "other", "answer"))
     found = none | {"messages": CHAT, "prompt": CHAT, "reward_model": {"style": "rule"}, "answer": "[1, 2]"}
     assert [row for row, _ in read_rows(path, cells=cells)] == [found | {"other": written(CHAT)}, none]
+    # An object may be empty, and begin in the next line.
+    assert object_cell(written({})) == {} and object_cell("\n " + written({"a": 1})) == {"a": 1}
+    assert object_cell("{x}") == "{x}"
 
 
 def test_csv_flags_and_numbers(tmp_path):

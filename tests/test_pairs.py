@@ -142,6 +142,7 @@ def test_pairs_whose_prompt_fills_max_length_are_left_out_and_counted(path):
         load(path, rows, max_length=2)
     with pytest.raises(UserError, match="rows.jsonl:1: 6 tokens are more than the model's 5; set train.max_length"):
         load(path, rows, max_length=None, limit=5)
+    assert load(path, rows[:1], max_length=None, limit=6).counts == {"rows": 1, "truncated_rows": 0, "dropped_rows": 0}
 
 
 def test_truncation():
@@ -253,6 +254,7 @@ def test_pairs_are_taken_apart_in_blocks(path, monkeypatch):
         *("c0 </s>", "c1 </s>", "r0 </s>", "r1 </s>", "c2 </s>", "r2 </s>")
     ]
     assert [label for _, _, label in labelled_texts(path, rows)] == [True, True, False, False, True, False]
+    assert load_labelled(path, rows).counts == {"rows": 6, "truncated_rows": 0, "dropped_rows": 0}
     # Each side begins where its own agreement with the prompt ends.
     row = {"prompt": "a ab", "chosen": "cd e", "rejected": " f"}
     assert labelled_texts(path, [row]) == [("<s> a", "abcd e </s>", True), ("<s> a ab", "f </s>", False)]

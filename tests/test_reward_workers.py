@@ -73,6 +73,10 @@ def slow(completions, **columns):
     time.sleep(0.3 * len(completions))
     return length(completions)
 
+async def slow_judge(completions, **columns):
+    await asyncio.sleep(0.3 * len(completions))
+    return length(completions)
+
 def counts(completions, **columns):
     global calls
     calls += 1
@@ -219,8 +223,8 @@ def test_async_functions(rewards, bad):
 def test_the_timeout_is_for_one_completion(rewards, monkeypatch):
     """Four completions of 0.3 seconds in one call take longer than the limit of one, and are no error."""
     monkeypatch.setattr(workers, "GRACE_S", 0.1)
-    made = rewards("slow", timeout=0.5)
-    assert made.collect([submit(made, ["a"] * 4)]).values.tolist() == [[1]] * 4
+    made = rewards("slow", "slow_judge", timeout=0.5)
+    assert made.collect([submit(made, ["a"] * 4)]).values.tolist() == [[1, 1]] * 4
 
 
 def test_a_worker_that_was_killed_while_idle_is_replaced(rewards):

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from abc import ABCMeta
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -141,7 +142,8 @@ def test_async_functions_have_one_loop_for_the_whole_run():
 
     rewards = Rewards([blocks_for_ever, remembers], timeout_s=0.2, errors="skip")
     for _ in range(2):
-        assert rewards.score(PROMPTS, TEXTS, IDS, {}).errors["blocks_for_ever"] == 3
+        # The other one fails with it, and has its values in the loop that takes the place of the first.
+        assert rewards.score(PROMPTS, TEXTS, IDS, {}).errors == {"blocks_for_ever": 3}
 
 
 def test_an_async_function_that_cannot_be_called_fails_alone():
@@ -186,6 +188,28 @@ def test_async_functions_in_a_notebook():
 
     assert asyncio.run(cell()) == [9.0, 9.0]
     assert loops[0] is loops[1]
+
+
+def test_a_loop_that_is_blocked_in_a_notebook_is_replaced(monkeypatch):
+    """The thread that is left has the old one."""
+    call, goes_on = calling.call_with_timeout, threading.Event()
+
+    async def may_block(completions, **columns):
+        if "block" in completions:
+            goes_on.wait(10)
+        return [1.0] * len(completions)
+
+    async def notebook():
+        rewards = Rewards([may_block])
+        with monkeypatch.context() as patch, pytest.raises(RewardError, match="may_block did not return within"):
+            patch.setattr(calling, "call_with_timeout", lambda work, seconds, **keys: call(work, 0.02, **keys))
+            rewards.score(["p"], ["block"], [[1]], {})
+        return rewards.score(["p"], ["a"], [[1]], {}).values.tolist()
+
+    try:
+        assert asyncio.run(notebook()) == [[1.0]]
+    finally:
+        goes_on.set()
 
 
 def test_an_array_is_as_good_as_a_list_and_a_tuple():
@@ -429,14 +453,23 @@ def test_columns_that_one_group_lacks_have_none_for_a_model():
 def test_what_completions_log_that_are_tried_one_by_one():
     """It stays with its completion; that of a call which has failed is dropped."""
 
-    def logs(completions, log_extra, **columns):
+    def logs(completions, log_extra, log_metric, **columns):
         log_extra("seen", completions)
+        log_metric("size", len(completions[0]))
         if "bad" in completions:
             raise ValueError
         return [1.0] * len(completions)
 
-    scores = Rewards([logs], errors="skip").score(["p"] * 3, ["a", "bad", "c"], [[1]] * 3, {})
-    assert scores.extra == {"seen": ["a", None, "c"]}
+    scores = Rewards([logs], errors="skip").score(["p"] * 3, ["a", "bad", "cc"], [[1]] * 3, {})
+    assert scores.extra == {"seen": ["a", None, "cc"]} and scores.metrics == {"size": 1.5}
+
+
+def test_a_group_is_ready_once_all_its_calls_are():
+    calls = {0: Future(), 1: Future()}
+    pending, rewards = calling.Pending({}, 1, calls), Rewards([length, tenfold_length])
+    for call, is_ready in ((calls[0], False), (calls[1], True)):
+        call.set_result(None)
+        assert rewards.ready([pending]) == [is_ready]
 
 
 def test_functions_of_the_main_module_are_not_imported(monkeypatch):
@@ -487,6 +520,15 @@ def test_a_failing_function_is_named(function, message):
     with pytest.raises(RewardError, match=message) as caught:
         score(function, timeout_s=0.2)
     assert "\n" not in str(caught.value)
+
+
+def test_the_line_that_is_named_is_the_one_that_raised():
+    def calls_another(completions, **columns):
+        return raises(completions)
+
+    with pytest.raises(RewardError) as caught:
+        score(calls_another)
+    assert str(caught.value).endswith(f"test_rewards.py:{raises.__code__.co_firstlineno + 1})")
 
 
 @pytest.mark.parametrize("function", [raises, wrong_count, sleeps])
@@ -792,6 +834,7 @@ def test_format_and_gsm8k():
     texts = ["work\n#### 1,234", "#### 1234.0 done", "1234", "#### -3", "#### 1234."]
     gold = ["so\n#### 1234", "1,234", "#### 1234", "#### 3", "#### 1,234"]
     assert functions.gsm8k_reward(texts, answer=gold) == [1.0, 1.0, 0.0, 0.0, 1.0]
+    assert functions.gsm8k_reward(["#### -3", "#### 3"], answer=["#### -3", "-3"]) == [1.0, 0.0]
     # What is no number is compared as text.
     assert functions.gsm8k_reward(["#### 1.2.3", "#### 1.2.3", "#### 5"], answer=["1.2.3", "1.2", "five"]) == [
         1.0,
@@ -814,6 +857,7 @@ def test_length_rewards():
     repetition = resolve("repetition_penalty_reward(ngram_size=2)")
     assert repetition([[1, 2, 3, 4], [5, 5, 5, 5, 5], [1]]) == [0.0, -0.75, 0.0]
     assert resolve("repetition_penalty_reward")([[1, 1, 1, 1]]) == [-0.5]
+    assert resolve("repetition_penalty_reward(max_penalty=0)")([[1, 1, 1, 1]]) == [0.0]
 
 
 def test_cosine_scaled_reward():

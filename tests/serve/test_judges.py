@@ -82,7 +82,7 @@ def answer_part(content):
 
 def test_scores_become_values_and_are_kept_and_counted(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    said = {"a": "Fine.\nScore: 10", "bb": "Score: 3, no.\n**Score: 5**", "ccc": "I cannot say."}
+    said = {"a": "Fine.\nScore: **10**", "bb": "Score: 3, no.\n**Score: 5**", "ccc": "I cannot say."}
     prices = {"prompt_price": 1e5, "completion_price": 1e6, "scale": [0, 10]}
     with answering(lambda content: (200, said[answer_part(content)])) as (url, bodies):
         with rewards_of(url, model="m", api_key_env="JUDGE_KEY", **prices) as rewards:
@@ -90,6 +90,11 @@ def test_scores_become_values_and_are_kept_and_counted(monkeypatch):
             np.testing.assert_array_equal(found.values, [[1.0], [0.5], [np.nan]])
             again = scored(rewards, ["bb", "a", "bb"])
             np.testing.assert_array_equal(again.values, [[0.5], [1.0], [0.5]])
+        with rewards_of(url) as rewards:
+            # Equal completions of a group are asked about once.
+            equal = scored(rewards, ["bb", "bb"], ["How long?"] * 2).metrics
+            assert (equal["judge/short/requests"], equal["judge/short/cached"]) == (0.5, 0.5)
+            assert bodies.pop()["path"] == "/v1/chat/completions"
     assert len(bodies) == 3 and {body["path"] for body in bodies} == {"/v1/chat/completions"}
     assert {(body["model"], body["key"], body["max_tokens"]) for body in bodies} == {("m", "Bearer secret", 512)}
     content = bodies[0]["messages"][0]["content"]
@@ -307,6 +312,7 @@ def test_an_answer_may_have_no_text():
     for message in ({"content": None}, {"content": ""}, {}):
         assert judges.answer_of(json.dumps({"choices": [{"message": message}]})) == ("", {})
     assert judges.conversation([{"role": "user", "content": "u"}]) == "u"
+    assert judges.content_text([{"type": "text", "text": text} for text in ("Blue", "berry")]) == "Blueberry"
 
 
 def test_the_answers_asked_for_last_are_kept():

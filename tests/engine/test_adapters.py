@@ -5,12 +5,14 @@ import dataclasses
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rlnumba import LLM, AsyncLLM, LoRARequest, SamplingParams
 from rlnumba.config import EngineConfig
+from rlnumba.engine import adapters
 from rlnumba.engine.adapters import NamedAdapters, adapter_of, for_adapters, read_for
 from rlnumba.engine.core import Engine, PromptError
 from rlnumba.errors import ConfigError, UserError
@@ -278,6 +280,24 @@ def test_lora_request_is_an_adapter(folders, alone):
         LoRARequest("a", 0, "b")
     with pytest.raises(ConfigError, match=r"lora_request needs LLM\(..., enable_lora=True\)"):
         LLM(load_model(MODEL)).generate([PROMPT], PARAMS, lora_request=sql)
+
+
+def test_an_adapter_that_a_request_still_has_is_not_removed(monkeypatch):
+    removed, numbers = [], iter(range(9))
+    monkeypatch.setattr(adapters, "find_model", lambda path: path)
+    monkeypatch.setattr(adapters, "read_for", lambda model, folder: None)
+    monkeypatch.setattr(adapters, "adapter_of", lambda model, read: None)
+    monkeypatch.setattr(adapters, "add_adapter", lambda engine, adapter: next(numbers))
+    monkeypatch.setattr(adapters, "remove_adapter", lambda engine, number: removed.append(number))
+    engine = SimpleNamespace(model=None, requests={5: {0: SimpleNamespace(adapter_id=0)}})
+    requested = adapters.RequestedAdapters(engine, 1)
+    first, second = (LoRARequest(name, number, name) for number, name in enumerate("ab", 1))
+    requested.load([first])
+    requested.load([second])
+    assert removed == [] and requested.ids == {first: 0, second: 1}
+    engine.requests.clear()
+    requested.load([second])
+    assert removed == [0] and requested.ids == {second: 1}
 
 
 def test_lora_request_of_a_coroutine(folders, alone, monkeypatch):

@@ -14,6 +14,7 @@ from rlnumba.config import EngineConfig, SFTConfig
 from rlnumba.engine import LLM, PromptError, SamplingParams, sampler
 from rlnumba.engine.blocks import cache_size
 from rlnumba.engine.cache import KVCache
+from rlnumba.engine.llm import chat_prompts
 from rlnumba.engine.sequence import RequestOutput
 from rlnumba.engine.steps import attention
 from rlnumba.errors import ConfigError, UserError
@@ -1042,3 +1043,11 @@ def test_a_prompt_without_numbers_leaves_the_others_theirs():
     with pytest.raises(PromptError, match="prompt 1: the model's log-probs are not finite"):
         llm.generate(prompts, params)
     assert llm.generate([prompts[finished[0]]], params[finished[0]])[0].outputs == expected[finished[0]].outputs
+
+
+def test_tools_of_one_chat_are_not_in_the_next(monkeypatch):
+    seen, template = [], {"enable_thinking": False}
+    monkeypatch.setattr("rlnumba.engine.llm.encode_prompt", lambda tokenizer, chat, **variables: seen.append(variables))
+    for tools in (["schema"], None):
+        chat_prompts("tokenizer", [[{"role": "user", "content": "hi"}]], tools, template)
+    assert seen == [{"enable_thinking": False, "tools": ["schema"]}, {"enable_thinking": False}]

@@ -312,6 +312,23 @@ def test_a_state_is_found_once_the_token_after_it_is_computed():
     assert pages.match(hashes, len(hashes)) == 1
 
 
+def test_a_state_that_older_weights_have_begun_is_not_found():
+    table = SequenceTable(1, BLOCK, 2 * STATE_BLOCK)
+    pages, hashes = StatePages(table, 3), list(range(100, 132))
+    assert pages.begin(0, hashes, 0, STATE_BLOCK + 1)
+    pages.forget()
+    pages.note(np.array([0]), np.array([STATE_BLOCK + 1]))
+    assert pages.match(hashes, len(hashes)) == 0
+
+
+def test_a_state_that_is_kept_takes_no_second_page():
+    pages = StatePages(SequenceTable(2, BLOCK, 2 * STATE_BLOCK), 4)
+    pages.keep_own(0, 7)
+    own, free = pages.own.tolist(), list(pages.free)
+    pages.keep_own(1, 7)
+    assert (pages.own.tolist(), list(pages.free), pages.page_of_hash) == (own, free, {7: 0}) and own == [2, 1]
+
+
 def test_a_sequence_that_is_taken_off_before_its_state_is_computed_leaves_none():
     table = SequenceTable(1, BLOCK, 3 * STATE_BLOCK)
     pages, hashes = StatePages(table, 3), list(range(100, 132))

@@ -8,6 +8,7 @@ import pytest
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.model.shard import Columns
+from rlnumba.parallel import layer_shards
 from rlnumba.parallel.communicator import (
     CommunicationError,
     Communicator,
@@ -22,8 +23,9 @@ from rlnumba.parallel.communicator import (
 )
 from rlnumba.parallel.layer_shards import LayerShards
 from rlnumba.parallel.placement import check_groups
-from rlnumba.parallel.zero import ShardedOptimizer
+from rlnumba.parallel.zero import Part, ShardedOptimizer
 from rlnumba.sampling.offline import GenerationJob, Groups, Shards, _merged, place_of
+from tests.parallel import in_threads
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,21 @@ def test_values_are_stored_where_a_rank_has_them():
     LayerShards._copy(None, 14, np.full(6, 99), spans)
     LayerShards._copy(None, 23, np.full(6, 99), spans)
     assert [array.tolist() for _, array in spans] == [[11, 0, 12, 13], [20, 21, 0]]
+
+
+@pytest.mark.parametrize("first, count", [(0, 40), (3, 30), (17, 5), (30, 10)])
+def test_parts_come_to_the_first_rank_in_pieces(monkeypatch, first, count):
+    monkeypatch.setattr(layer_shards, "PIECE", 4)
+    values, parts = np.arange(40, dtype=np.float32), [Part(0, 16), Part(16, 32), Part(32, 40)]
+
+    def part_of(communicator):
+        own = parts[communicator.rank]
+        shards = SimpleNamespace(communicator=communicator, dtype=values.dtype, parts_of_ranks=parts)
+        shards.flat, shards.first = values[own.start : own.stop].copy(), own.start
+        return LayerShards.host_part(shards, first, count)
+
+    whole, *others = in_threads.run(part_of, 3)
+    assert whole.tolist() == values[first : first + count].tolist() and others == [None, None]
 
 
 def test_arrays_of_other_shapes_are_named():

@@ -419,6 +419,19 @@ def test_waiting_for_futures_is_no_work(monkeypatch):
     assert not sampler.poll() and sampler.stats.busy_s == 2.0
 
 
+def test_nothing_is_decoded_from_the_change_of_weights_until_they_have_a_version():
+    sampler, polls = OwnSampler(None, AsyncConfig(decode_steps_per_micro_batch=2)), []
+    sampler.poll = lambda wait_s: polls.append(wait_s)
+    engine = SimpleNamespace(synchronize=lambda: None)
+    sampler.episodes = SimpleNamespace(engine=engine, update_weights=lambda *_: None, is_idle=True)
+    counts = []
+    for change in (lambda: None, sampler.before_update, lambda: sampler.update_weights(1)):
+        change()
+        sampler.before_micro_batch()
+        counts.append(len(polls))
+    assert counts == [2, 2, 4]
+
+
 def test_each_prompt_that_takes_the_place_of_another_has_a_seed_of_its_own(tmp_path):
     pipeline, engines = pipeline_of(tmp_path, max_staleness=0, max_attempts=1)
     seeds = [engines.requests[1].params.seed]

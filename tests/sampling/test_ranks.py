@@ -385,3 +385,14 @@ def test_sequences_that_move_are_counted_where_they_go():
     ranks.LedEngine._balance(rank)
     (_, _, first), _ = moves
     assert rank.loads == [7, 1 + min(first, 2), 1 + 2 - min(first, 2)] and arrived == []
+
+
+def test_a_rank_that_has_nothing_to_draw_may_wait_for_long(model, monkeypatch):
+    monkeypatch.setattr(ranks.LedEngine, "_waited_s", lambda self, num_tokens: 1e9 * self.index)
+    expected = drawn(LLM(*model).generate(PROMPTS[1:2], PARAMS[1:2]))
+
+    def on_rank(communicator):
+        together = ranks.LedLLM(LLM(*model), communicator)
+        return together.led(lambda: drawn(together.llm.generate(PROMPTS[1:2], PARAMS[1:2])))
+
+    assert in_threads.run(on_rank, 2) == [expected] * 2

@@ -17,6 +17,7 @@ from rlnumba.reporting import stderr
 from rlnumba.rewards import TrainingProgress
 from rlnumba.runs.eval import run_eval
 from rlnumba.runs.prompt_run import sampling_params
+from rlnumba.sampling import rollout_func
 from rlnumba.sampling.rollout_func import FunctionSampler, RolloutFunction, RolloutTrainer
 from rlnumba.sampling.samples import distinct_params
 from tests.parallel import in_threads
@@ -125,6 +126,15 @@ def test_what_a_function_draws_begins_with_the_noise_of_its_first_completion():
     trainer = RolloutTrainer(None, SimpleNamespace(tokenizer=None), params, None, {}, {})
     assert trainer.sampling_params(max_tokens=3) == SamplingParams(temperature=0.5, max_tokens=3)
     assert trainer.num_generations == 2
+
+
+def test_log_probs_may_be_above_0_by_rounding():
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=9, eos_token_ids=[1]))
+    llm = SimpleNamespace(model=model, max_model_len=8, tokenizer=SimpleNamespace(eos_token_id=1, pad_token_id=0))
+    checks = rollout_func._Limits(3, llm)
+    assert checks.completion(5, [3, 4, 5], [1e-4, -1.0, 0])[1].tolist() == np.float32([1e-4, -1.0, 0]).tolist()
+    with pytest.raises(ValueError, match="numbers up to 0 for drawn tokens, got 0.00"):
+        checks.completion(5, [3, 4, 5], [2e-3, -1.0, 0])
 
 
 def test_an_aborted_request_is_not_drawn():

@@ -74,12 +74,13 @@ def test_parts_come_to_the_first_rank_in_pieces(monkeypatch, first, count):
     monkeypatch.setattr(layer_shards, "PIECE", 4)
     values, parts = np.arange(40, dtype=np.float32), [Part(0, 16), Part(16, 32), Part(32, 40)]
 
-    def part_of(communicator):
+    def part_of(communicator, parts=parts):
         own = parts[communicator.rank]
         shards = SimpleNamespace(communicator=communicator, dtype=values.dtype, parts_of_ranks=parts)
         shards.flat, shards.first = values[own.start : own.stop].copy(), own.start
         return LayerShards.host_part(shards, first, count)
 
+    assert part_of(SingleRank(), [Part(0, 40)]).tolist() == values[first : first + count].tolist()
     whole, *others = in_threads.run(part_of, 3)
     assert whole.tolist() == values[first : first + count].tolist() and others == [None, None]
 

@@ -177,21 +177,24 @@ def test_listings_of_turns(stub):
     np.testing.assert_array_equal(found["logprob"], np.float32([[-1.5, -2.5, -3.5]] * 2))
 
 
+def assert_resumed_where_the_server_was_lost(stub, train, whole, folder):
+    """A run of three steps that loses its server in the third ends with one line and goes on to the hash of `whole`."""
+    train(whole)
+    asked, run = 10**6 - stub.left, dataclasses.replace(whole, output_dir=str(folder))
+    stub.left, stub.status = 1 + (asked - 1) * 2 // 3 + 2, 410
+    with pytest.raises(UserError, match=rf"^teacher {stub.url}: status 410: no memory is left$"):
+        train(run)
+    assert max(path.name for path in (folder / "checkpoints").iterdir()) == "step-2"
+    stub.left = 10**6
+    train(run, resume=True)
+    assert hash_of(run) == hash_of(whole)
+
+
 def test_a_server_that_stays_down_ends_distillation_with_one_line(tmp_path, folders, stub):
     """The last complete step is kept, and the run goes on from it with the same bits."""
     keys = {"model": folders["math"], "url": stub.url, "timeout_s": 300.0}
     whole = distill_run(tmp_path / "whole", keys, max_steps=3, save_steps=1, **TOP)
-    run_distill(whole)
-    asked = 10**6 - stub.left
-    run = dataclasses.replace(whole, output_dir=str(tmp_path / "run"))
-    # In the third step.
-    stub.left, stub.status = 1 + (asked - 1) * 2 // 3 + 2, 410
-    with pytest.raises(UserError, match=rf"^teacher {stub.url}: status 410: no memory is left$"):
-        run_distill(run)
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())[-1] == "step-2"
-    stub.left = 10**6
-    run_distill(run, resume=True)
-    assert hash_of(run) == hash_of(whole)
+    assert_resumed_where_the_server_was_lost(stub, run_distill, whole, tmp_path / "run")
 
 
 def test_what_distillation_refuses_of_a_server(tmp_path, folders, stub):
@@ -247,17 +250,7 @@ def test_a_server_that_stays_down_ends_the_run_with_one_line(tmp_path, folders, 
     """The last complete step is kept, and the run goes on from it with the same bits."""
     keys = {"model": folders["math"], "url": stub.url, "timeout_s": 300.0}
     whole = taught_run(tmp_path / "whole", keys, max_steps=3)
-    run_grpo(whole)
-    asked = 10**6 - stub.left
-    run = taught_run(tmp_path / "run", keys, max_steps=3)
-    # In the third step.
-    stub.left, stub.status = 1 + (asked - 1) * 2 // 3 + 2, 410
-    with pytest.raises(UserError, match=rf"^teacher {stub.url}: status 410: no memory is left$"):
-        run_grpo(run)
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
-    stub.left = 10**6
-    run_grpo(run, resume=True)
-    assert hash_of(run) == hash_of(whole)
+    assert_resumed_where_the_server_was_lost(stub, run_grpo, whole, tmp_path / "run")
 
 
 def test_what_is_refused(tmp_path, folders, stub):

@@ -6,17 +6,20 @@
     python bench/gpu_tests.py --list                      the parts and their files
 
 A part is one pytest with a process a core, at most sixteen, since most of its time goes to compiling. Its result is
-FOLDER/PART.json: the GPU, the counts, the failures, and a digest of the package and of the part's tests. The page,
-bench/results/gpu-tests.md, names the commit of this checkout; results of other sources than this checkout's are
-refused. The exit code is 1 if a test failed or a part did not end.
+FOLDER/PART.json: the commit, the GPU, the counts, the failures, and a digest of the part's tests and of every module
+that they import, directly or through others. The page, bench/results/gpu-tests.md, is of the sources of this checkout:
+results of other ones are refused, and a part whose sources are those of an earlier commit need not run again. The exit
+code is 1 if a test failed or a part did not end.
 """
 
 import argparse
 import datetime
+import functools
 import hashlib
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -30,14 +33,21 @@ PARTS = {
     "attention": ("kernels/test_attention*.py", "kernels/test_paged_attention.py", "kernels/test_dec*.py"),
     "gemm": ("kernels/test_gemm*.py", "kernels/test_logprob*.py", "kernels/test_qkv.py", "kernels/test_sampling.py"),
     "families": ("kernels/test_delta_rule*.py", "kernels/test_grouped_gemm*.py", "kernels/test_ex*.py"),
+    # Two files of kernels that run whole models.
+    "engine": (
+        *("engine/test_*.py", "model/test_*.py", "test_*.py"),
+        *("kernels/test_dispatch.py", "kernels/test_window.py"),
+    ),
     "kernels": ("kernels/test_*.py",),
-    "engine": ("engine/test_*.py", "model/test_*.py", "test_*.py"),
     "trainers": ("trainers/test_*.py",),
     "parallel": ("parallel/test_*.py",),
 }
 MOST_SECONDS = 480
 # With a process a core, threads of NumPy's products would only wait for each other.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+# What a source may import of this repository: dotted names, also in strings, and names after `from ... import`.
+DOTTED = re.compile(r"\b(?:rlnumba|tests|bench)(?:\.\w+)+")
+FROM = re.compile(r"^[ \t]*from[ \t]+((?:rlnumba|tests|bench)[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|.*)", re.M)
 
 
 def files_of_parts():
@@ -50,12 +60,39 @@ def files_of_parts():
     return files
 
 
+@functools.cache
+def imported_files(source):
+    """The Python files of this repository that a Python file may import: set of Path."""
+    text = source.read_text()
+    names = set(DOTTED.findall(text))
+    for module, imported in FROM.findall(text):
+        names |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", re.sub(r"#.*", "", imported)))}
+    modules = [ROOT.joinpath(*name.split(".")) for name in names]
+    files = [file for module in modules for file in (module.with_suffix(".py"), module / "__init__.py")]
+    return {file for file in files if file.exists()}
+
+
+def reached_files(files):
+    """A part's files and all that they import, directly or through others: sorted list of Path."""
+    reached, new = set(), set(files)
+    while new:
+        reached |= new
+        new = {file for source in new for file in imported_files(source)} - reached
+    return sorted(reached)
+
+
 def sources_digest(files):
-    """The hash of every Python file of the package, and of a part's files."""
+    """The hash of all that a part's tests run: of `reached_files`."""
     digest = hashlib.sha256()
-    for path in sorted([*(ROOT / "rlnumba").rglob("*.py"), *files]):
+    for path in reached_files(files):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def commit_name():
+    """The commit of this checkout, shortened, or "unknown" where there is no repository."""
+    found = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
 
 
 def gpu_name():
@@ -81,7 +118,7 @@ def results_of(report):
     return passed, skipped, failed
 
 
-def run_part(part, files, folder, seconds):
+def run_part(part, files, folder, seconds, commit):
     """Run a part's tests, write FOLDER/PART.json and the log beside it, and return the result."""
     report, log = folder / f"{part}.xml", folder / f"{part}.txt"
     report.unlink(missing_ok=True)
@@ -101,7 +138,7 @@ def run_part(part, files, folder, seconds):
             process.wait()
     passed, skipped, failed = results_of(report) if report.exists() else (0, 0, {})
     result = {
-        "sources": sources_digest(files), "gpu": gpu_name(), "date": str(datetime.date.today()),
+        "sources": sources_digest(files), "commit": commit, "gpu": gpu_name(), "date": str(datetime.date.today()),
         "seconds": round(time.monotonic() - begun), "passed": passed, "skipped": skipped, "failed": failed,
         # pytest's exit code is 1 where tests failed, and 0; any other is no result.
         "ended": process.returncode in (0, 1),
@@ -113,11 +150,12 @@ def run_part(part, files, folder, seconds):
 def row_of(part, result):
     """The page's line on a part."""
     what = f"{result['passed']} passed, {len(result['failed'])} failed, {result['skipped']} skipped"
-    return f"| {part} | {what if result['ended'] else 'did not end'} | {result['seconds']} s | {result['gpu']} |"
+    what = what if result["ended"] else "did not end"
+    return f"| {part} | {what} | {result['seconds']} s | {result['commit']} | {result['gpu']} |"
 
 
 def page_of(results, commit):
-    """The page's text. results: {part: its result}; commit: of the sources that all of them ran."""
+    """The page's text. results: {part: its result}; commit: one whose sources all of them ran."""
     total = {key: sum(result[key] for result in results.values()) for key in ("passed", "skipped")}
     failed = {name: message for result in results.values() for name, message in result["failed"].items()}
     missing = [part for part in PARTS if part not in results or not results[part]["ended"]]
@@ -130,9 +168,10 @@ def page_of(results, commit):
         f"Commit {commit}, {max(result['date'] for result in results.values())}: {total['passed']} passed, "
         f"{len(failed)} failed, {total['skipped']} skipped.",
         *([f"Parts without a result: {', '.join(missing)}."] if missing else []),
+        "A part that ran at an earlier commit has the same sources in both: its tests and what they import.",
         "",
-        "| part | tests | time | GPU |",
-        "| --- | --- | --- | --- |",
+        "| part | tests | time | commit | GPU |",
+        "| --- | --- | --- | --- | --- |",
         *(row_of(part, results[part]) for part in PARTS if part in results),
     ]
     if failed:
@@ -140,8 +179,8 @@ def page_of(results, commit):
     return "\n".join(lines) + "\n"
 
 
-def write_page(folder):
-    """Write the page from FOLDER's results; SystemExit if they are of other sources than this checkout's."""
+def write_page(folder, commit):
+    """Write the page of a commit from FOLDER's results; SystemExit if they are of other sources than this checkout."""
     results = {
         part: json.loads((folder / f"{part}.json").read_text()) for part in PARTS if (folder / f"{part}.json").exists()
     }
@@ -151,8 +190,7 @@ def write_page(folder):
             raise SystemExit(f"{folder / part}.json: of other sources than this checkout's; run the part again")
     if not results:
         raise SystemExit(f"{folder}: no results of parts")
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    PAGE.write_text(page_of(results, found.stdout.strip() or "unknown"))
+    PAGE.write_text(page_of(results, commit))
     print(PAGE)
     return int(any(result["failed"] or not result["ended"] for result in results.values()))
 
@@ -162,6 +200,7 @@ def main():
     parser.add_argument("folder", nargs="?", type=pathlib.Path, help="where results and logs go")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help="comma-separated")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="limit for one part")
+    parser.add_argument("--commit", default=commit_name(), help="of the sources, where there is no repository")
     parser.add_argument("--page", action="store_true", help="write the page from FOLDER's results")
     parser.add_argument("--list", action="store_true", help="print the parts and do nothing")
     options = parser.parse_args()
@@ -175,13 +214,13 @@ def main():
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"--parts must be of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     if options.page:
-        return write_page(options.folder)
+        return write_page(options.folder, options.commit)
     options.folder.mkdir(parents=True, exist_ok=True)
     for part in options.parts:
-        result = run_part(part, files[part], options.folder, options.seconds)
+        result = run_part(part, files[part], options.folder, options.seconds, options.commit)
         failures = (f"  FAILED {name}: {' '.join(message)}" for name, message in result["failed"].items())
         print(row_of(part, result), *failures, sep="\n", flush=True)
-    return write_page(options.folder)
+    return write_page(options.folder, options.commit)
 
 
 if __name__ == "__main__":

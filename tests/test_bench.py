@@ -60,19 +60,44 @@ def test_the_page_of_gpu_tests_names_failures_and_missing_parts(imported, tmp_pa
     passed, skipped, failed = gpu_tests.results_of(tmp_path / "r.xml")
     name = "tests/kernels/test_x.py::test_b"
     assert (passed, skipped, failed) == (1, 1, {name: ["assert 1 == 2"]})
-    result = {"gpu": "1 x G, driver 5", "date": "2030-01-01", "seconds": 7, "ended": True}
+    result = {"gpu": "1 x G, driver 5", "date": "2030-01-01", "seconds": 7, "ended": True, "commit": "abc1233"}
     result |= {"passed": passed, "skipped": skipped, "failed": failed}
     page = gpu_tests.page_of({"kernels": result, "engine": result | {"ended": False, "failed": {}}}, "abc1234")
     assert "Commit abc1234, 2030-01-01: 2 passed, 1 failed, 2 skipped." in page
     assert f"- `{name}`: assert 1 == 2" in page and "Parts without a result: attention, gemm, families, engine" in page
-    assert "| kernels | 1 passed, 1 failed, 1 skipped | 7 s | 1 x G, driver 5 |" in page
+    assert "| kernels | 1 passed, 1 failed, 1 skipped | 7 s | abc1233 | 1 x G, driver 5 |" in page
 
 
 def test_results_of_other_sources_are_refused(imported, tmp_path):
     gpu_tests = imported("gpu_tests")
     (tmp_path / "kernels.json").write_text(json.dumps({"sources": "0"}))
     with pytest.raises(SystemExit, match="of other sources"):
-        gpu_tests.write_page(tmp_path)
+        gpu_tests.write_page(tmp_path, "abc1234")
+
+
+def test_a_part_stands_for_the_modules_that_its_tests_import(imported, monkeypatch, tmp_path):
+    gpu_tests = imported("gpu_tests")
+    sources = {
+        "tests/test_x.py": "from rlnumba.a import (\n    b,  # d\n    f as g,\n)\n",
+        "rlnumba/a/__init__.py": "",
+        "rlnumba/a/b.py": "def f():\n    import_module('rlnumba.a.c')\n",
+        "rlnumba/a/c.py": "import rlnumba.e\n",
+        "rlnumba/a/d.py": "",
+        "rlnumba/e.py": "",
+    }
+    for name, text in sources.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
+    files = [tmp_path / "tests" / "test_x.py"]
+    reached = {path.relative_to(tmp_path).as_posix() for path in gpu_tests.reached_files(files)}
+    assert reached == {*sources} - {"rlnumba/a/d.py"}
+    digests = [gpu_tests.sources_digest(files)]
+    for name in ("rlnumba/a/d.py", "rlnumba/e.py"):
+        (tmp_path / name).write_text("x = 1\n")
+        gpu_tests.imported_files.cache_clear()
+        digests.append(gpu_tests.sources_digest(files))
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_fsdp2_without_torch_is_one_row_that_says_so(monkeypatch, capsys, imported):

@@ -13,8 +13,8 @@ OUT_OF_MEMORY = 2
 def captured(stream, compute):
     """The graph (cupy.cuda.Graph) of what compute() launches on a CuPy stream, which is the current one.
 
-    It has the driver's memory that its first launch would take otherwise. Raises MemoryError where that is too little,
-    and what compute raises; the stream captures no more then.
+    It has the driver's memory that its first launch would take otherwise, and may be launched on any stream. Raises
+    MemoryError where that is too little, and what compute raises; the stream captures no more then.
     """
     import cupy
 
@@ -25,6 +25,8 @@ def captured(stream, compute):
             compute()
             graph = stream.end_capture()
             graph.upload(stream)
+            # A launch on another stream does not wait for an upload: it may never end if it begins earlier.
+            stream.synchronize()
         except BaseException as error:
             with suppress(cupy.cuda.runtime.CUDARuntimeError):
                 stream.end_capture()

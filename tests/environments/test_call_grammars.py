@@ -126,3 +126,17 @@ def test_drawn_calls_are_read(llms, name, is_special):
             assert name == "llama3_json" or not is_special or completion.token_ids.count(tag) == len(turn.calls)
             ended += 1
     assert ended >= 2
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_list_that_must_be_empty_is(llms, name):
+    schema = {"type": "object", "properties": {"of": {"type": "array", "maxItems": 0}}, "required": ["of"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar = {"grammar": calls_grammar(FORMATS[name], tools, {}, True)}
+    params = SamplingParams(structured_outputs=grammar, max_tokens=150, n=6, seed=1, skip_special_tokens=False)
+    (output,) = llms[0].generate([[5, 6, 7]], params)
+    ended = [each.text for each in output.completions if each.finish_reason == "stop"]
+    for text in ended:
+        turn = FORMATS[name].parse(text, tools)
+        assert [call.arguments for call in turn.calls] == [{"of": []}] and not turn.malformed, text
+    assert ended

@@ -235,3 +235,17 @@ def test_a_process_without_the_key_is_refused():
         with socket.create_connection(meeting.address):
             pass
         assert meeting.links(["localhost"])[0].connect().world_size == 1
+
+
+def test_ranks_of_one_host_meet_where_no_other_host_reaches_them(monkeypatch):
+    hosts = []
+
+    class Noted(Meeting):
+        def __init__(self, host, world_size):
+            super().__init__(host, world_size)
+            hosts.append((host, self.address[0]))
+
+    monkeypatch.setattr(tcp, "Meeting", Noted)
+    launch(ranks.check_objects, 2, 7, transport="tcp")
+    ((host, address),) = hosts
+    assert host == "localhost" and ipaddress.ip_address(socket.gethostbyname(address)).is_loopback

@@ -1,11 +1,13 @@
 """An evaluation that inference processes draw: in order, given out again, and forgotten."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
-from rlnumba.config import AsyncConfig, EngineConfig
+from rlnumba.config import AsyncConfig, DeployConfig, EngineConfig
 from rlnumba.engine.sequence import Completion, SamplingParams
+from rlnumba.sampling import processes
 from rlnumba.sampling.inference import InferenceError
 from rlnumba.sampling.processes import LLMOnProcesses
 from rlnumba.sampling.sampler import Sampler
@@ -85,3 +87,24 @@ def test_a_group_that_takes_too_long_is_given_out_again(partial):
     assert second.number == first.number and second.done == (given_back[0].done if partial else {})
     owner.expired(dataclasses.replace(first, number=first.number - 1))
     assert len(llm.sampler.requests) == 2, "a request of before is not given out again"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_engines_are_on_the_gpus_behind_those_that_train(monkeypatch, size):
+    """Every `size` neighbouring ones are one engine's; with them, how many ranks share the GPU."""
+    policy, pusher = SimpleNamespace(model=make_model(**TINY)), SimpleNamespace(needs_offers=True, bucket_bytes=1)
+    monkeypatch.setattr(processes.device, "name", lambda: "cuda")
+    monkeypatch.setattr(processes, "gpus_of_ranks", lambda count, what: [3, 4, 5, 6, 5, 7][:count])
+    monkeypatch.setattr(processes.ahead_of_time, "finish", lambda: None)
+    monkeypatch.setattr(processes.HeldModel, "of", lambda *arguments: None)
+    monkeypatch.setattr(processes, "Engines", lambda setup_of, *others: setup_of)
+    deploy = DeployConfig(num_train_gpus=2, num_infer_gpus=4, tensor_parallel_size=size)
+    run = SimpleNamespace(
+        asynchronous=AsyncConfig(), deploy=deploy, model="", quantization=None, seed=0, gemm="", has_episodes=False,
+        engine=EngineConfig(), rewards=SimpleNamespace(timeout=1.0),
+    )  # fmt: skip
+    waiting = SimpleNamespace(start=None)
+    setup_of = processes.process_sampler(run, policy, None, None, pusher, (waiting, None))
+    found = [[(each.gpu, each.num_sharing), *each.followers] for each in map(setup_of, range(4 // size))]
+    behind = [(5, 2), (6, 1), (5, 2), (7, 1)]
+    assert found == [behind[i : i + size] for i in range(0, 4, size)]

@@ -11,7 +11,7 @@ from rlnumba.engine.requests.text_stream import TextOptions, TextStream
 
 
 class LetterTokenizer:
-    """28 tokens: 0 to 25 are letters, 26 is one of the two bytes of a character, and 27 is a special token."""
+    """28 token ids: 0 to 25 are letters, 26 is half of a two-byte UTF-8 character, 27 a special token."""
 
     decodes_piecewise = True
 

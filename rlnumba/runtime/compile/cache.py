@@ -26,8 +26,8 @@ from rlnumba.runtime import device, folders
 
 # A file's time is that of its last use, to a day; one that was not used for so many days is removed.
 DAY_S, UNUSED_DAYS = 24 * 3600, 60
-# Seconds that a process waits for another's compilation, which it then does itself: the other one may be stopped.
-# Seconds between two looks.
+# Seconds that a process waits while another one compiles; after that it compiles itself, since the other one may be
+# stopped. It looks every LOOK_S.
 LONGEST_WAIT_S, LOOK_S = 60.0, 0.02
 # Whether this process has printed that the cache cannot be written.
 _has_said = False
@@ -135,26 +135,31 @@ def compiled_by_one(path):
     """In the `with` block no other process or thread has this block of the same cache file (Path), unless it has waited
     LONGEST_WAIT_S for it, or the folder cannot be written or its file system has no locks."""
     lock = path.with_suffix(".lock")
+    descriptor = _opened_and_locked(lock)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            # A process that waits for the lock gets it, and finds the compiled kernel in the cache; so does one that
+            # makes a new lock file.
+            with contextlib.suppress(OSError):
+                lock.unlink()
+            # Closing alone would leave the lock to a process that was forked in the block, which has the open file too.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+
+def _opened_and_locked(lock):
+    """The descriptor of a file (Path) that others then wait for, or None where that cannot be, or took too long."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:
-        yield
-        return
-    try:
-        if _locks_in_time(descriptor):
-            try:
-                yield
-            finally:
-                # Who waits for this file gets its lock and finds what was compiled, as does who makes a new one.
-                with contextlib.suppress(OSError):
-                    lock.unlink()
-                # Not by closing alone: a process that was forked in the block has the open file, too.
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-        else:
-            yield
-    finally:
-        os.close(descriptor)
+        return None
+    if _locks_in_time(descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _locks_in_time(descriptor):

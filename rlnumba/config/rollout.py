@@ -357,6 +357,11 @@ class PromptRun(Run):
             )
 
     @property
+    def draws_on_ranks(self):
+        """Whether several ranks draw while they train, each with an engine of its own: bool."""
+        return self.generates_beside and self.num_ranks > 1 and not self.deploy.num_infer_gpus
+
+    @property
     def is_stale(self):
         """Whether completions may be of older weights than those that are trained on them: bool."""
         return False
@@ -416,6 +421,18 @@ class AheadRun(PromptRun):
             return self.deploy.update_weights_transport
         return "peer" if gpu_bytes and 4 * nbytes <= gpu_bytes and not self.keeps_old_versions else "shm"
 
+    def _check_draws_on_ranks(self):
+        """Raise ConfigError where ranks cannot draw while they train."""
+        for name, value, usual, why in (
+            ("tensor_parallel_size", self.deploy.tensor_parallel_size, 1, "the engine of ranks that train is whole"),
+            ("zero_stage", self.deploy.zero_stage, 2, "ranks that draw while they train have all weights"),
+        ):
+            if value != usual:
+                raise ConfigError(
+                    f"[async] with deploy.{name} {value or 'auto'} needs GPUs that generate, as {why}: "
+                    "deploy.num_infer_gpus must be at least 1"
+                )
+
     def _check_async(self):
         train, deploy = self.train.on_ranks(self.num_ranks), self.deploy
         if self.keeps_old_versions and deploy.update_weights_transport == "peer":
@@ -428,11 +445,8 @@ class AheadRun(PromptRun):
                 f"train.sampling_mask_replay needs completions of the weights that are trained: async.max_staleness "
                 f"must be 0, got {self.asynchronous.max_staleness}"
             )
-        if deploy.num_infer_gpus == 0 and deploy.num_train_gpus > 1:
-            raise ConfigError(
-                f"[async] with deploy.num_train_gpus ({deploy.num_train_gpus}) above 1 needs GPUs that generate: "
-                "deploy.num_infer_gpus must be at least 1"
-            )
+        if self.draws_on_ranks:
+            self._check_draws_on_ranks()
         if self.asynchronous.queue_maxsize < train.rollout_batch_size:
             raise ConfigError(
                 f"async.queue_maxsize ({self.asynchronous.queue_maxsize}) must be at least the completions of a "

@@ -105,8 +105,8 @@ class Policy:
         self.loss_state = {}
         # From the first write of an optimizer step on, until the trainer's loop says that the step is complete.
         self.is_updating = False
-        # Functions that are called before each micro-batch, of one process alone, and before the weights are written:
-        # those of an engine that uses the same weights meanwhile.
+        # Functions that are called before each micro-batch of any rank, and before the weights are written: those of an
+        # engine that uses the same weights meanwhile.
         self.before_micro_batch, self.before_update = [], []
         # The GrammarReplay of the run's completions, where they are drawn with a grammar.
         self.grammar = None
@@ -156,6 +156,10 @@ class Policy:
             return
         policies = (self, *others)
         for round_ in rounds(len(batches), self.communicator):
+            # As often as one rank does it.
+            for _ in range(round_.count):
+                for function in self.before_micro_batch:
+                    function()
             for policy in policies:
                 policy.fold.begin(round_, before)
             if round_.own is not None:

@@ -198,6 +198,11 @@ def agents_of(run, folder):
 def rewards_of(run, reward_funcs, agents):
     """The Rewards of a run with get_reward of the environments of its Agents."""
     rewards = load_rewards(run, reward_funcs, () if agents is None else agents.reward_classes)
+    if rewards.read_environments and run.draws_on_ranks:
+        raise ConfigError(
+            f"[async] with deploy.num_train_gpus ({run.num_ranks}) above 1: a reward function takes `environments`, "
+            "which are on the ranks that play the episodes: deploy.num_infer_gpus must be at least 1"
+        )
     if agents is not None:
         agents.rewards_read_environments = rewards.read_environments
     return rewards

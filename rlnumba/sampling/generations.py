@@ -7,14 +7,15 @@
     generations.update_weights(version)                                  after an optimizer step
 
 Rank 0 leads: it has the pipeline, the sampler and the rewards. The others draw with it where their engines are its
-sampler's, take part where weights are sent, and have all that `take` returns.
+sampler's, take part where weights are sent, and have all that `take` returns. Where all of them draw ahead of training,
+each has its part of the sampler.
 """
 
 from typing import NamedTuple
 
 from rlnumba.rewards.calling import Scores
 from rlnumba.sampling.inference import WaitingProcesses
-from rlnumba.sampling.own import OwnSampler
+from rlnumba.sampling.own import OwnSampler, RankedSampler, Round
 from rlnumba.sampling.pipeline import Pipeline
 from rlnumba.sampling.pipeline_state import restore, state_of
 from rlnumba.sampling.processes import LLMOnProcesses, process_sampler, pusher_of
@@ -46,6 +47,8 @@ class Generations:
         self.communicator, self.pipeline, self.pusher = communicator, None, None
         self.is_ahead, self.is_apart = run.generates_beside, isinstance(llm, LLMOnProcesses)
         self.connected, self.metrics, self.status = None, {}, None
+        # The steps at the beginning, and this rank's RankedSampler, where several draw ahead of training.
+        self.step, self.ranked = 0, None
         # Rank 0's LLM of all ranks' engines.
         self.ranks = LedLLM(llm, None if self.is_apart else self.communicator, self.prompts.agents)
         self.leader, self.engine = self.ranks.llm, self.ranks.engine
@@ -63,7 +66,7 @@ class Generations:
     def begin(self, course, step, groups, connected):
         """Begin with the Course of the generations after `step` optimizer steps. groups: those of a checkpoint that are
         admitted and not trained on. connected: Connected."""
-        self.connected = connected
+        self.connected, self.step = connected, step
         if self._is_first:
             self.pipeline = Pipeline(self.run, course, self.source, step)
             restore(self.pipeline, groups)
@@ -71,14 +74,18 @@ class Generations:
 
     def start(self):
         """Start the sampler, with the weights as they are, and give out what may begin."""
-        if self.pipeline is not None:
-            sampler, version = self._new_sampler(), self.pipeline.version
+        draws_on_ranks = self.is_ahead and not self.run.deploy.num_infer_gpus and not self._is_alone
+        if self.pipeline is not None or draws_on_ranks:
+            sampler = self._new_ranked_sampler() if draws_on_ranks else self._new_sampler()
             try:
-                sampler.start(version)
+                sampler.start(self.step)
             except BaseException:  # a signal, too
                 sampler.close()
                 raise
-            self.pipeline.start(sampler)
+            if self.pipeline is not None:
+                self.pipeline.start(sampler)
+            if self.ranked is not None:
+                self.ranked.share()
         elif self.pusher is not None and not self.pusher.needs_offers:
             # Engines that have no memory of their own for weights find them at their start.
             self.pusher.take_part()
@@ -93,9 +100,17 @@ class Generations:
         if isinstance(self.prompts.agents, RolloutFunction):
             return FunctionSampler(self.leader, self.prompts.agents, self.prompts)
         sampler = OwnSampler(self.leader.engine, self.pipeline.options)
-        if self.is_ahead:
-            policy.before_micro_batch.append(sampler.before_micro_batch)
-            policy.before_update.append(sampler.before_update)
+        return self._drawing_in_training(sampler) if self.is_ahead else sampler
+
+    def _new_ranked_sampler(self):
+        arguments = self.run.asynchronous, self.communicator, self.prompts.agents
+        self.ranked = RankedSampler(self.llm.engine, *arguments)
+        return self._drawing_in_training(self.ranked)
+
+    def _drawing_in_training(self, sampler):
+        """A sampler that goes on between the micro-batches of training."""
+        self.policy.before_micro_batch.append(sampler.before_micro_batch)
+        self.policy.before_update.append(sampler.before_update)
         return sampler
 
     def take(self, trainer_state, clock):
@@ -106,6 +121,8 @@ class Generations:
 
         def draw():
             drawn, num_unused = self.pipeline.take(trainer_state.global_step, self.status)
+            if self.ranked is not None:
+                self.ranked.flush()
             self.metrics = self.pipeline.metrics
             with clock.phase("reward"):
                 scores = self.rewards.collect([each.pending for each in drawn])
@@ -130,19 +147,20 @@ class Generations:
         """The value of function() on rank 0, which may generate by `leader`, on all ranks; see ranks.led."""
         self.ranks.wake()
         value = self._led(function, shared)
+        if self.engine is not None:
+            self.engine.end()
         self.ranks.sleep()
         return value
 
     def _led(self, function, shared):
-        value = led(self.communicator, function, self._serve, shared)
-        if self.engine is not None:
-            self.engine.end()
-        return value
+        return led(self.communicator, function, self._serve, shared)
 
     def _serve(self, message):
         """Do what rank 0 asks for, on another rank."""
         if isinstance(message, Again):
             self.pusher.take_part()
+        elif isinstance(message, Round):
+            self.ranked.serve(message)
         else:
             self.engine.serve(message)
 
@@ -150,24 +168,34 @@ class Generations:
         """The weights are of this version now."""
         if self.pipeline is not None:
             self.pipeline.update_weights(version)
+        elif self.ranked is not None:
+            self.ranked.update_weights(version)
         elif self.pusher is not None:
             self.pusher.take_part()
-        if self.pipeline is None or not self.pipeline.sampler.is_own:
+        if self.ranked is not None:
+            self.ranked.share()
+        elif self.pipeline is None or not self.pipeline.sampler.is_own:
             self.llm.update_weights(version)
 
     def settle(self):
         """Before an evaluation, complete what has begun in the engine that it has, too."""
-        if self.pipeline is not None and self.is_ahead:
+        if self.ranked is not None:
+            self.ranked.settle()
+        elif self.pipeline is not None and self.is_ahead:
             self.pipeline.sampler.settle()
 
     def state(self):
-        """The groups of a checkpoint, for `encoded`, on rank 0."""
+        """The groups of a checkpoint, for `encoded`, on rank 0; all ranks call this."""
+        if self.ranked is not None:
+            self.ranked.collect()
         return [] if self.pipeline is None else state_of(self.pipeline)
 
     def close(self):
         """End what is being drawn: ahead of training, or where the run ends early."""
         if self.pipeline is not None and self.pipeline.sampler is not None:
             self.pipeline.sampler.close()
+        elif self.ranked is not None:
+            self.ranked.close()
         if self.engine is not None:
             self.engine.close()
         if self.pusher is not None:

@@ -1,6 +1,7 @@
 """Samplers: the places where the completions of a run are drawn, with one interface.
 
-    own.py          the engine of this process, or those of all training ranks, which rank 0 leads (ranks.py)
+    own.py          the engine of this process, or those of all training ranks, which rank 0 leads (ranks.py), or which
+                    draw while they train, each groups of its own
     processes.py    inference processes, of this host or of a Ray cluster
 
     sampler.submit(request, owner)      an episode; `owner` gets it back by its finished(request), in any thread, or by

@@ -14,6 +14,7 @@ from rlnumba.errors import ConfigError
 from rlnumba.rewards.calling import Rewards
 from rlnumba.rewards.loading import RewardsSetup, resolve
 from rlnumba.runs.callbacks import given as given_callbacks
+from rlnumba.runs.ranks import train_on_ranks
 from tests.parallel.test_asynchronous import KillOnce
 from tests.trainers.runs import metrics_of
 from tests.trainers.test_agents import TOOLS, agent_run, completions_of, train
@@ -97,6 +98,18 @@ def test_without_staleness_the_result_is_the_synchronous_one(tmp_path, synchrono
     assert of_tools(run) == of_tools(synchronous)
     closed = Path(tmp_path / "closed.txt").read_text().split()
     assert len(set(closed)) == 1 + infer_gpus and all(row["env/reset_s"] > 0 for row in metrics_of(run))
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_ranks_that_draw_while_they_train_play_whole_groups(tmp_path, synchronous):
+    """Each in environments of its own, which it closes."""
+    run, deploy = product_run(tmp_path / "run", max_staleness=0), DeployConfig(num_train_gpus=2)
+    # The completions of a step on both ranks together.
+    sizes = {"global_batch_size": 8 * run.train.gradient_accumulation_steps, "gradient_accumulation_steps": 1}
+    train_on_ranks(dataclasses.replace(run, train=dataclasses.replace(run.train, **sizes), deploy=deploy), False)
+    assert hash_of(run) == hash_of(synchronous) and drawn(run) == drawn(synchronous)
+    assert of_tools(run) == of_tools(synchronous)
+    assert len(set(Path(tmp_path / "closed.txt").read_text().split())) == 2
 
 
 def multiply(a: int, b: int) -> int:

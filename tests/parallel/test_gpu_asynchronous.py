@@ -59,6 +59,29 @@ def test_without_in_flight_updates_the_result_does_not_depend_on_the_engines(tmp
         assert [row["loss"] for row in metrics] == [row["loss"] for row in found[0][1]]
 
 
+@pytest.mark.parametrize("options", [{"max_staleness": 0}, {"max_staleness": 2, "in_flight_weight_updates": False}])
+def test_ranks_that_draw_while_they_train_have_the_result_of_one(tmp_path, model, options):  # noqa: F811
+    """Three groups and three micro-batches a step: a rank has more of both."""
+    sizes = {"global_batch_size": 12, "gradient_checkpointing": True}
+    one, two = (run_of(tmp_path / str(n), model, asynchronous=AsyncConfig(**options), **sizes) for n in (1, 2))
+    expected = train(one)
+    train_on_ranks(dataclasses.replace(two, deploy=DeployConfig(num_train_gpus=2)), False)
+    assert final_of(two) == expected[0] and trained_prompts(two) == trained_prompts(one)
+    assert [row["off_policy/max"] for row in metrics_of(two)] == [row["off_policy/max"] for row in expected[1]]
+
+
+def test_ranks_that_draw_while_they_train_have_the_same_result_twice(tmp_path, model):  # noqa: F811
+    """Also where weights change in the middle of completions, as long as there are no drafts."""
+    options, found = {"max_completion_length": 200, "global_batch_size": 12}, []
+    for k in range(2):
+        run = run_of(tmp_path / str(k), model, asynchronous=AsyncConfig(max_staleness=1), **options)
+        engine = dataclasses.replace(run.engine, speculative_method="none")
+        train_on_ranks(dataclasses.replace(run, engine=engine, deploy=DeployConfig(num_train_gpus=2)), False)
+        assert any(row["cross_version_response_fraction"] for row in metrics_of(run))
+        found.append((final_of(run), trained_prompts(run)))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("recompute, tp", [(False, 1), (True, 1), (False, 2)])
 def test_running_completions_go_on_with_new_weights(tmp_path, model, recompute, tp):  # noqa: F811
     options = {"recompute_kv_cache_after_weight_updates": recompute, "max_staleness": 1}

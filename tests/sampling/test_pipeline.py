@@ -335,7 +335,6 @@ REFUSED = [
     ({"loss_type": "dppo"}, {}, {}, "async.staleness `is`: train.loss_type dppo has no such weights"),
     ({}, {"queue_maxsize": 8}, {}, r"async.queue_maxsize \(8\) must be at least .*generation \(16\)"),
     ({}, {"max_staleness": 0, "staleness": ["is"]}, {}, "async.max_staleness 0 needs `cap` in async.staleness"),
-    ({}, {}, {"num_train_gpus": 2}, r"deploy.num_train_gpus \(2\) above 1 needs GPUs that generate"),
     (
         {},
         {"in_flight_weight_updates": False},

@@ -69,8 +69,8 @@ class AsyncConfig(Section):
     )
     decode_steps_per_micro_batch: int = key(
         16,
-        "On one GPU (deploy.num_infer_gpus 0): decode steps before each forward and backward pass; ppo: of a batch's "
-        "first optimizer step.",
+        "Where the training GPUs generate (deploy.num_infer_gpus 0): decode steps before each forward and backward "
+        "pass, of several GPUs before those of any; ppo: of a batch's first optimizer step.",
         minimum=0,
     )
 

@@ -1,18 +1,23 @@
 """Memory at addresses that stay: KV cache and activations hand each other pieces of it; on a GPU, and on a small one
 that is made up of a driver's rules."""
 
+import contextlib
 import gc
 import math
+import sys
 from enum import IntEnum
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from rlnumba.config import SFTConfig
 from rlnumba.engine.cache import KVCache
 from rlnumba.model.blocks.attention import Attention
+from rlnumba.runs import graphs
 from rlnumba.runtime import device, mapped_memory, memory
 from rlnumba.runtime.arena import Arena
+from rlnumba.runtime.capture import pool_bytes_of
 from rlnumba.runtime.growing_array import GrowingArray
 from rlnumba.runtime.mapped_memory import PIECE_BYTES, MappedMemory
 
@@ -243,6 +248,99 @@ def test_generation_and_training_hand_each_other_what_is_missing(gpu):
         assert gpu.calls.count("unmap") == gpu.calls.count("map") <= 2 * 5 and "release" not in gpu.calls
         assert gpu.calls.count("create") <= 2
     assert gpu.free >= 0 and memory.peak() <= gpu.total
+
+
+class GraphPool:
+    """A pool of CuPy's on a SmallGpu: each array that it has no room for is a block."""
+
+    def __init__(self, gpu):
+        self.gpu, self.used, self.left, self.least = gpu, 0, 0, math.inf
+
+    def set_limit(self, size):
+        pass
+
+    def total_bytes(self):
+        return self.left + self.used
+
+    def free_bytes(self):
+        return self.left
+
+    def malloc(self, nbytes):
+        missing = max(nbytes - self.left, 0)
+        if missing > self.gpu.free:
+            raise MemoryError
+        self.used, self.left = self.used + nbytes, self.left + missing - nbytes
+        self.gpu.handles["pool of graphs"] = self.total_bytes()
+        self.least = min(self.least, self.gpu.free)
+
+    def free(self, nbytes):
+        self.used, self.left = self.used - nbytes, self.left + nbytes
+
+
+def test_graphs_leave_the_driver_its_margin(gpu, monkeypatch):
+    """Operators' arrays of 160 MiB, then of 200, in graphs of a run whose cache and activations fill the GPU."""
+    pool, sizes = GraphPool(gpu), [160 * MIB, 200 * MIB, 200 * MIB]
+    cuda = SimpleNamespace(
+        Stream=lambda non_blocking: contextlib.nullcontext(),
+        MemoryPool=lambda: pool,
+        using_allocator=lambda allocator: contextlib.nullcontext(),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(graphs, "captured", lambda stream, compute: compute() or "a graph")
+    monkeypatch.setattr(graphs, "reserve_tensor_maps", lambda count: None)
+    monkeypatch.setattr(graphs, "keep_tensor_maps", lambda: contextlib.nullcontext(()))
+    arena, cache, of_run = Arena("activations", lends=True), cache_of(3072 * MIB), graphs.MicroBatchGraphs
+    cache.take()
+    cache.lend()
+    of_run = of_run(SFTConfig(), False, 1)
+    with arena.scope():
+        arena.empty((2048 * MIB,), np.uint8)
+        assert memory.MARGIN_BYTES <= gpu.free < memory.MARGIN_BYTES + 32 * MIB
+        for size in sizes:
+            bucket = SimpleNamespace(operator_bytes=size, lacked_bytes=None)
+            of_run._capture(None, bucket, lambda size=size: (pool.malloc(size), pool.free(size)) and None)
+            assert bucket.graph == "a graph"
+    assert pool.least >= memory.MARGIN_BYTES and pool.total_bytes() == 200 * MIB
+    # What an engine takes back: first the memory that training lends, and graphs last.
+    cache.take()
+    assert gpu.handles["pool of graphs"] == 200 * MIB and cache.memory.mapped_bytes >= cache.nbytes
+
+
+class Hook:
+    """CuPy's base of functions that are called where its pools give and take memory."""
+
+    current = None
+
+    def __enter__(self):
+        Hook.current = self
+
+    def __exit__(self, *error):
+        Hook.current = None
+
+
+def test_the_most_bytes_that_arrays_have_at_one_time(gpu, monkeypatch):
+    """Of those that are made: older ones may be freed, and an allocation may fail."""
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(MemoryHook=Hook))
+
+    def compute():
+        def make(number, nbytes):
+            Hook.current.malloc_postprocess(device_id=0, size=nbytes - 9, mem_size=nbytes, mem_ptr=1, pmem_id=number)
+
+        def free(number, nbytes):
+            Hook.current.free_preprocess(device_id=0, mem_size=nbytes, mem_ptr=1, pmem_id=number)
+
+        make(7, 1024)
+        free(3, 1 << 20)
+        make(8, 512)
+        make(0, 1 << 30)
+        free(7, 1024)
+        make(9, 1024)
+        free(9, 1024)
+        free(8, 512)
+        make(9, 1280)
+
+    assert pool_bytes_of(compute) == 1536 and Hook.current is None
 
 
 def test_nothing_moves_where_there_is_enough_for_both(gpu):

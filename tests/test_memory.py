@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -151,6 +152,41 @@ def test_an_allocation_that_leaves_the_driver_too_little_takes_what_is_lent():
     # Nothing is asked where nothing is lent.
     memory.take_back(lent)
     assert allocate(margin) == margin and len(asked) == 3
+
+
+def test_room_for_memory_that_no_allocator_is_asked_for(monkeypatch):
+    """The driver has it beside its margin: of what is lent as much as is missing, then what CuPy's pool keeps."""
+    margin, free, cached = memory.MARGIN_BYTES, [2 * memory.MARGIN_BYTES], [3 * memory.MARGIN_BYTES]
+
+    def free_all_blocks():
+        free[0], cached[0] = free[0] + cached[0], 0
+
+    pool = SimpleNamespace(free_all_blocks=free_all_blocks)
+    monkeypatch.setattr(device, "xp", lambda: SimpleNamespace(get_default_memory_pool=lambda: pool))
+    monkeypatch.setattr(device, "memory_info", lambda: (free[0], 80 * margin))
+    costly, lent = Lent(free, 2 * margin, is_costly=True), Lent(free, 3 * margin)
+    memory.make_room(margin)
+    assert free == [2 * margin] and lent.nbytes == 3 * margin
+    memory.make_room(margin + 1)
+    assert free == [3 * margin] and lent.nbytes == 2 * margin and cached == [3 * margin]
+    memory.make_room(5 * margin)
+    assert free == [8 * margin] and lent.nbytes == cached[0] == 0 and costly.nbytes == 2 * margin
+    memory.make_room(9 * margin)
+    assert free == [8 * margin]
+    memory.make_room(9 * margin, costly=True)
+    assert free == [10 * margin] and costly.nbytes == 0
+
+
+def test_what_is_expected_counts_until_it_is_there():
+    memory.expect("test graphs", 100)
+    assert memory.expected_bytes() == 100
+    memory.track("test graphs", 70)
+    assert memory.expected_bytes() == 30
+    memory.track("test graphs", 70)
+    assert memory.expected_bytes() == 0
+    memory.track("test graphs", -140)
+    memory.expect("test graphs", 0)
+    assert memory.expected_bytes() == 0
 
 
 def test_what_was_lent_first_is_taken_first_and_what_is_costly_last():

@@ -10,7 +10,7 @@ import numpy as np
 from rlnumba.kernels.nn.reduce import SEGMENT
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.context import current
-from rlnumba.runtime.memory import ALIGNMENT, BLOCK_BYTES, OutOfMemory, reclaim, track
+from rlnumba.runtime.memory import ALIGNMENT, BLOCK_BYTES, OutOfMemory, make_room, track
 
 # A piece takes 0.1 ms at 340 GB/s, and the driver's calls for it some 10 us of the host.
 PIECE_BYTES = 32 << 20
@@ -160,8 +160,7 @@ def _allocate_alone(nbytes):
     cupy = device.xp()
     size = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
     cupy.get_default_memory_pool().free_all_blocks()
-    if size > device.memory_info()[0] and reclaim():
-        cupy.get_default_memory_pool().free_all_blocks()
+    make_room(size, costly=True)
     if size > device.memory_info()[0]:
         raise OutOfMemory("grads", size)
     return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)

@@ -14,7 +14,8 @@ captured.
 
 Arrays that a graph reads and writes stay where they are: inputs and outputs have buffers of the bucket, activations are
 at the beginning of the policy's arena, and what operators allocate for themselves comes from a memory pool of the
-graphs alone. All graphs share both: they run one after the other on one stream.
+graphs alone. All graphs share both: they run one after the other on one stream. No memory can move during a capture, so
+what the pool is going to lack is taken from what is lent before it: as much as the micro-batch that ran as it is took.
 """
 
 from collections import OrderedDict
@@ -24,7 +25,7 @@ import numpy as np
 from rlnumba.kernels.tile.tensor_map import keep_tensor_maps, release_tensor_maps, reserve_tensor_maps
 from rlnumba.runs.micro_batch import DeviceBatch
 from rlnumba.runtime import device, memory
-from rlnumba.runtime.capture import GraphMemory, captured
+from rlnumba.runtime.capture import GraphMemory, captured, pool_bytes_of
 from rlnumba.runtime.context import current
 from rlnumba.runtime.launch import DEBUG
 from rlnumba.runtime.staging import Staged
@@ -58,9 +59,9 @@ class ShapeBucket:
 
     def __init__(self, inputs, outputs):
         self.inputs, self.outputs = Staged(inputs), Staged(outputs)
-        # Whether one has run without a graph, which sizes the arena; the free bytes of the device when there was too
-        # little for a capture, None before that.
-        self.has_run, self.lacked_bytes = False, None
+        # Whether one has run without a graph, which sizes the arena, and the most bytes that its operators had for
+        # themselves; the free bytes of the device when there was too little for a capture, None before that.
+        self.has_run, self.operator_bytes, self.lacked_bytes = False, 0, None
         # The graph and the tensor maps that it reads, the Context that has them, and whether the function leaves the
         # gradients zero.
         self.graph, self.tensor_maps, self.context, self.after = None, (), None, None
@@ -124,8 +125,11 @@ class MicroBatchGraphs:
             with policy.scope():
                 function(policy, batch, bucket.outputs.arrays, *constants)
 
-        if not (micro_batch.is_padded and self.captures and self._replay(policy, bucket, compute)):
+        if not (micro_batch.is_padded and self.captures):
             compute()
+            self.counts["eager"] += 1
+        elif not self._replay(policy, bucket, compute):
+            bucket.operator_bytes = pool_bytes_of(compute)
             bucket.has_run = True
             self.counts["eager"] += 1
         read, count = bucket.outputs.read(), micro_batch.num_targets
@@ -176,6 +180,7 @@ class MicroBatchGraphs:
             self.stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
             self.pool.set_limit(size=POOL_BYTES)
         before = self.pool.total_bytes()
+        memory.make_room(bucket.operator_bytes - self.pool.free_bytes())
         reserve_tensor_maps(TENSOR_MAPS)
         with self.stream, cupy.cuda.using_allocator(self.pool.malloc), keep_tensor_maps() as maps:
             try:

@@ -172,7 +172,7 @@ class TrainerOnPrompts(NamedTuple):
         if run.train.max_tokens_per_micro_batch is not None:
             # However short the completions of a step are.
             sequences = max(rows, run.train.per_device_train_batch_size * run.train.micro_batches_per_step)
-        return Step(calls, rows * length, sequences, self.models_of(run), prompts, rehearse)
+        return Step(calls, rows * length, sequences, self.models_of(run), prompts, rehearse=rehearse)
 
 
 @contextmanager

@@ -154,7 +154,8 @@ class TrainerOnRows(NamedTuple):
             step = partial(self.train_step, policy, chosen, 0.0)
             return [step] if sharing is None else [step, one_row]
 
-        return Step(calls, batches[0][0], sequences, self.models)
+        # A micro-batch becomes a graph when one like it comes again.
+        return Step(calls, batches[0][0], sequences, self.models, fewest=batches[-2:][0][0])
 
     def largest(self, batches, rows, config, sharing):
         """The rows of the micro-batch with most tokens, a list.

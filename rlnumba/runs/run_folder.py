@@ -96,6 +96,9 @@ def begin_run(run, resume, communicator=None):
         except BaseException:
             folder.undo()
             raise
+        finally:
+            # What fit_to_device has said of this run.
+            memory.expect("graphs", 0)
 
 
 class RunFolder:

@@ -36,6 +36,34 @@ def captured(stream, compute):
     return graph
 
 
+def pool_bytes_of(compute):
+    """Call compute(): the most bytes that arrays which it makes had at one time of CuPy's pools; 0 without a GPU."""
+    if device.name() != "cuda":
+        compute()
+        return 0
+    from cupy.cuda import MemoryHook
+
+    sizes, most = {}, 0
+
+    class Sizes(MemoryHook):
+        name = "rlnumba.runtime.capture"
+
+        def malloc_postprocess(self, mem_size, pmem_id, **others):
+            nonlocal most
+            # 0 where it has failed.
+            if pmem_id:
+                sizes[pmem_id] = mem_size
+                most = max(most, sum(sizes.values()))
+
+        def free_preprocess(self, pmem_id, **others):
+            # It may be older.
+            sizes.pop(pmem_id, None)
+
+    with Sizes():
+        compute()
+    return most
+
+
 class GraphMemory:
     """Memory for captures that lacked it, and the line that says so, once.
 

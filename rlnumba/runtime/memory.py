@@ -31,6 +31,8 @@ HOST = "host"
 # of the device together. The lock is reentrant because the garbage collector may run a finalizer that calls `track`
 # wherever a container is made.
 _regions, _together = {}, [0, 0]
+# {region: bytes that it will have}, beside which an engine sizes its cache.
+_expected = {}
 _lock = threading.RLock()
 
 
@@ -65,6 +67,16 @@ def reset_peaks():
     with _lock:
         for counts in (*_regions.values(), _together):
             counts[1] = counts[0]
+
+
+def expect(region, nbytes):
+    """Let caches of engines that are sized from now on leave room for the nbytes that a region will have."""
+    _expected[region] = nbytes
+
+
+def expected_bytes():
+    """Bytes that regions will have beyond what they have now: see `expect`."""
+    return sum(max(nbytes - allocated(region), 0) for region, nbytes in _expected.items())
 
 
 @contextmanager
@@ -130,6 +142,21 @@ def reclaim(nbytes=math.inf):
     for piece in take_lent(nbytes, costly=True):
         piece.release()
     return was_lent
+
+
+def make_room(nbytes, costly=False):
+    """Let the driver have nbytes beside its margin, as far as what is lent and what CuPy's pool keeps suffice.
+
+    For memory that is not allocated by Allocator; it synchronizes with the device where memory is short. costly:
+    whether to take that of costly owners, too.
+    """
+    missing = nbytes + MARGIN_BYTES - device.memory_info()[0]
+    if missing <= 0:
+        return
+    for piece in take_lent(missing, costly):
+        piece.release()
+    if device.memory_info()[0] < nbytes + MARGIN_BYTES:
+        device.xp().get_default_memory_pool().free_all_blocks()
 
 
 class Allocator:

@@ -857,6 +857,17 @@ def test_the_cache_gets_what_attention_leaves(model, monkeypatch):
     llm.engine.cache_size.max_model_len = 1 << 20
     assert llm.engine.cache_size.of_gpu() == (room - own) // block
     assert asked == [room // block * 16]
+    # Of what is free, 512 MiB stay, and what graphs of training are going to take, if that leaves the longest sequence.
+    sized = cache_size.CacheSize(model, llm.engine.runner, EngineConfig(gpu_memory_utilization=1.0), 1000, 1 << 20)
+    free, longest = (800 << 20) - own, 1 << 16
+    monkeypatch.setattr(device, "memory_info", lambda: (free, total))
+    for expected, of_sequence, left in ((0, longest, 0), (100 << 20, 16, 100 << 20), (100 << 20, longest, 0)):
+        sized.max_model_len = of_sequence * 16
+        memory.expect("graphs", expected)
+        try:
+            assert sized._beside(0) == min(free - (512 << 20) - left, longest * block) // block
+        finally:
+            memory.expect("graphs", 0)
 
 
 @pytest.mark.gpu

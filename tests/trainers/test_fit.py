@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,7 +72,7 @@ def planner_of(folder, plans, tmp_path):
 
 def just_enough(plan):
     """The fewest bytes for which a Plan is chosen."""
-    needed = plan.needed
+    needed = plan.phases["training"]
     return int(needed + fit.HEADROOM * (needed - plan.extra["CUDA context"])) + memory.MARGIN_BYTES + 1
 
 
@@ -92,7 +93,7 @@ def test_the_mode_that_recomputes_least_and_fits(planner_of):
     lines = []
     for keys, plan in zip(modes, plans, strict=True):
         planner.run = run
-        fitted, line = fit.fit(planner, run, just_enough(plan))
+        fitted, _, line = fit.fit(planner, run, just_enough(plan))
         assert {name: getattr(fitted.train, name) for name in keys} == keys
         assert fit.with_train(fitted, activation_memory="auto", recompute_modules=ALL, recompute_num_layers=0) == run
         lines.append(line)
@@ -116,9 +117,9 @@ def test_modules_that_a_run_names_are_those_that_are_recomputed(planner_of):
 def test_an_explicit_choice_is_kept_and_refused_where_it_does_not_fit(planner_of, keys):
     planner = planner_of(**keys)
     plan = planner.plan()
-    assert fit.fit(planner, planner.run, plan.total) == (planner.run, None)
+    assert fit.fit(planner, planner.run, plan.needed) == (planner.run, plan, None)
     with pytest.raises(DeviceError) as error:
-        fit.fit(planner, planner.run, plan.total - 1)
+        fit.fit(planner, planner.run, plan.needed - 1)
     line = str(error.value)
     assert line.startswith("the run needs 0.") and "\n" not in line
     assert " GiB are there: CUDA context 0.59 GiB, " in line
@@ -146,11 +147,29 @@ def test_the_cache_of_keys_and_values_takes_what_there_is(tmp_path):
     # Prompts of up to 24 tokens, and 8: of 2 layers, 2 heads of 16 float32 each, k and v.
     assert plan.takes_turns and plan.least_kv == -(-(24 + 8) // 16) * 16 * 2 * 2 * 2 * 16 * 4
     of_generation = plan.phases["generation"] - plan.regions["kv"] + plan.least_kv + (512 << 20)
-    assert plan.needed == max(plan.phases["training"], of_generation)
+    # Without graphs it trains, too.
+    assert plan.extra["graphs"] > 0
+    assert plan.needed == max(plan.phases["training"], of_generation) - plan.extra["graphs"]
     for keys in ({"enable_sleep_mode": False}, {"num_gpu_blocks_override": 1 << 20}):
         engine = dataclasses.replace(run.engine, **keys)
         plan = Planner(dataclasses.replace(run, engine=engine), True, 80 * GIB).plan()
-        assert plan.needed == plan.total
+        assert plan.needed == plan.total - plan.extra["graphs"]
+
+
+def test_an_engine_leaves_room_for_the_graphs_of_its_run(tmp_path, monkeypatch):
+    """Until the run has ended."""
+    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    gpu = SimpleNamespace(
+        name=lambda: "cuda",
+        memory_info=lambda: (79 * GIB, 80 * GIB),
+        xp=lambda: SimpleNamespace(get_default_memory_pool=lambda: pool),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(fit, "device", gpu)
+        run = fit.fit_to_device(grpo_run(tmp_path / "run", max_steps=1))
+    assert memory.expected_bytes() == Planner(run, True, 80 * GIB).plan().extra["graphs"] > 0
+    run_grpo(run)
+    assert memory.expected_bytes() == 0
 
 
 def test_free_memory_of_processes():

@@ -24,6 +24,7 @@ from rlnumba.runs.micro_batch import (
     seqlen_bucket_of,
     target_bucket_of,
 )
+from rlnumba.runs.planning.plan import operator_bytes
 from rlnumba.runs.policy import LateMetrics, Policy
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.mapped_memory import PIECE_BYTES
@@ -308,6 +309,36 @@ def test_what_is_replayed_reads_only_what_is_sent(monkeypatch, make_policy, trai
         assert (counts["captured"] > 0) == (counts["replayed"] > 0) == captures, counts
     assert found[0][0] == found[1][0]
     assert_same_bits(found[0][1], found[1][1])
+
+
+def test_a_capture_knows_what_its_operators_had_for_themselves(monkeypatch):
+    """Which was measured where the bucket ran without a graph."""
+    known = []
+
+    def capture(self, policy, bucket, compute):
+        known.append(bucket.operator_bytes)
+        Recorded(policy, bucket, compute)
+
+    monkeypatch.setattr(graphs.MicroBatchGraphs, "_capture", capture)
+    monkeypatch.setattr(graphs, "pool_bytes_of", lambda compute: compute() or 12345)
+    policy = sft_policy()
+    policy.graphs.pads = policy.graphs.captures = True
+    for _ in range(3):
+        sft_steps(policy, 0)
+    assert set(known) == {12345} and policy.graphs.counts["eager"] == len(known) > 0
+
+
+@pytest.mark.gpu
+def test_what_operators_have_for_themselves_is_planned():
+    """It is what the graphs' pool has, but for pieces between arrays, and no more than a plan says, but for sums."""
+    policy, rows = sft_policy(), [[each] for each in sequences(8)]
+    with policy.context.use():
+        for _ in range(4):
+            sft.train_step(policy, rows, 1e-3)
+    found, small = max(bucket.operator_bytes for bucket in policy.graphs.buckets.values()), 1 << 20
+    tokens = bucket_of(sum(len(each.token_ids) for (each,) in rows))
+    assert policy.graphs.counts["captured"] > 0 and 0 < found <= policy.graphs.pool.total_bytes() <= 2 * found + small
+    assert found <= operator_bytes(tokens, len(rows) + 8, policy.model.config, policy.model.dtype.name) + small
 
 
 def trained(make_policy, train_step, cuda_graphs, steps=20):

@@ -15,6 +15,7 @@ from rlnumba import cli
 from rlnumba.config import AsyncConfig, DeployConfig, to_toml
 from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import UserError
+from rlnumba.kernels.attention.sm90_backward import backward_nbytes
 from rlnumba.kernels.nn import reduce
 from rlnumba.model import transformer
 from rlnumba.model.blocks import projection
@@ -23,9 +24,11 @@ from rlnumba.model.lora import Adapter
 from rlnumba.model.shard import Shard
 from rlnumba.model.weights import write_json
 from rlnumba.parallel import launch
+from rlnumba.runs.planning import plan, planned
 from rlnumba.runs.planning.plan import Planner
 from rlnumba.runs.planning.savings import advise, savings, with_changes
 from rlnumba.runs.planning.text import describe
+from rlnumba.runs.policy import Policy
 from rlnumba.runtime import arena, device, memory
 from rlnumba.runtime.shapes import ShapeOnly, shapes_only
 from rlnumba.trainers.dpo import run_dpo
@@ -98,14 +101,81 @@ def test_grpo_takes_what_was_planned(tmp_path, options):
     assert_planned(grpo_run(tmp_path / "run", max_steps=4, share_prefixes="never", **options), run_grpo)
 
 
-@pytest.mark.parametrize("options", [{}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}], ids=str)
-def test_completions_that_share_their_prompt_take_what_was_planned(tmp_path, options):
-    run = grpo_run(tmp_path / "run", max_steps=4, **options)
-    rows = [json.dumps({"prompt": f"{number} is the number of what? ", "answer": number}) for number in range(10, 26)]
+def with_prompts_that_differ(run, words=1):
+    """A GRPO run with prompts of one length, no two of which begin alike."""
+    prompts = [f"{number} " + words * "is the number of what? " for number in range(10, 26)]
+    rows = [json.dumps({"prompt": prompt, "answer": 1}) for prompt in prompts]
     pathlib.Path(run.data.train).write_text("\n".join(rows))
-    assert_planned(run, run_grpo)
+    return run
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=4)], ids=["all", "adapter"])
+@pytest.mark.parametrize("options", [{}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}], ids=str)
+def test_completions_that_share_their_prompt_take_what_was_planned(tmp_path, monkeypatch, options, lora):
+    """Also the operators, of which a plan for a GPU counts the arrays: rows, sequences with prefixes, and logits."""
+    taken, computed, hidden = [], [], Policy._hidden
+
+    def take_step(*arguments):
+        taken.append(planned.take_step(*arguments))
+        return taken[-1]
+
+    def noted(policy, model, batch, tape=None):
+        computed.append((len(batch.input_ids), len(batch.cu_seqlens) - 1, len(batch.rows)))
+        return hidden(policy, model, batch, tape)
+
+    run = with_prompts_that_differ(grpo_run(tmp_path / "run", max_steps=4, **options))
+    run = dataclasses.replace(run, lora=lora)
+    monkeypatch.setattr(plan, "take_step", take_step)
     plans = [Planner(each, False, 16 * GIB).plan().regions["activations"] for each in (run, unshared(run))]
     assert plans[0] < 0.8 * plans[1]
+    assert taken[0].largest.rows < 0.8 * taken[1].largest.rows
+    monkeypatch.setattr(Policy, "_hidden", noted)
+    assert_planned(run, run_grpo)
+    assert tuple(map(max, zip(*computed, strict=True))) == taken[0].largest
+
+
+def test_operators_of_shared_prompts(tmp_path):
+    """On a GPU a prompt's rows count once for its group, as a query of its own sequence's keys and of two prefixes'."""
+    run = grpo_run(tmp_path / "run", dtype="bfloat16", per_device_train_batch_size=16, max_completion_length=8)
+    run = with_prompts_that_differ(dataclasses.replace(run, model=large_run(tmp_path).model), words=20)
+    prompt, groups = len("10 ") + 20 * len("is the number of what? "), 16 // run.train.num_generations
+    plans = [Planner(each, True, 400 * GIB).plan() for each in (run, unshared(run))]
+    shared, apart = (each.extra["operators"] for each in plans)
+    of_logits = plan.logits_bytes(16 * 8, ModelConfig.from_folder(run.model))
+    # Prefixes end at multiples of 16 tokens, and there are at most as many as sequences.
+    own, shared_rows = prompt % 16, prompt // 16 * 16
+    sizes = (3 * (groups * shared_rows + 16 * (own + 8)), 32), (16 * (prompt + 8), 16)
+    assert [shared - of_logits, apart - of_logits] == [backward_nbytes(*each, 32, 128) for each in sizes]
+    # In 600 tokens, the most that are replayed of this model, there are as many rows of logits.
+    for each, levels, sequences in zip(plans, (3, 1), (32, 16), strict=True):
+        assert each.extra["graphs"] == of_logits + backward_nbytes(600 * levels, sequences, 32, 128)
+
+
+def test_graphs_where_the_largest_micro_batch_is_none(tmp_path):
+    """Of an 8B model micro-batches of up to 600 tokens are replayed, once one like them comes again."""
+    run = large_run(tmp_path, per_device_train_batch_size=1, max_steps=8, gradient_accumulation_steps=1)
+    rows, found = tmp_path / "rows.jsonl", []
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, train=str(rows)))
+    for lengths in ([700, 700, 700], [700, 300, 700], [700, 300, 400]):
+        rows.write_text("".join(json.dumps({"prompt": "a", "completion": n * "b"}) + "\n" for n in lengths))
+        of_run = dataclasses.replace(run, train=dataclasses.replace(run.train, max_steps=len(lengths), max_length=None))
+        made = Planner(of_run, True, 400 * GIB).plan()
+        found.append(made.extra.get("graphs"))
+        # They are not what a run needs.
+        assert made.total - made.needed == (found[-1] or 0)
+    assert found[:2] == [None, None] and 0 < found[2] < made.extra["operators"]
+
+
+def test_the_cache_leaves_room_for_graphs(tmp_path):
+    """As long as a sequence fits."""
+    run = grpo_run(tmp_path / "run", dtype="bfloat16", per_device_train_batch_size=16)
+    run = dataclasses.replace(run, model=large_run(tmp_path).model)
+    run = dataclasses.replace(run, engine=dataclasses.replace(run.engine, gpu_memory_utilization=1.0))
+    eager = dataclasses.replace(run, train=dataclasses.replace(run.train, cuda_graphs=False))
+    block = 16 * 2 * 36 * 8 * 128 * 2
+    with_graphs, without = (Planner(each, True, 400 * GIB).plan() for each in (run, eager))
+    graphs, fewer = with_graphs.extra["graphs"], without.regions["kv"] - with_graphs.regions["kv"]
+    assert graphs > 0 and abs(fewer - graphs) < block
 
 
 def unshared(run):
@@ -568,8 +638,8 @@ def test_a_model_of_8b_on_several_gpus(tmp_path):
     assert plans[2].regions["weights"] == 2 * size
     assert abs(plans[3].regions["weights"] / (2 * (size / 4 + (size - rest) / 4 + layer + rest)) - 1) < 0.01
     # Of one layer at a time; head and embedding share memory.
-    for plan in plans.values():
-        assert abs(plan.regions["grads"] / (4 * (2 * layer + rest / 2 + size / 4)) - 1) < 0.01
+    for each in plans.values():
+        assert abs(each.regions["grads"] / (4 * (2 * layer + rest / 2 + size / 4)) - 1) < 0.01
     # The base of an adapter has no part that an optimizer updates.
     adapted = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=4), lora=LoraConfig())
     planner = Planner(adapted, True, 400 * GIB)

@@ -58,7 +58,10 @@ class CacheSize:
         return min(self._beside(workspace), most)
 
     def _beside(self, workspace):
-        """The number of blocks that fit beside weights, activations and `workspace` bytes; DeviceError if none do."""
+        """The number of blocks that fit beside weights, activations and `workspace` bytes; DeviceError if none do.
+
+        If they are more than the longest sequence needs, they leave room for what is expected (memory.expect).
+        """
         # Memory that sleeping engines have lent counts as free.
         memory.reclaim()
         device.xp().get_default_memory_pool().free_all_blocks()
@@ -68,7 +71,10 @@ class CacheSize:
         sharing = device.num_sharing_gpu()
         share = int(total * self.config.gpu_memory_utilization / sharing)
         room = min(share - own, free - GPU_MARGIN_BYTES)
-        num_blocks = self.runner.sizes.blocks_in(room)
+        left = min(room, free - GPU_MARGIN_BYTES - memory.expected_bytes())
+        num_blocks, most = self.runner.sizes.blocks_in(left), self.runner.sizes.blocks_in(room)
+        # What is expected can be done without, and a sequence cannot.
+        num_blocks = max(num_blocks, min(most, blocks_needed(self.max_model_len, BLOCK_SIZE)))
         if num_blocks <= 0:
             processes = f", for {sharing} processes," if sharing > 1 else ""
             raise DeviceError(

@@ -27,6 +27,8 @@ NAMED_SWITCHES = 3
 def fit_to_device(run, communicator=None):
     """The Run with the activations that it keeps on this process's GPU; on the cpu device as it is, which keeps all.
 
+    An engine of the run, which begins next, leaves room for the graphs of its micro-batches.
+
     communicator: that of the ranks that train together, which all call this and get the same; the
     least free memory of theirs decides. Prints what was chosen and why. Raises DeviceError for a run that does not fit
     the GPU, and what Planner raises.
@@ -41,7 +43,8 @@ def fit_to_device(run, communicator=None):
     is_first = True
     if communicator is not None:
         available, is_first = min(communicator.objects(available)), communicator.rank == 0
-    fitted, line = fit(planner, run, available)
+    fitted, plan, line = fit(planner, run, available)
+    memory.expect("graphs", plan.extra.get("graphs", 0))
     if line is not None and is_first:
         log(line)
     return fitted
@@ -56,14 +59,14 @@ def available_bytes(free, total, num_sharing=1):
 
 
 def fit(planner, run, available):
-    """(the Run with the activations that it keeps, a line that says so or None) for so many available bytes.
+    """(the Run with the activations that it keeps, its Plan, a line that says so or None) for so many available bytes.
 
     Raises DeviceError if no mode that the run allows fits.
     """
     plan, line = planned_choice(planner, available)
     if plan.needed > available:
         raise DeviceError(does_not_fit(planner, plan, available))
-    return with_train(run, **{name: getattr(planner.run.train, name) for name in CHOSEN_KEYS}), line
+    return with_train(run, **{name: getattr(planner.run.train, name) for name in CHOSEN_KEYS}), plan, line
 
 
 def planned_choice(planner, available):
@@ -151,9 +154,10 @@ def describe_choice(keys, plan, full, available):
 
 def does_not_fit(planner, plan, available):
     """The line of the error of a run that does not fit."""
-    regions = plan.regions | plan.extra
+    # Graphs are made of what is left.
+    regions = {name: size for name, size in (plan.regions | plan.extra).items() if name != "graphs"}
     if plan.takes_turns:
-        phase = "training" if plan.phases["training"] == plan.needed else "generation"
+        phase = "training" if plan.phases["training"] - plan.extra.get("graphs", 0) == plan.needed else "generation"
         regions["kv"] = plan.least_kv
         others = [name for of_phase, names in OF_PHASES.items() if of_phase != phase for name in names]
         regions = {name: size for name, size in regions.items() if name not in others}

@@ -30,7 +30,6 @@ from rlnumba.engine.scheduler import steps_of_group
 from rlnumba.engine.speculation import longest_verified
 from rlnumba.environments.agents import load_agents
 from rlnumba.kernels.logprob import chunked, divergence
-from rlnumba.model.config_mixture import idle_parameters
 from rlnumba.model.hub import find_model, read_config
 from rlnumba.model.lora import Places, lora_of_run
 from rlnumba.model.quantized.copies import copies_bytes, with_copies
@@ -107,15 +106,17 @@ class Plan:
 
     @property
     def needed(self):
-        """Bytes of the device's memory without which the run ends: the KV cache, where it takes turns with training, is
-        as large as there is room, but for a margin, if it holds a sequence."""
+        """Bytes of the device's memory without which the run ends: a graph for which there is no memory is not made,
+        and the KV cache, where it takes turns with training, is as large as there is room, but for a margin, if it
+        holds a sequence."""
+        graphs = self.extra.get("graphs", 0)
         if not self.takes_turns:
-            return self.total
+            return self.total - graphs
         kv = self.regions.get("kv", 0)
         # Beside a cache of a given number of blocks the engine leaves nothing.
         margin = 0 if kv == self.least_kv else GPU_MARGIN_BYTES
         least_generation = self.phases["generation"] - kv + self.least_kv + margin
-        return max(self.phases["training"], least_generation)
+        return max(self.phases["training"], least_generation) - graphs
 
 
 class Planner:
@@ -144,16 +145,13 @@ class Planner:
         dtype, step = self.dtype_of(run), step_of(self, run)
         # Any GPU: micro-batches are padded there.
         with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
-            trained, checkpoint, final, folds_layers, shares = take_step(self.config, dtype, run, step, communicator)
+            taken = take_step(self.config, dtype, run, step, communicator)
             shards_layers = run.deploy.zero_stage == 3 and communicator is not None
             has_engine = step.prompts and not (shards_layers and run.deploy.num_infer_gpus)
             workspace = _generate(self, dtype, run, step.prompts, communicator) if has_engine else 0
-            critics = [] if step.models.critic is None else [step.models.critic]
-            configs = [self.config, *critics, *step.models.teachers]
-            operators = max(operator_bytes(step.tokens, step.sequences, config, dtype, shares) for config in configs)
-            if step.models.compares_heads:
-                itemsize = device.dtype(dtype).itemsize
-                operators = max(operators, divergence.operator_bytes(step.tokens, self.config.vocab_size, itemsize))
+            operators, of_graphs = (
+                self._operators(dtype, step, taken, most) for most in (taken.largest.rows, taken.graph_tokens)
+            )
         tokens = step.tokens
         regions, notes = dict(peaks), {}
         host = regions.pop("host", 0)
@@ -178,7 +176,7 @@ class Planner:
         notes["grads"] = "float32"
         if communicator is not None:
             notes["grads"] += f" of one micro-batch, and of the step 1/{run.num_ranks}"
-            if folds_layers:
+            if taken.folds_layers:
                 notes["grads"] = f"float32 of two layers' matrices and the rest, and of the step 1/{run.num_ranks}"
         elif run.train.accumulates_gradients and self.trainer.trains_lm_head and run.lora is None:
             notes["grads"] += ", once more for the head of one micro-batch"
@@ -188,7 +186,8 @@ class Planner:
         notes["moments"] = " and ".join(moments) + (f", 1/{run.num_ranks}" if communicator is not None else "")
         notes["moments"] += ", in host memory but for two chunks" if host else ""
         if host and self.on_gpu:
-            regions["moments"] = sum(STREAMS * host * min(CHUNK, each) for each in trained) // sum(trained)
+            chunks = sum(STREAMS * host * min(CHUNK, each) for each in taken.trained)
+            regions["moments"] = chunks // sum(taken.trained)
         notes["activations"] = f"{tokens:,} tokens in a micro-batch, {run.train.kept_activations}"
         if run.train.kept_activations == "selective":
             notes["activations"] += f" but for {', '.join(run.train.recompute_modules)}"
@@ -197,7 +196,7 @@ class Planner:
         extra = {}
         if self.on_gpu and communicator is not None:
             # A policy and a critic use it in turn.
-            shared = (regions["grads"] - 4 * sum(trained)) // len(trained)
+            shared = (regions["grads"] - 4 * sum(taken.trained)) // len(taken.trained)
             regions["peer"] = arena_bytes(run.num_ranks) + staging_bytes(shared, run.num_ranks)
             if 1 < run.deploy.ranks_of_engine < run.num_ranks:
                 regions["peer"] += arena_bytes(run.deploy.ranks_of_engine)
@@ -205,18 +204,18 @@ class Planner:
         if workspace:
             regions["attention"] = workspace
             notes["attention"] = "results of parts of long sequences, which are merged"
-        least_kv = 0
-        if has_engine:
-            of_engine = Shard(0, run.deploy.ranks_of_engine).config_of(self.config)
-            least_kv = self._add_kv(regions, notes, run, dtype, step.prompts, of_engine)
         if self.on_gpu:
             extra = {"operators": operators, "CUDA context": CONTEXT_BYTES}
             notes["operators"] = "chunks of logits, float32 sums of attention's backward"
-            has_all = not (folds_layers or shards_layers)
-            max_tokens = graphs.max_tokens(parameters - idle_parameters(self.config)) if has_all else 0
-            if self.trainer.has_graphs and graphs.has_graphs(run.train, run.lora) and tokens <= max_tokens:
-                extra["graphs"] = min(extra["operators"], graphs.POOL_BYTES)
+            has_all = not (taken.folds_layers or shards_layers)
+            has_graphs = has_all and self.trainer.has_graphs and graphs.has_graphs(run.train, run.lora)
+            if has_graphs and step.fewest <= taken.graph_tokens:
+                extra["graphs"] = min(of_graphs, graphs.POOL_BYTES)
                 notes["graphs"] = "the same arrays once more, for micro-batches that are replayed"
+        least_kv = 0
+        if has_engine:
+            of_engine = Shard(0, run.deploy.ranks_of_engine).config_of(self.config)
+            least_kv = self._add_kv(regions, notes, run, dtype, step.prompts, of_engine, extra.get("graphs", 0))
         order = ["weights", COPIES, "adapter", "reference", "teacher", "grads", "moments", "activations"]
         order += ["engine activations", "attention", "kv"]
         names = sorted(regions, key=lambda name: order.index(name) if name in order else len(order))
@@ -224,7 +223,21 @@ class Planner:
         # Between micro-batches the engine needs its memory, too; and arrays of the cpu device are not lent.
         is_interleaved = run.generates_beside and not run.deploy.num_infer_gpus
         lends = has_engine and self.on_gpu and not is_interleaved and run.engine.enable_sleep_mode is not False
-        return Plan(regions, notes, tokens, extra, host, checkpoint, bool(lends), least_kv, final)
+        return Plan(regions, notes, tokens, extra, host, taken.checkpoint, bool(lends), least_kv, taken.final)
+
+    def _operators(self, dtype, step, taken, most_rows):
+        """Bytes of the operators' own arrays in a micro-batch of at most so many rows of a Step; to be called within
+        shapes_only. taken: the Step's Taken."""
+        largest, models = taken.largest, step.models
+        rows, logits = min(largest.rows, most_rows), min(largest.logits, most_rows)
+        # Of sequences that share prefixes there are at most as many.
+        sequences = max(largest.sequences, 2 * step.sequences if taken.shares else step.sequences)
+        configs = [self.config, *([] if models.critic is None else [models.critic]), *models.teachers]
+        found = max(operator_bytes(rows, sequences, config, dtype, taken.shares, logits) for config in configs)
+        if models.compares_heads:
+            itemsize = device.dtype(dtype).itemsize
+            found = max(found, divergence.operator_bytes(logits, self.config.vocab_size, itemsize))
+        return found
 
     def engine_regions(self, plan):
         """{name: bytes} of what each process of an inference engine has: the engine's regions of a Plan of the run, and
@@ -262,11 +275,11 @@ class Planner:
         """The name of the dtype of weights and activations."""
         return run.train.dtype or (self.config.dtype if self.on_gpu else "float32")
 
-    def _add_kv(self, regions, notes, run, dtype, prompts, config):
+    def _add_kv(self, regions, notes, run, dtype, prompts, config, expected=0):
         """The KV cache: on a GPU what gpu_memory_utilization leaves, at most what all sequences can use.
 
-        config: the model's, or that of the part of it that a process has. Returns the bytes that the longest sequence
-        needs, or all where their number is given.
+        config: the model's, or that of the part of it that a process has. expected: bytes that the engine leaves for
+        the graphs of training. Returns the bytes that the longest sequence needs, or all where their number is given.
         """
         engine = run.engine
         seqs = min(engine.max_num_seqs, engine.max_num_batched_tokens)
@@ -287,8 +300,10 @@ class Planner:
             share = int(own_bytes * engine.gpu_memory_utilization) - regions["weights"] - regions.get("new weights", 0)
             own = regions["engine activations"] + regions.get("attention", 0) + state_bytes + regions.get(COPIES, 0)
             room = min(share - own, own_bytes - others - state_bytes)
+            left = min(room, own_bytes - others - state_bytes - expected)
+            of_sequence = min(sizes.blocks_in(room), blocks_needed(limit, BLOCK_SIZE))
             most = engine.max_num_seqs * (blocks_needed(limit, BLOCK_SIZE) + 1)
-            blocks = max(min(sizes.blocks_in(room), most), 0)
+            blocks = max(min(max(sizes.blocks_in(left), of_sequence), most), 0)
             notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens, engine.gpu_memory_utilization = "
             notes["kv"] += f"{engine.gpu_memory_utilization}"
         else:
@@ -380,24 +395,23 @@ def _first_steps(engine, prompts, sizes, common, has_states):
     return max(found)
 
 
-def operator_bytes(tokens, sequences, config, dtype, shares=False):
-    """Bytes of the arrays that operators make for themselves in a micro-batch of so many tokens and sequences.
+def operator_bytes(tokens, sequences, config, dtype, shares=False, logits=None):
+    """Bytes of the arrays that operators make for themselves in a micro-batch of so many rows and sequences.
 
-    dtype: its name, of the activations. shares: whether sequences may have prefixes in the rows of others, of which
-    there are at most as many.
+    dtype: its name, of the activations. shares: whether sequences may have prefixes in the rows of others, which count
+    as sequences. logits: rows that have them, None for all.
     """
-    sequences = 2 * sequences if shares else sequences
     # The blocks run one after another.
     blocks = [block for blocks in config.blocks for block in blocks]
     in_blocks = max(block.operator_bytes(config, dtype, tokens, sequences, shares) for block in blocks)
-    return logits_bytes(tokens, config) + in_blocks
+    return logits_bytes(tokens if logits is None else logits, config) + in_blocks
 
 
-def logits_bytes(tokens, config):
-    """Bytes of the float32 logits, and of what else there is of them, in chunks (kernels/logprob)."""
-    rows = min(chunked.backward_rows(config.hidden_size), tokens)
+def logits_bytes(count, config):
+    """Bytes of the float32 logits of so many rows, and of what else there is of them, in chunks (kernels/logprob)."""
+    rows = min(chunked.backward_rows(config.hidden_size), count)
     backward = 6 * min(chunked.CHUNK_LOGITS // 2, rows * config.vocab_size) + 4 * rows * config.hidden_size
-    return max(backward, 4 * min(chunked.forward_rows(config.vocab_size), tokens) * config.vocab_size)
+    return max(backward, 4 * min(chunked.forward_rows(config.vocab_size), count) * config.vocab_size)
 
 
 def step_of(planner, run):

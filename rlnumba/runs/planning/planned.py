@@ -38,9 +38,10 @@ class Step(NamedTuple):
     """The largest micro-batch of a run: each of calls(policy, critic) is a function that takes an optimizer step on it,
     or what goes before one.
 
-    tokens: the micro-batch's. sequences: the most of any micro-batch. models: the run's. prompts: lengths of the
-    longest prompts of one generation, or []. rehearse(policy, critic, rollouts, every_form): such functions for other
-    Rollouts; None over rows.
+    tokens: the micro-batch's, where all sequences have their own rows. sequences: the most of any micro-batch. models:
+    the run's. prompts: lengths of the longest prompts of one generation, or []. fewest: tokens of the second smallest
+    micro-batch, or fewer. rehearse(policy, critic, rollouts, every_form): such functions for other Rollouts; None over
+    rows.
     """
 
     calls: Callable
@@ -48,6 +49,7 @@ class Step(NamedTuple):
     sequences: int
     models: Models = Models()
     prompts: tuple | list = ()
+    fewest: int = 0
     rehearse: Callable | None = None
 
 
@@ -92,6 +94,43 @@ class EveryToken:
         return np.full((len(token_ids), -(-self.vocab_size // 32)), -1, np.int32)
 
 
+class BatchSizes(NamedTuple):
+    """Numbers that the operators' own arrays follow from: a micro-batch's rows, those that sequences share once, its
+    sequences, those that are prefixes of others included, and rows of logits; padding counts."""
+
+    rows: int = 0
+    sequences: int = 0
+    logits: int = 0
+
+
+class MeasuredPolicy(Policy):
+    """A Policy that keeps the largest BatchSizes of what its models have computed: `largest`."""
+
+    largest = BatchSizes()
+
+    def _hidden(self, model, batch, tape=None):
+        logits = 0 if batch.target_ids is None else len(batch.rows)
+        sizes = BatchSizes(len(batch.input_ids), len(batch.cu_seqlens) - 1, logits)
+        self.largest = BatchSizes(*map(max, self.largest, sizes))
+        return super()._hidden(model, batch, tape)
+
+
+class Taken(NamedTuple):
+    """Findings of take_step. trained: how many parameters this rank updates, of the policy and of a critic, a list.
+    checkpoint: the bytes of these and of their state, which are copied to the host; final: the bytes of the policy's
+    alone. folds_layers: Policy's. shares: whether micro-batches may share prefixes. largest: BatchSizes. graph_tokens:
+    the most of a micro-batch that may become a graph.
+    """
+
+    trained: list
+    checkpoint: int
+    final: int
+    folds_layers: bool
+    shares: bool
+    largest: BatchSizes
+    graph_tokens: int
+
+
 class _EndOfStep(Exception):
     """Ends a train_step before the weights are updated and the metrics are computed, of which there is nothing."""
 
@@ -101,11 +140,9 @@ def _end_of_step(learning_rate):
 
 
 def take_step(config, dtype, run, step, communicator=None):
-    """Make the policy of a run, and a critic, and take the Step.
+    """Make the policy of a run, and a critic, and take the Step: Taken.
 
-    Returns how many parameters of each this rank updates, a list; the bytes of these and of their state, which are
-    copied to the host for a checkpoint; the bytes of the policy's alone; Policy.folds_layers; whether micro-batches may
-    share prefixes. The arguments are make_policies'. To be called within shapes_only.
+    The arguments are make_policies'. To be called within shapes_only.
     """
     policy, critic = make_policies(config, dtype, run, step, communicator)
     policy.step = _end_of_step
@@ -116,11 +153,14 @@ def take_step(config, dtype, run, step, communicator=None):
         for call in step.calls(policy, critic):
             with suppress(_EndOfStep):
                 call()
-    optimizers = [each.optimizer for each in (policy, critic) if each is not None]
+    policies = [policy] if critic is None else [policy, critic]
+    optimizers = [each.optimizer for each in policies]
     nbytes = sum(array.nbytes for each in optimizers for array in (each.weights.flat, *each.state.values()))
     trained = [each.weights.flat.shape[0] for each in optimizers]
     shares = policy.prefix_sharing(policy.model, critic and critic.model) is not None
-    return trained, nbytes, policy.optimizer.weights.flat.nbytes, policy.folds_layers, shares
+    largest = BatchSizes(*map(max, *(each.largest for each in policies), BatchSizes()))
+    final = policy.optimizer.weights.flat.nbytes
+    return Taken(trained, nbytes, final, policy.folds_layers, shares, largest, policy.graphs.max_tokens)
 
 
 def make_policies(config, dtype, run, step, communicator=None):
@@ -138,7 +178,7 @@ def make_policies(config, dtype, run, step, communicator=None):
         if run.lora is None:
             kind = weights_of(run, communicator, is_trained=run.train.reference_move is not None)
             reference = Transformer(config, kind(config, dtype, region="reference"))
-    policy, critic = Policy(model, run.train, reference, communicator=communicator), None
+    policy, critic = MeasuredPolicy(model, run.train, reference, communicator=communicator), None
     if step.models.teachers:
         kind = weights_of(run, communicator, is_trained=False)
         models = [Transformer(each, kind(each, dtype, region="teacher")) for each in step.models.teachers]
@@ -148,7 +188,7 @@ def make_policies(config, dtype, run, step, communicator=None):
         policy.grammar = EveryToken(config.vocab_size)
     if step.models.critic is not None:
         model = Transformer(step.models.critic, Weights(step.models.critic, dtype))
-        critic = Policy(model, run.train, communicator=communicator)
+        critic = MeasuredPolicy(model, run.train, communicator=communicator)
         critic.arena = policy.arena
     return policy, critic
 

@@ -58,6 +58,7 @@ BETWEEN_OPERATORS = {
     ("decoder", "gemm.epilogue"): "SwiGLU",
     ("quantized", "gemm.ops"): "the GEMM backend",
     ("quantized", "gemm.sm90"): "the operands of a low rank",
+    ("quantized", "gemm.reduction"): "the first product of a low rank",
     ("quantized", "gemm.sm90_config"): "the config that the epilogue follows from",
     ("quantized", "gemm.epilogue"): "bias, residual, SwiGLU and the stores",
     ("quantized", "gemm.grouped_tiles"): "the tiles of experts' rows",

@@ -3,6 +3,10 @@
 import numpy as np
 
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.gemm import sm90
+from rlnumba.kernels.gemm.reduction import Reduction
+from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
+from rlnumba.kernels.nn.lora import scale_adapters
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_same_bits
 
@@ -18,6 +22,23 @@ SHAPES_OF_MODELS = [
 
 def matrix(rng, shape, dtype):
     return rng.standard_normal(shape).astype(device.dtype(dtype))
+
+
+def random_adapters(rng, adapters, columns, k, rows, element):
+    """A Reduction of some adapters of `columns` each, of which the rows have one or none; one for all if it is 1."""
+    a = device.asarray((rng.standard_normal((adapters * columns, k)) / k**0.5).astype(device.dtype(element)))
+    ids = device.asarray(rng.integers(-1, adapters, rows).astype(np.int32)) if adapters > 1 else None
+    return Reduction(a, device.asarray(rng.uniform(0.5, 2, adapters).astype(np.float32)), ids)
+
+
+def reduced(x, reduction):
+    """s x A^T by the kernels that compute nothing else."""
+    xa = device.xp().full((len(x), len(reduction.a)), np.nan, x.dtype)
+    # As many stages as rounds: their order is not what is tested.
+    config = Sm90GemmConfig(64, 1, 8, x.dtype.name)
+    sm90.gemm_with_config(config, x, reduction.a, xa)
+    scale_adapters(xa, reduction.scales, reduction.adapter_ids, xa)
+    return xa
 
 
 def check_config(rng, gemm_with_config, config, m, n, k):

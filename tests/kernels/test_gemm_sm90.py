@@ -2,16 +2,25 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.gemm.reduction import ReducingLowRank, reduction_counters
 from rlnumba.kernels.gemm.scheduler import GemmProblem
 from rlnumba.kernels.gemm.sm90 import LowRank, gemm_sm90_kernel, gemm_with_config
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig, best_config
 from rlnumba.kernels.nn.swiglu import ACTIVATIONS, GELU_TANH, swiglu, swiglu_ref
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.arguments import tuple_type
+from rlnumba.runtime.context import current
 from rlnumba.runtime.launch import pdl_scope
 from tests.close import assert_close, assert_same_bits
 from tests.graph_edges import edges_of
-from tests.kernels.gemm_cases import SHAPES_OF_MODELS, check_config, check_operators, matrix
+from tests.kernels.gemm_cases import (
+    SHAPES_OF_MODELS,
+    check_config,
+    check_operators,
+    matrix,
+    random_adapters,
+    reduced,
+)
 
 
 @pytest.fixture
@@ -55,6 +64,41 @@ SIMULATED = [
     (Sm90GemmConfig(8, 1, 3, "float16", panels=4, eight_rows=True, low_rank=True), 3, 24, 512),
     (Sm90GemmConfig(64, 2, 2, "bfloat16", b_mn=True, residual=True, low_rank=True), 136, 72, 72),
 ]
+
+
+# With the first matrix of the low rank computed in the kernel, of rank 48, one adapter or three: one tile of it and
+# several, of eight rows, of panels; written by threads and by TMA, with a residual that TMA loads.
+REDUCING = [
+    (Sm90GemmConfig(16, 1, 2, "bfloat16", panels=2, residual=True, eight_rows=True, streams_b=True), 3, 24, 512, 3),
+    (Sm90GemmConfig(32, 1, 2, "float16", panels=4, bias=True), 40, 72, 256, 1),
+    (Sm90GemmConfig(64, 1, 4, "bfloat16", bias=True, residual=True), 40, 72, 136, 3),
+    (Sm90GemmConfig(48, 1, 3, "bfloat16", swiglu=True, panels=2, eight_rows=True), 7, 40, 256, 1),
+    (Sm90GemmConfig(128, 1, 2, "bfloat16", swiglu=True), 64, 88, 192, 1),
+]
+REDUCING = [(config._replace(low_rank=True, reduces=True), *case) for config, *case in REDUCING]
+
+
+@pytest.mark.parametrize("config, m, n, k, adapters", REDUCING)
+@pytest.mark.sim
+@pytest.mark.sm90
+def test_the_low_rank_in_the_same_kernel(rng, config, m, n, k, adapters):
+    """The bits of a product, scale_adapters of it, and a GEMM with their low rank."""
+    rows = 2 * n if config.swiglu else n
+    x, weight, b, residual, bias = (
+        device.asarray(matrix(rng, shape, config.element)) for shape in ((m, k), (rows, k), (rows, 48), (m, n), n)
+    )
+    reduction = random_adapters(rng, adapters, 48 // adapters, k, m, config.element)
+    found, expected = device.xp().full((m, 48), np.nan, x.dtype), reduced(x, reduction)
+    outs = [device.xp().full((m, rows), np.nan, x.dtype) for _ in range(2)]
+    addends = [residual.copy() if config.residual or config.swiglu else None for _ in range(2)]
+    bias = bias if config.bias else None
+    gemm_with_config(config, x, weight, outs[0], bias, addends[0], (found, b), reduction)
+    gemm_with_config(config._replace(reduces=False), x, weight, outs[1], bias, addends[1], (expected, b))
+    assert_same_bits(found, expected, f"x A^T of {config}")
+    assert_same_bits(*outs, f"{config}")
+    if config.swiglu:
+        assert_same_bits(*addends, f"activated by {config}")
+    assert not device.to_host(current().own(reduction_counters)).any()
 
 
 def check_swiglu(rng, config, m, n, k):
@@ -158,6 +202,9 @@ def types_of(config):
     """Types of gemm_sm90_kernel's arguments, without bias and residual."""
     tensor_map, nothing, pairs, number = "uint8[::1]", "int32[::1]", "int32[:,::1]", "int64"
     rank_operands = tuple_type(LowRank, tensor_map, tensor_map, number) if config.low_rank else number
+    if config.reduces:
+        arrays = pairs, "float32[::1]", nothing, number, nothing
+        rank_operands = tuple_type(ReducingLowRank, tensor_map, tensor_map, number, tensor_map, *arrays)
     staged = [tensor_map, tensor_map if config.swiglu else nothing]
     outputs = staged if config.staged_columns else [pairs, pairs]
     return [tensor_map, tensor_map, rank_operands, *outputs, nothing, *[number] * 4]
@@ -181,6 +228,18 @@ def test_a_low_rank_compiles_for_gpus(compile_offline, m, b_mn):
         pytest.skip("compiles without a GPU, from the cpu device")
     problem = GemmProblem(m, 4096, 12_288, "bfloat16", False, b_mn, "same", residual=True)
     config = best_config(problem, 132, low_rank=True)
+    troubles = compile_offline(gemm_sm90_kernel(config), types_of(config), (9, 0, "a"))
+    assert not troubles, "\n".join(troubles)
+
+
+@pytest.mark.parametrize("m", [1, 64])
+@pytest.mark.parametrize("n, k, swiglu", [(6144, 4096, False), (12_288, 4096, True), (4096, 12_288, False)])
+def test_the_low_rank_in_the_same_kernel_compiles_for_gpus(compile_offline, m, n, k, swiglu):
+    """The tiles for decode of Qwen3-8B, without a spill."""
+    if device.name() != "cpu":
+        pytest.skip("compiles without a GPU, from the cpu device")
+    problem = GemmProblem(m, n, k, "bfloat16", False, False, "same", residual=n == 4096)
+    config = best_config(problem, 132, swiglu, low_rank=True)._replace(reduces=True)
     troubles = compile_offline(gemm_sm90_kernel(config), types_of(config), (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 

@@ -3,15 +3,18 @@
 import numpy as np
 import pytest
 
+from rlnumba.config.lora import LoraConfig
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.few_rows import FewRowsDecoder
 from rlnumba.engine.runner import Runner
 from rlnumba.kernels.experts.ops import Dispatch, Routing, combine, dispatch, gather_rows, route
-from rlnumba.kernels.gemm.ops import linear, linear_swiglu
+from rlnumba.kernels.gemm.ops import linear, linear_swiglu, reduce_rank
+from rlnumba.kernels.gemm.reduction import Reduction
 from rlnumba.kernels.nn.rmsnorm import rmsnorm
 from rlnumba.kernels.quantized.formats import FORMATS
 from rlnumba.kernels.quantized.linear import packed_linear, packed_linear_swiglu
 from rlnumba.kernels.quantized.ops import QuantizedWeight, quantize
+from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import pack, score
 from rlnumba.runtime import device
 from rlnumba.runtime.dispatch import forced
@@ -74,6 +77,50 @@ def test_a_layers_gemms_by_packed_weights(rng):
     assert_same_bits(overlapped, expected)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_layers_gemms_with_an_adapter(rng, packed):
+    """The same with an adapter, whose first products are in the kernels; the counters there are zeros for each one."""
+    bf16, rows, hidden, rank = device.dtype("bfloat16"), 3, 128, 16
+
+    def random(*shape):
+        return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(bf16)
+
+    def weight(*shape):
+        if not packed:
+            return random(*shape)
+        found = QuantizedWeight.empty(FORMATS["int4"], shape, 64, "bfloat16")
+        quantize(random(*shape), 0, found)
+        return found
+
+    x, up, down, scales = random(rows, hidden), weight(2 * hidden, hidden), weight(hidden, hidden), np.float32([2])
+    (up_a, up_b), (down_a, down_b) = ((random(rank, hidden), random(n, rank)) for n in (2 * hidden, hidden))
+
+    def chain(in_kernel):
+        stream, gate_up, activated = x.copy(), np.zeros((rows, 2 * hidden), bf16), np.zeros((rows, hidden), bf16)
+        # One place for both, as an arena has: the next kernel writes what this one still reads.
+        xa = np.zeros((rows, rank), bf16)
+        reductions = [Reduction(a, scales) for a in (up_a, down_a)]
+        for _ in range(2):
+            for x_of, reduction in zip((stream, activated), reductions, strict=True):
+                of_kernel = reduction if in_kernel else None
+                if not in_kernel:
+                    reduce_rank(x_of, reduction, xa)
+                if x_of is stream:
+                    swiglu = packed_linear_swiglu if packed else linear_swiglu
+                    swiglu(stream, up, gate_up, activated, (xa, up_b), reduction=of_kernel)
+                else:
+                    product = packed_linear if packed else linear
+                    product(activated, down, stream, None, stream, (xa, down_b), of_kernel)
+        return stream
+
+    with forced("sm90"):
+        expected = chain(False)
+        assert_same_bits(chain(True), expected)
+        with pdl_scope():
+            overlapped = chain(True)
+    assert_same_bits(overlapped, expected)
+
+
 def test_experts_of_a_layer(rng):
     """Router, dispatch, rows of experts and their sum, one after the other."""
     bf16, tokens, num_experts, top_k, columns = device.dtype("bfloat16"), 3, 8, 2, 64
@@ -118,6 +165,33 @@ def test_decode_steps_of_the_engine(monkeypatch):
         expected = drawn(LLM(model).generate([[1, 2, 3]], params))
         monkeypatch.setattr(Runner, "compute", overlapped)
         assert drawn(LLM(model).generate([[1, 2, 3]], params)) == expected
+
+
+def test_decode_steps_with_an_adapter(rng, monkeypatch):
+    """The kernels of a decode step that compute x A^T beside x W^T have the bits of training."""
+    model = make_model(
+        "bfloat16", vocab_size=20, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64,
+    )  # fmt: skip
+    model.adapter = Adapter.new(model.config, LoraConfig(r=3), "bfloat16", "", 0)
+    for pair in model.adapter.layers[0].values():
+        pair.b[...] = rng.standard_normal(pair.b.shape) / 4
+    params = SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True)
+    compute, steps = Runner.compute, []
+
+    def overlapped(runner, arrays, shape, *part):
+        steps.append(shape.max_seqlen_q)
+        with pdl_scope():
+            compute(runner, arrays, shape, *part)
+
+    monkeypatch.setattr(Runner, "compute", overlapped)
+    with forced("sm90"):
+        output = LLM(model).generate([[1, 2, 3]], params)[0].completions[0]
+        # More rows than the GEMMs of few rows take: the training forward of other kernels.
+        ids = [[1, 2, 3, *output.token_ids], np.arange(20).repeat(4)[:70].tolist()]
+        logprobs = score(model, pack(ids), params.temperature).logprobs
+    assert steps.count(1) >= 2
+    assert_same_bits(output.array("logprobs"), device.to_host(logprobs)[3:6])
 
 
 def test_decode_steps_with_linear_attention(monkeypatch):

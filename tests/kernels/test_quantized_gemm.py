@@ -8,6 +8,7 @@ import pytest
 
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.gemm import sm90
+from rlnumba.kernels.gemm.reduction import ReducingLowRank, Reduction, reduction_counters
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
 from rlnumba.kernels.quantized import few_rows
 from rlnumba.kernels.quantized.few_rows_config import PackedGemmConfig, is_possible, packed_config
@@ -15,10 +16,11 @@ from rlnumba.kernels.quantized.formats import FORMATS, dequantize_ref, levels_re
 from rlnumba.kernels.quantized.linear import is_packed_gemm, packed_linear, packed_linear_swiglu
 from rlnumba.kernels.quantized.ops import QuantizedWeight, dequantize, quantize
 from rlnumba.model.blocks.projection import multiply, multiply_swiglu
-from rlnumba.runtime import device, dispatch
+from rlnumba.runtime import context, device, dispatch, launch
 from rlnumba.runtime.arguments import tuple_type
+from rlnumba.runtime.context import Context
 from tests.close import assert_same_bits
-from tests.kernels.gemm_cases import matrix
+from tests.kernels.gemm_cases import matrix, random_adapters, reduced
 
 pytestmark = pytest.mark.sm90
 
@@ -32,12 +34,12 @@ def quantized(rng, form, shape, group_size, element):
     return weight, values
 
 
-def check(rng, config, rows, n, k, activation=None):
+def check(rng, config, rows, n, k, adapters=1):
     """gemm_with_config of some numbers of rows has the bits of the 16-bit GEMM."""
     halves = 2 if config.swiglu else 1
     weight, values = quantized(rng, config.form, (halves * n, k), 64 * config.group_tiles, config.element)
     plain = Sm90GemmConfig(
-        64, 1, 2, config.element, bias=config.bias, residual=config.residual, swiglu=config.swiglu,
+        64, 1, 8, config.element, bias=config.bias, residual=config.residual, swiglu=config.swiglu,
         low_rank=config.low_rank,
     )  # fmt: skip
     for m in rows:
@@ -45,11 +47,18 @@ def check(rng, config, rows, n, k, activation=None):
         bias = device.asarray(matrix(rng, n, config.element)) if config.bias else None
         pair = tuple(device.asarray(matrix(rng, (size, 24), config.element)) for size in (m, halves * n))
         low_rank = pair if config.low_rank else None
+        found_rank, reduction = low_rank, None
+        if config.reduces:
+            reduction = random_adapters(rng, adapters, 24 // adapters, k, m, config.element)
+            low_rank = reduced(x, reduction), pair[1]
+            found_rank = device.xp().full((m, 24), np.nan, x.dtype), pair[1]
         outs = [device.xp().full((m, halves * n), np.nan, x.dtype) for _ in range(2)]
         residuals = [residual.copy() if config.swiglu or config.residual else None for _ in range(2)]
-        few_rows.gemm_with_config(config, x, weight, outs[0], bias, residuals[0], low_rank)
+        few_rows.gemm_with_config(config, x, weight, outs[0], bias, residuals[0], found_rank, reduction)
         sm90.gemm_with_config(plain, x, values, outs[1], bias, residuals[1], low_rank)
         assert_same_bits(outs[0], outs[1], f"{m} rows, {config}")
+        if config.reduces:
+            assert_same_bits(found_rank[0], low_rank[0], f"x A^T, {m} rows, {config}")
         if config.swiglu:
             assert_same_bits(residuals[0], residuals[1], f"activated, {m} rows, {config}")
 
@@ -72,11 +81,29 @@ SIMULATED = [
 ]
 
 
+# With the first matrix of the low rank computed in the kernel: one tile of it and several, of one adapter and three.
+REDUCING = [
+    (PackedGemmConfig("int4", 16, 2, 4, 2, 8, 1, False, BF16, residual=True, a_in_shared=True), [3], 40, 512, 3),
+    (PackedGemmConfig("int8", 32, 4, 2, 2, 16, 1, True, F16, bias=True), [9], 40, 256, 1),
+    (PackedGemmConfig("nf4", 32, 4, 2, 2, 8, 1, False, BF16, swiglu=True), [8], 48, 256, 1),
+    (PackedGemmConfig("int4", 16, 1, 2, 2, 64, 1, False, BF16), [40], 16, 256, 3),
+]
+REDUCING = [(config._replace(low_rank=True, reduces=True), *case) for config, *case in REDUCING]
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize("config, rows, n, k", SIMULATED)
 def test_simulator(rng, config, rows, n, k):
     assert is_possible(config)
     check(rng, config, rows, n, k)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("config, rows, n, k, adapters", REDUCING)
+def test_the_low_rank_in_the_same_kernel(rng, config, rows, n, k, adapters):
+    assert is_possible(config)
+    check(rng, config, rows, n, k, adapters)
+    assert not device.to_host(context.current().own(reduction_counters)).any()
 
 
 def test_every_chosen_config_is_possible():
@@ -145,6 +172,54 @@ def test_projections_have_the_bits_of_the_widened_weight(rng, hopper):
     assert calls == [True, False, False]
 
 
+@pytest.mark.sim
+@pytest.mark.parametrize("packed", [False, True])
+def test_few_rows_reduce_in_the_kernel_that_adds_the_low_rank(rng, hopper, packed, launched):
+    """With more rows, and where a pair of columns is of two adapters, by kernels of its own: the same bits."""
+    n, k = 32, 128
+    weight, values = quantized(rng, "int4", (n, k), 64, BF16)
+    weight, kernel = (weight, "packed_gemm_kernel") if packed else (values, "gemm_sm90_kernel")
+    apart = ["gemm_sm90_kernel", "scale_adapters_kernel"]
+    for rows, adapters, names in ((5, 1, [kernel]), (64, 3, [kernel]), (70, 1, None), (5, 8, [*apart, kernel])):
+        columns = 1 if adapters == 8 else 16
+        x, residual = (device.asarray(matrix(rng, shape, BF16)) for shape in ((rows, k), (rows, n)))
+        reduction, b = (
+            random_adapters(rng, adapters, columns, k, rows, BF16),
+            matrix(rng, (n, adapters * columns), BF16),
+        )
+        b, xa = device.asarray(b), reduced(x, reduction)
+        found = device.xp().full(xa.shape, np.nan, x.dtype)
+        outs = [device.xp().full((rows, n), np.nan, x.dtype) for _ in range(2)]
+        launched.clear()
+        multiply(x, weight, outs[0], PlainMemory(), None, residual, (found, b), reduction)
+        assert names in (None, launched)
+        gemm.linear(x, values, outs[1], None, residual, (xa, b))
+        assert_same_bits(found, xa, f"x A^T, {rows} rows")
+        assert_same_bits(*outs, f"{rows} rows")
+        halves = [[device.xp().full((rows, size), np.nan, x.dtype) for size in (n, n // 2)] for _ in range(2)]
+        found.fill(0)
+        launched.clear()
+        multiply_swiglu(x, weight, *halves[0], PlainMemory(), (found, b), reduction=reduction)
+        assert names in (None, launched)
+        gemm.linear_swiglu(x, values, *halves[1], (xa, b))
+        assert_same_bits(found, xa, f"x A^T, {rows} rows")
+        for each, expected in zip(*halves, strict=True):
+            assert_same_bits(each, expected, f"SwiGLU, {rows} rows")
+
+
+@pytest.fixture
+def launched():
+    """The names of the kernels that are launched, a list."""
+    names = []
+
+    def observe(kernel, _):
+        names.append(kernel.py_func.__name__)
+
+    launch.observers.append(observe)
+    yield names
+    launch.observers.remove(observe)
+
+
 class PlainMemory:
     """A memory of scopes that are not reused."""
 
@@ -164,6 +239,18 @@ def test_wrong_arguments_are_named(rng):
     with pytest.raises(ValueError, match=r"packed_linear_swiglu: gate_up must be \(2, 16\)"):
         packed_linear_swiglu(x, weight, np.zeros((2, 8), np.float32), np.zeros((2, 8), np.float32))
     assert not is_packed_gemm(x, weight)
+    low_rank, out = (np.zeros((2, 6), np.float32), np.zeros((16, 6), np.float32)), np.zeros((2, 16), np.float32)
+    a, scales = np.zeros((6, 128), np.float32), np.ones(4, np.float32)
+    for product, values in ((packed_linear, weight), (gemm.linear, np.zeros((16, 128), np.float32))):
+        name = product.__name__
+        with pytest.raises(ValueError, match=f"{name}: a reduction needs low_rank, whose first matrix it writes"):
+            product(x, values, out, reduction=Reduction(a, scales[:1]))
+        with pytest.raises(ValueError, match=rf"{name}: reduction.a must be \(6, 128\)"):
+            product(x, values, out, low_rank=low_rank, reduction=Reduction(a[:, :8].copy(), scales[:1]))
+        with pytest.raises(ValueError, match=f"{name}: reduction.a must have rows for each of 4 adapters, got 6"):
+            product(x, values, out, low_rank=low_rank, reduction=Reduction(a, scales))
+        with pytest.raises(ValueError, match=rf"{name}: reduction.adapter_ids must be \(2\) int32"):
+            product(x, values, out, low_rank=low_rank, reduction=Reduction(a, scales[:2], np.zeros(3, np.int32)))
 
 
 LAYERS = [(6144, 4096, False), (4096, 4096, False), (24_576, 4096, True), (4096, 12_288, False), (1536, 640, True)]
@@ -199,11 +286,59 @@ def test_gpu(rng, form, element):
                     assert_same_bits(few, many[:m], f"{form}, {m} rows by {n} x {k}")
 
 
+def product(weight, swiglu, x, residual, low_rank, reduction):
+    """(out, or gate_up and activated) of a projection with a low rank, whose first matrix may be written."""
+    outs = [device.xp().zeros((len(x), size), x.dtype) for size in (len(weight), len(weight) // 2)]
+    if swiglu:
+        multiply_swiglu(x, weight, *outs, PlainMemory(), low_rank, reduction=reduction)
+    else:
+        multiply(x, weight, outs[0], PlainMemory(), None, residual, low_rank, reduction)
+    return outs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["int4", "nf4", None])
+@pytest.mark.parametrize("n, k, swiglu", LAYERS)
+def test_gpu_reduction(rng, form, n, k, swiglu):
+    """The kernel that writes x A^T, too, has the bits of three kernels, however often, and in what stream, it runs.
+
+    form None: a weight of 16 bits.
+    """
+    weight, values = quantized(rng, form or "int4", (n, k), 64, BF16)
+    weight, b = weight if form else values, device.asarray(matrix(rng, (n, 48), BF16))
+    contexts = [Context(device.xp().cuda.Stream(non_blocking=True)) for _ in range(2)]
+    for m, adapters in ((1, 1), (7, 3), (8, 1), (9, 3), (17, 1), (64, 3)):
+        x, residual = (device.asarray(matrix(rng, shape, BF16)) for shape in ((m, k), (m, n)))
+        reduction = random_adapters(rng, adapters, 48 // adapters, k, m, BF16)
+        expected_rank = device.xp().zeros((m, 48), x.dtype)
+        gemm.reduce_rank(x, reduction, expected_rank)
+        expected = product(weight, swiglu, x, residual, (expected_rank, b), None)
+        device.synchronize()
+        found = []
+        # Both streams at once, each kernel as early as PDL allows, all of a stream with one array for x A^T.
+        low_ranks = [device.xp().zeros((m, 48), x.dtype) for _ in contexts]
+        for _ in range(20):
+            for each, xa in zip(contexts, low_ranks, strict=True):
+                with each.use(), launch.pdl_scope():
+                    found.append(product(weight, swiglu, x, residual, (xa, b), reduction))
+        device.synchronize()
+        for xa in low_ranks:
+            assert_same_bits(xa, expected_rank, f"x A^T, {form}, {m} rows by {n} x {k}")
+        for outs in found:
+            for each, wanted in zip(outs, expected, strict=True):
+                assert_same_bits(each, wanted, f"{form}, {m} rows by {n} x {k}")
+        for each in contexts:
+            assert not device.to_host(each.own(reduction_counters)).any()
+
+
 def types_of(config):
     """Types of packed_gemm_kernel's arguments, without bias and residual."""
     tensor_map, nothing, pairs, number = "uint8[::1]", "int32[::1]", "int32[:,::1]", "int64"
     weight = tuple_type(few_rows.PackedWeight, nothing, "float32[::1]", "float32[::1]", *[number] * 3)
     rank_operands = tuple_type(sm90.LowRank, tensor_map, tensor_map, number) if config.low_rank else number
+    if config.reduces:
+        arrays = pairs, "float32[::1]", nothing, number, nothing
+        rank_operands = tuple_type(ReducingLowRank, tensor_map, tensor_map, number, tensor_map, *arrays)
     return [tensor_map, weight, rank_operands, pairs, pairs, nothing, *[number] * 3]
 
 
@@ -217,5 +352,6 @@ def test_chosen_configs_compile_for_gpus(compile_offline, form, m, n, k, swiglu)
         pytest.skip("compiles without a GPU, from the cpu device")
     fields = "bfloat16", False, not swiglu, swiglu, True
     config = packed_config(m, n, k, form, FORMATS[form].group_size, 132, fields)
-    troubles = compile_offline(few_rows.packed_gemm_kernel(config), types_of(config), (9, 0, "a"))
-    assert not troubles, "\n".join(troubles)
+    for each in (config, config._replace(reduces=True)):
+        troubles = compile_offline(few_rows.packed_gemm_kernel(each), types_of(each), (9, 0, "a"))
+        assert not troubles, "\n".join(troubles)

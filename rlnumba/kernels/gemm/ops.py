@@ -8,7 +8,8 @@
 
 linear, linear_swiglu and linear_backward_input take a low rank, two matrices (A, B) of an adapter: x w^T + A B^T, or
 dout w + A B. On Hopper it is a part of the same sum; elsewhere a second product is added to the first, which has been
-rounded.
+rounded. A is itself a product of x, which the first two write where they get its Reduction: on Hopper, with few rows,
+in the same kernel.
 
 x (M, K), weight (N, K), out (M, N). Sums are float32 whatever the arrays hold; gradients of weights and
 biases are float32 arrays that accumulate. GEMM backends:
@@ -28,6 +29,8 @@ from rlnumba.kernels.cpu import gemm as cpu
 from rlnumba.kernels.gemm import cublas, simt
 from rlnumba.kernels.gemm import sm80 as gemm_sm80
 from rlnumba.kernels.gemm import sm90 as gemm_sm90
+from rlnumba.kernels.gemm.reduction import check_reduction, is_one_kernel
+from rlnumba.kernels.nn.lora import scale_adapters
 from rlnumba.kernels.nn.swiglu import check_activation, swiglu, swiglu_ref
 from rlnumba.runtime import device, dispatch
 
@@ -100,8 +103,16 @@ def _check_low_rank(op, low_rank, m, n, dtype, b_mn=False):
     check(op, "low_rank[1]", b, (rank, n) if b_mn else (n, rank), (dtype,))
 
 
-def linear(x, weight, out, bias=None, residual=None, low_rank=None):
+def reduce_rank(x, reduction, out):
+    """out (M, R) = scale_adapters(x A^T) of a Reduction: the first matrix of a low rank. Raises as linear."""
+    linear(x, reduction.a, out)
+    scale_adapters(out, reduction.scales, reduction.adapter_ids, out)
+
+
+def linear(x, weight, out, bias=None, residual=None, low_rank=None, reduction=None):
     """out = x weight^T + bias + residual + A B^T of low_rank (A (M, R), B (N, R)).
+
+    reduction: a Reduction, of which A is written first, as reduce_rank does; None: A is there.
 
     x (M, K) and weight (N, K) of one floating dtype; out (M, N) of that dtype or float32 is written; bias (N,) of x's
     dtype; residual (M, N) of out's dtype, may be out itself. Any of M, N, K may be 0. On cuBLAS, bias + residual is
@@ -116,9 +127,16 @@ def linear(x, weight, out, bias=None, residual=None, low_rank=None):
         check("linear", "residual", residual, (m, n), (out.dtype,))
     if low_rank is not None:
         _check_low_rank("linear", low_rank, m, n, x.dtype)
+    if reduction is not None:
+        check_reduction("linear", reduction, low_rank, k)
     if not (m and n):
         return
     gemm = _gemm(x, weight, out, k, bias, residual, low_rank)
+    if reduction is not None:
+        if gemm is gemm_sm90.gemm and is_one_kernel(x, out, low_rank, reduction):
+            gemm_sm90.gemm_reducing(x, weight, out, low_rank, reduction, bias, residual)
+            return
+        reduce_rank(x, reduction, low_rank[0])
     if low_rank is not None and gemm is gemm_sm90.gemm:
         gemm_sm90.gemm_low_rank(x, weight, out, low_rank, bias=bias, residual=residual)
         return
@@ -127,10 +145,10 @@ def linear(x, weight, out, bias=None, residual=None, low_rank=None):
         _add_low_rank(gemm, low_rank, out)
 
 
-def linear_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu"):
+def linear_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu", reduction=None):
     """gate_up = x weight^T and out = activation(gate) * up: the bits of linear and swiglu, in one kernel on Hopper.
 
-    low_rank: as linear's; activation: as swiglu's.
+    low_rank, reduction: as linear's; activation: as swiglu's.
 
     x (M, K) and weight (2F, K), the gate's rows first, of one floating dtype; gate_up (M, 2F) and out (M, F) of that
     dtype are written. Raises ValueError for other shapes, dtypes or layouts.
@@ -144,10 +162,15 @@ def linear_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu"):
     check_activation("linear_swiglu", activation)
     if low_rank is not None:
         _check_low_rank("linear_swiglu", low_rank, m, n, x.dtype)
+    if reduction is not None:
+        check_reduction("linear_swiglu", reduction, low_rank, k)
     if m and n and _gemm(x, weight, out, k, residual=gate_up, low_rank=low_rank) is gemm_sm90.gemm:
-        gemm_sm90.gemm_swiglu(x, weight, gate_up, out, low_rank, activation)
+        if reduction is not None and not is_one_kernel(x, out, low_rank, reduction):
+            reduce_rank(x, reduction, low_rank[0])
+            reduction = None
+        gemm_sm90.gemm_swiglu(x, weight, gate_up, out, low_rank, activation, reduction)
     else:
-        linear(x, weight, gate_up, low_rank=low_rank)
+        linear(x, weight, gate_up, low_rank=low_rank, reduction=reduction)
         swiglu(gate_up, out, activation)
 
 

@@ -1,7 +1,7 @@
 """GEMM on sm_90: C = A B^T, C = A B and C += A^T B, warp-specialised, persistent, one order over K.
 
 With a low rank, as of an adapter, C = A B^T + A' B'^T or A B + A' B': in the ring the stages of A' and B' follow those
-of A and B, into the same accumulators.
+of A and B, into the same accumulators. With few rows A' may be a product of the same kernel (reduction.py).
 
 Inputs float16 or bfloat16, accumulators float32, output in the inputs' type or float32. For linear A and B lie K-major,
 for linear_backward_input B lies MN-major, for linear_backward_weight both do.
@@ -24,6 +24,13 @@ import numpy as np
 
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.gemm.epilogue import addends, store_by_threads_function, store_by_tma_function
+from rlnumba.kernels.gemm.reduction import (
+    leave_reduced,
+    reduced_tiles,
+    reducing_operands,
+    store_reduced_function,
+    wait_for_reduced,
+)
 from rlnumba.kernels.gemm.scheduler import problem_of, tile_coordinates
 from rlnumba.kernels.gemm.sm90_config import best_config
 from rlnumba.kernels.ptx import sm90
@@ -56,6 +63,8 @@ LARGE_WEIGHT = 1 << 23
 
 # Tensor maps of A' and B', and the steps of their reduction.
 LowRank = namedtuple("LowRank", "a_map b_map rank")
+# The tiles of A' that a kernel computes before those of C, with so many stages each, and the ReducingLowRank.
+ReducedTiles = namedtuple("ReducedTiles", "tiles rounds low_rank")
 
 
 @functools.cache
@@ -109,14 +118,23 @@ def producer(config, load, before_wait):
 
     before_wait: the operand is older than the kernels ahead, as a weight is: load it before griddepcontrol_wait.
     """
-    stage_bytes, steps, low_rank = config.stage_bytes, config.steps, config.low_rank
+    stage_bytes, steps, low_rank, reduces = config.stage_bytes, config.steps, config.low_rank, config.reduces
+    panels, columns, is_weight = config.panels, config.columns, before_wait
+    waits_for_reduced = reduces and not before_wait
     _, advance = ring(config.stages)
 
     @device_function
-    def produce(operand_map, low_rank_map, low_rank_step, nbytes, target, full, empty, shape):
+    def load_reducing(target, reducing_map, tile, step, full):
+        """Load a stage of the adapter's A for a tile of A'."""
+        for panel in range(panels):
+            sm90.tma_load_2d(target + panel * columns * LINE, reducing_map, step + panel * STEPS, tile * columns, full)
+
+    @device_function
+    def produce(operand_map, low_rank_map, low_rank_step, nbytes, target, full, empty, shape, reduced):
         """nbytes: of the boxes of a stage; target: where those of the first stage belong.
 
-        low_rank_step: the step of the reduction with which low_rank_map begins.
+        low_rank_step: the step of the reduction with which low_rank_map begins. reduced: a ReducedTiles if the config
+        reduces, else of no use.
         """
         tiles, tiles_down, tiles_across, rounds, n = shape
         lane = i32(cuda.threadIdx.x) & i32(31)
@@ -130,6 +148,25 @@ def producer(config, load, before_wait):
                 if low_rank:
                     sm90.prefetch_tensor_map(low_rank_map)
             griddepcontrol_wait()
+        if reduces:
+            reducing_map, waits = sm90.tensor_map_address(reduced.low_rank.reducing_map), i32(1)
+            while index < reduced.tiles:
+                step = i32(0)
+                while step < low_rank_step:
+                    sm90.mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
+                    if lane == 0:
+                        sm90.mbarrier_expect_tx(full + stage * MBARRIER_BYTES, nbytes)
+                        stage_full, boxes = full + stage * MBARRIER_BYTES, target + stage * stage_bytes
+                        if is_weight:
+                            load_reducing(boxes, reducing_map, index, step, stage_full)
+                        else:
+                            load(boxes, operand_map, i32(0), i32(0), step, stage_full, n)
+                    step = i32(step + steps)
+                    stage, parity = advance(stage, parity)
+                index = i32(index + i32(cuda.gridDim.x))
+            # Of the tiles of C.
+            index = i32(index - reduced.tiles)
+            tile_row, tile_column = tile_coordinates(index, tiles_down, tiles_across)
         while index < tiles:
             # Not a range: the number of its rounds would be computed behind the wait, for 0.1 us.
             step = i32(0)
@@ -141,6 +178,10 @@ def producer(config, load, before_wait):
                     boxes = target + stage * stage_bytes
                     if low_rank and step >= low_rank_step:
                         of_rank = i32(step - low_rank_step)
+                        if waits_for_reduced:
+                            if waits != 0:
+                                wait_for_reduced(reduced.low_rank, reduced.tiles)
+                                waits = i32(0)
                         load(boxes, low_rank_map, tile_row, tile_column, of_rank, stage_full, n)
                     else:
                         load(boxes, operand_map, tile_row, tile_column, step, stage_full, n)
@@ -148,6 +189,9 @@ def producer(config, load, before_wait):
                 stage, parity = advance(stage, parity)
             index = i32(index + i32(cuda.gridDim.x))
             tile_row, tile_column = tile_coordinates(index, tiles_down, tiles_across)
+        if waits_for_reduced:
+            if lane == 0:
+                leave_reduced(reduced.low_rank)
 
     return produce
 
@@ -208,10 +252,16 @@ def consumer_function(config):
         if prefetches and done == min(rounds - i32(1), i32(2)) and leader:
             prefetch(*part)
 
+    @device_function
+    def nothing_more(done, rounds, leader, part):
+        pass
+
     main_loop = main_loop_function(columns, config.stages, config.stage_bytes, start, each_round)
+    reduce = main_loop_function(columns, config.stages, config.stage_bytes, start, nothing_more)
+    store_reduced, reduces = store_reduced_function(config), config.reduces
 
     @device_function
-    def consume(base, consumer, thread, c, residual, bias, m, shape):
+    def consume(base, consumer, thread, c, residual, bias, m, shape, reduced):
         """Compute and store this block's tiles; shape: (tiles, tiles down, across, stages of a tile, n).
 
         c, residual: addresses of tensor maps if the output is staged, else arrays.
@@ -228,6 +278,13 @@ def consumer_function(config):
         stage, parity = FIRST_FULL
         prefetched_parity = i32(0)
         index = i32(cuda.blockIdx.x)
+        if reduces:
+            while index < reduced.tiles:
+                full, empty = base + layout.full, base + layout.empty
+                stage, parity = reduce(acc, a, b, full, empty, reduced.rounds, stage, parity, leader, i32(0))
+                store_reduced(acc, reduced.low_rank, index, i32(warp * i32(16) + (lane >> i32(2))), m, lane, leader)
+                index = i32(index + i32(cuda.gridDim.x))
+            index = i32(index - reduced.tiles)
         while index < tiles:
             tile_row, tile_column = tile_coordinates(index, tiles_down, tiles_across)
             index = i32(index + i32(cuda.gridDim.x))
@@ -264,6 +321,7 @@ def gemm_sm90_kernel(config):
     rows, tile_columns, steps, consumers = config.rows, config.tile_columns, config.steps, config.consumers
     layout, a_bytes, b_bytes, low_rank = config.layout, config.a_bytes, config.b_bytes, config.low_rank
     staged, residual_by_tma = config.staged_columns > 0, config.residual or config.swiglu
+    columns, reduces = config.columns, config.reduces
     # The producer's registers go to consumers whose accumulators need them.
     reallocates_registers = config.columns > 128
     init_ring, _ = ring(config.stages)
@@ -277,9 +335,10 @@ def gemm_sm90_kernel(config):
     def gemm_sm90_kernel(a_map, b_map, rank_operands, c, residual, bias, m, n, k, a_stage_bytes):
         """C (m, n) from A and B with k steps of reduction; with SwiGLU, C (m, 2 n), and `residual` (m, n) is written.
 
-        rank_operands: a LowRank if config.low_rank, else of no use. c, residual: tensor maps if the config stages the
-        output, else arrays (m, n / 2) of pairs of 16 bits. bias (n / 2): pairs, too. Arrays that the config does not
-        use have no elements. a_stage_bytes: of A's boxes of one stage. Shared memory: Sm90GemmConfig.layout.
+        rank_operands: a LowRank if config.low_rank, a ReducingLowRank if config.reduces, else of no use. c, residual:
+        tensor maps if the config stages the output, else arrays (m, n / 2) of pairs of 16 bits. bias (n / 2): pairs,
+        too. Arrays that the config does not use have no elements. a_stage_bytes: of A's boxes of one stage. Shared
+        memory: Sm90GemmConfig.layout.
         """
         thread = i32(cuda.threadIdx.x)
         warpgroup = sm90.warp_uniform(thread >> i32(7))
@@ -301,6 +360,11 @@ def gemm_sm90_kernel(config):
             rounds = i32(rounds + i32((rank_operands.rank + steps - 1) // steps))
         else:
             rank_a_map, rank_b_map = a_map, b_map
+        if reduces:
+            first_tiles = reduced_tiles(i32(rank_operands.rank), i32(columns))
+            reduced = ReducedTiles(first_tiles, i32((k + steps - 1) // steps), rank_operands)
+        else:
+            reduced = i32(0)
         shape = i32(tiles_down * tiles_across), tiles_down, tiles_across, rounds, i32(n)
         if warpgroup == 0:
             if reallocates_registers:
@@ -309,10 +373,10 @@ def gemm_sm90_kernel(config):
             warp = sm90.warp_uniform(thread >> i32(5))
             if warp == 0:
                 maps = sm90.tensor_map_address(a_map), sm90.tensor_map_address(rank_a_map)
-                produce_a(*maps, rank_step, i32(a_stage_bytes), base, full, empty, shape)
+                produce_a(*maps, rank_step, i32(a_stage_bytes), base, full, empty, shape, reduced)
             elif warp == 1:
                 maps = sm90.tensor_map_address(b_map), sm90.tensor_map_address(rank_b_map)
-                produce_b(*maps, rank_step, i32(b_bytes), base + a_bytes, full, empty, shape)
+                produce_b(*maps, rank_step, i32(b_bytes), base + a_bytes, full, empty, shape, reduced)
         else:
             if reallocates_registers:
                 sm90.setmaxnreg_inc()
@@ -325,7 +389,7 @@ def gemm_sm90_kernel(config):
             else:
                 target, addend = c, residual
             griddepcontrol_wait()
-            consume(base, warpgroup - i32(1), thread, target, addend, bias, i32(m), shape)
+            consume(base, warpgroup - i32(1), thread, target, addend, bias, i32(m), shape, reduced)
 
     return gemm_sm90_kernel
 
@@ -343,21 +407,31 @@ def gemm_low_rank(a, b, out, low_rank, b_mn=False, add=False, bias=None, residua
     gemm_with_config(config, a, b, out, bias, residual, low_rank)
 
 
-def gemm_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu"):
+def gemm_reducing(x, weight, out, low_rank, reduction, bias=None, residual=None):
+    """gemm_low_rank of up to ROWS rows, whose A' is written first as the Reduction says."""
+    problem = problem_of(x, out, False, False, False, bias, residual)
+    config = best_config(problem, device.sm_count(), low_rank=True)._replace(reduces=True)
+    gemm_with_config(config, x, weight, out, bias, residual, low_rank, reduction)
+
+
+def gemm_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu", reduction=None):
     """gate_up = X W^T (+ A' B'^T) and out = activation(gate) * up: the bits of gemm and swiglu.
 
-    x (M, K), weight (2 F, K), gate_up (M, 2 F), out (M, F) and low_rank as gemm_with_config takes them.
+    x (M, K), weight (2 F, K), gate_up (M, 2 F), out (M, F) and low_rank as gemm_with_config takes them. reduction: a
+    Reduction, of which A' is written first, of up to ROWS rows.
     """
     problem = problem_of(x, out, False, False, False, None, None)
-    config = best_config(problem, device.sm_count(), True, low_rank is not None)._replace(activation=activation)
-    gemm_with_config(config, x, weight, gate_up, residual=out, low_rank=low_rank)
+    config = best_config(problem, device.sm_count(), True, low_rank is not None)
+    config = config._replace(activation=activation, reduces=reduction is not None)
+    gemm_with_config(config, x, weight, gate_up, residual=out, low_rank=low_rank, reduction=reduction)
 
 
-def gemm_with_config(config, a, b, out, bias=None, residual=None, low_rank=None):
+def gemm_with_config(config, a, b, out, bias=None, residual=None, low_rank=None, reduction=None):
     """gemm by the kernel of `config`. Rows of all matrices are multiples of 16 bytes long.
 
     M, N and K > 0; M <= 8 if config.eight_rows. If config.swiglu: b (2 N, K), out (M, 2 N), and residual (M, N) is
-    written. low_rank: (A', B') if config.low_rank.
+    written. low_rank: (A', B') if config.low_rank; reduction: a Reduction, of which A' is written, if config.reduces,
+    for M <= ROWS, one consumer, and K-major operands.
     """
     m, n = residual.shape if config.swiglu else out.shape
     k = a.shape[0] if config.a_mn else a.shape[1]
@@ -366,7 +440,11 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, low_rank=None)
     a_box = *(panels if config.eight_rows else ()), a_rows, 64
     b_box = *(() if config.swiglu else panels), 64 if config.b_mn else config.tile_columns, 64
     rank_operands = 0
-    if config.low_rank:
+    tiles = -(-m // config.rows) * -(-n // config.tile_columns)
+    if config.reduces:
+        rank_operands = reducing_operands(low_rank, reduction, a_box, b_box, config.columns)
+        tiles += -(-len(reduction.a) // config.columns)
+    elif config.low_rank:
         rank_a, rank_b = low_rank
         rank_operands = LowRank(tensor_map(rank_a, *a_box), tensor_map(rank_b, *b_box), rank_a.shape[1])
     # TMA loads the residual, or stores SwiGLU's output.
@@ -377,7 +455,6 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, low_rank=None)
         c, addend = out.view(np.int32), unused(2) if residual is None else residual.view(np.int32)
     bias = unused() if bias is None else bias.view(np.int32)
     a_stage_bytes = config.panels * LINE * (config.rows if config.a_mn else a_rows)
-    tiles = -(-m // config.rows) * -(-n // config.tile_columns)
     grid, block = min(tiles, device.sm_count() * config.blocks_per_sm), (config.consumers + 1) * WARPGROUP
     # Only a weight is loaded before griddepcontrol_wait.
     pdl = ALWAYS if config.b_mn else m <= ROWS or b.size < LARGE_WEIGHT

@@ -31,7 +31,8 @@ class Sm90GemmConfig(NamedTuple):
     whose sum is stored; the others are added by TMA in L2. 0, staged_columns, twice as many, or all. eight_rows: C has
     up to eight rows, and A's box as many, which wgmma broadcasts; for one consumer and a K-major A. low_rank: a second
     pair of operands of few steps follows the first, whose product is added to the accumulators. streams_b: B is read
-    once, and is the first to leave L2. activation: of the gate, one of kernels/nn/swiglu.py:ACTIVATIONS.
+    once, and is the first to leave L2. activation: of the gate, one of kernels/nn/swiglu.py:ACTIVATIONS. reduces: the
+    kernel computes the first operand of the low rank (gemm/reduction.py); of up to ROWS rows.
     """
 
     columns: int
@@ -50,6 +51,7 @@ class Sm90GemmConfig(NamedTuple):
     low_rank: bool = False
     streams_b: bool = False
     activation: str = "silu"
+    reduces: bool = False
 
     @property
     def rows(self):

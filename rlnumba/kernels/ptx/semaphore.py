@@ -35,6 +35,16 @@ def semaphore_release(semaphores, index, value):
     _condition(semaphores, index).notify_all()
 
 
+@instruction("fence.proxy.async.global; red.release.gpu.global.add.s32 [$0], 1;", "e")
+def semaphore_add(semaphores, index):
+    """Add 1 to semaphores[index] for blocks in semaphore_wait, which wait for the number of additions.
+
+    They see what this thread, and threads that it met at a barrier, did before.
+    """
+    semaphores[index] += 1
+    _condition(semaphores, index).notify_all()
+
+
 @instruction("atom.add.acq_rel.gpu.global.s32 $0, [$1], 1;", "e", "r")
 def atomic_add_acq_rel(counters, index):
     """Add 1 to counters[index] and return what it was.

@@ -10,7 +10,8 @@ broadcasts.
     packed ring, one stage   [segment of rows, panel of 64 steps, words of the segment's rows]
     scales, one stage        [segment of rows, group, scales of the segment's rows]
 
-With a low rank, C = A W^T + A' B'^T: stages of A' and B', both loaded by TMA, follow. For SwiGLU a tile has the same
+With a low rank, C = A W^T + A' B'^T: stages of A' and B', both loaded by TMA, follow. A' may be a product of the same
+kernel (gemm/reduction.py), whose tiles come first: of these TMA loads both operands. For SwiGLU a tile has the same
 columns of gate and up. No kernel of a decode step writes a weight, which is copied without waiting for those before.
 
 The device functions of the warps take the tiles of C from a function of the config, tile_function: here all rows of A
@@ -25,12 +26,18 @@ import numpy as np
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.gemm.epilogue import addends, store_by_threads_function
 from rlnumba.kernels.gemm.grouped_tiles import row_tile_functions
+from rlnumba.kernels.gemm.reduction import (
+    leave_reduced,
+    reduced_tiles,
+    reducing_operands,
+    store_reduced_function,
+    wait_for_reduced,
+)
 from rlnumba.kernels.gemm.sm90 import LowRank
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.shared_memory import (
     LINE,
     fence_proxy_async,
-    ldmatrix_x4,
     load_function,
     load_words,
     store_function,
@@ -42,8 +49,9 @@ from rlnumba.kernels.ptx.warp import (
     griddepcontrol_wait,
     sync_warp,
 )
-from rlnumba.kernels.ptx.wgmma import STEPS, WgmmaLayout, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.ptx.wgmma import STEPS
 from rlnumba.kernels.quantized.few_rows_config import LEVELS_BYTES, packed_config
+from rlnumba.kernels.quantized.few_rows_main_loop import multiply_function
 from rlnumba.kernels.quantized.formats import FORMATS
 from rlnumba.kernels.quantized.formats import ROWS as TILE_ROWS
 from rlnumba.kernels.quantized.ops import levels_by_lane
@@ -93,7 +101,7 @@ class Rings(NamedTuple):
 class Shape(NamedTuple):
     """tiles of C; rounds: stages of the weight, and rank_rounds: of the low rank, for each tile; n: columns of C.
 
-    rows: those of C; of a grouped config an ExpertRows.
+    rows: those of C; of a grouped config an ExpertRows; of one that reduces a ReducedRows, whose tiles count as well.
     """
 
     tiles: int
@@ -112,10 +120,19 @@ class ExpertRows(NamedTuple):
     tiles_across: int
 
 
+class ReducedRows(NamedTuple):
+    """count: rows of C; tiles: of A', which come first, of the ReducingLowRank low_rank."""
+
+    count: int
+    tiles: int
+    low_rank: object
+
+
 @functools.cache
 def tile_function(config):
     """The device function find(index, rows) of the index-th tile of C, for Shape.rows: (expert, its first row, the end
-    of its rows, its column among tiles). All lanes of a warp call that of a grouped config."""
+    of its rows, its column among tiles, below 0 for a tile of A'). All lanes of a warp call that of a grouped config.
+    """
     tile_rows = i32(config.rows)
     _, find_tile = row_tile_functions(config.rows)
 
@@ -125,10 +142,14 @@ def tile_function(config):
         return expert, first_row, min(end, i32(first_row + tile_rows)), tile_column
 
     @device_function
+    def find_behind_reduced(index, rows):
+        return i32(0), i32(0), i32(rows.count), i32(index - rows.tiles)
+
+    @device_function
     def find(index, rows):
         return i32(0), i32(0), i32(rows), index
 
-    return find_of_expert if config.grouped else find
+    return find_of_expert if config.grouped else find_behind_reduced if config.reduces else find
 
 
 @functools.cache
@@ -136,7 +157,7 @@ def a_loader_function(config):
     """The device function of the warp that loads A, and of a low rank A' and B', by TMA."""
     panels, rows, columns, tile_columns = config.panels, config.rows, config.columns, config.tile_columns
     a_bytes, b_bytes, stage_bytes, swiglu = config.a_bytes, config.b_bytes, config.stage_bytes, config.swiglu
-    low_rank = config.low_rank
+    low_rank, reduces = config.low_rank, config.reduces
     _, advance = ring(config.stages)
     find_tile = tile_function(config)
 
@@ -146,14 +167,22 @@ def a_loader_function(config):
         stage, parity = FIRST_EMPTY
         index = i32(cuda.blockIdx.x)
         last_round = i32(shape.rounds + shape.rank_rounds)
+        if reduces:
+            waits = i32(1)
         while index < shape.tiles:
             _, first_row, _, tile_column = find_tile(index, shape.rows)
             done = i32(0)
+            if reduces:
+                last_round = i32(shape.rounds + shape.rank_rounds) if tile_column >= 0 else shape.rounds
             while done < last_round:
                 sm90.mbarrier_wait(rings.empty + stage * MBARRIER_BYTES, parity)
                 stage_full, boxes = rings.full + stage * MBARRIER_BYTES, rings.stages + stage * stage_bytes
                 if low_rank and done >= shape.rounds:
                     sm90.mbarrier_expect_tx(stage_full, i32(a_bytes + b_bytes))
+                    if reduces:
+                        if waits != 0:
+                            wait_for_reduced(shape.rows.low_rank, shape.rows.tiles)
+                            waits = i32(0)
                     for panel in range(panels):
                         step = i32((done - shape.rounds) * i32(panels * STEPS) + i32(panel * STEPS))
                         sm90.tma_load_2d(boxes + panel * rows * LINE, rank_a_map, step, i32(0), stage_full)
@@ -171,6 +200,8 @@ def a_loader_function(config):
                 done = i32(done + i32(1))
                 stage, parity = advance(stage, parity)
             index = i32(index + i32(cuda.gridDim.x))
+        if reduces:
+            leave_reduced(shape.rows.low_rank)
 
     return load
 
@@ -190,6 +221,7 @@ def weight_loader_function(config):
     copy_words, copy_scales = copy_panels * rows * row_words, copy_groups * rows
     _, advance = ring(config.packed_stages)
     find_tile, grouped, halves = tile_function(config), config.grouped, 2 if swiglu else 1
+    reduces = config.reduces
 
     @device_function
     def first_row(segment, expert, tile_column, weight, n):
@@ -206,6 +238,9 @@ def weight_loader_function(config):
     def load(weight, rings, shape, lane):
         stage, parity = FIRST_EMPTY
         index = i32(cuda.blockIdx.x)
+        if reduces:
+            while index < shape.rows.tiles:
+                index = i32(index + i32(cuda.gridDim.x))
         while index < shape.tiles:
             expert, _, _, tile_column = find_tile(index, shape.rows)
             row = first_row(lane // i32(parts), expert, tile_column, weight, shape.n)
@@ -246,6 +281,7 @@ def widener_function(config):
         config.stage_bytes, config.a_bytes, config.packed_bytes, config.scales_bytes,
     )  # fmt: skip
     rows, groups, group_tiles, low_rank = config.segment_rows, config.stage_groups, config.group_tiles, config.low_rank
+    b_bytes, reduces = config.b_bytes, config.reduces
     # Lanes of a row, vectors of eight values of a lane, and words of one.
     row_lanes, vectors, vector_words = line_bytes // 16, 32 // form.bits // 2, form.bits // 4
     panels_apart, panel_bytes, local_words = config.warps // loads_down, columns * LINE, loads * 4
@@ -291,6 +327,28 @@ def widener_function(config):
         return advance(stage, parity)
 
     @device_function
+    def load_reducing(rings, rounds, low_rank, tile, stage, parity, warp, lane):
+        """Load the adapter's A of a tile of A' by TMA, where other tiles have widened words: a weight, too."""
+        reducing_map = sm90.tensor_map_address(low_rank.reducing_map)
+        step = i32(0)
+        for _ in range(rounds):
+            sm90.mbarrier_wait(rings.empty + stage * MBARRIER_BYTES, parity)
+            sync_warp()
+            if lane == 0:
+                full = rings.full + stage * MBARRIER_BYTES
+                if warp == 0:
+                    sm90.mbarrier_expect_tx(full, i32(b_bytes))
+                    box = rings.stages + stage * stage_bytes + a_bytes
+                    for panel in range(panels):
+                        at = box + panel * panel_bytes
+                        sm90.tma_load_2d(at, reducing_map, i32(step + panel * STEPS), i32(tile * columns), full)
+                else:
+                    sm90.mbarrier_arrive(full)
+            step = i32(step + panels * STEPS)
+            stage, parity = advance(stage, parity)
+        return stage, parity
+
+    @device_function
     def widen_all(rings, shape, warp, lane):
         words = cuda.local.array(local_words, np.int32)
         scales = cuda.local.array(loads, np.float32)
@@ -298,6 +356,11 @@ def widener_function(config):
         stage, parity = FIRST_EMPTY
         packed_stage, packed_parity = FIRST_FULL
         index = i32(cuda.blockIdx.x)
+        if reduces:
+            while index < shape.rows.tiles:
+                of_rank = shape.rows.low_rank
+                stage, parity = load_reducing(rings, shape.rounds, of_rank, index, stage, parity, warp, lane)
+                index = i32(index + i32(cuda.gridDim.x))
         while index < shape.tiles:
             done = i32(0)
             while done < shape.rounds:
@@ -322,113 +385,6 @@ def widener_function(config):
     return widen_all
 
 
-def multiply_function(config):
-    """The device function of a tile's main loop: acc = A W^T over all stages; returns the ring's next stage.
-
-    A's words of a panel are loaded before the products of the panel before it are started: a warp that starts wgmma
-    with A in registers stops until the tensor cores have taken them. With four panels there are registers for each.
-    """
-    columns, rows, panels, accumulators = config.columns, config.rows, config.panels, config.columns // 2
-    a_bytes, stage_bytes, a_words = config.a_bytes, config.stage_bytes, STEPS // 4
-    start = wgmma_async(columns, config.element, STEPS // 16, "registers", "k")
-    wait_1, wait_2 = (wgmma_wait_group(accumulators, pending, a_words) for pending in (1, 2))
-    wait_all = wgmma_wait_group(accumulators, 0, a_words)
-    _, advance = ring(config.stages)
-    a_panel, b_panel = rows * LINE, columns * LINE
-
-    @device_function
-    def load_a(words, panel, warp, lane):
-        """A warp's 16 rows of a panel of A, where it has any."""
-        if warp * i32(16) < i32(rows):
-            line = i32(warp * i32(16) + (lane & i32(15))) & i32(rows - 1)
-            for step in range(STEPS // 16):
-                chunk = i32(i32(2 * step) + (lane >> i32(4))) ^ (line & i32(7))
-                found = ldmatrix_x4(panel + line * i32(LINE) + (chunk << i32(4)))
-                for i in range(4):
-                    words[4 * step + i] = found[i]
-
-    @device_function
-    def multiply_four(acc, words, rings, rounds, stage, parity, leader, warp, lane):
-        w0, w1, w2, w3 = words
-        sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
-        load_a(w0, rings.stages + stage * stage_bytes, warp, lane)
-        previous = rings.empty
-        for done in range(rounds):
-            a = rings.stages + stage * stage_bytes
-            b = a + a_bytes
-            load_a(w1, a + a_panel, warp, lane)
-            start(acc, w0, smem_descriptor(b), i32(done != 0))
-            wait_2(acc, w2)
-            load_a(w2, a + 2 * a_panel, warp, lane)
-            start(acc, w1, smem_descriptor(b + b_panel), i32(1))
-            wait_2(acc, w3)
-            # The products of the stage before are done.
-            if done != 0 and leader:
-                sm90.mbarrier_arrive(previous)
-            load_a(w3, a + 3 * a_panel, warp, lane)
-            start(acc, w2, smem_descriptor(b + 2 * b_panel), i32(1))
-            wait_2(acc, w0)
-            previous = rings.empty + stage * MBARRIER_BYTES
-            stage, parity = advance(stage, parity)
-            if done != rounds - 1:
-                sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
-                load_a(w0, rings.stages + stage * stage_bytes, warp, lane)
-            start(acc, w3, smem_descriptor(b + 3 * b_panel), i32(1))
-            wait_2(acc, w1)
-        wait_all(acc, w3)
-        if leader:
-            sm90.mbarrier_arrive(previous)
-        return stage, parity
-
-    @device_function
-    def multiply_two(acc, words, rings, rounds, stage, parity, leader, warp, lane):
-        w0, w1, _, _ = words
-        previous = rings.empty
-        for done in range(rounds):
-            sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
-            a = rings.stages + stage * stage_bytes
-            load_a(w0, a, warp, lane)
-            start(acc, w0, smem_descriptor(a + a_bytes), i32(done != 0))
-            wait_1(acc, w1)
-            if done != 0 and leader:
-                sm90.mbarrier_arrive(previous)
-            load_a(w1, a + a_panel, warp, lane)
-            start(acc, w1, smem_descriptor(a + a_bytes + b_panel), i32(1))
-            wait_1(acc, w0)
-            previous = rings.empty + stage * MBARRIER_BYTES
-            stage, parity = advance(stage, parity)
-        wait_all(acc, w1)
-        if leader:
-            sm90.mbarrier_arrive(previous)
-        return stage, parity
-
-    start_stage = wgmma_async(
-        columns, config.element, STEPS // 16 * panels, "k", "k", None, WgmmaLayout(broadcast=rows == 8)
-    )
-    stage_wait_1, stage_wait_all = (wgmma_wait_group(accumulators, pending) for pending in (1, 0))
-
-    @device_function
-    def multiply_shared(acc, words, rings, rounds, stage, parity, leader, warp, lane):
-        previous = rings.empty
-        for done in range(rounds):
-            sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
-            a = rings.stages + stage * stage_bytes
-            start_stage(acc, smem_descriptor(a), smem_descriptor(a + a_bytes), i32(done != 0))
-            stage_wait_1(acc)
-            if done != 0 and leader:
-                sm90.mbarrier_arrive(previous)
-            previous = rings.empty + stage * MBARRIER_BYTES
-            stage, parity = advance(stage, parity)
-        stage_wait_all(acc)
-        if leader:
-            sm90.mbarrier_arrive(previous)
-        return stage, parity
-
-    if config.a_in_shared:
-        return multiply_shared
-    return multiply_four if panels == 4 else multiply_two
-
-
 @functools.cache
 def consumer_function(config):
     """The device function of the warpgroup that multiplies and writes C."""
@@ -436,7 +392,7 @@ def consumer_function(config):
     residual_words = config.columns // 4 if config.residual else 1
     load_residual, _, add_addends = addends(config.epilogue)
     store_by_threads, multiply = store_by_threads_function(config.epilogue), multiply_function(config)
-    find_tile = tile_function(config)
+    find_tile, reduces, store_reduced = tile_function(config), config.reduces, store_reduced_function(config)
 
     @device_function
     def consume(rings, thread, c, residual, bias, shape):
@@ -454,6 +410,13 @@ def consumer_function(config):
         stage, parity = FIRST_FULL
         rounds = i32(shape.rounds + shape.rank_rounds)
         index = i32(cuda.blockIdx.x)
+        if reduces:
+            operands = w0, w1, w2, w3
+            while index < shape.rows.tiles:
+                stage, parity = multiply(acc, operands, rings, shape.rounds, stage, parity, leader, warp, lane)
+                row = i32(warp * i32(16) + (lane >> i32(2)))
+                store_reduced(acc, shape.rows.low_rank, index, row, shape.rows.count, lane, leader)
+                index = i32(index + i32(cuda.gridDim.x))
         while index < shape.tiles:
             # This thread's accumulators: rows `row` and row + 8, columns 8 b + 2 (lane % 4) and the next.
             _, first_row, end, tile_column = find_tile(index, shape.rows)
@@ -496,8 +459,8 @@ def init_rings_function(config):
 @specialize
 def packed_gemm_kernel(config):
     """The kernel of a config. N is a multiple of 8, with SwiGLU of 16; K of the steps of a stage."""
-    panels, tile_columns, low_rank = config.panels, config.tile_columns, config.low_rank
-    init_rings = init_rings_function(config)
+    panels, tile_columns, low_rank, reduces = config.panels, config.tile_columns, config.low_rank, config.reduces
+    init_rings, columns = init_rings_function(config), i32(config.columns)
     load_a, load_weight = a_loader_function(config), weight_loader_function(config)
     widen_all, consume = widener_function(config), consumer_function(config)
 
@@ -507,8 +470,8 @@ def packed_gemm_kernel(config):
         """C (m, n) from A (m, k) and a PackedWeight (n, k); with SwiGLU (2 n, k), C (m, 2 n), and `residual` (m, n) is
         written.
 
-        rank_operands: a LowRank if config.low_rank. c, residual, bias: pairs of 16 bits; those that the config does not
-        use have no elements. Shared memory: PackedGemmConfig.layout.
+        rank_operands: a LowRank if config.low_rank, a ReducingLowRank if config.reduces. c, residual, bias: pairs of 16
+        bits; those that the config does not use have no elements. Shared memory: PackedGemmConfig.layout.
         """
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & i32(31), sm90.warp_uniform(thread >> i32(5))
@@ -522,7 +485,12 @@ def packed_gemm_kernel(config):
             rank_rounds = i32((rank_operands.rank + panels * STEPS - 1) // (panels * STEPS))
         else:
             rank_a_map, rank_b_map = a_map, a_map
-        shape = Shape(tiles, i32(k // (panels * STEPS)), rank_rounds, i32(n), m)
+        if reduces:
+            first_tiles = reduced_tiles(i32(rank_operands.rank), columns)
+            rows, tiles = ReducedRows(i32(m), first_tiles, rank_operands), i32(tiles + first_tiles)
+        else:
+            rows = m
+        shape = Shape(tiles, i32(k // (panels * STEPS)), rank_rounds, i32(n), rows)
         if warp >= FIRST_WIDENER:
             widen_all(rings, shape, i32(warp - i32(FIRST_WIDENER)), lane)
         elif warp == WEIGHT_LOADER:
@@ -541,16 +509,21 @@ def packed_gemm_kernel(config):
     return packed_gemm_kernel
 
 
-def gemm(x, weight, out, bias=None, residual=None, low_rank=None):
-    """out = X W^T + bias + residual + A' B'^T of a QuantizedWeight W, with low_rank (A', B')."""
+def gemm(x, weight, out, bias=None, residual=None, low_rank=None, reduction=None):
+    """out = X W^T + bias + residual + A' B'^T of a QuantizedWeight W, with low_rank (A', B').
+
+    reduction: the Reduction of which A' is written first, or None.
+    """
     fields = x.dtype.name, bias is not None, residual is not None, False, low_rank is not None
-    gemm_with_config(config_for(x, weight, out.shape[1], fields), x, weight, out, bias, residual, low_rank)
+    config = config_for(x, weight, out.shape[1], fields)._replace(reduces=reduction is not None)
+    gemm_with_config(config, x, weight, out, bias, residual, low_rank, reduction)
 
 
-def gemm_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu"):
-    """gate_up = X W^T (+ A' B'^T) and out = activation(gate) * up, for W (2 F, K)."""
+def gemm_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu", reduction=None):
+    """gate_up = X W^T (+ A' B'^T) and out = activation(gate) * up, for W (2 F, K); reduction: as gemm's."""
     fields = x.dtype.name, False, False, True, low_rank is not None, activation
-    gemm_with_config(config_for(x, weight, out.shape[1], fields), x, weight, gate_up, None, out, low_rank)
+    config = config_for(x, weight, out.shape[1], fields)._replace(reduces=reduction is not None)
+    gemm_with_config(config, x, weight, gate_up, None, out, low_rank, reduction)
 
 
 def config_for(x, weight, n, fields):
@@ -564,16 +537,19 @@ def packed_operand(weight):
     return PackedWeight(*arrays, *weight.packed.shape[:2], weight.scales.shape[1])
 
 
-def gemm_with_config(config, x, weight, out, bias=None, residual=None, low_rank=None):
+def gemm_with_config(config, x, weight, out, bias=None, residual=None, low_rank=None, reduction=None):
     """gemm, or gemm_swiglu, of which `residual` is the output, by the kernel of `config`."""
     m, n = residual.shape if config.swiglu else out.shape
     a_box, b_box = (config.rows, STEPS), (config.tile_columns, STEPS)
-    rank_operands = 0
-    if config.low_rank:
+    rank_operands, tiles = 0, -(-n // config.tile_columns)
+    if config.reduces:
+        rank_operands = reducing_operands(low_rank, reduction, a_box, b_box, config.columns)
+        tiles += -(-len(reduction.a) // config.columns)
+    elif config.low_rank:
         rank_operands = LowRank(tensor_map(low_rank[0], *a_box), tensor_map(low_rank[1], *b_box), low_rank[0].shape[1])
     addend = unused(2) if residual is None else residual.view(np.int32)
     bias = unused() if bias is None else bias.view(np.int32)
-    grid = min(-(-n // config.tile_columns), device.sm_count())
+    grid = min(tiles, device.sm_count())
     launch(
         packed_gemm_kernel(config), grid, config.threads, tensor_map(x, *a_box), packed_operand(weight), rank_operands,
         out.view(np.int32), addend, bias, m, n, x.shape[1], shared=config.layout.nbytes,

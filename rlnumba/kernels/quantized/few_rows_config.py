@@ -37,7 +37,8 @@ class PackedGemmConfig(NamedTuple):
     rows: of A in a stage, one of ROW_COUNTS; group_tiles: tiles of the format's COLUMNS columns in a group, a power of
     two; whole_tiles: whether a tile of C, for SwiGLU either half, has whole tiles of the format, or else halves.
     a_in_shared: wgmma reads A from shared memory, of eight rows that it broadcasts, and not from registers. grouped:
-    whether rows are those of experts (grouped.py). The other fields are those of Sm90GemmConfig.
+    whether rows are those of experts (grouped.py). reduces: the kernel computes the first matrix of the low rank
+    (gemm/reduction.py). The other fields are those of Sm90GemmConfig.
     """
 
     form: str
@@ -56,6 +57,7 @@ class PackedGemmConfig(NamedTuple):
     activation: str = "silu"
     a_in_shared: bool = False
     grouped: bool = False
+    reduces: bool = False
 
     @property
     def epilogue(self):

@@ -3,13 +3,14 @@
     packed_linear          out = x W^T + bias + residual + A B^T
     packed_linear_swiglu   gate_up = x W^T + A B^T, out = activation(gate) * up
 
-They have one kernel, few_rows.py, which reads the packed words and never writes the values to memory. Where it does not
-take the arrays, `dequantize` and the operators of gemm/ops.py compute the same bits, so that the choice may depend on
-the number of rows.
+They have one kernel, few_rows.py, which reads the packed words and never writes the values to memory, and writes A of
+the low rank, too, where it gets the Reduction of x. Where it does not take the arrays, `dequantize` and the operators
+of gemm/ops.py compute the same bits, so that the choice may depend on the number of rows.
 """
 
 from rlnumba.kernels.checks import FLOATS, address, check, is_16_byte_aligned
 from rlnumba.kernels.gemm import ops as gemm
+from rlnumba.kernels.gemm.reduction import check_reduction, is_one_kernel
 from rlnumba.kernels.nn.swiglu import check_activation
 from rlnumba.kernels.quantized import few_rows
 from rlnumba.kernels.quantized.few_rows_config import LEAST_STEPS, MOST_ROWS
@@ -31,8 +32,8 @@ def is_packed_gemm(x, weight, *matrices, bias=None, swiglu=False):
     return fits and grouped and typed and (bias is None or address(bias) % 4 == 0) and is_16_byte_aligned(x, *matrices)
 
 
-def packed_linear(x, weight, out, bias=None, residual=None, low_rank=None):
-    """out = x W^T + bias + residual + A B^T of low_rank, for arrays that is_packed_gemm takes.
+def packed_linear(x, weight, out, bias=None, residual=None, low_rank=None, reduction=None):
+    """out = x W^T + bias + residual + A B^T of low_rank, for arrays that is_packed_gemm takes; reduction: as linear's.
 
     x (M, K), weight a QuantizedWeight (N, K); out (M, N) is written; the others as linear's. Raises ValueError.
     """
@@ -44,13 +45,15 @@ def packed_linear(x, weight, out, bias=None, residual=None, low_rank=None):
     if residual is not None:
         check("packed_linear", "residual", residual, (m, n), (x.dtype,))
     _check_low_rank("packed_linear", low_rank, m, n)
-    few_rows.gemm(x, weight, out, bias, residual, low_rank)
+    reduction = _reduction_of_kernel("packed_linear", x, out, low_rank, reduction)
+    few_rows.gemm(x, weight, out, bias, residual, low_rank, reduction)
 
 
-def packed_linear_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu"):
+def packed_linear_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu", reduction=None):
     """gate_up = x W^T + A B^T of low_rank, out = activation(gate) * up, for arrays that is_packed_gemm takes.
 
-    x (M, K), weight a QuantizedWeight (2F, K); gate_up (M, 2F) and out (M, F) are written. Raises ValueError.
+    x (M, K), weight a QuantizedWeight (2F, K); gate_up (M, 2F) and out (M, F) are written; reduction: as linear's.
+    Raises ValueError.
     """
     check("packed_linear_swiglu", "x", x, (None, weight.shape[1]), (weight.dtype,))
     m, n = len(x), len(weight)
@@ -58,7 +61,19 @@ def packed_linear_swiglu(x, weight, gate_up, out, low_rank=None, activation="sil
     check("packed_linear_swiglu", "out", out, (m, n // 2), (x.dtype,))
     check_activation("packed_linear_swiglu", activation)
     _check_low_rank("packed_linear_swiglu", low_rank, m, n)
-    few_rows.gemm_swiglu(x, weight, gate_up, out, low_rank, activation)
+    reduction = _reduction_of_kernel("packed_linear_swiglu", x, out, low_rank, reduction)
+    few_rows.gemm_swiglu(x, weight, gate_up, out, low_rank, activation, reduction)
+
+
+def _reduction_of_kernel(op, x, out, low_rank, reduction):
+    """The Reduction that is left to the kernel, or None: there is none, or the low rank's first matrix is written."""
+    if reduction is None:
+        return None
+    check_reduction(op, reduction, low_rank, x.shape[1])
+    if is_one_kernel(x, out, low_rank, reduction):
+        return reduction
+    gemm.reduce_rank(x, reduction, low_rank[0])
+    return None
 
 
 def _check_low_rank(op, low_rank, m, n):

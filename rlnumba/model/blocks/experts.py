@@ -31,13 +31,13 @@ from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward
 from rlnumba.model.blocks.block import F32, Block, norm_backward, normed_rows
 from rlnumba.model.blocks.projection import (
     dense,
+    low_rank_of,
     multiply_experts,
     multiply_experts_swiglu,
     multiply_swiglu,
     project,
     project_backward,
     project_to_residual,
-    reduced,
 )
 from rlnumba.model.parameter import Parameter
 from rlnumba.model.shard import Shard
@@ -266,8 +266,9 @@ class SharedExperts(Experts):
         S = ctx.config.shared_expert_intermediate_size
         gate_up, activated = empty((N, 2 * S), normed.dtype), empty((N, S), normed.dtype)
         y, gate = empty((N, D), normed.dtype), empty((N, 1), normed.dtype)
-        gate_up_xa, low_rank = reduced(layer, "shared_gate_up", normed, ctx)
-        multiply_swiglu(normed, w.shared_gate_up, gate_up, activated, ctx.memory, low_rank)
+        low_rank, reduction = low_rank_of(layer, "shared_gate_up", normed, ctx)
+        multiply_swiglu(normed, w.shared_gate_up, gate_up, activated, ctx.memory, low_rank, reduction=reduction)
+        gate_up_xa = low_rank and low_rank[0]
         down_xa = project_to_residual(layer, "shared_down", activated, w, ctx, y, None)
         gate_xa = project(layer, "shared_gate", normed, w, ctx, gate)
         return SavedShared(gate_up, activated, y, gate, (gate_up_xa, down_xa, gate_xa))

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlnumba.kernels.gemm.grouped import grouped_gemm, grouped_gemm_dw, grouped_gemm_dx
-from rlnumba.kernels.gemm.ops import linear, linear_backward_input, linear_backward_weight
+from rlnumba.kernels.gemm.ops import linear_backward_input, linear_backward_weight, reduce_rank
+from rlnumba.kernels.gemm.reduction import Reduction
 from rlnumba.kernels.nn.dropout import dropout
 from rlnumba.kernels.nn.elementwise import add
 from rlnumba.kernels.nn.lora import scale_adapters
@@ -64,9 +65,23 @@ class LoraContext:
             return None
         xa = memory.empty((x.shape[0], pair.a.shape[0]), x.dtype)
         with memory.scope():
-            linear(self._dropped(layer, name, x, memory), pair.a, xa)
-        scale_adapters(xa, self.scales, self.adapter_ids, xa)
+            reduce_rank(self._dropped(layer, name, x, memory), self._reduction(pair), xa)
         return xa
+
+    def low_rank(self, layer, name, x, memory):
+        """(low rank, reduction) of `linear` for a projection's input x (N, D); (None, None) without an adapter there.
+
+        The low rank's first matrix is what `reduce` returns. Without dropout `linear` writes it.
+        """
+        pair = self.pair(layer, name)
+        if pair is None:
+            return None, None
+        if self.dropout is not None:
+            return (self.reduce(layer, name, x, memory), pair.b), None
+        return (memory.empty((x.shape[0], pair.a.shape[0]), x.dtype), pair.b), self._reduction(pair)
+
+    def _reduction(self, pair):
+        return Reduction(pair.a, self.scales, self.adapter_ids)
 
     def backward(self, layer, name, dy, x, xa, weight, dx, memory):
         """The gradients of x weight^T + xa B^T by A and B, which are added, and by x: dx (N, D) is written.

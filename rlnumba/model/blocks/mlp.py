@@ -14,13 +14,13 @@ from rlnumba.kernels.nn.swiglu import swiglu, swiglu_backward
 from rlnumba.model.blocks.block import F32, Block, norm_backward, normed_rows, scope_of
 from rlnumba.model.blocks.projection import (
     empty_output,
+    low_rank_of,
     multiply_swiglu,
     output_backward,
     output_to_residual,
     project,
     project_backward,
     reduce,
-    reduced,
     weight_backward,
 )
 from rlnumba.model.shard import Shard
@@ -96,8 +96,10 @@ class Mlp(Block):
             with scope_of(ctx, "swiglu", recomputed):
                 activated = empty((N, F), x.dtype) if kept is None else kept
                 if w.gate_up_bias is None:
-                    gate_up_xa, low_rank = reduced(layer, "gate_up", normed, ctx)
-                    multiply_swiglu(normed, w.gate_up, gate_up, activated, ctx.memory, low_rank, activation)
+                    low_rank, reduction = low_rank_of(layer, "gate_up", normed, ctx)
+                    of_adapter = low_rank, activation, reduction
+                    multiply_swiglu(normed, w.gate_up, gate_up, activated, ctx.memory, *of_adapter)
+                    gate_up_xa = low_rank and low_rank[0]
                 else:
                     gate_up_xa = project(layer, "gate_up", normed, w, ctx, gate_up)
                     swiglu(gate_up, activated, activation)

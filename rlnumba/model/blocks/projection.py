@@ -52,23 +52,23 @@ def _dequantized(weight, memory):
         yield values
 
 
-def multiply(x, weight, y, memory, bias=None, residual=None, low_rank=None):
+def multiply(x, weight, y, memory, bias=None, residual=None, low_rank=None, reduction=None):
     """`linear` of a weight, or of a QuantizedWeight: with few rows from its packed words, with the same bits."""
     matrices = [each for each in (y, residual, *(low_rank or ())) if each is not None]
     if isinstance(weight, QuantizedWeight) and is_packed_gemm(x, weight, *matrices, bias=bias):
-        packed_linear(x, weight, y, bias, residual, low_rank)
+        packed_linear(x, weight, y, bias, residual, low_rank, reduction)
         return
     with dense(weight, memory) as values:
-        linear(x, values, y, bias=bias, residual=residual, low_rank=low_rank)
+        linear(x, values, y, bias=bias, residual=residual, low_rank=low_rank, reduction=reduction)
 
 
-def multiply_swiglu(x, weight, gate_up, y, memory, low_rank=None, activation="silu"):
+def multiply_swiglu(x, weight, gate_up, y, memory, low_rank=None, activation="silu", reduction=None):
     """`linear_swiglu` of a weight, or of a QuantizedWeight, as `multiply`."""
     if isinstance(weight, QuantizedWeight) and is_packed_gemm(x, weight, gate_up, y, *(low_rank or ()), swiglu=True):
-        packed_linear_swiglu(x, weight, gate_up, y, low_rank, activation)
+        packed_linear_swiglu(x, weight, gate_up, y, low_rank, activation, reduction)
         return
     with dense(weight, memory) as values:
-        linear_swiglu(x, values, gate_up, y, low_rank, activation)
+        linear_swiglu(x, values, gate_up, y, low_rank, activation, reduction)
 
 
 def multiply_experts(x, weights, starts, y, memory):
@@ -91,9 +91,9 @@ def multiply_experts_swiglu(x, weights, starts, gate_up, y, memory):
 
 def project(layer, name, x, w, ctx, y, residual=None):
     """y = x w^T + bias + residual of the projection `name`, plus its adapter's update; returns `reduce`'s result."""
-    xa, low_rank = reduced(layer, name, x, ctx)
-    multiply(x, getattr(w, name), y, ctx.memory, getattr(w, f"{name}_bias"), residual, low_rank)
-    return xa
+    low_rank, reduction = low_rank_of(layer, name, x, ctx)
+    multiply(x, getattr(w, name), y, ctx.memory, getattr(w, f"{name}_bias"), residual, low_rank, reduction)
+    return low_rank and low_rank[0]
 
 
 def project_to_residual(layer, name, x, w, ctx, y, residual):
@@ -140,10 +140,12 @@ def reduce(layer, name, x, ctx):
     return ctx.lora and ctx.lora.reduce(layer, name, x, ctx.memory)
 
 
-def reduced(layer, name, x, ctx):
-    """`reduce`'s result, and with the adapter's B what `linear` takes as a low rank; (None, None) without one."""
-    xa = reduce(layer, name, x, ctx)
-    return xa, None if xa is None else (xa, ctx.lora.pair(layer, name).b)
+def low_rank_of(layer, name, x, ctx):
+    """(low rank, reduction) that `linear` takes, (None, None) without an adapter.
+
+    low rank: `reduce`'s result, which `linear` writes where there is a reduction, and the adapter's B.
+    """
+    return ctx.lora.low_rank(layer, name, x, ctx.memory) if ctx.lora else (None, None)
 
 
 def project_backward(layer, name, dy, x, xa, w, grads, ctx):

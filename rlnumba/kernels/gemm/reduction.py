@@ -1,0 +1,157 @@
+"""An adapter's first product, XA = s X A^T, in the kernel of few rows that adds its second: C = X W^T + XA B^T (sm_90).
+
+XA has few columns, so that one block computes them or a few, in a chain over K that may not be split. A kernel of its
+own would leave the other SMs idle, and take about as long as the sum over W. Here tiles of XA are tiles beside those of
+C, with the same main loop: one block computes them while the others add up X W^T. A block waits for XA where the low
+rank begins, after its first tile's sum over W:
+
+    arrived[0]    tiles of XA that are written: those that wait go on when it is their number
+    arrived[1]    blocks that wait no more. The last one makes both 0, for the next kernel
+
+All blocks of the kernel have room on the GPU at once. Beside another stream's kernels only the first of them may run:
+these have the tiles of XA, which wait for nothing.
+
+The bits are those of `linear`, which rounds X A^T, and of `scale_adapters` (kernels/nn/lora.py), which rounds its
+product with the scale.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from rlnumba.kernels.checks import F32, I32, check, is_16_byte_aligned, unused
+from rlnumba.kernels.ptx import sm90
+from rlnumba.kernels.ptx.semaphore import atomic_add_acq_rel, semaphore_add, semaphore_wait
+from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function
+from rlnumba.kernels.ptx.wgmma import ROWS, STEPS, WARPGROUP
+from rlnumba.kernels.tile.tensor_map import tensor_map
+from rlnumba.runtime import device
+from rlnumba.runtime.context import current
+from rlnumba.runtime.device import cuda
+
+i32, u32 = np.int32, np.uint32
+
+
+class Reduction(NamedTuple):
+    """The operands that make XA (M, R) of X (M, K): A (R, K), and those of scale_adapters.
+
+    scales (S,) float32, of S adapters side by side; adapter_ids (M,) int32, or None.
+    """
+
+    a: object
+    scales: object
+    adapter_ids: object = None
+
+
+class ReducingLowRank(NamedTuple):
+    """A LowRank (gemm/sm90.py) whose A', XA, the kernel writes.
+
+    a_map, b_map: tensor maps of XA and B; rank: R. reducing_map: of the adapter's A; xa (M, R / 2) pairs; scales,
+    adapter_ids: of the Reduction, the latter without elements for None; adapter_columns: of XA that an adapter has;
+    arrived (2,) int32, zeros before and after a launch.
+    """
+
+    a_map: object
+    b_map: object
+    rank: int
+    reducing_map: object
+    xa: object
+    scales: object
+    adapter_ids: object
+    adapter_columns: int
+    arrived: object
+
+
+def check_reduction(op, reduction, low_rank, k):
+    """Raise ValueError for arrays of a Reduction that do not fit low_rank = (XA, B) and x (M, k)."""
+    if low_rank is None:
+        raise ValueError(f"{op}: a reduction needs low_rank, whose first matrix it writes")
+    m, rank = low_rank[0].shape
+    check(op, "reduction.a", reduction.a, (rank, k), (low_rank[0].dtype,))
+    (adapters,) = check(op, "reduction.scales", reduction.scales, (None,), F32)
+    if not adapters or rank % adapters:
+        raise ValueError(f"{op}: reduction.a must have rows for each of {adapters} adapters, got {rank}")
+    if reduction.adapter_ids is not None:
+        check(op, "reduction.adapter_ids", reduction.adapter_ids, (m,), I32)
+
+
+def is_one_kernel(x, out, low_rank, reduction):
+    """Whether the kernels of gemm/sm90.py, and those by packed weights, write XA of low_rank = (XA, B), too.
+
+    For x (M, K) and out (M, N) that they take with this low rank.
+    """
+    fits = len(x) <= ROWS and out.dtype == x.dtype and is_16_byte_aligned(reduction.a)
+    # A pair of columns is one adapter's.
+    return fits and low_rank[0].shape[1] // len(reduction.scales) % 2 == 0
+
+
+def reducing_operands(low_rank, reduction, a_box, b_box, columns):
+    """The ReducingLowRank of (XA, B) and a Reduction; boxes: of both tensor maps; columns: of a tile of XA."""
+    (xa, b), ids = low_rank, reduction.adapter_ids
+    return ReducingLowRank(
+        tensor_map(xa, *a_box), tensor_map(b, *b_box), xa.shape[1], tensor_map(reduction.a, columns, STEPS),
+        xa.view(np.int32), reduction.scales, unused() if ids is None else ids, xa.shape[1] // len(reduction.scales),
+        current().own(reduction_counters),
+    )  # fmt: skip
+
+
+def reduction_counters():
+    """The array `arrived` of a context."""
+    return device.xp().zeros(2, np.int32)
+
+
+@device_function
+def reduced_tiles(rank, columns):
+    """Tiles of XA."""
+    return i32((rank + columns - 1) // columns)
+
+
+@device_function
+def wait_for_reduced(low_rank, tiles):
+    """Wait until all tiles of XA are written, for copies by TMA."""
+    semaphore_wait(low_rank.arrived, 0, tiles)
+
+
+@device_function
+def leave_reduced(low_rank):
+    """One thread of each block calls this once, when no thread of the block is going to wait any more."""
+    arrived = low_rank.arrived
+    if atomic_add_acq_rel(arrived, 1) == i32(cuda.gridDim.x) - i32(1):
+        arrived[0] = i32(0)
+        arrived[1] = i32(0)
+
+
+@functools.cache
+def store_reduced_function(config):
+    """The device function by which a consumer warpgroup scales and writes a tile of XA, and counts it."""
+    columns, pack_two, unpack_two = config.columns, cvt_pack(config.element), cvt_unpack(config.element)
+
+    @device_function
+    def store_reduced(acc, low_rank, tile, row, m, lane, leader):
+        """acc: of rows `row` and row + 8, and of each eight columns the pair 2 (lane % 4) and the next."""
+        rank, width = i32(low_rank.rank), i32(low_rank.adapter_columns)
+        for half in range(2):
+            line = i32(row + half * 8)
+            if line < m:
+                adapter = i32(0)
+                if low_rank.adapter_ids.shape[0] > 0:
+                    adapter = low_rank.adapter_ids[u32(line)]
+                factor = low_rank.scales[u32(adapter)] if adapter >= 0 else np.float32(0.0)
+                first = i32(adapter * width)
+                out = low_rank.xa[u32(line)]
+                for block in range(columns // 8):
+                    column = i32(tile * columns + block * 8 + (lane & i32(3)) * i32(2))
+                    if column < rank:
+                        i = block * 4 + half * 2
+                        low, high = unpack_two(pack_two(acc[i], acc[i + 1]))
+                        low, high = low * factor, high * factor
+                        # Other adapters' values may be NaN, and are left out. A pair is one adapter's.
+                        if adapter < 0 or column < first or column >= i32(first + width):
+                            low, high = np.float32(0.0), np.float32(0.0)
+                        out[u32(column >> i32(1))] = pack_two(low, high)
+        sm90.named_barrier_sync(i32(1), i32(WARPGROUP))
+        if leader:
+            semaphore_add(low_rank.arrived, 0)
+
+    return store_reduced

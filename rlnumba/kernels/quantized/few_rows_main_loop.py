@@ -1,0 +1,118 @@
+"""The main loop of the GEMM by packed weights (few_rows.py): wgmma over the stages of a tile, in three forms."""
+
+import numpy as np
+
+from rlnumba.kernels.ptx import sm90
+from rlnumba.kernels.ptx.shared_memory import LINE, ldmatrix_x4
+from rlnumba.kernels.ptx.warp import device_function
+from rlnumba.kernels.ptx.wgmma import STEPS, WgmmaLayout, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring
+
+i32 = np.int32
+
+
+def multiply_function(config):
+    """The device function of a tile's main loop: acc = A W^T over all stages; returns the ring's next stage.
+
+    A's words of a panel are loaded before the products of the panel before it are started: a warp that starts wgmma
+    with A in registers stops until the tensor cores have taken them. With four panels there are registers for each.
+    """
+    columns, rows, panels, accumulators = config.columns, config.rows, config.panels, config.columns // 2
+    a_bytes, stage_bytes, a_words = config.a_bytes, config.stage_bytes, STEPS // 4
+    start = wgmma_async(columns, config.element, STEPS // 16, "registers", "k")
+    wait_1, wait_2 = (wgmma_wait_group(accumulators, pending, a_words) for pending in (1, 2))
+    wait_all = wgmma_wait_group(accumulators, 0, a_words)
+    _, advance = ring(config.stages)
+    a_panel, b_panel = rows * LINE, columns * LINE
+
+    @device_function
+    def load_a(words, panel, warp, lane):
+        """A warp's 16 rows of a panel of A, where it has any."""
+        if warp * i32(16) < i32(rows):
+            line = i32(warp * i32(16) + (lane & i32(15))) & i32(rows - 1)
+            for step in range(STEPS // 16):
+                chunk = i32(i32(2 * step) + (lane >> i32(4))) ^ (line & i32(7))
+                found = ldmatrix_x4(panel + line * i32(LINE) + (chunk << i32(4)))
+                for i in range(4):
+                    words[4 * step + i] = found[i]
+
+    @device_function
+    def multiply_four(acc, words, rings, rounds, stage, parity, leader, warp, lane):
+        w0, w1, w2, w3 = words
+        sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
+        load_a(w0, rings.stages + stage * stage_bytes, warp, lane)
+        previous = rings.empty
+        for done in range(rounds):
+            a = rings.stages + stage * stage_bytes
+            b = a + a_bytes
+            load_a(w1, a + a_panel, warp, lane)
+            start(acc, w0, smem_descriptor(b), i32(done != 0))
+            wait_2(acc, w2)
+            load_a(w2, a + 2 * a_panel, warp, lane)
+            start(acc, w1, smem_descriptor(b + b_panel), i32(1))
+            wait_2(acc, w3)
+            # The products of the stage before are done.
+            if done != 0 and leader:
+                sm90.mbarrier_arrive(previous)
+            load_a(w3, a + 3 * a_panel, warp, lane)
+            start(acc, w2, smem_descriptor(b + 2 * b_panel), i32(1))
+            wait_2(acc, w0)
+            previous = rings.empty + stage * MBARRIER_BYTES
+            stage, parity = advance(stage, parity)
+            if done != rounds - 1:
+                sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
+                load_a(w0, rings.stages + stage * stage_bytes, warp, lane)
+            start(acc, w3, smem_descriptor(b + 3 * b_panel), i32(1))
+            wait_2(acc, w1)
+        wait_all(acc, w3)
+        if leader:
+            sm90.mbarrier_arrive(previous)
+        return stage, parity
+
+    @device_function
+    def multiply_two(acc, words, rings, rounds, stage, parity, leader, warp, lane):
+        w0, w1, _, _ = words
+        previous = rings.empty
+        for done in range(rounds):
+            sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
+            a = rings.stages + stage * stage_bytes
+            load_a(w0, a, warp, lane)
+            start(acc, w0, smem_descriptor(a + a_bytes), i32(done != 0))
+            wait_1(acc, w1)
+            if done != 0 and leader:
+                sm90.mbarrier_arrive(previous)
+            load_a(w1, a + a_panel, warp, lane)
+            start(acc, w1, smem_descriptor(a + a_bytes + b_panel), i32(1))
+            wait_1(acc, w0)
+            previous = rings.empty + stage * MBARRIER_BYTES
+            stage, parity = advance(stage, parity)
+        wait_all(acc, w1)
+        if leader:
+            sm90.mbarrier_arrive(previous)
+        return stage, parity
+
+    start_stage = wgmma_async(
+        columns, config.element, STEPS // 16 * panels, "k", "k", None, WgmmaLayout(broadcast=rows == 8)
+    )
+    stage_wait_1, stage_wait_all = (wgmma_wait_group(accumulators, pending) for pending in (1, 0))
+
+    @device_function
+    def multiply_shared(acc, words, rings, rounds, stage, parity, leader, warp, lane):
+        previous = rings.empty
+        for done in range(rounds):
+            sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
+            a = rings.stages + stage * stage_bytes
+            start_stage(acc, smem_descriptor(a), smem_descriptor(a + a_bytes), i32(done != 0))
+            stage_wait_1(acc)
+            if done != 0 and leader:
+                sm90.mbarrier_arrive(previous)
+            previous = rings.empty + stage * MBARRIER_BYTES
+            stage, parity = advance(stage, parity)
+        stage_wait_all(acc)
+        if leader:
+            sm90.mbarrier_arrive(previous)
+        return stage, parity
+
+    if config.a_in_shared:
+        return multiply_shared
+    return multiply_four if panels == 4 else multiply_two

@@ -62,9 +62,10 @@ def config_of(form, m, n, k, swiglu):
 
 def configs(form, n, k, swiglu):
     """The configs of a sweep, for one row."""
-    for columns, warps, shared in itertools.product((32, 64), (4, 6, 8), (False, True)):
+    places = {}, {"a_in_shared": True}, {"a_in_shared": True, "swapped": True}
+    for columns, warps, place in itertools.product((32, 64), (4, 6, 8), places):
         fields = 4, 2, 8, FORMATS[form].group_size // 64, columns == 64 or not swiglu, "bfloat16"
-        config = PackedGemmConfig(form, columns, warps, *fields, swiglu=swiglu, a_in_shared=shared)
+        config = PackedGemmConfig(form, columns, warps, *fields, swiglu=swiglu, **place)
         if is_possible(config):
             yield with_stages(config)
 
@@ -136,6 +137,7 @@ def sweep(form, name):
             found.append((graph_time_us([call_of(config, x, w, outs, swiglu) for w in packed], 3), config))
     for us, config in sorted(found, key=lambda pair: pair[0])[:6]:
         place = "shared memory" if config.a_in_shared else "registers"
+        place += ", C^T" if config.swapped else ""
         constants = f"{config.columns} columns, {config.warps} warps, A in {place}"
         print(f"{form} {name} {us:8.2f} us  {constants}{' <- chosen' if config == chosen else ''}", flush=True)
 

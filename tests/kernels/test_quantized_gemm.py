@@ -11,7 +11,7 @@ from rlnumba.kernels.gemm import sm90
 from rlnumba.kernels.gemm.reduction import ReducingLowRank, Reduction, reduction_counters
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
 from rlnumba.kernels.quantized import few_rows
-from rlnumba.kernels.quantized.few_rows_config import PackedGemmConfig, is_possible, packed_config
+from rlnumba.kernels.quantized.few_rows_config import PackedGemmConfig, is_possible, packed_config, with_stages
 from rlnumba.kernels.quantized.formats import FORMATS, dequantize_ref, levels_ref, pack_codes, pack_scales
 from rlnumba.kernels.quantized.linear import is_packed_gemm, packed_linear, packed_linear_swiglu
 from rlnumba.kernels.quantized.ops import QuantizedWeight, dequantize, quantize
@@ -81,6 +81,22 @@ SIMULATED = [
 ]
 
 
+# C^T = W A^T: tiles of 64 rows of the weight, and of 32, of which wgmma reads what lies behind them, too.
+SWAPPED = [
+    (PackedGemmConfig("int4", 32, 8, 4, 3, 8, 2, True, BF16, residual=True), [1, 7], 72, 1024, 1),
+    (PackedGemmConfig("int8", 32, 4, 4, 2, 8, 1, False, F16, swiglu=True), [8], 48, 512, 1),
+    (PackedGemmConfig("int4", 64, 8, 4, 2, 8, 2, True, BF16, residual=True, bias=True), [1, 7], 72, 512, 1),
+    (PackedGemmConfig("nf4", 64, 8, 2, 2, 8, 1, True, F16, swiglu=True, low_rank=True), [8], 64, 384, 1),
+    (
+        PackedGemmConfig("int4", 64, 8, 4, 2, 8, 1, True, BF16, swiglu=True, low_rank=True, reduces=True),
+        [5],
+        64,
+        256,
+        3,
+    ),
+]
+SWAPPED = [(config._replace(a_in_shared=True, swapped=True), *case) for config, *case in SWAPPED]
+
 # With the first matrix of the low rank computed in the kernel: one tile of it and several, of one adapter and three.
 REDUCING = [
     (PackedGemmConfig("int4", 16, 2, 4, 2, 8, 1, False, BF16, residual=True, a_in_shared=True), [3], 40, 512, 3),
@@ -96,6 +112,13 @@ REDUCING = [(config._replace(low_rank=True, reduces=True), *case) for config, *c
 def test_simulator(rng, config, rows, n, k):
     assert is_possible(config)
     check(rng, config, rows, n, k)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("config, rows, n, k, adapters", SWAPPED)
+def test_the_transposed_product(rng, config, rows, n, k, adapters):
+    assert is_possible(config)
+    check(rng, config, rows, n, k, adapters)
 
 
 @pytest.mark.sim
@@ -297,6 +320,27 @@ def product(weight, swiglu, x, residual, low_rank, reduction):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("n, k, swiglu", LAYERS[:4])
+def test_gpu_transposed(rng, form, n, k, swiglu):
+    """C^T = W A^T of up to eight rows: the bits of C, whose kernels test_gpu compares with that of 16 bits."""
+    weight, _ = quantized(rng, form, (n, k), 64, BF16)
+    b, columns = device.asarray(matrix(rng, (n, 48), BF16)), n // 2 if swiglu else n
+    for m in (1, 3, 8):
+        x, residual = (device.asarray(matrix(rng, shape, BF16)) for shape in ((m, k), (m, columns)))
+        reduction = random_adapters(rng, 1, 48, k, m, BF16)
+        chosen = packed_config(m, columns, k, form, 64, device.sm_count(), (BF16, False, not swiglu, swiglu, True))
+        chosen = chosen._replace(reduces=True)
+        found = []
+        for config in (chosen, with_stages(chosen._replace(a_in_shared=True, swapped=True))):
+            xa, out = device.xp().zeros((m, 48), x.dtype), device.xp().zeros((m, n), x.dtype)
+            found.append((xa, out, residual.copy()))
+            few_rows.gemm_with_config(config, x, weight, out, None, found[-1][2], (xa, b), reduction)
+        for each, wanted in zip(*found, strict=True):
+            assert_same_bits(each, wanted, f"{form}, {m} rows by {n} x {k}")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("form", ["int4", "nf4", None])
 @pytest.mark.parametrize("n, k, swiglu", LAYERS)
 def test_gpu_reduction(rng, form, n, k, swiglu):
@@ -352,6 +396,10 @@ def test_chosen_configs_compile_for_gpus(compile_offline, form, m, n, k, swiglu)
         pytest.skip("compiles without a GPU, from the cpu device")
     fields = "bfloat16", False, not swiglu, swiglu, True
     config = packed_config(m, n, k, form, FORMATS[form].group_size, 132, fields)
-    for each in (config, config._replace(reduces=True)):
+    configs = [config, config._replace(reduces=True)]
+    if m <= 8:
+        configs += [with_stages(each._replace(a_in_shared=True, swapped=True)) for each in configs]
+        assert is_possible(configs[-1])
+    for each in configs:
         troubles = compile_offline(few_rows.packed_gemm_kernel(each), types_of(each), (9, 0, "a"))
         assert not troubles, "\n".join(troubles)

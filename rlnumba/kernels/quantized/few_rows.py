@@ -5,7 +5,8 @@ scales into a ring of their own, several stages ahead. Other warps widen them (w
 of a second ring, where a warpgroup multiplies them by wgmma: 16 steps of the reduction at a time, in ascending order,
 in one accumulator, as gemm/sm90.py does. One warp loads A by TMA. A comes to wgmma from registers: of its 64 rows the
 warps load those that A has, where wgmma reads all 64 from shared memory in each step; or from there, eight rows that it
-broadcasts.
+broadcasts. Or the weight is the first operand, and A's eight rows the second: C^T = W A^T, which goes through shared
+memory to the threads that write C.
 
     packed ring, one stage   [segment of rows, panel of 64 steps, words of the segment's rows]
     scales, one stage        [segment of rows, group, scales of the segment's rows]
@@ -157,7 +158,7 @@ def a_loader_function(config):
     """The device function of the warp that loads A, and of a low rank A' and B', by TMA."""
     panels, rows, columns, tile_columns = config.panels, config.rows, config.columns, config.tile_columns
     a_bytes, b_bytes, stage_bytes, swiglu = config.a_bytes, config.b_bytes, config.stage_bytes, config.swiglu
-    low_rank, reduces = config.low_rank, config.reduces
+    low_rank, reduces, a_at, b_at = config.low_rank, config.reduces, config.a_at, config.b_at
     _, advance = ring(config.stages)
     find_tile = tile_function(config)
 
@@ -185,8 +186,8 @@ def a_loader_function(config):
                             waits = i32(0)
                     for panel in range(panels):
                         step = i32((done - shape.rounds) * i32(panels * STEPS) + i32(panel * STEPS))
-                        sm90.tma_load_2d(boxes + panel * rows * LINE, rank_a_map, step, i32(0), stage_full)
-                        b_box = boxes + a_bytes + panel * columns * LINE
+                        sm90.tma_load_2d(boxes + a_at + panel * rows * LINE, rank_a_map, step, i32(0), stage_full)
+                        b_box = boxes + b_at + panel * columns * LINE
                         column = i32(tile_column * i32(tile_columns))
                         sm90.tma_load_2d(b_box, rank_b_map, step, column, stage_full)
                         if swiglu:
@@ -196,7 +197,7 @@ def a_loader_function(config):
                     sm90.mbarrier_expect_tx(stage_full, i32(a_bytes))
                     for panel in range(panels):
                         step = i32(done * i32(panels * STEPS) + i32(panel * STEPS))
-                        sm90.tma_load_2d(boxes + panel * rows * LINE, a_map, step, first_row, stage_full)
+                        sm90.tma_load_2d(boxes + a_at + panel * rows * LINE, a_map, step, first_row, stage_full)
                 done = i32(done + i32(1))
                 stage, parity = advance(stage, parity)
             index = i32(index + i32(cuda.gridDim.x))
@@ -277,8 +278,8 @@ def widener_function(config):
     """The device function of a warp that widens: of each stage the same rows, in `loads` of its panels."""
     form, loads, panels, columns = FORMATS[config.form], config.loads, config.panels, config.columns
     load_rows, loads_down, line_bytes = config.load_rows, config.loads_down, config.line_bytes
-    stage_bytes, a_bytes, packed_bytes, scales_bytes = (
-        config.stage_bytes, config.a_bytes, config.packed_bytes, config.scales_bytes,
+    stage_bytes, b_at, packed_bytes, scales_bytes = (
+        config.stage_bytes, config.b_at, config.packed_bytes, config.scales_bytes,
     )  # fmt: skip
     rows, groups, group_tiles, low_rank = config.segment_rows, config.stage_groups, config.group_tiles, config.low_rank
     b_bytes, reduces = config.b_bytes, config.reduces
@@ -338,7 +339,7 @@ def widener_function(config):
                 full = rings.full + stage * MBARRIER_BYTES
                 if warp == 0:
                     sm90.mbarrier_expect_tx(full, i32(b_bytes))
-                    box = rings.stages + stage * stage_bytes + a_bytes
+                    box = rings.stages + stage * stage_bytes + b_at
                     for panel in range(panels):
                         at = box + panel * panel_bytes
                         sm90.tma_load_2d(at, reducing_map, i32(step + panel * STEPS), i32(tile * columns), full)
@@ -368,7 +369,7 @@ def widener_function(config):
                 packed, stage_scales = packed_stage * packed_bytes, packed_stage * scales_bytes
                 load_lane(words, scales, rings.packed + packed, rings.scales + stage_scales, warp, lane)
                 sm90.mbarrier_wait(rings.empty + stage * MBARRIER_BYTES, parity)
-                widen_words(words, scales, rings.stages + stage * stage_bytes + a_bytes, warp, lane, table)
+                widen_words(words, scales, rings.stages + stage * stage_bytes + b_at, warp, lane, table)
                 fence_proxy_async()
                 sync_warp()
                 if lane == 0:

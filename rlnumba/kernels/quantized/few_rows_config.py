@@ -38,7 +38,8 @@ class PackedGemmConfig(NamedTuple):
     two; whole_tiles: whether a tile of C, for SwiGLU either half, has whole tiles of the format, or else halves.
     a_in_shared: wgmma reads A from shared memory, of eight rows that it broadcasts, and not from registers. grouped:
     whether rows are those of experts (grouped.py). reduces: the kernel computes the first matrix of the low rank
-    (gemm/reduction.py). The other fields are those of Sm90GemmConfig.
+    (gemm/reduction.py). swapped: wgmma computes C^T, from the weight's 64 rows and A's eight, both in shared memory, of
+    which it then reads less: a_in_shared. The other fields are those of Sm90GemmConfig.
     """
 
     form: str
@@ -58,6 +59,7 @@ class PackedGemmConfig(NamedTuple):
     a_in_shared: bool = False
     grouped: bool = False
     reduces: bool = False
+    swapped: bool = False
 
     @property
     def epilogue(self):
@@ -131,6 +133,15 @@ class PackedGemmConfig(NamedTuple):
         return self.panels * self.columns * LINE
 
     @property
+    def a_at(self):
+        """The byte of a stage at which A begins; the weight is its other part."""
+        return self.b_bytes if self.swapped else 0
+
+    @property
+    def b_at(self):
+        return 0 if self.swapped else self.a_bytes
+
+    @property
     def stage_bytes(self):
         return self.a_bytes + self.b_bytes
 
@@ -140,6 +151,16 @@ class PackedGemmConfig(NamedTuple):
         return 128 + 64 + 32 * self.warps
 
     @property
+    def exchange_at(self):
+        """Bytes before the eight rows of float32 through which a tile of C^T becomes one of C: those of the levels."""
+        return LEVELS_BYTES if self.form == "nf4" else 0
+
+    @property
+    def exchange_pitch(self):
+        """Elements of such a row: those that threads write at once are in as many banks."""
+        return self.columns + 4
+
+    @property
     def layout(self):
         """Shared memory: stages of [A rows x 64 | B columns x 64], packed words, scales, nf4's levels, mbarriers."""
         barriers, packed = self.stages * MBARRIER_BYTES, self.packed_stages
@@ -147,7 +168,7 @@ class PackedGemmConfig(NamedTuple):
             stages=self.stages * self.stage_bytes,
             packed=packed * self.packed_bytes,
             scales=packed * self.scales_bytes,
-            levels=LEVELS_BYTES if self.form == "nf4" else 0,
+            levels=self.exchange_at + (8 * 4 * self.exchange_pitch if self.swapped else 0),
             full=barriers,
             empty=barriers,
             packed_full=packed * MBARRIER_BYTES,
@@ -156,12 +177,13 @@ class PackedGemmConfig(NamedTuple):
 
 
 def is_possible(config):
-    """Whether the warps share the loads of a stage evenly, and segments cover a tile."""
+    """Whether the warps share the loads of a stage evenly, segments cover a tile, and wgmma reads within it."""
     down = config.loads_down
     even = (
         config.columns % config.load_rows == 0 and config.warps % down == 0 and not config.panels * down % config.warps
     )
-    return even and config.tile_columns % config.segment_rows == 0
+    turned = not config.swapped or config.rows == 8 and (config.columns, config.panels) in ((64, 4), (64, 2), (32, 4))
+    return even and turned and config.tile_columns % config.segment_rows == 0
 
 
 def with_stages(config, limit=SHARED_LIMIT):

@@ -3,12 +3,16 @@
 import numpy as np
 
 from rlnumba.kernels.ptx import sm90
-from rlnumba.kernels.ptx.shared_memory import LINE, ldmatrix_x4
+from rlnumba.kernels.ptx.shared_memory import LINE, ldmatrix_x4, load_pair, store_function
 from rlnumba.kernels.ptx.warp import device_function
-from rlnumba.kernels.ptx.wgmma import STEPS, WgmmaLayout, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.ptx.wgmma import STEPS, WARPGROUP, WgmmaLayout, smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring
+from rlnumba.runtime.device import cuda
 
 i32 = np.int32
+store_float = store_function("f")
+# Columns of wgmma where A's rows are its second operand.
+EIGHT = 8
 
 
 def multiply_function(config):
@@ -113,6 +117,54 @@ def multiply_function(config):
             sm90.mbarrier_arrive(previous)
         return stage, parity
 
+    start_swapped = wgmma_async(
+        EIGHT, config.element, STEPS // 16 * panels, "k", "k", None, WgmmaLayout(b_panel, EIGHT * LINE)
+    )
+    values = EIGHT // 2
+    swapped_wait_1, swapped_wait_all = (wgmma_wait_group(values, pending) for pending in (1, 0))
+    a_at, pitch, exchange_at = config.a_at, config.exchange_pitch, config.exchange_at
+
+    @device_function
+    def transpose(acc, turned, exchange, warp, lane):
+        """acc, as wgmma leaves it where A is the first operand, of warp 0; `turned`: of all, the weight's rows."""
+        row, column = (lane & i32(3)) * i32(2), i32(warp * i32(16) + (lane >> i32(2)))
+        if warp * i32(16) < i32(columns):
+            for i in range(2):
+                for half in range(2):
+                    at = i32(i32(row + i) * i32(pitch) + column + half * 8)
+                    store_float(exchange + at * i32(4), turned[half * 2 + i])
+        sm90.named_barrier_sync(i32(1), i32(WARPGROUP))
+        if warp == 0:
+            for block in range(columns // 8):
+                at = i32((lane >> i32(2)) * i32(pitch) + i32(block * 8) + row)
+                acc[block * 4], acc[block * 4 + 1] = load_pair(exchange + at * i32(4))
+        # Before the next tile's are written there.
+        sm90.named_barrier_sync(i32(1), i32(WARPGROUP))
+
+    @device_function
+    def multiply_swapped(acc, words, rings, rounds, stage, parity, leader, warp, lane):
+        turned = cuda.local.array(values, np.float32)
+        for i in range(values):
+            turned[i] = np.float32(0.0)
+        previous = rings.empty
+        for done in range(rounds):
+            sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
+            boxes = rings.stages + stage * stage_bytes
+            # Of a tile of 32 columns wgmma reads the next panel, too, and at last A: products that are of no use.
+            start_swapped(turned, smem_descriptor(boxes), smem_descriptor(boxes + a_at), i32(done != 0))
+            swapped_wait_1(turned)
+            if done != 0 and leader:
+                sm90.mbarrier_arrive(previous)
+            previous = rings.empty + stage * MBARRIER_BYTES
+            stage, parity = advance(stage, parity)
+        swapped_wait_all(turned)
+        if leader:
+            sm90.mbarrier_arrive(previous)
+        transpose(acc, turned, rings.levels + i32(exchange_at), warp, lane)
+        return stage, parity
+
+    if config.swapped:
+        return multiply_swapped
     if config.a_in_shared:
         return multiply_shared
     return multiply_four if panels == 4 else multiply_two

@@ -1,7 +1,7 @@
 """GEMMs of few rows by packed weights, on the shapes of Qwen3-8B's layers, beside a copy and the 16-bit GEMM.
 
     python bench/kernels/packed_gemm.py            every format
-    python bench/kernels/packed_gemm.py --sweep    for 1 row, every config of int4 and int8
+    python bench/kernels/packed_gemm.py --sweep    for 1, 16 and 64 rows, every config
 
 Calls rotate over copies of a weight that are together larger than L2, in a graph, with PDL. GB/s: of packed bytes,
 codes and scales; share: of what a copy reads and writes. Results are compared to the bit with the 16-bit GEMM's.
@@ -24,7 +24,13 @@ from report import row
 
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.quantized import few_rows
-from rlnumba.kernels.quantized.few_rows_config import PackedGemmConfig, is_possible, packed_config, with_stages
+from rlnumba.kernels.quantized.few_rows_config import (
+    ROW_COUNTS,
+    PackedGemmConfig,
+    is_possible,
+    packed_config,
+    with_stages,
+)
 from rlnumba.kernels.quantized.formats import FORMATS
 from rlnumba.kernels.quantized.ops import QuantizedWeight, dequantize, quantize
 from rlnumba.runtime import device
@@ -37,7 +43,7 @@ WEIGHTS = {
     "gate-up": (24_576, 4096, True),
     "down": (4096, 12_288, False),
 }
-ROWS = (1, 8, 16, 64)
+ROWS, SWEPT_ROWS = (1, 8, 16, 64), (1, 16, 64)
 # Bytes of the copies of a weight: several times an H200's L2.
 ROTATED = 300e6
 
@@ -60,14 +66,22 @@ def config_of(form, m, n, k, swiglu):
     return packed_config(m, n // 2 if swiglu else n, k, form, FORMATS[form].group_size, device.sm_count(), fields)
 
 
-def configs(form, n, k, swiglu):
-    """The configs of a sweep, for one row."""
-    places = {}, {"a_in_shared": True}, {"a_in_shared": True, "swapped": True}
-    for columns, warps, place in itertools.product((32, 64), (4, 6, 8), places):
-        fields = 4, 2, 8, FORMATS[form].group_size // 64, columns == 64 or not swiglu, "bfloat16"
-        config = PackedGemmConfig(form, columns, warps, *fields, swiglu=swiglu, **place)
-        if is_possible(config):
+def configs(form, m, n, k, swiglu):
+    """The configs of a sweep."""
+    rows = next(count for count in ROW_COUNTS if m <= count)
+    places = {}, {"a_in_shared": True, "swapped": True}, {"a_in_shared": True, "swapped": True, "teams": 2}
+    for columns, panels, place in itertools.product((32, 64), (2, 4), places):
+        fields = panels, 2, rows, FORMATS[form].group_size // 64, columns == 64 or not swiglu, "bfloat16"
+        config = PackedGemmConfig(form, columns, 8, *fields, swiglu=swiglu, **place)
+        if not is_possible(config):
+            config = config._replace(warps=4)
+        if is_possible(config) and with_stages(config).stages > 1:
             yield with_stages(config)
+
+
+def swept(form, m, shape):
+    """A shape's configs of a sweep, and the one that is chosen."""
+    return {*configs(form, m, *shape), config_of(form, m, *shape)}
 
 
 def compile_one(config):
@@ -128,18 +142,20 @@ def times(form, name, bandwidth):
 
 def sweep(form, name):
     n, k, swiglu = WEIGHTS[name]
-    weight, x = random_weight(form, n, k), random_array(1, k)
-    packed, chosen = copies_of(weight), config_of(form, 1, n, k, swiglu)
-    outs = outputs(1, n, swiglu)
-    found = []
-    with pdl_scope():
-        for config in configs(form, n, k, swiglu):
-            found.append((graph_time_us([call_of(config, x, w, outs, swiglu) for w in packed], 3), config))
-    for us, config in sorted(found, key=lambda pair: pair[0])[:6]:
-        place = "shared memory" if config.a_in_shared else "registers"
-        place += ", C^T" if config.swapped else ""
-        constants = f"{config.columns} columns, {config.warps} warps, A in {place}"
-        print(f"{form} {name} {us:8.2f} us  {constants}{' <- chosen' if config == chosen else ''}", flush=True)
+    packed = copies_of(random_weight(form, n, k))
+    for m in SWEPT_ROWS:
+        x, outs, chosen = random_array(m, k), outputs(m, n, swiglu), config_of(form, m, n, k, swiglu)
+        found = []
+        with pdl_scope():
+            for config in swept(form, m, WEIGHTS[name]):
+                found.append((graph_time_us([call_of(config, x, w, outs, swiglu) for w in packed], 3), config))
+        for us, config in sorted(found, key=lambda pair: pair[0])[:6]:
+            place = "C^T" if config.swapped else "A in shared memory" if config.a_in_shared else "A in registers"
+            constants = (
+                f"{config.columns} columns, {config.panels} panels, {config.warps} x {config.teams} warps, {place}"
+            )
+            note = " <- chosen" if config == chosen else ""
+            print(f"{form} {name} {m:2d} rows {us:8.2f} us  {constants}{note}", flush=True)
 
 
 def main():
@@ -149,9 +165,11 @@ def main():
     options = parser.parse_args()
     device.select("auto")
     if options.sweep:
-        forms = [form for form in options.forms if form in ("int4", "int8")]
-        compile_all({config for form in forms for each in WEIGHTS.values() for config in configs(form, *each)})
-        for form in forms:
+        cases = itertools.product(options.forms, SWEPT_ROWS, WEIGHTS.values())
+        compile_all(
+            {each for form, m, shape in cases for each in (*configs(form, m, *shape), config_of(form, m, *shape))}
+        )
+        for form in options.forms:
             for name in WEIGHTS:
                 sweep(form, name)
         return

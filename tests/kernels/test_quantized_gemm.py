@@ -81,19 +81,22 @@ SIMULATED = [
 ]
 
 
-# C^T = W A^T: tiles of 64 rows of the weight, and of 32, of which wgmma reads what lies behind them, too.
+# C^T = W A^T: tiles of 64 rows of the weight, and of fewer, of which wgmma reads what lies behind them, too; teams in
+# turn, of an even number of stages and of an odd one.
 SWAPPED = [
-    (PackedGemmConfig("int4", 32, 8, 4, 3, 8, 2, True, BF16, residual=True), [1, 7], 72, 1024, 1),
-    (PackedGemmConfig("int8", 32, 4, 4, 2, 8, 1, False, F16, swiglu=True), [8], 48, 512, 1),
+    (PackedGemmConfig("int4", 32, 8, 4, 3, 8, 2, True, BF16, residual=True, teams=2), [1, 7], 72, 1024, 1),
+    (PackedGemmConfig("int8", 32, 4, 4, 2, 16, 1, False, F16, swiglu=True), [8, 13], 48, 512, 1),
     (PackedGemmConfig("int4", 64, 8, 4, 2, 8, 2, True, BF16, residual=True, bias=True), [1, 7], 72, 512, 1),
-    (PackedGemmConfig("nf4", 64, 8, 2, 2, 8, 1, True, F16, swiglu=True, low_rank=True), [8], 64, 384, 1),
+    (PackedGemmConfig("nf4", 64, 8, 2, 2, 8, 1, True, F16, swiglu=True, low_rank=True, teams=2), [8], 64, 384, 1),
     (
-        PackedGemmConfig("int4", 64, 8, 4, 2, 8, 1, True, BF16, swiglu=True, low_rank=True, reduces=True),
+        PackedGemmConfig("int4", 64, 8, 4, 2, 8, 1, True, BF16, swiglu=True, low_rank=True, reduces=True, teams=2),
         [5],
         64,
         256,
         3,
     ),
+    (PackedGemmConfig("fp8", 16, 2, 2, 3, 32, 1, False, BF16, bias=True, low_rank=True, teams=3), [23], 40, 640, 1),
+    (PackedGemmConfig("int4", 64, 8, 2, 2, 64, 1, True, BF16, residual=True, teams=2), [40], 72, 384, 1),
 ]
 SWAPPED = [(config._replace(a_in_shared=True, swapped=True), *case) for config, *case in SWAPPED]
 
@@ -323,16 +326,17 @@ def product(weight, swiglu, x, residual, low_rank, reduction):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("n, k, swiglu", LAYERS[:4])
 def test_gpu_transposed(rng, form, n, k, swiglu):
-    """C^T = W A^T of up to eight rows: the bits of C, whose kernels test_gpu compares with that of 16 bits."""
+    """C^T = W A^T: the bits of C, whose kernels test_gpu compares with that of 16 bits."""
     weight, _ = quantized(rng, form, (n, k), 64, BF16)
     b, columns = device.asarray(matrix(rng, (n, 48), BF16)), n // 2 if swiglu else n
-    for m in (1, 3, 8):
+    for m, teams in ((1, 2), (3, 1), (8, 2), (11, 2), (40, 2)):
         x, residual = (device.asarray(matrix(rng, shape, BF16)) for shape in ((m, k), (m, columns)))
         reduction = random_adapters(rng, 1, 48, k, m, BF16)
         chosen = packed_config(m, columns, k, form, 64, device.sm_count(), (BF16, False, not swiglu, swiglu, True))
-        chosen = chosen._replace(reduces=True)
+        chosen = chosen._replace(reduces=True, a_in_shared=False)
+        turned = with_stages(chosen._replace(a_in_shared=True, swapped=True, teams=teams))
         found = []
-        for config in (chosen, with_stages(chosen._replace(a_in_shared=True, swapped=True))):
+        for config in (chosen, turned):
             xa, out = device.xp().zeros((m, 48), x.dtype), device.xp().zeros((m, n), x.dtype)
             found.append((xa, out, residual.copy()))
             few_rows.gemm_with_config(config, x, weight, out, None, found[-1][2], (xa, b), reduction)

@@ -287,7 +287,12 @@ def widener_function(config):
     row_lanes, vectors, vector_words = line_bytes // 16, 32 // form.bits // 2, form.bits // 4
     panels_apart, panel_bytes, local_words = config.warps // loads_down, columns * LINE, loads * 4
     widen, scale_of = widen_function(form, config.element), scale_function(form, config.element)
+    warps, teams = config.warps, config.teams
     (_, advance), (_, advance_packed) = ring(config.stages), ring(config.packed_stages)
+
+    @device_function
+    def next_turn(turn):
+        return i32(teams - 1) if turn == 0 else i32(turn - i32(1))
 
     @device_function
     def load_lane(words, scales, packed, stage_scales, warp, lane):
@@ -325,62 +330,73 @@ def widener_function(config):
         sync_warp()
         if lane == 0:
             sm90.mbarrier_arrive(rings.full + stage * MBARRIER_BYTES)
-        return advance(stage, parity)
 
     @device_function
-    def load_reducing(rings, rounds, low_rank, tile, stage, parity, warp, lane):
-        """Load the adapter's A of a tile of A' by TMA, where other tiles have widened words: a weight, too."""
-        reducing_map = sm90.tensor_map_address(low_rank.reducing_map)
-        step = i32(0)
-        for _ in range(rounds):
-            sm90.mbarrier_wait(rings.empty + stage * MBARRIER_BYTES, parity)
-            sync_warp()
-            if lane == 0:
-                full = rings.full + stage * MBARRIER_BYTES
-                if warp == 0:
-                    sm90.mbarrier_expect_tx(full, i32(b_bytes))
-                    box = rings.stages + stage * stage_bytes + b_at
-                    for panel in range(panels):
-                        at = box + panel * panel_bytes
-                        sm90.tma_load_2d(at, reducing_map, i32(step + panel * STEPS), i32(tile * columns), full)
-                else:
-                    sm90.mbarrier_arrive(full)
-            step = i32(step + panels * STEPS)
-            stage, parity = advance(stage, parity)
-        return stage, parity
+    def load_reducing(rings, reducing_map, step, tile, stage, parity, warp, lane):
+        """Load a stage of the adapter's A by TMA, where those of other tiles have widened words: a weight, too."""
+        sm90.mbarrier_wait(rings.empty + stage * MBARRIER_BYTES, parity)
+        sync_warp()
+        if lane == 0:
+            full = rings.full + stage * MBARRIER_BYTES
+            if warp == 0:
+                sm90.mbarrier_expect_tx(full, i32(b_bytes))
+                box = rings.stages + stage * stage_bytes + b_at
+                for panel in range(panels):
+                    at = box + panel * panel_bytes
+                    sm90.tma_load_2d(at, reducing_map, i32(step + panel * STEPS), i32(tile * columns), full)
+            else:
+                sm90.mbarrier_arrive(full)
+
+    @device_function
+    def widen_stage(words, scales, rings, stage, parity, packed_stage, packed_parity, warp, lane):
+        sm90.mbarrier_wait(rings.packed_full + packed_stage * MBARRIER_BYTES, packed_parity)
+        packed, stage_scales = packed_stage * packed_bytes, packed_stage * scales_bytes
+        load_lane(words, scales, rings.packed + packed, rings.scales + stage_scales, warp, lane)
+        sm90.mbarrier_wait(rings.empty + stage * MBARRIER_BYTES, parity)
+        table = rings.levels + lane * i32(4)
+        widen_words(words, scales, rings.stages + stage * stage_bytes + b_at, warp, lane, table)
+        fence_proxy_async()
+        sync_warp()
+        if lane == 0:
+            sm90.mbarrier_arrive(rings.full + stage * MBARRIER_BYTES)
+            sm90.mbarrier_arrive(rings.packed_empty + packed_stage * MBARRIER_BYTES)
 
     @device_function
     def widen_all(rings, shape, warp, lane):
+        """warp: of all that widen. Each team does the stages whose number, over all tiles, is its own modulo teams."""
         words = cuda.local.array(local_words, np.int32)
         scales = cuda.local.array(loads, np.float32)
-        table = rings.levels + lane * i32(4)
+        # Stages until this team's next.
+        turn, warp = i32(warp // i32(warps)), i32(warp % i32(warps))
         stage, parity = FIRST_EMPTY
         packed_stage, packed_parity = FIRST_FULL
         index = i32(cuda.blockIdx.x)
         if reduces:
+            reducing_map = sm90.tensor_map_address(shape.rows.low_rank.reducing_map)
             while index < shape.rows.tiles:
-                of_rank = shape.rows.low_rank
-                stage, parity = load_reducing(rings, shape.rounds, of_rank, index, stage, parity, warp, lane)
+                step = i32(0)
+                for _ in range(shape.rounds):
+                    if turn == 0:
+                        load_reducing(rings, reducing_map, step, index, stage, parity, warp, lane)
+                    turn = next_turn(turn)
+                    step = i32(step + panels * STEPS)
+                    stage, parity = advance(stage, parity)
                 index = i32(index + i32(cuda.gridDim.x))
         while index < shape.tiles:
             done = i32(0)
             while done < shape.rounds:
-                sm90.mbarrier_wait(rings.packed_full + packed_stage * MBARRIER_BYTES, packed_parity)
-                packed, stage_scales = packed_stage * packed_bytes, packed_stage * scales_bytes
-                load_lane(words, scales, rings.packed + packed, rings.scales + stage_scales, warp, lane)
-                sm90.mbarrier_wait(rings.empty + stage * MBARRIER_BYTES, parity)
-                widen_words(words, scales, rings.stages + stage * stage_bytes + b_at, warp, lane, table)
-                fence_proxy_async()
-                sync_warp()
-                if lane == 0:
-                    sm90.mbarrier_arrive(rings.full + stage * MBARRIER_BYTES)
-                    sm90.mbarrier_arrive(rings.packed_empty + packed_stage * MBARRIER_BYTES)
+                if turn == 0:
+                    widen_stage(words, scales, rings, stage, parity, packed_stage, packed_parity, warp, lane)
+                turn = next_turn(turn)
                 stage, parity = advance(stage, parity)
                 packed_stage, packed_parity = advance_packed(packed_stage, packed_parity)
                 done = i32(done + i32(1))
             if low_rank:
                 for _ in range(shape.rank_rounds):
-                    stage, parity = pass_stage(rings, stage, parity, lane)
+                    if turn == 0:
+                        pass_stage(rings, stage, parity, lane)
+                    turn = next_turn(turn)
+                    stage, parity = advance(stage, parity)
             index = i32(index + i32(cuda.gridDim.x))
 
     return widen_all

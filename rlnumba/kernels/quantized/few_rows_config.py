@@ -38,8 +38,9 @@ class PackedGemmConfig(NamedTuple):
     two; whole_tiles: whether a tile of C, for SwiGLU either half, has whole tiles of the format, or else halves.
     a_in_shared: wgmma reads A from shared memory, of eight rows that it broadcasts, and not from registers. grouped:
     whether rows are those of experts (grouped.py). reduces: the kernel computes the first matrix of the low rank
-    (gemm/reduction.py). swapped: wgmma computes C^T, from the weight's 64 rows and A's eight, both in shared memory, of
-    which it then reads less: a_in_shared. The other fields are those of Sm90GemmConfig.
+    (gemm/reduction.py). swapped: wgmma computes C^T, from 64 rows of the weight and all of A, both in shared memory, of
+    which it then reads less: a_in_shared. teams: of `warps` warps, which widen stages in turn. The other fields are
+    those of Sm90GemmConfig.
     """
 
     form: str
@@ -60,6 +61,7 @@ class PackedGemmConfig(NamedTuple):
     grouped: bool = False
     reduces: bool = False
     swapped: bool = False
+    teams: int = 1
 
     @property
     def epilogue(self):
@@ -148,11 +150,11 @@ class PackedGemmConfig(NamedTuple):
     @property
     def threads(self):
         """A warpgroup that multiplies, a warp that loads A, one that loads the weight, and those that widen."""
-        return 128 + 64 + 32 * self.warps
+        return 128 + 64 + 32 * self.warps * self.teams
 
     @property
     def exchange_at(self):
-        """Bytes before the eight rows of float32 through which a tile of C^T becomes one of C: those of the levels."""
+        """Bytes before the rows of float32 through which a tile of C^T becomes one of C: those of the levels."""
         return LEVELS_BYTES if self.form == "nf4" else 0
 
     @property
@@ -168,7 +170,7 @@ class PackedGemmConfig(NamedTuple):
             stages=self.stages * self.stage_bytes,
             packed=packed * self.packed_bytes,
             scales=packed * self.scales_bytes,
-            levels=self.exchange_at + (8 * 4 * self.exchange_pitch if self.swapped else 0),
+            levels=self.exchange_at + (self.rows * 4 * self.exchange_pitch if self.swapped else 0),
             full=barriers,
             empty=barriers,
             packed_full=packed * MBARRIER_BYTES,
@@ -182,8 +184,13 @@ def is_possible(config):
     even = (
         config.columns % config.load_rows == 0 and config.warps % down == 0 and not config.panels * down % config.warps
     )
-    turned = not config.swapped or config.rows == 8 and (config.columns, config.panels) in ((64, 4), (64, 2), (32, 4))
-    return even and turned and config.tile_columns % config.segment_rows == 0
+    # Where a tile has less than wgmma's 64 rows of the weight, it reads panels that follow, and at last A and the next
+    # stage, as rows of products that nobody reads.
+    turned = not config.swapped or config.columns in (16, 32, 64)
+    # A parity tells two phases of an mbarrier apart: a team that comes to a stage has to have waited since the last but
+    # one of it.
+    in_turn = config.teams <= min(config.stages, config.packed_stages)
+    return even and turned and in_turn and config.tile_columns % config.segment_rows == 0
 
 
 def with_stages(config, limit=SHARED_LIMIT):

@@ -11,8 +11,6 @@ from rlnumba.runtime.device import cuda
 
 i32 = np.int32
 store_float = store_function("f")
-# Columns of wgmma where A's rows are its second operand.
-EIGHT = 8
 
 
 def multiply_function(config):
@@ -118,26 +116,30 @@ def multiply_function(config):
         return stage, parity
 
     start_swapped = wgmma_async(
-        EIGHT, config.element, STEPS // 16 * panels, "k", "k", None, WgmmaLayout(b_panel, EIGHT * LINE)
+        rows, config.element, STEPS // 16 * panels, "k", "k", None, WgmmaLayout(b_panel, a_panel)
     )
-    values = EIGHT // 2
+    values, halves = rows // 2, 1 if rows == 8 else 2
     swapped_wait_1, swapped_wait_all = (wgmma_wait_group(values, pending) for pending in (1, 0))
     a_at, pitch, exchange_at = config.a_at, config.exchange_pitch, config.exchange_at
 
     @device_function
     def transpose(acc, turned, exchange, warp, lane):
-        """acc, as wgmma leaves it where A is the first operand, of warp 0; `turned`: of all, the weight's rows."""
-        row, column = (lane & i32(3)) * i32(2), i32(warp * i32(16) + (lane >> i32(2)))
+        """acc, as wgmma leaves it where A is the first operand; `turned`: where the weight's rows are."""
+        pair, column = (lane & i32(3)) * i32(2), i32(warp * i32(16) + (lane >> i32(2)))
         if warp * i32(16) < i32(columns):
-            for i in range(2):
-                for half in range(2):
-                    at = i32(i32(row + i) * i32(pitch) + column + half * 8)
-                    store_float(exchange + at * i32(4), turned[half * 2 + i])
+            for block in range(rows // 8):
+                for i in range(2):
+                    for half in range(2):
+                        at = i32(i32(pair + i32(block * 8 + i)) * i32(pitch) + column + half * 8)
+                        store_float(exchange + at * i32(4), turned[block * 4 + half * 2 + i])
         sm90.named_barrier_sync(i32(1), i32(WARPGROUP))
-        if warp == 0:
-            for block in range(columns // 8):
-                at = i32((lane >> i32(2)) * i32(pitch) + i32(block * 8) + row)
-                acc[block * 4], acc[block * 4 + 1] = load_pair(exchange + at * i32(4))
+        if warp * i32(16) < i32(rows):
+            for half in range(halves):
+                row = i32(warp * i32(16) + i32(half * 8) + (lane >> i32(2)))
+                for block in range(columns // 8):
+                    at = i32(row * i32(pitch) + i32(block * 8) + pair)
+                    first = block * 4 + half * 2
+                    acc[first], acc[first + 1] = load_pair(exchange + at * i32(4))
         # Before the next tile's are written there.
         sm90.named_barrier_sync(i32(1), i32(WARPGROUP))
 
@@ -150,7 +152,7 @@ def multiply_function(config):
         for done in range(rounds):
             sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
             boxes = rings.stages + stage * stage_bytes
-            # Of a tile of 32 columns wgmma reads the next panel, too, and at last A: products that are of no use.
+            # Of a tile of fewer columns than 64 wgmma reads what follows, too: products that are of no use.
             start_swapped(turned, smem_descriptor(boxes), smem_descriptor(boxes + a_at), i32(done != 0))
             swapped_wait_1(turned)
             if done != 0 and leader:

@@ -27,6 +27,7 @@ from rlnumba.kernels.quantized import few_rows
 from rlnumba.kernels.quantized.few_rows_config import (
     ROW_COUNTS,
     PackedGemmConfig,
+    has_turns,
     is_possible,
     packed_config,
     with_stages,
@@ -43,6 +44,8 @@ WEIGHTS = {
     "gate-up": (24_576, 4096, True),
     "down": (4096, 12_288, False),
 }
+# Those of a sweep, too: of Qwen3-0.6B, whose tiles are narrow.
+SWEPT = {**WEIGHTS, "small o": (1024, 2048, False), "small down": (1024, 3072, False), "small qkv": (4096, 1024, False)}
 ROWS, SWEPT_ROWS = (1, 8, 16, 64), (1, 16, 64)
 # Bytes of the copies of a weight: several times an H200's L2.
 ROTATED = 300e6
@@ -70,13 +73,13 @@ def configs(form, m, n, k, swiglu):
     """The configs of a sweep."""
     rows = next(count for count in ROW_COUNTS if m <= count)
     places = {}, {"a_in_shared": True, "swapped": True}, {"a_in_shared": True, "swapped": True, "teams": 2}
-    for columns, panels, place in itertools.product((32, 64), (2, 4), places):
+    for columns, panels, place in itertools.product((16, 32, 64), (2, 4), places):
         fields = panels, 2, rows, FORMATS[form].group_size // 64, columns == 64 or not swiglu, "bfloat16"
         config = PackedGemmConfig(form, columns, 8, *fields, swiglu=swiglu, **place)
-        if not is_possible(config):
-            config = config._replace(warps=4)
-        if is_possible(config) and with_stages(config).stages > 1:
-            yield with_stages(config)
+        while config.warps > 1 and not is_possible(config):
+            config = config._replace(warps=config.warps // 2)
+        if is_possible(config) and has_turns(config := with_stages(config), k):
+            yield config
 
 
 def swept(form, m, shape):
@@ -141,13 +144,13 @@ def times(form, name, bandwidth):
 
 
 def sweep(form, name):
-    n, k, swiglu = WEIGHTS[name]
+    n, k, swiglu = SWEPT[name]
     packed = copies_of(random_weight(form, n, k))
     for m in SWEPT_ROWS:
         x, outs, chosen = random_array(m, k), outputs(m, n, swiglu), config_of(form, m, n, k, swiglu)
         found = []
         with pdl_scope():
-            for config in swept(form, m, WEIGHTS[name]):
+            for config in swept(form, m, SWEPT[name]):
                 found.append((graph_time_us([call_of(config, x, w, outs, swiglu) for w in packed], 3), config))
         for us, config in sorted(found, key=lambda pair: pair[0])[:6]:
             place = "C^T" if config.swapped else "A in shared memory" if config.a_in_shared else "A in registers"
@@ -162,16 +165,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--forms", nargs="*", choices=tuple(FORMATS), default=tuple(FORMATS))
+    parser.add_argument("--weights", nargs="*", choices=tuple(SWEPT), default=tuple(WEIGHTS), help="of a sweep")
     options = parser.parse_args()
     device.select("auto")
     if options.sweep:
-        cases = itertools.product(options.forms, SWEPT_ROWS, WEIGHTS.values())
+        cases = itertools.product(options.forms, SWEPT_ROWS, [SWEPT[name] for name in options.weights])
         compile_all(
             {each for form, m, shape in cases for each in (*configs(form, m, *shape), config_of(form, m, *shape))}
         )
-        for form in options.forms:
-            for name in WEIGHTS:
-                sweep(form, name)
+        for form, name in itertools.product(options.forms, options.weights):
+            sweep(form, name)
         return
     bandwidth = copy_gbs()
     print(f"copy {bandwidth:.0f} GB/s")

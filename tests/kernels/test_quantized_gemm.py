@@ -11,7 +11,13 @@ from rlnumba.kernels.gemm import sm90
 from rlnumba.kernels.gemm.reduction import ReducingLowRank, Reduction, reduction_counters
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
 from rlnumba.kernels.quantized import few_rows
-from rlnumba.kernels.quantized.few_rows_config import PackedGemmConfig, is_possible, packed_config, with_stages
+from rlnumba.kernels.quantized.few_rows_config import (
+    PackedGemmConfig,
+    has_turns,
+    is_possible,
+    packed_config,
+    with_stages,
+)
 from rlnumba.kernels.quantized.formats import FORMATS, dequantize_ref, levels_ref, pack_codes, pack_scales
 from rlnumba.kernels.quantized.linear import is_packed_gemm, packed_linear, packed_linear_swiglu
 from rlnumba.kernels.quantized.ops import QuantizedWeight, dequantize, quantize
@@ -81,22 +87,22 @@ SIMULATED = [
 ]
 
 
-# C^T = W A^T: tiles of 64 rows of the weight, and of fewer, of which wgmma reads what lies behind them, too; teams in
-# turn, of an even number of stages and of an odd one.
+# C^T = W A^T: tiles of 64 rows of the weight, and of fewer, of which wgmma reads what lies behind them, too; teams that
+# take turns.
 SWAPPED = [
-    (PackedGemmConfig("int4", 32, 8, 4, 3, 8, 2, True, BF16, residual=True, teams=2), [1, 7], 72, 1024, 1),
+    (PackedGemmConfig("int4", 32, 8, 4, 3, 8, 2, True, BF16, residual=True, teams=2), [1, 7], 72, 1536, 1),
     (PackedGemmConfig("int8", 32, 4, 4, 2, 16, 1, False, F16, swiglu=True), [8, 13], 48, 512, 1),
     (PackedGemmConfig("int4", 64, 8, 4, 2, 8, 2, True, BF16, residual=True, bias=True), [1, 7], 72, 512, 1),
-    (PackedGemmConfig("nf4", 64, 8, 2, 2, 8, 1, True, F16, swiglu=True, low_rank=True, teams=2), [8], 64, 384, 1),
+    (PackedGemmConfig("nf4", 64, 8, 2, 3, 8, 1, True, F16, swiglu=True, low_rank=True, teams=2), [8], 64, 768, 1),
     (
-        PackedGemmConfig("int4", 64, 8, 4, 2, 8, 1, True, BF16, swiglu=True, low_rank=True, reduces=True, teams=2),
+        PackedGemmConfig("int4", 64, 8, 4, 3, 8, 1, True, BF16, swiglu=True, low_rank=True, reduces=True, teams=2),
         [5],
         64,
-        256,
+        512,
         3,
     ),
-    (PackedGemmConfig("fp8", 16, 2, 2, 3, 32, 1, False, BF16, bias=True, low_rank=True, teams=3), [23], 40, 640, 1),
-    (PackedGemmConfig("int4", 64, 8, 2, 2, 64, 1, True, BF16, residual=True, teams=2), [40], 72, 384, 1),
+    (PackedGemmConfig("fp8", 16, 2, 2, 5, 32, 1, False, BF16, bias=True, low_rank=True, teams=3), [23], 40, 768, 1),
+    (PackedGemmConfig("int4", 64, 8, 2, 3, 64, 1, True, BF16, residual=True, teams=2), [40], 72, 512, 1),
 ]
 SWAPPED = [(config._replace(a_in_shared=True, swapped=True), *case) for config, *case in SWAPPED]
 
@@ -120,7 +126,7 @@ def test_simulator(rng, config, rows, n, k):
 @pytest.mark.sim
 @pytest.mark.parametrize("config, rows, n, k, adapters", SWAPPED)
 def test_the_transposed_product(rng, config, rows, n, k, adapters):
-    assert is_possible(config)
+    assert is_possible(config) and has_turns(config, k)
     check(rng, config, rows, n, k, adapters)
 
 
@@ -140,7 +146,7 @@ def test_every_chosen_config_is_possible():
                 fields = "bfloat16", False, False, swiglu, False
                 config = packed_config(m, n, k, form.name, form.group_size, sm_count, fields)
                 assert is_possible(config) and config.loads >= 1 and m <= config.rows
-                assert k % (64 * config.panels) == 0 and config.stages >= 3
+                assert has_turns(config, k) and config.stages >= 3
                 assert config.layout.nbytes <= 227 * 1024 and config.threads <= 1024
 
 
@@ -329,14 +335,15 @@ def test_gpu_transposed(rng, form, n, k, swiglu):
     """C^T = W A^T: the bits of C, whose kernels test_gpu compares with that of 16 bits."""
     weight, _ = quantized(rng, form, (n, k), 64, BF16)
     b, columns = device.asarray(matrix(rng, (n, 48), BF16)), n // 2 if swiglu else n
-    for m, teams in ((1, 2), (3, 1), (8, 2), (11, 2), (40, 2)):
+    for m in (1, 8, 11, 40):
         x, residual = (device.asarray(matrix(rng, shape, BF16)) for shape in ((m, k), (m, columns)))
         reduction = random_adapters(rng, 1, 48, k, m, BF16)
         chosen = packed_config(m, columns, k, form, 64, device.sm_count(), (BF16, False, not swiglu, swiglu, True))
-        chosen = chosen._replace(reduces=True, a_in_shared=False)
-        turned = with_stages(chosen._replace(a_in_shared=True, swapped=True, teams=teams))
+        chosen = chosen._replace(reduces=True)
+        assert chosen.swapped and chosen.teams == 2
+        plain = with_stages(chosen._replace(swapped=False, a_in_shared=False, teams=1))
         found = []
-        for config in (chosen, turned):
+        for config in (plain, chosen):
             xa, out = device.xp().zeros((m, 48), x.dtype), device.xp().zeros((m, n), x.dtype)
             found.append((xa, out, residual.copy()))
             few_rows.gemm_with_config(config, x, weight, out, None, found[-1][2], (xa, b), reduction)
@@ -401,9 +408,7 @@ def test_chosen_configs_compile_for_gpus(compile_offline, form, m, n, k, swiglu)
     fields = "bfloat16", False, not swiglu, swiglu, True
     config = packed_config(m, n, k, form, FORMATS[form].group_size, 132, fields)
     configs = [config, config._replace(reduces=True)]
-    if m <= 8:
-        configs += [with_stages(each._replace(a_in_shared=True, swapped=True)) for each in configs]
-        assert is_possible(configs[-1])
+    configs += [each._replace(teams=1, swapped=False, a_in_shared=m <= 8) for each in configs]
     for each in configs:
         troubles = compile_offline(few_rows.packed_gemm_kernel(each), types_of(each), (9, 0, "a"))
         assert not troubles, "\n".join(troubles)

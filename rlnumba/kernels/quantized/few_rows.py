@@ -291,10 +291,6 @@ def widener_function(config):
     (_, advance), (_, advance_packed) = ring(config.stages), ring(config.packed_stages)
 
     @device_function
-    def next_turn(turn):
-        return i32(teams - 1) if turn == 0 else i32(turn - i32(1))
-
-    @device_function
     def load_lane(words, scales, packed, stage_scales, warp, lane):
         """This lane's words, and the scales of its row."""
         row, panel = i32(i32(warp % i32(loads_down)) * i32(load_rows)), i32(warp // i32(loads_down))
@@ -332,7 +328,7 @@ def widener_function(config):
             sm90.mbarrier_arrive(rings.full + stage * MBARRIER_BYTES)
 
     @device_function
-    def load_reducing(rings, reducing_map, step, tile, stage, parity, warp, lane):
+    def load_reducing(rings, reducing_map, done, tile, stage, parity, warp, lane):
         """Load a stage of the adapter's A by TMA, where those of other tiles have widened words: a weight, too."""
         sm90.mbarrier_wait(rings.empty + stage * MBARRIER_BYTES, parity)
         sync_warp()
@@ -342,8 +338,8 @@ def widener_function(config):
                 sm90.mbarrier_expect_tx(full, i32(b_bytes))
                 box = rings.stages + stage * stage_bytes + b_at
                 for panel in range(panels):
-                    at = box + panel * panel_bytes
-                    sm90.tma_load_2d(at, reducing_map, i32(step + panel * STEPS), i32(tile * columns), full)
+                    at, step = box + panel * panel_bytes, i32(done * i32(panels * STEPS) + i32(panel * STEPS))
+                    sm90.tma_load_2d(at, reducing_map, step, i32(tile * columns), full)
             else:
                 sm90.mbarrier_arrive(full)
 
@@ -363,39 +359,34 @@ def widener_function(config):
 
     @device_function
     def widen_all(rings, shape, warp, lane):
-        """warp: of all that widen. Each team does the stages whose number, over all tiles, is its own modulo teams."""
+        """warp: of all that widen. Each team takes the rounds whose number within a tile is its own modulo teams, so
+        that a stage of the packed ring is always the same team's (few_rows_config.py:has_turns)."""
         words = cuda.local.array(local_words, np.int32)
         scales = cuda.local.array(loads, np.float32)
-        # Stages until this team's next.
-        turn, warp = i32(warp // i32(warps)), i32(warp % i32(warps))
+        team, warp = i32(warp // i32(warps)), i32(warp % i32(warps))
         stage, parity = FIRST_EMPTY
         packed_stage, packed_parity = FIRST_FULL
         index = i32(cuda.blockIdx.x)
         if reduces:
             reducing_map = sm90.tensor_map_address(shape.rows.low_rank.reducing_map)
             while index < shape.rows.tiles:
-                step = i32(0)
-                for _ in range(shape.rounds):
-                    if turn == 0:
-                        load_reducing(rings, reducing_map, step, index, stage, parity, warp, lane)
-                    turn = next_turn(turn)
-                    step = i32(step + panels * STEPS)
+                for done in range(shape.rounds):
+                    if i32(done) % i32(teams) == team:
+                        load_reducing(rings, reducing_map, i32(done), index, stage, parity, warp, lane)
                     stage, parity = advance(stage, parity)
                 index = i32(index + i32(cuda.gridDim.x))
         while index < shape.tiles:
             done = i32(0)
             while done < shape.rounds:
-                if turn == 0:
+                if done % i32(teams) == team:
                     widen_stage(words, scales, rings, stage, parity, packed_stage, packed_parity, warp, lane)
-                turn = next_turn(turn)
                 stage, parity = advance(stage, parity)
                 packed_stage, packed_parity = advance_packed(packed_stage, packed_parity)
                 done = i32(done + i32(1))
             if low_rank:
-                for _ in range(shape.rank_rounds):
-                    if turn == 0:
+                for done_of_rank in range(shape.rank_rounds):
+                    if i32(done_of_rank) % i32(teams) == team:
                         pass_stage(rings, stage, parity, lane)
-                    turn = next_turn(turn)
                     stage, parity = advance(stage, parity)
             index = i32(index + i32(cuda.gridDim.x))
 

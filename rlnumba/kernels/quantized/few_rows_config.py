@@ -121,8 +121,8 @@ class PackedGemmConfig(NamedTuple):
 
     @property
     def packed_stages(self):
-        """Stages of the ring of packed words and scales."""
-        return max(3, -(-BYTES_AHEAD // self.packed_bytes))
+        """Stages of the ring of packed words and scales, as many for each team."""
+        return -(-max(3, -(-BYTES_AHEAD // self.packed_bytes)) // self.teams) * self.teams
 
     @property
     def a_bytes(self):
@@ -185,12 +185,21 @@ def is_possible(config):
         config.columns % config.load_rows == 0 and config.warps % down == 0 and not config.panels * down % config.warps
     )
     # Where a tile has less than wgmma's 64 rows of the weight, it reads panels that follow, and at last A and the next
-    # stage, as rows of products that nobody reads.
+    # stage, as rows of products that no thread reads.
     turned = not config.swapped or config.columns in (16, 32, 64)
-    # A parity tells two phases of an mbarrier apart: a team that comes to a stage has to have waited since the last but
-    # one of it.
-    in_turn = config.teams <= min(config.stages, config.packed_stages)
-    return even and turned and in_turn and config.tile_columns % config.segment_rows == 0
+    return even and turned and config.tile_columns % config.segment_rows == 0
+
+
+def has_turns(config, k):
+    """Whether the teams of a config can take turns over k steps.
+
+    A warp waits for the parity of an mbarrier's phase, which two phases after it have again. Copies of packed words end
+    in any order: a stage of theirs has one team, which waits for every one of its phases. Stages of the other ring
+    become empty in order, so that it is enough if a team waits for at least one of as many stages as the ring has.
+    """
+    teams = config.teams
+    even = k % (teams * config.panels * STEPS) == 0 and config.packed_stages % teams == 0
+    return even and config.stages >= 2 * teams - 1
 
 
 def with_stages(config, limit=SHARED_LIMIT):
@@ -205,11 +214,11 @@ def packed_config(m, n, k, form, group_size, sm_count, epilogue):
     """The config for so many rows, columns of C and steps. epilogue: the fields from `element` on.
 
     Tiles of 64, 32 or 16 columns, for SwiGLU of 32 or 16 of gate and up each: the widest for most SMs. H100, int4, 1
-    row: 11.2 us with 64 for 6144 x 4096, 12.7 with 32, 13.5 with 48, whose halves of packed tiles are many copies.
+    row by 6144 x 4096: 9.2 us with 64, 11.1 with 32. C^T and two teams that widen: 24.9 us for gate-up of Qwen3-8B,
+    with one team 26.2, C with A in shared memory 31.8 and in registers 33.4; of 64 rows 39.4, 44.0, and 44.7.
     """
     rows = next(count for count in ROW_COUNTS if m <= count)
-    # From registers 64 columns with a residual leave too few for A.
-    widths = (64, 32, 16) if is_a_in_shared(form, rows) and not epilogue[3] else (32, 16)
+    widths = (32, 16) if epilogue[3] else (64, 32, 16)
     width = next((width for width in widths if -(-n // width) > FEWEST_BUSY * sm_count), 16)
     return _config_of_width(width, rows, (n, k), form, group_size, epilogue)
 
@@ -234,24 +243,20 @@ def grouped_config(rows, experts, shape, form, group_size, sm_count, element, sw
     return _config_of_width(width, tile_rows, shape, form, group_size, epilogue, limit)._replace(grouped=True)
 
 
-def is_a_in_shared(form, rows):
-    """Whether wgmma reads A from shared memory. H100, 1 row, int4: 8.4, 31.7 and 22.1 us for o, gate-up and down of
-    Qwen3-8B; 9.3, 34.7 and 24.2 from registers."""
-    return form == "int4" and rows == 8
-
-
 def _config_of_width(width, rows, shape, form, group_size, epilogue, limit=SHARED_LIMIT):
     """The config of tiles of `rows` rows by `width` columns of C, for shape = (columns of C, steps)."""
     n, k = shape
-    swiglu, a_in_shared = epilogue[3], is_a_in_shared(form, rows)
+    swiglu = epilogue[3]
     columns = width * 2 if swiglu else width
     whole_tiles = width % TILE_ROWS == 0 and (not swiglu or n % TILE_ROWS == 0)
     down = columns // (WARP_LOAD_BYTES // (4 * FORMATS[form].words))
-    for panels in (4, 2):
+    # 16 columns leave wgmma three quarters of C^T without use.
+    swapped = columns > 16
+    for teams, panels in ((2, 4), (1, 4), (2, 2), (1, 2)):
         warps = max(warps for warps in range(1, MOST_WARPS + 1) if warps % down == 0 and panels * down % warps == 0)
         fields = group_size // COLUMNS, whole_tiles, *epilogue
-        config = with_stages(PackedGemmConfig(form, columns, warps, panels, 2, rows, *fields), limit)
-        config = config._replace(a_in_shared=a_in_shared)
-        if k % (panels * STEPS) == 0 and config.stages >= 3:
+        config = PackedGemmConfig(form, columns, warps, panels, 2, rows, *fields)
+        config = with_stages(config._replace(a_in_shared=swapped, swapped=swapped, teams=teams), limit)
+        if has_turns(config, k) and config.stages >= 3:
             break
     return config

@@ -14,12 +14,14 @@ import pytest
 from rlnumba.config import SFTConfig
 from rlnumba.engine.cache import KVCache
 from rlnumba.model.blocks.attention import Attention
+from rlnumba.parallel.shared_gradients import _allocate_alone
 from rlnumba.runs import graphs
 from rlnumba.runtime import device, mapped_memory, memory
 from rlnumba.runtime.arena import Arena
 from rlnumba.runtime.capture import pool_bytes_of
 from rlnumba.runtime.growing_array import GrowingArray
 from rlnumba.runtime.mapped_memory import PIECE_BYTES, MappedMemory
+from rlnumba.runtime.memory import BLOCK_BYTES
 
 MIB = 1 << 20
 GRANULARITY = 2 * MIB
@@ -304,6 +306,45 @@ def test_graphs_leave_the_driver_its_margin(gpu, monkeypatch):
     # What an engine takes back: first the memory that training lends, and graphs last.
     cache.take()
     assert gpu.handles["pool of graphs"] == 200 * MIB and cache.memory.mapped_bytes >= cache.nbytes
+
+
+class Graphs:
+    """Graphs of so many bytes of a SmallGpu, which others may take."""
+
+    def __init__(self, gpu, nbytes):
+        self.gpu = gpu
+        gpu.handles["graphs"] = nbytes
+
+    def reclaim(self, nbytes):
+        del self.gpu.handles["graphs"]
+        return []
+
+
+def test_gradients_that_other_ranks_map_leave_the_driver_its_margin(gpu, monkeypatch):
+    """They are allocations of the driver: of what CuPy's pool keeps, then of a sleeping engine's cache, then of graphs,
+    as much as is missing is theirs."""
+
+    def allocate(nbytes):
+        assert nbytes % BLOCK_BYTES == 0 and nbytes <= gpu.free
+        handle = gpu.cuMemCreate(nbytes, None, 0)[1]
+        return SimpleNamespace(address=handle, size=nbytes)
+
+    monkeypatch.setattr(device.xp().cuda, "Memory", allocate, raising=False)
+    cache, of_run = cache_of(3072 * MIB), Graphs(gpu, 300 * MIB)
+    cache.take()
+    cache.lend()
+    memory.lend(of_run, is_costly=True)
+    gpu.cached = 400 * MIB
+    # 724 MiB are free, once the pool has given its own back, and 256 of them the driver's.
+    assert _allocate_alone(468 * MIB).memory.size == 468 * MIB
+    assert cache.arrays is not None and gpu.free == memory.MARGIN_BYTES
+    _allocate_alone(100 * MIB - 1)
+    assert cache.arrays is None and memory.MARGIN_BYTES <= gpu.free < memory.MARGIN_BYTES + PIECE_BYTES
+    assert "graphs" in gpu.handles and taken(gpu, "kv") >= 2048 * MIB
+    _allocate_alone(3000 * MIB)
+    assert "graphs" not in gpu.handles and taken(gpu, "kv") == 0 and gpu.free >= memory.MARGIN_BYTES
+    with pytest.raises(memory.OutOfMemory, match=r"out of memory: grads needed 0\.68 GiB more, and 0\.\d+ of 4\.0 GiB"):
+        _allocate_alone(700 * MIB)
 
 
 class Hook:

@@ -7,6 +7,7 @@ import pytest
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.gemm.sm90 import gemm_with_config
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
+from rlnumba.kernels.logprob import chunked
 from rlnumba.kernels.logprob import ops as logprob
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.chunked import logp_of_logits
@@ -310,18 +311,18 @@ def test_extra_memory(shape, monkeypatch):
     assert rows % 128 == 0 and rows * row_bytes <= logprob_sm90.EXTRA_BYTES
 
 
-@pytest.mark.parametrize("left_out", [False, True])
-def test_memory_of_the_operators(monkeypatch, left_out):
-    """What they ask for beside their arguments, at Qwen3-0.6B's shape, counted where nothing is computed."""
+def asked_for(monkeypatch, implementation, shape, left_out=False):
+    """{call: bytes that it asks for beside its arguments}, counted where nothing is computed."""
     if device.name() != "cpu":
         pytest.skip("the memory of NumPy arrays is counted")
-    rows, vocabulary, width = QWEN3_06B
-    monkeypatch.setattr(logprob, "_implementation", lambda *arrays: logprob_sm90)
+    rows, vocabulary, width = shape
+    monkeypatch.setattr(logprob, "_implementation", lambda *arrays: implementation)
+    monkeypatch.setattr(logprob, "_has_sm90", lambda: implementation is logprob_sm90)
     monkeypatch.setattr(device, "sm_count", lambda: 132)
-    for name in ("launch", "cast"):
-        monkeypatch.setattr(logprob_sm90, name, lambda *arguments, **options: None)
-    monkeypatch.setattr(logprob_sm90, "_launch", lambda *arguments, **options: None)
-    monkeypatch.setattr(logprob_sm90, "gemm", lambda *arguments, **options: None)
+    computing = "launch", "_launch", "gemm", "cast", "linear", "linear_backward_input", "linear_backward_weight"
+    for name in (*computing, "logp_of_logits", "logp_of_logits_backward"):
+        if hasattr(implementation, name):
+            monkeypatch.setattr(implementation, name, lambda *arguments, **options: None)
     # Empty arrays take no memory before they are written.
     hidden, dhidden = (np.empty((rows, width), np.float16) for _ in range(2))
     weight, dweight = np.empty((vocabulary, width), np.float16), np.empty((vocabulary, width), np.float32)
@@ -335,17 +336,42 @@ def test_memory_of_the_operators(monkeypatch, left_out):
         "backward": lambda: logprob.linear_logp_backward(*inputs, outputs.lse, gradients),
         "one pass": lambda: logprob.linear_logp_with_gradient(*inputs, outputs, gradients),
     }
+    found = {}
     tracemalloc.start()
     try:
         for what, call in calls.items():
             tracemalloc.reset_peak()
             before, _ = tracemalloc.get_traced_memory()
             call()
-            extra = tracemalloc.get_traced_memory()[1] - before
-            least = 244 if what == "one pass" else 60
-            assert least << 20 < extra <= logprob_sm90.EXTRA_BYTES + 64 * rows, (what, extra / 2**20)
+            found[what] = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
+    return found
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_memory_of_the_operators(monkeypatch, left_out):
+    """At Qwen3-0.6B's shape."""
+    for what, extra in asked_for(monkeypatch, logprob_sm90, QWEN3_06B, left_out).items():
+        least = 244 if what == "one pass" else 60
+        assert least << 20 < extra <= logprob_sm90.EXTRA_BYTES + 64 * QWEN3_06B[0], (what, extra / 2**20)
+
+
+@pytest.mark.parametrize("shape", [QWEN3_06B, (2048, 32_000, 1024), (128, 32_000, 4096), (700, 512, 64)], ids=str)
+@pytest.mark.parametrize("implementation", [logprob_sm90, chunked], ids=lambda module: module.__name__[-7:])
+def test_memory_that_a_plan_counts(monkeypatch, implementation, shape):
+    """It is what the operators ask for, but for copies of rows, and some numbers a row."""
+    rows, vocabulary, width = shape
+    found = asked_for(monkeypatch, implementation, shape)
+    apart, at_once = max(found["forward"], found["backward"]), found["one pass"]
+    sizes = width, vocabulary, np.dtype(np.float16)
+    spare = logprob_sm90.COPIES * width * rows + 64 * rows + (1 << 16)
+    for counts, most in (((rows, 0), apart), ((0, rows), at_once), ((rows, rows), max(apart, at_once))):
+        assert most - (64 * rows + (1 << 16)) <= logprob.operator_bytes(*counts, *sizes) <= most + spare, counts
+    assert logprob.operator_bytes(0, 0, *sizes) == 0
+    # With thresholds nothing is computed at once, and some by chunks.
+    filtered = logprob.operator_bytes(rows, rows, *sizes, is_filtered=True)
+    assert filtered == max(chunked.operator_bytes(rows, width, vocabulary, 2), logprob.operator_bytes(rows, 0, *sizes))
 
 
 @pytest.mark.gpu

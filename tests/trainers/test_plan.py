@@ -16,6 +16,7 @@ from rlnumba.config import AsyncConfig, DeployConfig, to_toml
 from rlnumba.config.lora import LoraConfig
 from rlnumba.errors import UserError
 from rlnumba.kernels.attention.sm90_backward import backward_nbytes
+from rlnumba.kernels.logprob import ops as logprob
 from rlnumba.kernels.nn import reduce
 from rlnumba.model import transformer
 from rlnumba.model.blocks import projection
@@ -24,6 +25,7 @@ from rlnumba.model.lora import Adapter
 from rlnumba.model.shard import Shard
 from rlnumba.model.weights import write_json
 from rlnumba.parallel import launch
+from rlnumba.runs.micro_batch import target_bucket_of
 from rlnumba.runs.planning import plan, planned
 from rlnumba.runs.planning.plan import Planner
 from rlnumba.runs.planning.savings import advise, savings, with_changes
@@ -131,7 +133,14 @@ def test_completions_that_share_their_prompt_take_what_was_planned(tmp_path, mon
     assert taken[0].largest.rows < 0.8 * taken[1].largest.rows
     monkeypatch.setattr(Policy, "_hidden", noted)
     assert_planned(run, run_grpo)
-    assert tuple(map(max, zip(*computed, strict=True))) == taken[0].largest
+    assert tuple(map(max, zip(*computed, strict=True))) == taken[0].largest[:3]
+
+
+def logits_bytes(rows, run, at_once=0, is_filtered=False):
+    """Bytes of the operators on so many rows of logits of a run's model in bfloat16, on an H200."""
+    config, dtype = ModelConfig.from_folder(run.model), device.dtype("bfloat16")
+    with shapes_only(device.GPUS["h200"]):
+        return logprob.operator_bytes(rows, at_once, config.hidden_size, config.vocab_size, dtype, is_filtered)
 
 
 def test_operators_of_shared_prompts(tmp_path):
@@ -141,7 +150,7 @@ def test_operators_of_shared_prompts(tmp_path):
     prompt, groups = len("10 ") + 20 * len("is the number of what? "), 16 // run.train.num_generations
     plans = [Planner(each, True, 400 * GIB).plan() for each in (run, unshared(run))]
     shared, apart = (each.extra["operators"] for each in plans)
-    of_logits = plan.logits_bytes(16 * 8, ModelConfig.from_folder(run.model))
+    of_logits = logits_bytes(16 * 8, run, 16 * 8)
     # Prefixes end at multiples of 16 tokens, and there are at most as many as sequences.
     own, shared_rows = prompt % 16, prompt // 16 * 16
     sizes = (3 * (groups * shared_rows + 16 * (own + 8)), 32), (16 * (prompt + 8), 16)
@@ -149,6 +158,34 @@ def test_operators_of_shared_prompts(tmp_path):
     # In 600 tokens, the most that are replayed of this model, there are as many rows of logits.
     for each, levels, sequences in zip(plans, (3, 1), (32, 16), strict=True):
         assert each.extra["graphs"] == of_logits + backward_nbytes(600 * levels, sequences, 32, 128)
+
+
+FILTERED = {"sampling_mask_replay": True, "top_k": 20}
+GRAMMAR = {"generation_kwargs": {"structured_outputs": {"regex": "[0-9]*"}}}
+
+
+@pytest.mark.parametrize("keys, is_filtered", [({}, False), (FILTERED, True), (GRAMMAR, True)], ids=str)
+def test_operators_of_logits(tmp_path, keys, is_filtered):
+    """On an H100 a gradient is computed with the log-probs, of exponentials in 16 bits: without filters alone."""
+    run = grpo_run(tmp_path / "run", dtype="bfloat16", max_completion_length=8, **keys)
+    run = dataclasses.replace(run, model=large_run(tmp_path).model)
+    rows = target_bucket_of(8 * run.train.per_device_train_batch_size)
+    apart, at_once, filtered = (logits_bytes(rows, run, *each) for each in ((), (rows,), (rows, True)))
+    assert apart < at_once < filtered
+    of_attention = Planner(run, True, 400 * GIB).plan().extra["operators"] - (filtered if is_filtered else at_once)
+    assert 0 < of_attention < 16 << 20
+
+
+def test_a_plan_is_of_the_gpu_that_is_there(tmp_path, monkeypatch):
+    """Other GPUs than an H100's have no kernels of shared prefixes."""
+    run = with_prompts_that_differ(grpo_run(tmp_path / "run", dtype="bfloat16"), words=20)
+    run = dataclasses.replace(run, model=large_run(tmp_path).model)
+    plans = {}
+    for name in ("h100", "h200", "a100"):
+        monkeypatch.setattr(plan, "gpu_properties", lambda name=name: device.GPUS[name])
+        plans[name] = [Planner(each, True, 400 * GIB).plan().regions["activations"] for each in (run, unshared(run))]
+    assert plans["h100"] == plans["h200"] and plans["h100"][0] < plans["h100"][1]
+    assert plans["a100"][0] == plans["a100"][1]
 
 
 def test_graphs_where_the_largest_micro_batch_is_none(tmp_path):
@@ -501,8 +538,10 @@ def test_operators_of_many_short_sequences(tmp_path):
     assert abs(long_tokens - short_tokens) <= 16
     # 4 sequences and some 28 more, each of 9 rows of 32 heads of 128 float32, and of 64 pairs of those.
     assert 24 * (9 * 128 + 2 * 64) * 32 * 4 <= many - few <= 40 * (9 * 128 + 2 * 64) * 32 * 4
-    # The simple kernels of float32 have a number for each row.
-    assert operators(6, 128, dtype="float32")[1] < few
+    # The simple kernels of float32 have a number for each row of a head.
+    config = ModelConfig.from_folder(large_run(tmp_path).model)
+    with shapes_only(device.GPUS["h200"]):
+        assert plan.operator_bytes(planned.BatchSizes(short_tokens, 32), config, "float32") == 4 * 32 * short_tokens
 
 
 def test_phases_that_take_turns_need_the_most_of_them(tmp_path):

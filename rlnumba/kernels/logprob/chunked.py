@@ -168,6 +168,18 @@ def backward_rows(width):
     return _whole_tiles(CHUNK_SUMS // max(width, 1))
 
 
+def operator_bytes(rows, width, vocabulary, itemsize):
+    """Bytes of the arrays that a forward, or a backward, of so many rows makes beside its arguments, at most: int.
+
+    itemsize: bytes of an element of the hidden states.
+    """
+    count = min(backward_rows(width), rows)
+    backward = 4 * min(CHUNK_LOGITS // 2, count * vocabulary)
+    if itemsize < 4:
+        backward += backward // 4 * itemsize + 4 * count * width
+    return max(backward, 4 * min(forward_rows(vocabulary), rows) * vocabulary)
+
+
 def linear_logp(hidden, weight, ids, temperature, outputs, kept):
     """ops.linear_logp of checked arrays, by chunks of rows."""
     step = forward_rows(weight.shape[0])

@@ -136,12 +136,32 @@ def linear_logp_with_gradient(
     _run_on_rows(forward, has_id & ~has_gradient, (hidden, ids), outputs, rows_at_once, clear=False)
 
 
+def operator_bytes(rows, at_once, width, vocabulary, dtype, is_filtered=False):
+    """Bytes of the arrays that the operators make beside their arguments, at most, for hidden states of D = width: int.
+
+    rows: of linear_logp, and of its backward; at_once: of linear_logp_with_gradient. dtype: of the hidden states.
+    is_filtered: whether there may be thresholds, or allowed tokens.
+    """
+    if not (_has_sm90() and logprob_sm90.has_shape(vocabulary, width, dtype)):
+        return chunked.operator_bytes(max(rows, at_once), width, vocabulary, dtype.itemsize)
+    if not is_filtered:
+        return logprob_sm90.operator_bytes(rows, at_once, width, vocabulary)
+    # No gradient is computed at once then, and some of it by chunks.
+    rows = max(rows, at_once)
+    by_chunks = chunked.operator_bytes(rows, width, vocabulary, dtype.itemsize)
+    return max(by_chunks, logprob_sm90.operator_bytes(rows, 0, width, vocabulary))
+
+
+def _has_sm90():
+    """Whether log-probs, and the GEMM of the logits, are those of sm90.py where it serves the arrays."""
+    if device.name() == "cpu" or dispatch.family("logprob") != "sm90":
+        return False
+    return backend() == "native" and dispatch.family("gemm") == "sm90"
+
+
 def _implementation(hidden, weight, allowed=None):
     """The module that computes the log-probs of these arrays."""
-    if allowed is not None or device.name() == "cpu" or dispatch.family("logprob") != "sm90":
-        return chunked
-    gemm_is_sm90 = backend() == "native" and dispatch.family("gemm") == "sm90"
-    return logprob_sm90 if gemm_is_sm90 and logprob_sm90.is_supported(hidden, weight) else chunked
+    return logprob_sm90 if allowed is None and _has_sm90() and logprob_sm90.is_supported(hidden, weight) else chunked
 
 
 def _selects_rows(implementation):

@@ -68,12 +68,36 @@ TILE_ROWS = 128
 
 
 def is_supported(hidden, weight):
-    """Whether the kernels of this module serve these arrays: where gemm/sm90.py computes the float32 logits of them.
+    """Whether the kernels of this module serve these arrays: where gemm/sm90.py computes the float32 logits of them."""
+    return hidden.size > 0 and has_shape(*weight.shape, hidden.dtype) and is_16_byte_aligned(hidden, weight)
 
-    Tokens sampled from those must be scored with the same bits, so the rows of (N, V) logits count, too.
+
+def has_shape(vocabulary, width, dtype):
+    """Whether they serve a weight of this shape and dtype, where it is aligned.
+
+    Tokens sampled from its logits must be scored with the same bits, so the rows of (N, V) logits count, too.
     """
-    rows_aligned = weight.shape[0] * 4 % CHUNK == 0
-    return hidden.dtype != np.float32 and hidden.size > 0 and rows_aligned and is_16_byte_aligned(hidden, weight)
+    return dtype.itemsize == 2 and vocabulary * 4 % CHUNK == 0 and width * dtype.itemsize % CHUNK == 0
+
+
+def operator_bytes(rows, at_once, width, vocabulary):
+    """Bytes of the arrays that the operators of this module make beside their arguments, at most: int.
+
+    rows: of a forward, and a backward; at_once: of linear_logp_with_gradient. Copies count, which the rows that have a
+    gradient may be.
+    """
+    tiles, found = -(-vocabulary // TILE_COLUMNS), [0]
+    if rows:
+        step = min(forward_rows(vocabulary), rows)
+        found.append(step * (4 * RESULTS * tiles + 2 * width) + 4 * rows)
+        step = min(backward_rows(width), rows)
+        columns = chunk_columns(step, width, vocabulary)
+        found.append(step * (2 * _padded(columns) + (4 + COPIES) * width))
+    if at_once:
+        blocks = OnePassBlocks(at_once, width, vocabulary, TILE_ROWS, one_pass_shape(width, vocabulary))
+        of_row = 4 * RESULTS * tiles + 2 * _padded(vocabulary) + (2 + COPIES) * width + 4
+        found.append(4 * blocks.partial_rows * width + blocks.step * of_row + 8 * at_once)
+    return max(found)
 
 
 def _launch(config, a, b, out=None, temperature=1.0, results=None, first_id=0, split_rounds=0, **rows):
@@ -234,6 +258,46 @@ def split_k_rounds(rounds, tiles, splits):
     return length, longest
 
 
+class OnePassBlocks:
+    """The blocks of the one-pass form for so many rows, of which the remainder comes first.
+
+    tile_rows: of a tile; shape: (rows, splits) of a whole block.
+    """
+
+    def __init__(self, rows, width, vocabulary, tile_rows, shape):
+        most, splits = shape
+        self.rows, self.tile_rows, self.across = rows, tile_rows, -(-width // TILE_COLUMNS)
+        self.rounds, self.most_partial_rows = -(-_padded(vocabulary) // STEPS), most * splits
+        self.step = min(most, self.padded(rows))
+
+    def __iter__(self):
+        """The slices of rows."""
+        end = 0
+        while end < self.rows:
+            count = (self.rows - end) % self.step or self.step
+            yield slice(end, end + count)
+            end += count
+
+    def padded(self, count):
+        """Rows of whole tiles for a block of so many."""
+        return -(-count // self.tile_rows) * self.tile_rows
+
+    def split_rounds(self, count):
+        """Rounds of a split of a block of `count` rows: a shorter one has as many tiles, in more splits."""
+        padded = self.padded(count)
+        tiles, splits = padded // self.tile_rows * self.across, min(self.most_partial_rows // padded, self.rounds)
+        return split_k_rounds(self.rounds, tiles, splits)[0]
+
+    def partial_rows_of(self, count):
+        """Rows of the parts that the splits of a block of `count` rows write."""
+        return -(-self.rounds // self.split_rounds(count)) * self.padded(count)
+
+    @property
+    def partial_rows(self):
+        """The most of any block."""
+        return max(map(self.partial_rows_of, {each.stop - each.start for each in self}))
+
+
 def linear_logp_with_gradient(hidden, weight, ids, temperature, outputs, gradients, tuning=BEST):
     """ops.linear_logp_with_gradient without ignored rows, in three GEMMs, for arrays that are supported."""
     logp, lse, entropy, top1 = outputs
@@ -242,20 +306,16 @@ def linear_logp_with_gradient(hidden, weight, ids, temperature, outputs, gradien
     config = tuning.config or LogprobConfig(hidden.dtype.name, "exponentials", **options)
     split_config = tuning.split_config or config._replace(mode="split_k", entropy=False, top1=False)
     xp, (vocabulary, width), outputs = device.xp(), weight.shape, kernel_outputs(logp, lse, entropy, top1, ids)
-    step, splits = tuning.shape or one_pass_shape(width, vocabulary)
-    all_partials = xp.empty((splits * step, width), np.float32)
-    step = min(step, -(-hidden.shape[0] // config.rows) * config.rows)
+    shape = tuning.shape or one_pass_shape(width, vocabulary)
+    blocks = OnePassBlocks(hidden.shape[0], width, vocabulary, config.rows, shape)
+    all_partials, step = xp.empty((blocks.partial_rows, width), np.float32), blocks.step
     all_results = xp.empty((step, -(-vocabulary // TILE_COLUMNS) * RESULTS), np.float32)
     exponentials = xp.empty((step, _padded(vocabulary)), hidden.dtype)
     all_scaled_hidden, all_row_factors = xp.empty((step, width), hidden.dtype), xp.empty(step, np.float32)
     all_references, all_target_logits = xp.empty(ids.shape, np.float32), xp.full(ids.shape, math.nan, np.float32)
     launch(reference_kernel, -(-len(ids) // REFERENCE_ROWS), 32 * REFERENCE_ROWS, hidden, weight, ids, all_references)
-    rounds, end = -(-exponentials.shape[1] // STEPS), 0
-    while end < hidden.shape[0]:
-        # The remainder first.
-        count = (hidden.shape[0] - end) % step or step
-        rows, end = slice(end, end + count), end + count
-        h, targets = hidden[rows], ids[rows]
+    for rows in blocks:
+        count, h, targets = rows.stop - rows.start, hidden[rows], ids[rows]
         references, dz = all_references[rows], exponentials[:count]
         results = TileResults(all_results[:count].reshape(-1), all_target_logits[rows])
         scaled = ScaledRows(all_scaled_hidden[:count], all_row_factors[:count])
@@ -264,12 +324,8 @@ def linear_logp_with_gradient(hidden, weight, ids, temperature, outputs, gradien
             finish_exponentials_kernel, count, ROW_THREADS, dz, results, references, targets, float(temperature),
             MAX_EXPONENT[config.element], dlogp[rows], h, outputs.of_rows(rows), scaled, pdl=ALWAYS,
         )  # fmt: skip
-        padded = -(-count // config.rows) * config.rows
-        # A block that is shorter than others has as many tiles, in more splits.
-        tiles = padded // config.rows * -(-width // TILE_COLUMNS)
-        split_rounds, _ = split_k_rounds(rounds, tiles, len(all_partials) // padded)
-        partials = all_partials[: -(-rounds // split_rounds) * padded]
-        _launch(split_config, dz, weight, partials, split_rounds=split_rounds)
+        partials, padded = all_partials[: blocks.partial_rows_of(count)], blocks.padded(count)
+        _launch(split_config, dz, weight, partials, split_rounds=blocks.split_rounds(count))
         launch(sum_splits_kernel, count, SUM_THREADS, partials, padded, scaled.factors, dhidden[rows], pdl=ALWAYS)
         if dweight is not None:
             gemm(dz, scaled.hidden, dweight, a_mn=True, b_mn=True, add=accumulate or rows.start > 0)

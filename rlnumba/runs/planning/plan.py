@@ -29,7 +29,8 @@ from rlnumba.engine.runner import Runner
 from rlnumba.engine.scheduler import steps_of_group
 from rlnumba.engine.speculation import longest_verified
 from rlnumba.environments.agents import load_agents
-from rlnumba.kernels.logprob import chunked, divergence
+from rlnumba.kernels.logprob import divergence
+from rlnumba.kernels.logprob import ops as logprob
 from rlnumba.model.hub import find_model, read_config
 from rlnumba.model.lora import Places, lora_of_run
 from rlnumba.model.quantized.copies import copies_bytes, with_copies
@@ -47,7 +48,7 @@ from rlnumba.parallel.tensor_parallel import TensorParallel
 from rlnumba.parallel.transports.peer import arena_bytes
 from rlnumba.runs import graphs, kept_data
 from rlnumba.runs.loading import weights_of
-from rlnumba.runs.planning.planned import adapter_of, take_step
+from rlnumba.runs.planning.planned import BatchSizes, adapter_of, take_step
 from rlnumba.runs.resolve import resolve
 from rlnumba.runtime import device
 from rlnumba.runtime.context import Context
@@ -143,8 +144,7 @@ class Planner:
         run = run or self.run
         communicator = PlannedRank(rank, run.num_ranks) if run.num_ranks > 1 else None
         dtype, step = self.dtype_of(run), step_of(self, run)
-        # Any GPU: micro-batches are padded there.
-        with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
+        with shapes_only(gpu_properties() if self.on_gpu else None) as peaks:
             taken = take_step(self.config, dtype, run, step, communicator)
             shards_layers = run.deploy.zero_stage == 3 and communicator is not None
             has_engine = step.prompts and not (shards_layers and run.deploy.num_infer_gpus)
@@ -229,11 +229,12 @@ class Planner:
         """Bytes of the operators' own arrays in a micro-batch of at most so many rows of a Step; to be called within
         shapes_only. taken: the Step's Taken."""
         largest, models = taken.largest, step.models
-        rows, logits = min(largest.rows, most_rows), min(largest.logits, most_rows)
+        rows, logits, at_once = (min(n, most_rows) for n in (largest.rows, largest.logits, largest.at_once))
         # Of sequences that share prefixes there are at most as many.
         sequences = max(largest.sequences, 2 * step.sequences if taken.shares else step.sequences)
+        sizes = BatchSizes(rows, sequences, logits, at_once, largest.is_filtered)
         configs = [self.config, *([] if models.critic is None else [models.critic]), *models.teachers]
-        found = max(operator_bytes(rows, sequences, config, dtype, taken.shares, logits) for config in configs)
+        found = max(operator_bytes(sizes, config, dtype, taken.shares) for config in configs)
         if models.compares_heads:
             itemsize = device.dtype(dtype).itemsize
             found = max(found, divergence.operator_bytes(logits, self.config.vocab_size, itemsize))
@@ -249,7 +250,7 @@ class Planner:
         has_own_engine = "engine activations" in found
         if not has_own_engine:
             sent = weights_bytes(self.config, dtype, WHOLE) if run.lora is None else sent
-            with shapes_only(device.GPUS["h200"] if self.on_gpu else None) as peaks:
+            with shapes_only(gpu_properties() if self.on_gpu else None) as peaks:
                 workspace = _generate(self, dtype, run, prompts)
             found["engine activations"] = peaks["engine activations"]
             found |= {COPIES: peaks[COPIES]} if COPIES in peaks else {}
@@ -341,6 +342,11 @@ class Planner:
         return self._rows[key]
 
 
+def gpu_properties():
+    """The device.Properties of the GPU of plans: of this process's, or where it has none of an H200."""
+    return device.properties() if device.name() == "cuda" else device.GPUS["h200"]
+
+
 def _generate(planner, dtype, run, prompts, communicator=None):
     """Let the engine's largest step reserve its activations: bytes of attention's workspace on a GPU.
 
@@ -395,23 +401,17 @@ def _first_steps(engine, prompts, sizes, common, has_states):
     return max(found)
 
 
-def operator_bytes(tokens, sequences, config, dtype, shares=False, logits=None):
-    """Bytes of the arrays that operators make for themselves in a micro-batch of so many rows and sequences.
+def operator_bytes(sizes, config, dtype, shares=False):
+    """Bytes of the arrays that operators make for themselves in a micro-batch of BatchSizes.
 
-    dtype: its name, of the activations. shares: whether sequences may have prefixes in the rows of others, which count
-    as sequences. logits: rows that have them, None for all.
+    dtype: its name, of the activations. shares: whether sequences may have prefixes in the rows of others.
     """
     # The blocks run one after another.
     blocks = [block for blocks in config.blocks for block in blocks]
-    in_blocks = max(block.operator_bytes(config, dtype, tokens, sequences, shares) for block in blocks)
-    return logits_bytes(tokens if logits is None else logits, config) + in_blocks
-
-
-def logits_bytes(count, config):
-    """Bytes of the float32 logits of so many rows, and of what else there is of them, in chunks (kernels/logprob)."""
-    rows = min(chunked.backward_rows(config.hidden_size), count)
-    backward = 6 * min(chunked.CHUNK_LOGITS // 2, rows * config.vocab_size) + 4 * rows * config.hidden_size
-    return max(backward, 4 * min(chunked.forward_rows(config.vocab_size), count) * config.vocab_size)
+    of_blocks = config, dtype, sizes.rows, sizes.sequences, shares
+    in_blocks = max(block.operator_bytes(*of_blocks) for block in blocks)
+    of_head = config.hidden_size, config.vocab_size, device.dtype(dtype), sizes.is_filtered
+    return in_blocks + logprob.operator_bytes(sizes.logits, sizes.at_once, *of_head)
 
 
 def step_of(planner, run):

@@ -4,6 +4,7 @@ Both make the policy of the run, and let the trainer's own code take the steps o
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
@@ -96,11 +97,18 @@ class EveryToken:
 
 class BatchSizes(NamedTuple):
     """Numbers that the operators' own arrays follow from: a micro-batch's rows, those that sequences share once, its
-    sequences, those that are prefixes of others included, and rows of logits; padding counts."""
+    sequences, those that are prefixes of others included, rows of logits, and those whose gradient is computed with
+    their log-probs; padding counts. is_filtered: whether some logits count as -inf."""
 
     rows: int = 0
     sequences: int = 0
     logits: int = 0
+    at_once: int = 0
+    is_filtered: bool = False
+
+    def most(self, other):
+        """The larger of each number: BatchSizes."""
+        return BatchSizes(*map(max, self, other))
 
 
 class MeasuredPolicy(Policy):
@@ -110,9 +118,15 @@ class MeasuredPolicy(Policy):
 
     def _hidden(self, model, batch, tape=None):
         logits = 0 if batch.target_ids is None else len(batch.rows)
-        sizes = BatchSizes(len(batch.input_ids), len(batch.cu_seqlens) - 1, logits)
-        self.largest = BatchSizes(*map(max, self.largest, sizes))
+        is_filtered = batch.thresholds is not None or batch.allowed is not None
+        sizes = BatchSizes(len(batch.input_ids), len(batch.cu_seqlens) - 1, logits, is_filtered=is_filtered)
+        self.largest = self.largest.most(sizes)
         return super()._hidden(model, batch, tape)
+
+    def forward_backward(self, batch, derivative, *outputs, head=None):
+        if head is None:
+            self.largest = self.largest.most(BatchSizes(at_once=len(batch.rows)))
+        super().forward_backward(batch, derivative, *outputs, head=head)
 
 
 class Taken(NamedTuple):
@@ -158,7 +172,7 @@ def take_step(config, dtype, run, step, communicator=None):
     nbytes = sum(array.nbytes for each in optimizers for array in (each.weights.flat, *each.state.values()))
     trained = [each.weights.flat.shape[0] for each in optimizers]
     shares = policy.prefix_sharing(policy.model, critic and critic.model) is not None
-    largest = BatchSizes(*map(max, *(each.largest for each in policies), BatchSizes()))
+    largest = functools.reduce(BatchSizes.most, (each.largest for each in policies))
     final = policy.optimizer.weights.flat.nbytes
     return Taken(trained, nbytes, final, policy.folds_layers, shares, largest, policy.graphs.max_tokens)
 

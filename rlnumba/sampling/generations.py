@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from rlnumba.rewards.calling import Scores
 from rlnumba.sampling.inference import WaitingProcesses
-from rlnumba.sampling.own import OwnSampler, RankedSampler, Round
+from rlnumba.sampling.own import OwnSampler, RankedSampler, DrawingRound
 from rlnumba.sampling.pipeline import Pipeline
 from rlnumba.sampling.pipeline_state import restore, state_of
 from rlnumba.sampling.processes import LLMOnProcesses, process_sampler, pusher_of
@@ -159,7 +159,7 @@ class Generations:
         """Do what rank 0 asks for, on another rank."""
         if isinstance(message, Again):
             self.pusher.take_part()
-        elif isinstance(message, Round):
+        elif isinstance(message, DrawingRound):
             self.ranked.serve(message)
         else:
             self.engine.serve(message)

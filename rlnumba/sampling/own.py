@@ -6,7 +6,7 @@ in the first of them: every token is of a version.
 
 Several ranks that draw ahead of training have one such sampler each, and together a RankedSampler:
 
-    take              rank 0 sends a Round -> ranks: groups that are given out, whole ones, and one step of each engine
+    take              rank 0 sends a DrawingRound -> ranks: groups that are given out, whole ones, and one step of each engine
                       completions of all ranks -> rank 0
     micro-batches     each engine does its steps, without an exchange
     optimizer step    completions -> rank 0; then the groups that the new weights begin -> ranks
@@ -105,7 +105,7 @@ class OwnSampler(Sampler):
             self.episodes.reset()
 
 
-class Round(NamedTuple):
+class DrawingRound(NamedTuple):
     """Rank 0's message to the ranks of a RankedSampler. requests: (rank, GroupRequest) of each group that is given out;
     steps: of each engine; wait_s: Episodes.step's."""
 
@@ -145,7 +145,7 @@ class RankedSampler(Sampler):
         self.communicator, self.agents, self.count = communicator, agents, communicator.world_size
         # On this rank, since the last exchange: steps, groups that are complete, and the first error.
         self.num_steps, self.complete, self.failure = 0, [], None
-        # On rank 0: UnderWay by number, completions that each rank is to draw, and what is given out at the next Round.
+        # On rank 0: UnderWay by number, completions that each rank is to draw, and what is given out at the next DrawingRound.
         self.under_way, self.loads, self.given_out = {}, [0] * self.count, []
         # On all ranks: Alive of each, and whether an engine has sampled a token between the last two exchanges.
         self.alive, self.has_drawn, self.failed = [Alive(0, 0.0, 0.0)] * self.count, True, None
@@ -175,7 +175,7 @@ class RankedSampler(Sampler):
 
     def _lead(self, steps):
         """Do a round with the ranks that serve: whether groups have become complete."""
-        message = Round(self._taken(), steps, 0.0 if self.has_drawn else ROUND_WAIT_S)
+        message = DrawingRound(self._taken(), steps, 0.0 if self.has_drawn else ROUND_WAIT_S)
         self.communicator.objects(message)
         has_news = self.serve(message)
         if self.failed is not None:
@@ -187,7 +187,7 @@ class RankedSampler(Sampler):
         return requests
 
     def serve(self, message):
-        """This rank's part in a Round: on rank 0, whether groups have become complete."""
+        """This rank's part in a DrawingRound: on rank 0, whether groups have become complete."""
         self._begin(message.requests)
         self._step(message.steps, message.wait_s)
         return self.collect()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from rlnumba.rewards.calling import Scores
 from rlnumba.sampling.inference import WaitingProcesses
-from rlnumba.sampling.own import OwnSampler, RankedSampler, DrawingRound
+from rlnumba.sampling.own import DrawingRound, OwnSampler, RankedSampler
 from rlnumba.sampling.pipeline import Pipeline
 from rlnumba.sampling.pipeline_state import restore, state_of
 from rlnumba.sampling.processes import LLMOnProcesses, process_sampler, pusher_of

@@ -6,7 +6,7 @@ in the first of them: every token is of a version.
 
 Several ranks that draw ahead of training have one such sampler each, and together a RankedSampler:
 
-    take              rank 0 sends a DrawingRound -> ranks: groups that are given out, whole ones, and one step of each engine
+    take              rank 0 sends a DrawingRound -> ranks: groups that are given out, whole ones; a step of each engine
                       completions of all ranks -> rank 0
     micro-batches     each engine does its steps, without an exchange
     optimizer step    completions -> rank 0; then the groups that the new weights begin -> ranks
@@ -145,7 +145,7 @@ class RankedSampler(Sampler):
         self.communicator, self.agents, self.count = communicator, agents, communicator.world_size
         # On this rank, since the last exchange: steps, groups that are complete, and the first error.
         self.num_steps, self.complete, self.failure = 0, [], None
-        # On rank 0: UnderWay by number, completions that each rank is to draw, and what is given out at the next DrawingRound.
+        # On rank 0: UnderWay by number, completions that each rank is to draw, and what the next round gives out.
         self.under_way, self.loads, self.given_out = {}, [0] * self.count, []
         # On all ranks: Alive of each, and whether an engine has sampled a token between the last two exchanges.
         self.alive, self.has_drawn, self.failed = [Alive(0, 0.0, 0.0)] * self.count, True, None

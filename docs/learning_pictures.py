@@ -2,7 +2,8 @@
 
 folder: holds the output_dir of each of RUNS, by that name (tools and no-tools: grpo and alone of bench/tool_curve.py),
 grpo-*.jsonl of bench/learning.py below `learning/`, and the files of `bench/learning.py compare` below `compare/`.
-What the pictures need of them is copied to bench/results/learning/ first. docs/make_pictures.py draws the same.
+What the pictures need of them is copied to bench/results/learning/ first; `bench/learning_runs.py draw --keep` copies
+its own runs there. docs/make_pictures.py draws the same.
 """
 
 import importlib.util
@@ -133,12 +134,17 @@ def panels_of(name):
     return figure
 
 
-def learning_runs(pattern):
-    """A figure of files of bench/learning.py in RESULTS."""
-    spec = importlib.util.spec_from_file_location("learning", ROOT / "bench" / "learning.py")
+def bench_module(name):
+    """bench/name.py as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.picture(sorted(RESULTS.glob(pattern)))
+    return module
+
+
+def learning_runs(pattern):
+    """A figure of files of bench/learning.py in RESULTS."""
+    return bench_module("learning").picture(sorted(RESULTS.glob(pattern)))
 
 
 def pictures():
@@ -151,7 +157,7 @@ def pictures():
     for name, pattern in (("learning_grpo", "grpo-*.jsonl"), ("learning_async", "gpus-*.jsonl")):
         if list(RESULTS.glob(pattern)):
             found[name] = lambda pattern=pattern: learning_runs(pattern)
-    return found
+    return found | bench_module("learning_curves").pictures(RESULTS)
 
 
 def write(folder):

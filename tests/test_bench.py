@@ -5,10 +5,16 @@ import importlib
 import importlib.util
 import json
 import pathlib
+import subprocess
 import sys
+import time
+from dataclasses import replace
 
 import pytest
 
+from rlnumba import SFTConfig, SFTTrainer
+from rlnumba.cli.run_files import parse_overrides
+from rlnumba.config import load_run
 from rlnumba.environments.formats import detect_format
 from rlnumba.environments.schema import tool_schema
 from rlnumba.environments.turns import check_turns
@@ -146,6 +152,136 @@ def test_learning_refuses_gpus_that_are_no_numbers(imported):
     assert keys["per_device_train_batch_size"] == 64 and keys["asynchronous"] == {"max_staleness": 2}
     keys = learning.on_gpus("2", 128, 2)
     assert keys["per_device_train_batch_size"] == 64 and "asynchronous" not in keys
+
+
+def learning_jobs(learning_runs, folder):
+    """The Jobs of all parts of bench/learning_runs.py, with few steps."""
+    given = ["--model", str(ROOT / "examples" / "tools" / "model"), "--output", str(folder), "--steps", "7"]
+    (folder / "gsm8k-sft" / "checkpoints" / "step-20").mkdir(parents=True)
+    (folder / "gsm8k-sft" / "checkpoints" / "step-100").mkdir()
+    jobs = learning_runs.adapter_jobs(learning_runs.parse(["adapters", *given, "--types", "int4", "--seeds", "3", "4"]))
+    jobs += learning_runs.distill_jobs(learning_runs.parse(["distill", *given]))
+    arguments = learning_runs.parse(["gsm8k", *given, "--data", str(folder), "--batch", "48"])
+    return jobs + learning_runs.sft_jobs(arguments, 1.0) + learning_runs.grpo_jobs(arguments, 2.0)
+
+
+def test_runs_of_the_learning_curves_are_runs_of_rlnumba(imported, tmp_path):
+    learning_runs = imported("learning_runs")
+    runs = {}
+    for job in learning_jobs(learning_runs, tmp_path):
+        options = parse_overrides(job.arguments()[3:])
+        if job.command == "eval":
+            options = [(name, text) for name, text in options if name not in ("trainer", "output", "dtype")]
+        runs[job.name] = load_run("grpo" if job.command == "eval" else job.command, job.config, options)
+    assert list(runs)[:4] == ["adapter-bf16-3", "adapter-int4-3", "adapter-bf16-4", "adapter-int4-4"]
+    bf16, int4 = runs["adapter-bf16-4"], runs["adapter-int4-4"]
+    assert bf16 == replace(int4, quantization=None, output_dir=bf16.output_dir) and int4.quantization.bits == 4
+    assert bf16.lora.r == 16 and bf16.seed == 4 and bf16.train.max_steps == 7
+    # Distillation has GRPO's batches, and its model as the teacher.
+    grpo, distill, own = (runs[f"arithmetic-{name}"] for name in ("grpo", "distill", "self-ema"))
+    assert distill.teacher.model == f"{grpo.output_dir}/final" and own.train.sync_ref_model
+    assert grpo.train.per_device_train_batch_size == distill.train.per_device_train_batch_size == 128
+    # Both phases of GSM8K have the same prompts; the checkpoints of the first are evaluated but for the last.
+    sft, grpo = runs["gsm8k-sft"], runs["gsm8k-grpo"]
+    assert sft.data.prompt_template == grpo.data.prompt_template and grpo.model == f"{sft.output_dir}/final"
+    assert grpo.train.per_device_train_batch_size * grpo.train.gradient_accumulation_steps == 48
+    assert runs["gsm8k-eval-20"].model.endswith("step-20") and "gsm8k-eval-100" not in runs
+
+
+def test_learning_runs_wait_for_one_another_and_end_in_time(imported, tmp_path, monkeypatch, capsys):
+    learning_runs = imported("learning_runs")
+    monkeypatch.setattr(learning_runs, "GRACE_S", 0.0)
+    started = []
+
+    def start(job, folder):
+        started.append(job.name)
+        (folder / f"{job.name}.log").write_text("the last line\n")
+        return subprocess.Popen(["sh", "-c", job.command], cwd=folder)
+
+    def job(name, command, after=None, until=float("inf")):
+        return learning_runs.Job(name, command, pathlib.Path(), {}, after, until, f"{name}.done")
+
+    monkeypatch.setattr(learning_runs, "start", start)
+    (tmp_path / "old.done").touch()
+    jobs = [job("b", "cat a.done > b.done", "a"), job("a", "sleep 0.2; echo > a.done"), job("old", "false")]
+    jobs += [job("late", "exec sleep 60", until=time.monotonic() + 0.5), job("c", "false"), job("d", "true", "c")]
+    jobs += [job("never", "true", until=0.0)]
+    assert learning_runs.run_jobs(tmp_path, jobs, at_once=2) == {"a", "b", "old"}
+    assert started == ["a", "late", "b", "c"]
+    lines = capsys.readouterr().out.splitlines()
+    assert {"d: not run", "never: not run"} <= set(lines) and any(
+        "exit code 1: the last line" in line for line in lines
+    )
+    assert any(line.startswith("late: ") and "exit code -15" in line for line in lines)
+
+
+def test_a_time_limit_ends_a_run_in_order(imported, tmp_path, monkeypatch):
+    learning_runs = imported("learning_runs")
+    rows = [{"prompt": "one", "completion": "two"}] * 4
+    model = str(ROOT / "examples" / "quickstart" / "model")
+    steps = []
+    for until in (0.0, float("inf")):
+        monkeypatch.setenv(learning_runs.UNTIL, str(until))
+        args = SFTConfig(output_dir=str(tmp_path / str(until)), max_steps=3, save_strategy="no", eval_steps=3)
+        trainer = SFTTrainer(model, args, rows, eval_dataset=rows, callbacks=[learning_runs.TimeLimit()])
+        trainer.train()
+        steps.append([(row["step"], "eval_loss" in row) for row in trainer.state.log_history])
+        assert (tmp_path / str(until) / "final" / "model.safetensors").exists()
+    assert steps == [[(1, True)], [(1, False), (2, False), (3, True)]]
+
+
+def write_metrics(folder, name, values, **more):
+    """FOLDER/name/metrics.jsonl of held-out accuracies, before the first step and after each one."""
+    (folder / name).mkdir(parents=True)
+    rows = [{"step": 0, "eval_reward": values[0]}]
+    for step, value in enumerate(values[1:], start=1):
+        rows.append({"step": step, "eval_reward": value, "reward": value, "num_tokens": 100.0 * step, **more})
+    (folder / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_curves_of_learning_runs(imported, tmp_path, capsys):
+    curves, learning_runs = imported("learning_curves"), imported("learning_runs")
+    apart = {"sampling/sampling_logp_difference/max": 0.0}
+    for seed, (bf16, nf4, int4) in enumerate([(0.6, 0.62, 0.4), (0.65, 0.6, 0.42), (0.7, 0.7, 0.41)]):
+        for form, end in (("bf16", bf16), ("nf4", nf4), ("int4", int4)):
+            # Seed 2 of nf4 was cut off.
+            values = [0.02, 0.3, end] if (form, seed) != ("nf4", 2) else [0.02, end]
+            write_metrics(tmp_path, f"adapter-{form}-{seed}", values, **apart)
+    write_metrics(tmp_path, "arithmetic-grpo", [0.0, 0.2, 0.5, 0.6])
+    write_metrics(tmp_path, "arithmetic-self", [0.0, 0.55, 0.58])
+    write_metrics(tmp_path, "gsm8k-grpo", [0.04, 0.05], step_time=1.0)
+    (tmp_path / "gsm8k-sft").mkdir()
+    sft = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
+    (tmp_path / "gsm8k-sft" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sft))
+    (tmp_path / "gsm8k-eval-0").mkdir()
+    (tmp_path / "gsm8k-eval-0" / "metrics.json").write_text('{"eval_reward": 0.01}')
+    (tmp_path / "gsm8k-test.jsonl").write_text('{"question": "", "answer": ""}\n')
+    kept = tmp_path / "kept"
+    learning_runs.main(learning_runs.parse(["draw", str(tmp_path), "--keep", str(kept)]))
+    found = capsys.readouterr().out
+    assert len(list(tmp_path.glob("learning_*.png"))) == 3
+    assert (
+        "0.020 ± 0.000 (3 seeds) to 0.650 ± 0.050 (3 seeds); steps 2; rollout and training differ by at most 0 nats"
+        in found
+    )
+    lines = {line.split(" | ")[0]: line for line in found.splitlines()}
+    # -0.01 with a standard error of sqrt(0.0025 + 0.0028) / sqrt(3); -0.24, of sqrt(0.0025 + 0.0001) / sqrt(3).
+    assert "-0.010 ± 0.042 (standard error); within" in lines["| accuracy on nf4 less that on bf16"]
+    assert "-0.240 ± 0.029 (standard error); beyond" in lines["| accuracy on int4 less that on bf16"]
+    assert "90% of GRPO's after 100.0 tokens; 100% of GRPO's never" in lines["| its own teacher, as it was"]
+    assert "0: 0.0100, 3: 0.0400" in lines["| GSM8K, supervised: steps and accuracy"]
+    # What is kept says the same.
+    learning_runs.main(learning_runs.parse(["draw", str(kept)]))
+    assert capsys.readouterr().out.replace(str(kept), f"{tmp_path} --keep {kept}") == found
+    assert not list(kept.glob("gsm8k-test*")) and set(curves.pictures(kept)) == {p.stem for p in kept.glob("*.png")}
+
+
+def test_demonstrations_have_the_solution(imported):
+    row = {"prompt": [{"role": "user", "content": "What is 9 + 4? Answer with the number."}], "answer": 13}
+    shown = imported("learning_runs").with_demonstration(row)["shown"]
+    assert [message["content"] for message in shown][1:4:2] == ["9", "20"]
+    assert shown[2]["content"] == "31 - 11 = 20. What is 31 - 11? Answer with the number."
+    assert shown[4]["content"] == "9 + 4 = 13. What is 9 + 4? Answer with the number."
 
 
 def test_a_run_that_takes_turns_takes_what_is_free_before_what_is_lent(imported):

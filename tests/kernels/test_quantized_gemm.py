@@ -289,33 +289,35 @@ LAYERS = [(6144, 4096, False), (4096, 4096, False), (24_576, 4096, True), (4096,
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("has_low_rank", [False, True])
 @pytest.mark.parametrize("element", [BF16, F16])
 @pytest.mark.parametrize("form", FORMATS)
-def test_gpu(rng, form, element):
+@pytest.mark.parametrize("n, k, swiglu", LAYERS)
+def test_gpu(rng, form, element, n, k, swiglu, has_low_rank):
     """Layers of Qwen3-8B, and of a small model: every number of rows has the bits of the 16-bit GEMM of 300 rows."""
-    for n, k, swiglu in LAYERS:
-        x, pair = device.asarray(matrix(rng, (300, k), element)), None
-        source = device.asarray((0.02 * rng.standard_normal((n, k), np.float32)).astype(x.dtype))
-        weight, values = QuantizedWeight.empty(FORMATS[form], (n, k), 64, element), device.xp().empty_like(source)
-        quantize(source, 0, weight)
-        dequantize(weight, values)
-        residual, bias = device.asarray(matrix(rng, (300, n), element)), device.asarray(matrix(rng, n, element))
-        for pair in (None, tuple(device.asarray(matrix(rng, (size, 24), element)) for size in (300, n))):
-            outs = [device.xp().zeros((300, size), x.dtype) for size in (n, n // 2)]
-            if swiglu:
-                gemm.linear_swiglu(x, values, *outs, low_rank=pair)
-            else:
-                gemm.linear(x, values, outs[0], bias, residual, pair)
-            for m in (1, 2, 7, 8, 9, 16, 17, 33, 64):
-                low_rank = pair and (pair[0][:m], pair[1])
-                found = [device.xp().zeros((m, size), x.dtype) for size in (n, n // 2)]
-                assert is_packed_gemm(x[:m], weight, *found, *(low_rank or ()), bias=bias, swiglu=swiglu)
-                if swiglu:
-                    packed_linear_swiglu(x[:m], weight, *found, low_rank)
-                else:
-                    packed_linear(x[:m], weight, found[0], bias, residual[:m], low_rank)
-                for few, many in zip(found, outs, strict=True):
-                    assert_same_bits(few, many[:m], f"{form}, {m} rows by {n} x {k}")
+    x, pair = device.asarray(matrix(rng, (300, k), element)), None
+    source = device.asarray((0.02 * rng.standard_normal((n, k), np.float32)).astype(x.dtype))
+    weight, values = QuantizedWeight.empty(FORMATS[form], (n, k), 64, element), device.xp().empty_like(source)
+    quantize(source, 0, weight)
+    dequantize(weight, values)
+    residual, bias = device.asarray(matrix(rng, (300, n), element)), device.asarray(matrix(rng, n, element))
+    if has_low_rank:
+        pair = tuple(device.asarray(matrix(rng, (size, 24), element)) for size in (300, n))
+    outs = [device.xp().zeros((300, size), x.dtype) for size in (n, n // 2)]
+    if swiglu:
+        gemm.linear_swiglu(x, values, *outs, low_rank=pair)
+    else:
+        gemm.linear(x, values, outs[0], bias, residual, pair)
+    for m in (1, 2, 7, 8, 9, 16, 17, 33, 64):
+        low_rank = pair and (pair[0][:m], pair[1])
+        found = [device.xp().zeros((m, size), x.dtype) for size in (n, n // 2)]
+        assert is_packed_gemm(x[:m], weight, *found, *(low_rank or ()), bias=bias, swiglu=swiglu)
+        if swiglu:
+            packed_linear_swiglu(x[:m], weight, *found, low_rank)
+        else:
+            packed_linear(x[:m], weight, found[0], bias, residual[:m], low_rank)
+        for few, many in zip(found, outs, strict=True):
+            assert_same_bits(few, many[:m], f"{form}, {m} rows by {n} x {k}")
 
 
 def product(weight, swiglu, x, residual, low_rank, reduction):

@@ -16,6 +16,7 @@ DISTILLED = {
 }
 SELF_TAUGHT = {
     "arithmetic-self": "its own teacher, as it was",
+    "arithmetic-self-jsd": "its own teacher, as it was, beta 0.5",
     "arithmetic-self-ema": "its own teacher, a moving average",
 }
 # t of Student's distribution at 0.975, by degrees of freedom: two-sided 95 %.

@@ -15,7 +15,8 @@ other begins. Held-out accuracy is that of greedy answers. --steps and --batch m
 `adapters` has the seeds --seeds and the formats --types of the base beside bf16, and says whether accuracies agree
 within the noise of seeds. `distill` trains all weights by GRPO, then distils this model into the one that it began
 with, and by `[teacher]` in GRPO; beside them the model is its own teacher, which sees the solved problem (SDFT, SDPO):
-once as it was before training, once as a moving average (self-ema). `gsm8k` trains on the worked answers, then by GRPO
+as it was before training, with the reverse KL (self) and with the Jensen-Shannon divergence (self-jsd), and as a moving
+average (self-ema). `gsm8k` trains on the worked answers, then by GRPO
 on the numbers, each for at most --sft-seconds and --grpo-seconds.
 """
 
@@ -176,6 +177,7 @@ def distill_jobs(arguments):
         ("arithmetic-grpo", "grpo", options, None),
         ("arithmetic-self-ema", "distill", distilling | shown | moving, None),
         ("arithmetic-self", "distill", distilling | shown, None),
+        ("arithmetic-self-jsd", "distill", distilling | shown | {"train.beta": 0.5}, None),
         ("arithmetic-distill", "distill", distilling | teacher, "arithmetic-grpo"),
         ("arithmetic-teacher", "grpo", options | teacher, "arithmetic-grpo"),
     ]

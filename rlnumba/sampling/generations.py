@@ -74,7 +74,7 @@ class Generations:
 
     def start(self):
         """Start the sampler, with the weights as they are, and give out what may begin."""
-        draws_on_ranks = self.is_ahead and not self.run.deploy.num_infer_gpus and not self._is_alone
+        draws_on_ranks = self.run.draws_on_ranks and not self._is_alone
         if self.pipeline is not None or draws_on_ranks:
             sampler = self._new_ranked_sampler() if draws_on_ranks else self._new_sampler()
             try:

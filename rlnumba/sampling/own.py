@@ -9,7 +9,8 @@ Several ranks that draw ahead of training have one such sampler each, and togeth
     take              rank 0 sends a DrawingRound -> ranks: groups that are given out, whole ones; a step of each engine
                       completions of all ranks -> rank 0
     micro-batches     each engine does its steps, without an exchange
-    optimizer step    completions -> rank 0; then the groups that the new weights begin -> ranks
+    optimizer step    without in-flight updates each engine completes what it has; the ranks meet every ROUND_S seconds
+                      completions -> rank 0; then the groups that the new weights begin -> ranks
 
 All engines do as many steps before an update, so which weights sample a token does not depend on timing. It does not
 depend on the number of ranks either, as long as no completion waits for room in its engine, and no engine has launched
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 from rlnumba.engine.episodes import WAIT_S, Episodes, GroupRequest
 from rlnumba.errors import CommunicationError, DeviceError, SharedError, UserError
+from rlnumba.sampling.ranks import ROUND_S
 from rlnumba.sampling.sampler import Alive, Sampler
 
 # Seconds that a step of a RankedSampler waits for a Future of episodes where no engine has sampled a token in the one
@@ -147,7 +149,8 @@ class RankedSampler(Sampler):
         self.num_steps, self.complete, self.failure = 0, [], None
         # On rank 0: UnderWay by number, completions that each rank is to draw, and what the next round gives out.
         self.under_way, self.loads, self.given_out = {}, [0] * self.count, []
-        # On all ranks: Alive of each, and whether an engine has sampled a token between the last two exchanges.
+        # On all ranks: Alive of each, whether an engine has sampled a token between the last two exchanges, and the
+        # error of the first rank that has one.
         self.alive, self.has_drawn, self.failed = [Alive(0, 0.0, 0.0)] * self.count, True, None
 
     def start(self, version):
@@ -195,7 +198,7 @@ class RankedSampler(Sampler):
     def collect(self):
         """Let rank 0 have what all ranks have completed: there, whether it is anything. All ranks call this together.
 
-        An error of a rank is raised by the next `update_weights` or `poll`.
+        An error of a rank is raised by what called this, or by the next `update_weights`.
         """
         reports = self.communicator.objects(Report(self.complete, self.own.stats, self.failure))
         self.num_steps, self.complete = 0, []
@@ -225,7 +228,7 @@ class RankedSampler(Sampler):
             self._step(self.options.decode_steps_per_micro_batch, 0.0)
 
     def before_update(self):
-        """The weights are about to be written, on this rank."""
+        """The weights are about to be written, on all ranks, which call this together."""
         if not self.options.in_flight_weight_updates:
             self._complete_all()
         self._guarded(self.own.before_update)
@@ -264,8 +267,20 @@ class RankedSampler(Sampler):
             self._guarded(lambda: self.own.poll(wait_s))
 
     def _complete_all(self):
-        while not self.own.is_idle and self.failure is None:
-            self._step(1, WAIT_S)
+        """Complete what has begun on all ranks, which call this together.
+
+        They meet meanwhile: those that have less to draw wait no longer for the others than an operation may take.
+        """
+        while any(self.communicator.objects(self._is_drawing)):
+            until = time.monotonic() + ROUND_S
+            while self._is_drawing:
+                self._step(1, WAIT_S)
+                if time.monotonic() >= until:
+                    break
+
+    @property
+    def _is_drawing(self):
+        return not self.own.is_idle and self.failure is None
 
     def _guarded(self, function):
         """Call a function unless this rank has failed; its UserError is reported at the next exchange."""

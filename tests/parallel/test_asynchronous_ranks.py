@@ -12,6 +12,7 @@ from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import ConfigError, SharedError, UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.runs.prompt_loop import rewards_of
+from rlnumba.sampling import own as own_module
 from rlnumba.sampling.own import RankedSampler
 from rlnumba.sampling.ranks import led
 from tests.parallel import in_threads
@@ -162,6 +163,25 @@ def test_groups_are_whole_and_go_to_the_rank_that_has_least_to_draw():
         assert [own for *_, own in found] == [{0, 3}, {1, 2}]
         # As one engine completes them.
         assert list(texts) == [3, 2, 1, 0]
+
+
+def meetings(communicator, where):
+    """How often ranks meet while all that has begun is completed, where they do so after each step."""
+    sampler, *_ = sampler_with_groups(communicator, {"in_flight_weight_updates": False})
+    # One has nothing to draw from the second step on.
+    if communicator.rank:
+        sampler.own.close()
+    before = communicator._calls["objects"]
+    getattr(sampler, where)()
+    return communicator._calls["objects"] - before
+
+
+@pytest.mark.parametrize("where", ["before_update", "settle"])
+def test_a_rank_waits_no_longer_for_the_others_than_an_operation_may_take(monkeypatch, where):
+    monkeypatch.setattr(own_module, "ROUND_S", 0.0)
+    first, second = in_threads.run(meetings, 2, where)
+    # The longest completions of the first rank have nine tokens.
+    assert first == second >= 9
 
 
 def failing(wait_s):

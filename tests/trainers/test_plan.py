@@ -103,6 +103,13 @@ def test_grpo_takes_what_was_planned(tmp_path, options):
     assert_planned(grpo_run(tmp_path / "run", max_steps=4, share_prefixes="never", **options), run_grpo)
 
 
+@pytest.mark.parametrize("options", [{"max_staleness": 2}, {"max_staleness": 4, "queue_maxsize": 40}], ids=str)
+def test_completions_ahead_of_training_take_what_was_planned(tmp_path, options):
+    """Those of as many generations as the staleness allows, and as there is room for."""
+    run = grpo_run(tmp_path / "run", max_steps=6, num_prompts=10, share_prefixes="never")
+    assert_planned(dataclasses.replace(run, asynchronous=AsyncConfig(**options)), run_grpo)
+
+
 def with_prompts_that_differ(run, words=1):
     """A GRPO run with prompts of one length, no two of which begin alike."""
     prompts = [f"{number} " + words * "is the number of what? " for number in range(10, 26)]
@@ -310,6 +317,11 @@ def test_ranks_take_what_was_planned(tmp_path, monkeypatch):
     sizes = {"per_device_train_batch_size": 8, "global_batch_size": 16, "beta": 0.1}
     run = grpo_run(tmp_path / "parts", num_prompts=10, **sizes, **steps)
     runs["grpo, parts"] = dataclasses.replace(run, deploy=elsewhere, asynchronous=AsyncConfig(max_staleness=0))
+    # Three groups of four, of which one rank has two.
+    sizes = {"per_device_train_batch_size": 6, "global_batch_size": 12}
+    run = grpo_run(tmp_path / "ahead", num_prompts=10, **sizes, **steps)
+    deploy = DeployConfig(num_train_gpus=2)
+    runs["grpo, ahead"] = dataclasses.replace(run, deploy=deploy, asynchronous=AsyncConfig(max_staleness=0))
     run = preference_run("dpo", tmp_path / "dpo", per_device_train_batch_size=4, global_batch_size=8, **steps)
     runs["dpo, parts"] = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=2, zero_stage=3))
     for rank, found in enumerate(launch(taken_on_rank, 2, runs, timeout_s=120)):
@@ -321,7 +333,7 @@ def test_ranks_take_what_was_planned(tmp_path, monkeypatch):
                     found[name][region] = max(found[name][region], plan.regions[region])
             assert_taken(plan, found[name])
             assert ("kv" in plan.regions) == (not name.endswith("parts") and name != "sft")
-            copies = name.startswith("grpo, ") and name != "grpo, parts"
+            copies = name.startswith("grpo, ") and name not in ("grpo, parts", "grpo, ahead")
             assert ("rollout weights" in plan.regions) == copies
 
 

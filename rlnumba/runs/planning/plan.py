@@ -288,8 +288,11 @@ class Planner:
         verified = max(longest_verified(engine), 1)
         state_bytes = state_bytes_of(config, seqs, device.dtype(dtype), verified)
         limit = longest_sequence(config, engine)
-        needed = [blocks_needed(min(n + run.train.max_completion_length, limit), BLOCK_SIZE) for n in prompts]
-        least = max(needed)
+
+        def blocks_of(prompt):
+            return blocks_needed(min(prompt + run.train.max_completion_length, limit), BLOCK_SIZE)
+
+        least = blocks_of(max(prompts))
         if engine.num_gpu_blocks_override is not None:
             least = blocks = engine.num_gpu_blocks_override
             notes["kv"] = f"engine.num_gpu_blocks_override = {blocks}"
@@ -308,9 +311,10 @@ class Planner:
             notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens, engine.gpu_memory_utilization = "
             notes["kv"] += f"{engine.gpu_memory_utilization}"
         else:
-            wanted = run.train.generation.num_drawn_each * sum(count + 1 for count in needed)
-            wanted = -(-wanted * run.deploy.ranks_of_engine // run.num_ranks)
-            wanted = min(wanted, engine.max_num_seqs * (max(needed) + 1))
+            prompts, numerator, denominator = drawn_at_once(self, run, prompts)
+            wanted = run.train.generation.num_drawn_each * sum(blocks_of(n) + 1 for n in prompts)
+            wanted = -(-wanted * numerator // denominator)
+            wanted = min(wanted, engine.max_num_seqs * (least + 1))
             blocks = max(least, min(wanted, sizes.blocks_in(CPU_CACHE_BYTES)))
             notes["kv"] = f"{blocks * BLOCK_SIZE:,} tokens"
         regions["kv"] = sizes.nbytes(blocks) + state_bytes
@@ -359,7 +363,8 @@ def _generate(planner, dtype, run, prompts, communicator=None):
     if not planner.on_gpu:
         # Each of several ranks has its share of the completions, and rank 0 draws those of the report at the end.
         n = run.train.generation.num_drawn_each
-        seqs = min(seqs, -(-n * len(prompts) * parts // run.num_ranks))
+        prompts, numerator, denominator = drawn_at_once(planner, run, prompts)
+        seqs = min(seqs, -(-n * len(prompts) * numerator // denominator))
         full, rest = divmod(seqs, n)
         # The rest that is no whole group may be of two.
         sizes = [n] * full + [rest - rest // 2, rest // 2][: min(rest, 2)]
@@ -384,6 +389,25 @@ def _generate(planner, dtype, run, prompts, communicator=None):
     if blocks is None:
         blocks = int(planner.total_bytes * engine.gpu_memory_utilization) // runner.block_bytes
     return runner.workspace_bytes(blocks * BLOCK_SIZE, engine.enforce_eager)
+
+
+def drawn_at_once(planner, run, prompts):
+    """(lengths of the longest prompts whose groups are drawn at one time, a list; numerator and denominator of the
+    share of their completions that an engine of the ranks that train has).
+
+    prompts: the lengths of the longest ones of one generation.
+    """
+    if not run.generates_beside or run.deploy.num_infer_gpus:
+        return prompts, run.deploy.ranks_of_engine, run.num_ranks
+    options, generation = run.asynchronous, run.train.generation
+    # Generations that have room, and those that the staleness allows.
+    count = max(options.queue_maxsize // generation.num_completions_each // len(prompts), 1)
+    if "cap" in options.staleness:
+        count = min(count, options.max_staleness + 1)
+    lengths, _ = planner.prompts(run.data.max_prompt_length)
+    epochs = -(-count * len(prompts) // len(lengths))
+    # Each rank has whole groups.
+    return sorted(lengths * epochs, reverse=True)[: count * len(prompts) : run.num_ranks], 1, 1
 
 
 def _first_steps(engine, prompts, sizes, common, has_states):

@@ -72,15 +72,17 @@ from rlnumba.runtime.context import Context, current
 class PromptError(UserError):
     """A prompt that cannot be run, or whose log-probs are no numbers: the id of its request and the reason.
 
-    request_ids: those of all prompts of a step with that reason, the first among them.
+    request_ids: those of all prompts of a step with that reason, the first among them. where: the prompt's file and
+    line, where it is of one.
     """
 
-    def __init__(self, request_id, reason, request_ids=()):
-        super().__init__(f"prompt {request_id}: {reason}")
-        self.request_id, self.reason, self.request_ids = request_id, reason, request_ids or (request_id,)
+    def __init__(self, request_id, reason, request_ids=(), where=""):
+        super().__init__(f"{where or f'prompt {request_id}'}: {reason}")
+        self.request_id, self.reason, self.where = request_id, reason, where
+        self.request_ids = request_ids or (request_id,)
 
     def __reduce__(self):
-        return type(self), (self.request_id, self.reason, self.request_ids)
+        return type(self), (self.request_id, self.reason, self.request_ids, self.where)
 
 
 class GrammarError(PromptError):

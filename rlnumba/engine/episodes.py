@@ -54,7 +54,8 @@ class GroupRequest:
     adapter_id, cache_salt: as Engine.add_request has them. indices: of the completions that are wanted here, None for
     all. episode: None, or the coroutine function of a completion; it
     can be pickled where inference processes draw. Its values at the same results of its Futures are always the same.
-    params.max_tokens then bounds all tokens after an episode's first context, the environment's among them.
+    params.max_tokens then bounds all tokens after an episode's first context, the environment's among them. where: the
+    prompt's file and line, which errors name, "" without one.
     """
 
     number: int
@@ -67,6 +68,7 @@ class GroupRequest:
     episode: Callable | None = None
     cache_salt: str = ""
     indices: list[int] | None = None
+    where: str = ""
 
     @property
     def completions(self):
@@ -369,7 +371,8 @@ class Episodes:
                 self._take(self.engine.step())
         except PromptError as error:
             numbers = tuple(dict.fromkeys(map(_number_of, error.request_ids)))
-            raise type(error)(numbers[0], error.reason, numbers) from error
+            where = self.running[numbers[0]].where if numbers[0] in self.running else ""
+            raise type(error)(numbers[0], error.reason, numbers, where) from error
         complete, self._complete = self._complete, []
         return complete
 

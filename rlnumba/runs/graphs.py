@@ -59,8 +59,9 @@ class ShapeBucket:
 
     def __init__(self, inputs, outputs):
         self.inputs, self.outputs = Staged(inputs), Staged(outputs)
-        # Whether one has run without a graph, which sizes the arena, and the most bytes that its operators had for
-        # themselves; the free bytes of the device when there was too little for a capture, None before that.
+        # Whether one has run without a graph, which sizes the arena, and the most bytes at one time that the operators
+        # of the last such run had for themselves; the free bytes of the device when there was too little for a capture,
+        # None before that.
         self.has_run, self.operator_bytes, self.lacked_bytes = False, 0, None
         # The graph and the tensor maps that it reads, the Context that has them, and whether the function leaves the
         # gradients zero.
@@ -153,7 +154,7 @@ class MicroBatchGraphs:
 
     def _replay(self, policy, bucket, compute):
         """Launch the bucket's graph, captured if it has none; False if it must run without one."""
-        if bucket.graph is None and not (bucket.has_run and self.memory.has_room(bucket.lacked_bytes)):
+        if bucket.graph is None and not (bucket.has_run and self._has_room(bucket)):
             return False
         # The graph reads and writes activations where they were when it was captured: their memory is there inside.
         with policy.scope():
@@ -170,6 +171,10 @@ class MicroBatchGraphs:
             bucket.graph.launch()
             policy.gradients.are_zero = bucket.after
         return True
+
+    def _has_room(self, bucket):
+        """Whether the pool, and the device, may have the memory for a graph of a bucket that has run."""
+        return bucket.operator_bytes <= POOL_BYTES and self.memory.has_room(bucket.lacked_bytes)
 
     def _capture(self, policy, bucket, compute):
         """Record what compute() launches as the bucket's graph; without memory for it, there is none."""

@@ -411,7 +411,8 @@ class Pipeline:
     def _request(self, group):
         drawn = group.content
         prompt = self.prompts.prompts[drawn.prompt]
-        request = GroupRequest(group.number, prompt.prompt_token_ids, drawn.params, drawn.version)
+        of_group = group.number, prompt.prompt_token_ids, drawn.params, drawn.version
+        request = GroupRequest(*of_group, where=prompt.where)
         if self.prompts.agents is None:
             return request
         inputs = RewardInputs(dict.fromkeys(drawn.columns), self.trainer_state_of(drawn.step))

@@ -329,6 +329,20 @@ def test_a_capture_knows_what_its_operators_had_for_themselves(monkeypatch):
     assert set(known) == {12345} and policy.graphs.counts["eager"] == len(known) > 0
 
 
+def test_what_has_no_room_in_the_pool_is_not_captured(monkeypatch):
+    """An attempt would take lent memory in vain, each time."""
+    captured = []
+    monkeypatch.setattr(graphs.MicroBatchGraphs, "_capture", lambda self, *arguments: captured.append(arguments))
+    for nbytes in (graphs.POOL_BYTES, graphs.POOL_BYTES + 1):
+        captured.clear()
+        monkeypatch.setattr(graphs, "pool_bytes_of", lambda compute, nbytes=nbytes: compute() or nbytes)
+        policy = sft_policy()
+        policy.graphs.pads = policy.graphs.captures = True
+        for _ in range(3):
+            sft_steps(policy, 0)
+        assert bool(captured) == (nbytes == graphs.POOL_BYTES) and policy.graphs.counts["captured"] == 0
+
+
 @pytest.mark.gpu
 def test_what_operators_have_for_themselves_is_planned():
     """It is what the graphs' pool has, but for pieces between arrays, and no more than a plan says, but for sums."""

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from rlnumba.config import DataConfig, PPOConfig, TeacherConfig, ToolsConfig
+from rlnumba.config import AsyncConfig, DataConfig, PPOConfig, TeacherConfig, ToolsConfig
 from rlnumba.data import Prompt, PromptData
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import ConfigError, UserError
@@ -865,6 +866,22 @@ def test_wrong_count_ends_the_run(tmp_path):
     with pytest.raises(UserError, match="reward wrong_count must return 4 values, one a completion, got 1"):
         grpo.run_grpo(grpo_run(tmp_path / "run", "wrong_count"))
     assert (tmp_path / "run" / "checkpoints" / "step-0").is_dir()
+
+
+@pytest.mark.parametrize("options", [None, AsyncConfig(max_staleness=0)], ids=["synchronous", "asynchronous"])
+def test_a_prompt_without_log_probs_is_named_by_its_line(tmp_path, options):
+    """A group has a number of its own, which is none of a row."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in MODEL.iterdir():
+        (broken / path.name).symlink_to(path)
+    tensors = load_file(MODEL / "model.safetensors")
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
+    (broken / "model.safetensors").unlink()
+    save_file(tensors, broken / "model.safetensors")
+    run = replace(grpo_run(tmp_path / "run", num_prompts=4), model=str(broken), asynchronous=options)
+    with pytest.raises(UserError, match=r"^.*prompts\.jsonl:[1-4]: the model's log-probs are not finite"):
+        grpo.run_grpo(run)
 
 
 def test_the_same_seed_gives_the_same_run(tmp_path):

@@ -19,6 +19,7 @@ from harness import graph_time_us, random_array
 from packed_gemm import ROTATED, WEIGHTS, copies_of, outputs, random_weight
 from report import row
 
+from rlnumba.kernels.gemm import ops
 from rlnumba.kernels.gemm.ops import reduce_rank
 from rlnumba.kernels.gemm.reduction import Reduction
 from rlnumba.kernels.quantized.formats import FORMATS
@@ -73,6 +74,7 @@ def main():
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--forms", nargs="*", choices=("bfloat16", *FORMATS), default=("int4", "bfloat16"))
     options = parser.parse_args()
+    ops.DENSE_REDUCES = True
     device.select("auto")
     for form in options.forms:
         for name in WEIGHTS:

@@ -8,6 +8,7 @@ from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.few_rows import FewRowsDecoder
 from rlnumba.engine.runner import Runner
 from rlnumba.kernels.experts.ops import Dispatch, Routing, combine, dispatch, gather_rows, route
+from rlnumba.kernels.gemm import ops
 from rlnumba.kernels.gemm.ops import linear, linear_swiglu, reduce_rank
 from rlnumba.kernels.gemm.reduction import Reduction
 from rlnumba.kernels.nn.rmsnorm import rmsnorm
@@ -78,8 +79,9 @@ def test_a_layers_gemms_by_packed_weights(rng):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_layers_gemms_with_an_adapter(rng, packed):
+def test_a_layers_gemms_with_an_adapter(rng, packed, monkeypatch):
     """The same with an adapter, whose first products are in the kernels; the counters there are zeros for each one."""
+    monkeypatch.setattr(ops, "DENSE_REDUCES", True)
     bf16, rows, hidden, rank = device.dtype("bfloat16"), 3, 128, 16
 
     def random(*shape):

@@ -206,8 +206,9 @@ def test_projections_have_the_bits_of_the_widened_weight(rng, hopper):
 
 @pytest.mark.sim
 @pytest.mark.parametrize("packed", [False, True])
-def test_few_rows_reduce_in_the_kernel_that_adds_the_low_rank(rng, hopper, packed, launched):
+def test_few_rows_reduce_in_the_kernel_that_adds_the_low_rank(rng, hopper, packed, launched, monkeypatch):
     """With more rows, and where a pair of columns is of two adapters, by kernels of its own: the same bits."""
+    monkeypatch.setattr(gemm, "DENSE_REDUCES", True)
     n, k = 32, 128
     weight, values = quantized(rng, "int4", (n, k), 64, BF16)
     weight, kernel = (weight, "packed_gemm_kernel") if packed else (values, "gemm_sm90_kernel")
@@ -356,11 +357,12 @@ def test_gpu_transposed(rng, form, n, k, swiglu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["int4", "nf4", None])
 @pytest.mark.parametrize("n, k, swiglu", LAYERS)
-def test_gpu_reduction(rng, form, n, k, swiglu):
+def test_gpu_reduction(rng, form, n, k, swiglu, monkeypatch):
     """The kernel that writes x A^T, too, has the bits of three kernels, however often, and in what stream, it runs.
 
     form None: a weight of 16 bits.
     """
+    monkeypatch.setattr(gemm, "DENSE_REDUCES", True)
     weight, values = quantized(rng, form or "int4", (n, k), 64, BF16)
     weight, b = weight if form else values, device.asarray(matrix(rng, (n, 48), BF16))
     contexts = [Context(device.xp().cuda.Stream(non_blocking=True)) for _ in range(2)]

@@ -35,7 +35,13 @@ from rlnumba.kernels.gemm.scheduler import problem_of, tile_coordinates
 from rlnumba.kernels.gemm.sm90_config import best_config
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
-from rlnumba.kernels.ptx.warp import device_function, griddepcontrol_launch_dependents, griddepcontrol_wait, udiv
+from rlnumba.kernels.ptx.warp import (
+    device_function,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    sync_warp,
+    udiv,
+)
 from rlnumba.kernels.ptx.wgmma import (
     ROWS,
     STEPS,
@@ -172,16 +178,19 @@ def producer(config, load, before_wait):
             step = i32(0)
             while step < last_step:
                 sm90.mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
+                if waits_for_reduced:
+                    # By all lanes: others than one that waits alone would go on without it, and come to wait for a
+                    # phase of `empty` that is past. Together: the last one to leave makes the count 0.
+                    if waits != 0 and step >= low_rank_step:
+                        wait_for_reduced(reduced.low_rank, reduced.tiles)
+                        sync_warp()
+                        waits = i32(0)
                 if lane == 0:
                     sm90.mbarrier_expect_tx(full + stage * MBARRIER_BYTES, nbytes)
                     stage_full = full + stage * MBARRIER_BYTES
                     boxes = target + stage * stage_bytes
                     if low_rank and step >= low_rank_step:
                         of_rank = i32(step - low_rank_step)
-                        if waits_for_reduced:
-                            if waits != 0:
-                                wait_for_reduced(reduced.low_rank, reduced.tiles)
-                                waits = i32(0)
                         load(boxes, low_rank_map, tile_row, tile_column, of_rank, stage_full, n)
                     else:
                         load(boxes, operand_map, tile_row, tile_column, step, stage_full, n)

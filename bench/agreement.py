@@ -2,12 +2,13 @@
 
     python bench/agreement.py                     top_p 0.9, random weights of Qwen3-0.6B's shape, 131,072 tokens
     python bench/agreement.py --shape qwen3-30b-a3b --layers 4
+    python bench/agreement.py --quantization nf4 --lora 16
     python bench/agreement.py --model FOLDER --top-p 0.9 --top-k 50 --dtype float32 --lora 16
 
 Completions are sampled with top_p and top_k, and the smallest logit that these kept is recorded for each token; the
 training forward then leaves out what is below it (sampling_mask_replay). Printed are how many log-probs are equal, the
 largest difference, and, to show that the filters matter, how many equal those of all logits. --lora: an adapter of
-random A and B on all linear layers.
+random A and B on all linear layers; --quantization: weights of these in 4 or 8 bits.
 """
 
 from dataclasses import replace
@@ -16,10 +17,12 @@ import numpy as np
 from report import row
 from shapes import random_model, shape_parser
 
-from rlnumba.config import EngineConfig, GRPOConfig, LoraConfig
+from rlnumba.config import EngineConfig, GRPOConfig, LoraConfig, QuantizationConfig
 from rlnumba.data import Prompt
 from rlnumba.engine import LLM, SamplingParams
+from rlnumba.kernels.quantized.formats import FORMATS
 from rlnumba.model.lora import Adapter
+from rlnumba.model.quantized.weights import weights_in
 from rlnumba.model.transformer import load_model
 from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device
@@ -67,15 +70,20 @@ def main():
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--lora", type=int, help="rank of an adapter")
+    parser.add_argument("--quantization", choices=tuple(FORMATS), help="format of the linear layers' weights")
+    parser.add_argument("--group-size", type=int, help="of --quantization")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.3)
     arguments = parser.parse_args()
     on_gpu = device.select(arguments.device) == "cuda"
     arguments.tokens = arguments.tokens or (131_072 if on_gpu else 256)
     folder, dtype = arguments.model, arguments.dtype
+    quantization = None
+    if arguments.quantization:
+        quantization = QuantizationConfig(type=arguments.quantization, group_size=arguments.group_size)
     if folder:
-        model = load_model(folder, dtype)
+        model = load_model(folder, dtype, make_weights=weights_in(quantization))
     else:
-        model = random_model(arguments.shape, dtype, layers=arguments.layers)
+        model = random_model(arguments.shape, dtype, layers=arguments.layers, quantization=quantization)
     if arguments.lora:
         model.adapter = random_adapter(model, arguments.lora)
     rollouts = generate(model, arguments)
@@ -91,6 +99,7 @@ def main():
     weights += f" with {arguments.layers} layers" if arguments.layers else ""
     what = f"sampling masks replayed, {weights}, {model.dtype.name}, "
     what += f"top_p {arguments.top_p:g}, top_k {arguments.top_k}, temperature {arguments.temperature:g}"
+    what += f", linear layers in {arguments.quantization}" if arguments.quantization else ""
     what += f", LoRA {arguments.lora}" if arguments.lora else ""
     result = f"{(sampled == replayed).sum()} of {len(sampled)} log-probs equal, largest difference {largest:.2g} nats; "
     result += f"{(sampled == unfiltered).sum()} equal those of all logits"

@@ -261,6 +261,21 @@ def test_a_process_that_does_not_end_its_compilation_stops_no_other(cache_folder
             process.kill()
 
 
+def test_a_signal_leaves_no_lock_file_open(tmp_path, monkeypatch):
+    """While another process is waited for."""
+
+    def interrupted(descriptor):
+        opened.append(descriptor)
+        raise KeyboardInterrupt
+
+    opened = []
+    monkeypatch.setattr(cache, "_locks_in_time", interrupted)
+    with pytest.raises(KeyboardInterrupt), cache.compiled_by_one(tmp_path / "kernel.cubin"):
+        pass
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
+
+
 def test_a_cache_that_cannot_be_written_has_no_locks(tmp_path):
     (tmp_path / "file").write_text("")
     with cache.compiled_by_one(tmp_path / "file" / "kernel.cubin"):

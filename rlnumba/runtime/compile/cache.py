@@ -156,10 +156,13 @@ def _opened_and_locked(lock):
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:
         return None
-    if _locks_in_time(descriptor):
-        return descriptor
-    os.close(descriptor)
-    return None
+    is_locked = False
+    try:
+        is_locked = _locks_in_time(descriptor)
+    finally:  # after a signal, too
+        if not is_locked:
+            os.close(descriptor)
+    return descriptor if is_locked else None
 
 
 def _locks_in_time(descriptor):

@@ -376,6 +376,8 @@ def test_gpu_reduction(rng, form, n, k, swiglu, monkeypatch):
         found = []
         # Both streams at once, each kernel as early as PDL allows, all of a stream with one array for x A^T.
         low_ranks = [device.xp().zeros((m, 48), x.dtype) for _ in contexts]
+        # They are filled in another stream.
+        device.synchronize()
         for _ in range(20):
             for each, xa in zip(contexts, low_ranks, strict=True):
                 with each.use(), launch.pdl_scope():

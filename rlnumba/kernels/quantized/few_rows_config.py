@@ -219,7 +219,11 @@ def packed_config(m, n, k, form, group_size, sm_count, epilogue):
     rows gain nothing from 16 columns: H200, 1, 16, 64 rows by 1024 x 3072 5.2, 5.0, 6.3 us, with 32 3.8, 4.6, 7.3.
     """
     rows = next(count for count in ROW_COUNTS if m <= count)
-    widths = (32, 16) if epilogue[3] else (64, 32) if rows <= 16 else (64, 32, 16)
+    has_residual, swiglu = epilogue[2:4]
+    widths = (64, 32) if rows <= 16 else (64, 32, 16)
+    # 64 rows by 64 columns with a residual have more values than a thread has registers.
+    if swiglu or has_residual and rows == 64:
+        widths = (32, 16)
     width = next((width for width in widths if -(-n // width) > FEWEST_BUSY * sm_count), widths[-1])
     return _config_of_width(width, rows, (n, k), form, group_size, epilogue)
 

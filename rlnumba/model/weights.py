@@ -121,6 +121,11 @@ class Weights:
         return [(self.first, self.flat)]
 
     @property
+    def num_parameters(self):
+        """How many parameters there are, in whatever format, with what pads them to whole lines."""
+        return self.size
+
+    @property
     def nbytes(self):
         """Bytes of all parameters."""
         return self.flat.nbytes

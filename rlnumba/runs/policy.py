@@ -95,7 +95,7 @@ class Policy:
             )
         # Those of the optimizer step that each_micro_batch goes through, on all ranks.
         self.num_micro_batches = 1
-        of_token = model.weights.size - idle_parameters(model.config)
+        of_token = model.weights.num_parameters - idle_parameters(model.config)
         # A graph cannot gather layers from other ranks.
         captures = not (self.folds_layers or self.shards_layers)
         self.graphs = MicroBatchGraphs(train, self.has_dropout, of_token, captures)

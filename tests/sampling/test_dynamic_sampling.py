@@ -75,7 +75,13 @@ def generated(model, prompts, rewards, window, max_num_seqs=64):
     llm = LLM(*model, EngineConfig(max_num_seqs=max_num_seqs))
     sizes = {"num_generations": PARAMS.n, "per_device_train_batch_size": PARAMS.n, "gradient_accumulation_steps": 4}
     options = {"dynamic_sampling": True, "over_sampling_batch_size": window, "max_gen_batches": 3}
-    run = SimpleNamespace(train=grpo_config(**sizes | options), generates_beside=False, deploy=DeployConfig(), seed=0)
+    run = SimpleNamespace(
+        train=grpo_config(**sizes | options),
+        generates_beside=False,
+        draws_on_ranks=False,
+        deploy=DeployConfig(),
+        seed=0,
+    )
     source = PromptSource(prompts, PromptOrder(len(DIFFER), False, 0), rewards)
     generations = Generations(run, None, llm, source, None)
     generations.begin(Course([(0, 0)], lambda step: TrainingProgress(0, 1, 0.0), lambda *place: PARAMS), 0, [], None)

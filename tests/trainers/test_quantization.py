@@ -14,10 +14,11 @@ from rlnumba.errors import ConfigError
 from rlnumba.kernels.quantized.formats import FORMATS, dequantize_ref, quantize_ref
 from rlnumba.kernels.quantized.ops import QuantizedWeight, dequantize
 from rlnumba.model.config import ModelConfig
+from rlnumba.model.config_mixture import idle_parameters
 from rlnumba.model.quantized.weights import QuantizedWeights, quantized_names
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model, pack, save_model, score
-from rlnumba.model.weights import write_json
+from rlnumba.model.weights import Weights, write_json
 from rlnumba.runs.loading import load_policy
 from rlnumba.runs.planning.plan import Planner
 from rlnumba.runs.run_folder import RunFolder
@@ -258,3 +259,12 @@ def test_what_a_quantized_base_does_not_go_with(tmp_path):
     message = "quantization.group_size 64 does not divide the 32 columns of model.layers.0.self_attn.q_proj.weight"
     with pytest.raises(ConfigError, match=f"^{message}$"):
         run_sft(wrong)
+
+
+def test_packed_weights_count_as_parameters():
+    """As those in 32 bits do, but for their padding: a micro-batch's time follows from their number."""
+    config = ModelConfig.from_folder(GOLDEN / "qwen3_moe")
+    plain = Weights(config, "float32")
+    packed = QuantizedWeights(config, "float32", quantization=QuantizationConfig(type="int8", group_size=8))
+    assert 0.9 * plain.num_parameters < packed.num_parameters <= plain.num_parameters
+    assert packed.size < idle_parameters(config) < packed.num_parameters

@@ -95,6 +95,10 @@ class QuantizedWeights(Weights):
         return views, nbytes
 
     @property
+    def num_parameters(self):
+        return self.size + sum(p.size for p in self.quantized.values())
+
+    @property
     def nbytes(self):
         return self.flat.nbytes + sum(self[name].nbytes for name in self.quantized)
 

@@ -122,7 +122,7 @@ class Weights:
 
     @property
     def num_parameters(self):
-        """How many parameters there are, in whatever format, with what pads them to whole lines."""
+        """The number of parameters in whatever format, with what pads them to whole lines: int."""
         return self.size
 
     @property

@@ -17,7 +17,7 @@ from rlnumba.kernels.quantized.linear import packed_linear, packed_linear_swiglu
 from rlnumba.kernels.quantized.ops import QuantizedWeight, quantize
 from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import pack, score
-from rlnumba.runtime import device
+from rlnumba.runtime import device, launch
 from rlnumba.runtime.dispatch import forced
 from rlnumba.runtime.launch import pdl_scope
 from tests.close import assert_same_bits
@@ -169,30 +169,41 @@ def test_decode_steps_of_the_engine(monkeypatch):
         assert drawn(LLM(model).generate([[1, 2, 3]], params)) == expected
 
 
+def overlap_steps(monkeypatch):
+    """Run the engine's steps in a pdl_scope; returns a list that gets (shape, names of its kernels) of each."""
+    compute, steps = Runner.compute, []
+
+    def overlapped(runner, arrays, shape, *part):
+        names = []
+        steps.append((shape, names))
+        launch.observers.append(observe := lambda kernel, _: names.append(kernel.py_func.__name__))
+        with pdl_scope():
+            compute(runner, arrays, shape, *part)
+        launch.observers.remove(observe)
+
+    monkeypatch.setattr(Runner, "compute", overlapped)
+    return steps
+
+
 def test_decode_steps_with_an_adapter(rng, monkeypatch):
     """The kernels of a decode step that compute x A^T beside x W^T have the bits of training."""
+    monkeypatch.setattr(ops, "DENSE_REDUCES", True)
     model = make_model(
         "bfloat16", vocab_size=20, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=64,
     )  # fmt: skip
-    model.adapter = Adapter.new(model.config, LoraConfig(r=3), "bfloat16", "", 0)
+    model.adapter = Adapter.new(model.config, LoraConfig(r=4), "bfloat16", "", 0)
     for pair in model.adapter.layers[0].values():
         pair.b[...] = rng.standard_normal(pair.b.shape) / 4
     params = SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True)
-    compute, steps = Runner.compute, []
-
-    def overlapped(runner, arrays, shape, *part):
-        steps.append(shape.max_seqlen_q)
-        with pdl_scope():
-            compute(runner, arrays, shape, *part)
-
-    monkeypatch.setattr(Runner, "compute", overlapped)
+    steps = overlap_steps(monkeypatch)
     with forced("sm90"):
         output = LLM(model).generate([[1, 2, 3]], params)[0].completions[0]
         # More rows than the GEMMs of few rows take: the training forward of other kernels.
         ids = [[1, 2, 3, *output.token_ids], np.arange(20).repeat(4)[:70].tolist()]
         logprobs = score(model, pack(ids), params.temperature).logprobs
-    assert steps.count(1) >= 2
+    of_decode = [names for shape, names in steps if shape.max_seqlen_q == 1]
+    assert len(of_decode) >= 2 and not any("scale_adapters_kernel" in names for names in of_decode)
     assert_same_bits(output.array("logprobs"), device.to_host(logprobs)[3:6])
 
 
@@ -206,17 +217,10 @@ def test_decode_steps_with_linear_attention(monkeypatch):
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     )  # fmt: skip
     params = SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True)
-    compute, steps = Runner.compute, []
-
-    def overlapped(runner, arrays, shape, *part):
-        steps.append(shape.max_seqlen_q)
-        with pdl_scope():
-            compute(runner, arrays, shape, *part)
-
-    monkeypatch.setattr(Runner, "compute", overlapped)
+    steps = overlap_steps(monkeypatch)
     with forced("sm90"):
         output = LLM(model).generate([[1, 2, 3]], params)[0].completions[0]
         ids = [1, 2, 3, *output.token_ids]
         logprobs = score(model, pack([ids]), params.temperature).logprobs
-    assert steps.count(1) >= 2
+    assert len([shape for shape, _ in steps if shape.max_seqlen_q == 1]) >= 2
     assert_same_bits(output.array("logprobs"), device.to_host(logprobs)[-3:])

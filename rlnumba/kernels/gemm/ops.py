@@ -8,8 +8,8 @@
 
 linear, linear_swiglu and linear_backward_input take a low rank, two matrices (A, B) of an adapter: x w^T + A B^T, or
 dout w + A B. On Hopper it is a part of the same sum; elsewhere a second product is added to the first, which has been
-rounded. A is itself a product of x, which the first two write where they get its Reduction: on Hopper, with few rows,
-in the same kernel.
+rounded. A is itself a product of x, which the first two write where they get its Reduction; few rows by packed weights
+do so in the same kernel on Hopper (quantized/linear.py).
 
 x (M, K), weight (N, K), out (M, N). Sums are float32 whatever the arrays hold; gradients of weights and
 biases are float32 arrays that accumulate. GEMM backends:

@@ -12,8 +12,10 @@ Asynchronous operations, above all TMA copies and wgmma, complete as late as pos
 and then in any order. Until then their destination holds NaN. A kernel that omits a wait therefore computes NaN, or the
 simulated instruction finds that its operands have changed and raises an error. Inside launch.pdl_scope a kernel with
 programmatic dependent launch begins before all kernels ahead of it, which run when it reaches griddepcontrol_wait: what
-it reads of theirs before is old. RLNUMBA_SIMULATOR_SEED=N draws at random
-which thread runs next and when an operation completes; equal bits for several N are evidence that no barrier is absent.
+it reads of theirs before is old. RLNUMBA_SIMULATOR_SEED=N draws at random which warp has precedence, so that one may be
+far ahead of the others, and when an operation completes; equal bits for several N are evidence that no barrier is
+absent. Source of precedence: Burckhardt et al. 2010, A Randomized Scheduler with Probabilistic Guarantees of Finding
+Bugs.
 """
 
 import functools
@@ -35,6 +37,8 @@ WARP = 32
 SEED = os.environ.get("RLNUMBA_SIMULATOR_SEED")
 # With a seed, the probability that a pending operation completes before the next thread runs.
 COMPLETION_PROBABILITY = 0.25
+# And the probability that a warp that is ready has another precedence when the next warp is chosen.
+CHANGE_PROBABILITY = 0.02
 # Blocks that are resident at the same time.
 RESIDENT_BLOCKS = 2
 # The NaN that a GPU's arithmetic returns, whatever its operands are. NumPy's has other bits, and keeps those of an
@@ -112,6 +116,8 @@ class Grid:
         self.ready = deque()
         # Asynchronous operations that are not complete: functions without arguments that complete them.
         self.pending = []
+        # With a seed: the precedence of (block, warp), the least first, and the one that runs.
+        self.precedence, self.warp = {}, None
 
     def run(self, function, block_dim, block_indices):
         """Run all blocks to their ends; block_dim: threads of a block in x, y, z."""
@@ -140,7 +146,7 @@ class Grid:
         global _thread
         ready = self.ready
         if SEED:
-            ready.rotate(self.random.randrange(len(ready)))
+            self._draw_thread()
         try:
             while ready:
                 ready.popleft().go_on()
@@ -157,6 +163,20 @@ class Grid:
             raise
         finally:
             _thread = None
+
+    def _draw_thread(self):
+        """Let a thread of the warp that runs be the first one, or, where all of its threads wait, of the next warp.
+
+        Threads of a warp go on together, as those of a GPU do behind a loop or a branch.
+        """
+        ready, precedence = self.ready, self.precedence
+        warps = [(thread.block, thread.index // WARP) for thread in ready]
+        if self.warp not in warps:
+            for warp in dict.fromkeys(warps):
+                if warp not in precedence or self.random.random() < CHANGE_PROBABILITY:
+                    precedence[warp] = self.random.random()
+            self.warp = min(warps, key=precedence.get)
+        ready.rotate(-warps.index(self.warp))
 
     def _raise_deadlock(self):
         block, groups, returned = self.blocks[0], {}, "have returned"

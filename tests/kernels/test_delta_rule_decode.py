@@ -15,7 +15,7 @@ from rlnumba.kernels.delta_rule.arithmetic import (
 )
 from rlnumba.kernels.delta_rule.decode.kernel import DecodeOutputs, delta_rule_decode
 from rlnumba.kernels.delta_rule.gated_norm import gated_norm
-from rlnumba.kernels.delta_rule.inputs import TAPS, ConvCache, DeltaRuleHeads
+from rlnumba.kernels.delta_rule.inputs import TAPS, ConvCache, DeltaRuleHeads, InputWeights
 from rlnumba.kernels.delta_rule.ops import delta_rule
 from rlnumba.runtime import device
 from tests.close import assert_same_bits
@@ -203,6 +203,18 @@ def test_simulator(rng):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("seed", ["3"])
+def test_a_warp_may_be_ahead_of_the_others(rng, seed, monkeypatch):
+    """A fold, in which a warp may still prepare shared memory when another has written the token's k and q to it."""
+    monkeypatch.setattr("rlnumba.runtime.simulator.SEED", seed)
+    step = Step(rng, [(128, -1)], DeltaRuleHeads(1, 1, 128, 128), "bfloat16")
+    if device.name() == "sim":
+        step.check()
+    else:
+        step.check_close(8e-4)
+
+
+@pytest.mark.sim
 def test_a_row_without_a_sequence_has_zeros(rng):
     step = Step(rng, [(0, -1)], DeltaRuleHeads(1, 1, 128, 128), "float16")
     step.places = [(-1, -1)]
@@ -275,3 +287,36 @@ def test_decoding_all_tokens_has_the_bits_of_packed_sequences(rng, heads):
                 array[int(row)] = value
     for name, got, want in zip(DecodeOutputs._fields, found, expected, strict=True):
         assert_same_bits(got, want, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("position", [64, 128])
+@pytest.mark.parametrize("value_heads", [16, 32])
+def test_many_blocks_that_fold_have_equal_bits_each_time(rng, value_heads, position):
+    """More blocks than run at once, whose warps wait for memory in another order each time."""
+    count, heads, xp = 256, DeltaRuleHeads(16, value_heads, 128, 128), device.xp()
+    generator, dtype = xp.random.default_rng(0), device.dtype("bfloat16")
+
+    def random(*shape, dtype=dtype, scale=0.1):
+        return (generator.standard_normal(shape, np.float32) * np.float32(scale)).astype(dtype)
+
+    places = np.arange(count + 1), np.full(count, position + 1), np.arange(count)[:, None].repeat(3, 1)
+    places = *places, np.arange(count), np.full(count, -1)
+    sequences = StateSequences(*(device.asarray(np.ascontiguousarray(x, np.int32)) for x in places))
+    rows, half = (count, BLOCK), np.float16
+    before = StateCache(
+        random(count, value_heads, 2, 128, 128, dtype=half, scale=0.01), random(*rows, 16, 128, dtype=half),
+        random(*rows, value_heads, 128, dtype=half), -xp.abs(random(*rows, value_heads, dtype=np.float32)),
+    )  # fmt: skip
+    conv_before = ConvCache(random(count, TAPS, heads.channels), random(count, TAPS - 1, heads.channels))
+    weights = InputWeights(random(heads.channels, TAPS, scale=0.5), random(value_heads), random(value_heads))
+    projected, norm, shape = random(count, heads.columns, scale=1), random(128, scale=1), (count, value_heads, 128)
+    expected = None
+    for _ in range(20):
+        cache, conv = StateCache(*(x.copy() for x in before)), ConvCache(*(x.copy() for x in conv_before))
+        outputs = DecodeOutputs(xp.empty(shape, half), xp.empty(shape, dtype), xp.empty(shape[:2], np.float32))
+        delta_rule_decode(projected, weights, (norm, EPS), heads, sequences, cache, conv, outputs)
+        found = *outputs, *cache, *conv
+        expected = found if expected is None else expected
+        for got, want in zip(found, expected, strict=True):
+            assert (got.view(np.uint8) == want.view(np.uint8)).all()

@@ -126,8 +126,9 @@ def start_copies(base, sums, cache, slot, head, key_head, source, filled, thread
         place = address_of(cache.decay_sums) + (place * cache.decay_sums.shape[2] + head) * 4
         sm80.cp_async_4(sums + thread * i32(4), place, i32(4))
     sm80.cp_async_commit_group()
-    zero = i32(0)
-    while line <= (filled | i32(SUB_BLOCK - 1)):
+    # Behind a full block is no line of w, but the token's.
+    zero, last = i32(0), i32(min(filled, i32(BLOCK - 1)) | i32(SUB_BLOCK - 1))
+    while line <= last:
         store_words(target + i32(2 * VALUES), zero, zero, zero, zero)
         line, target = i32(line + i32(LINES)), target + i32(LINES * PITCH)
 

@@ -74,7 +74,6 @@ def main():
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--forms", nargs="*", choices=("bfloat16", *FORMATS), default=("int4", "bfloat16"))
     options = parser.parse_args()
-    ops.DENSE_REDUCES = True
     device.select("auto")
     for form in options.forms:
         for name in WEIGHTS:

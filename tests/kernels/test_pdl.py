@@ -8,7 +8,6 @@ from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.few_rows import FewRowsDecoder
 from rlnumba.engine.runner import Runner
 from rlnumba.kernels.experts.ops import Dispatch, Routing, combine, dispatch, gather_rows, route
-from rlnumba.kernels.gemm import ops
 from rlnumba.kernels.gemm.ops import linear, linear_swiglu, reduce_rank
 from rlnumba.kernels.gemm.reduction import Reduction
 from rlnumba.kernels.nn.rmsnorm import rmsnorm
@@ -79,9 +78,8 @@ def test_a_layers_gemms_by_packed_weights(rng):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_layers_gemms_with_an_adapter(rng, packed, monkeypatch):
+def test_a_layers_gemms_with_an_adapter(rng, packed):
     """The same with an adapter, whose first products are in the kernels; the counters there are zeros for each one."""
-    monkeypatch.setattr(ops, "DENSE_REDUCES", True)
     bf16, rows, hidden, rank = device.dtype("bfloat16"), 3, 128, 16
 
     def random(*shape):
@@ -187,7 +185,6 @@ def overlap_steps(monkeypatch):
 
 def test_decode_steps_with_an_adapter(rng, monkeypatch):
     """The kernels of a decode step that compute x A^T beside x W^T have the bits of training."""
-    monkeypatch.setattr(ops, "DENSE_REDUCES", True)
     model = make_model(
         "bfloat16", vocab_size=20, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=64,

@@ -8,8 +8,8 @@
 
 linear, linear_swiglu and linear_backward_input take a low rank, two matrices (A, B) of an adapter: x w^T + A B^T, or
 dout w + A B. On Hopper it is a part of the same sum; elsewhere a second product is added to the first, which has been
-rounded. A is itself a product of x, which the first two write where they get its Reduction; few rows by packed weights
-do so in the same kernel on Hopper (quantized/linear.py).
+rounded. A is itself a product of x, which the first two write where they get its Reduction: on Hopper, with few rows,
+in the same kernel.
 
 x (M, K), weight (N, K), out (M, N). Sums are float32 whatever the arrays hold; gradients of weights and
 biases are float32 arrays that accumulate. GEMM backends:
@@ -40,10 +40,6 @@ OFFERED = {"cpu": ("cpu",), "sim": ("native",), "shapes": ("native",), "cuda": (
 # a: (M, K), or (K, M) if a_mn; b: (N, K), or (K, N) if b_mn; out (M, N); bias (N,); residual (M, N), or out itself.
 BACKENDS = {"cpu": cpu.gemm, "cublas": cublas.gemm}
 FAMILIES = {"sm90": gemm_sm90.gemm, "sm80": gemm_sm80.gemm}
-# Whether the sm90 kernel of few rows by a weight of 16 bits writes the first matrix of an adapter's low rank, too. Not
-# yet: on an H200 a decode step of Qwen3-8B's shape did not end. Since then its warps wait otherwise, tried in the
-# simulator alone.
-DENSE_REDUCES = False
 # Former names that stay accepted.
 ALIASES = {"numba": "native"}
 
@@ -137,7 +133,7 @@ def linear(x, weight, out, bias=None, residual=None, low_rank=None, reduction=No
         return
     gemm = _gemm(x, weight, out, k, bias, residual, low_rank)
     if reduction is not None:
-        if DENSE_REDUCES and gemm is gemm_sm90.gemm and is_one_kernel(x, out, low_rank, reduction):
+        if gemm is gemm_sm90.gemm and is_one_kernel(x, out, low_rank, reduction):
             gemm_sm90.gemm_reducing(x, weight, out, low_rank, reduction, bias, residual)
             return
         reduce_rank(x, reduction, low_rank[0])
@@ -169,7 +165,7 @@ def linear_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu", red
     if reduction is not None:
         check_reduction("linear_swiglu", reduction, low_rank, k)
     if m and n and _gemm(x, weight, out, k, residual=gate_up, low_rank=low_rank) is gemm_sm90.gemm:
-        if reduction is not None and not (DENSE_REDUCES and is_one_kernel(x, out, low_rank, reduction)):
+        if reduction is not None and not is_one_kernel(x, out, low_rank, reduction):
             reduce_rank(x, reduction, low_rank[0])
             reduction = None
         gemm_sm90.gemm_swiglu(x, weight, gate_up, out, low_rank, activation, reduction)

@@ -27,6 +27,7 @@ from rlnumba.kernels.quantized import few_rows
 from rlnumba.kernels.quantized.few_rows_config import (
     ROW_COUNTS,
     PackedGemmConfig,
+    config_in_registers,
     has_turns,
     is_possible,
     packed_config,
@@ -72,13 +73,18 @@ def config_of(form, m, n, k, swiglu):
 def configs(form, m, n, k, swiglu):
     """The configs of a sweep."""
     rows = next(count for count in ROW_COUNTS if m <= count)
-    places = {}, {"a_in_shared": True, "swapped": True}, {"a_in_shared": True, "swapped": True, "teams": 2}
+    places = {}, {"swapped": True}, {"swapped": True, "teams": 2}
     for columns, panels, place in itertools.product((16, 32, 64), (2, 4), places):
         fields = panels, 2, rows, FORMATS[form].group_size // 64, columns == 64 or not swiglu, "bfloat16"
         config = PackedGemmConfig(form, columns, 8, *fields, swiglu=swiglu, **place)
         while config.warps > 1 and not is_possible(config):
             config = config._replace(warps=config.warps // 2)
         if is_possible(config) and has_turns(config := with_stages(config), k):
+            yield config
+    fields = rows, n // 2 if swiglu else n, form, FORMATS[form].group_size, ("bfloat16", False, False, swiglu, False)
+    for constants in itertools.product((1, 2, 3), (64, 32), (2, 4), (1, 2, 4)):
+        config = config_in_registers(constants, *fields)
+        if is_possible(config) and has_turns(config, k):
             yield config
 
 
@@ -143,6 +149,14 @@ def times(form, name, bandwidth):
         row(f"{form} {name} {m} rows", result)
 
 
+def place_of(config):
+    """Where the operands of wgmma are, and who widens the weight."""
+    if config.warpgroups:
+        return f"C^T, widened by {config.warpgroups} warpgroups, {config.wgmma_steps} steps at once"
+    place = "C^T" if config.swapped else "A in registers"
+    return f"{place}, widened by {config.warps} x {config.teams} warps"
+
+
 def sweep(form, name):
     n, k, swiglu = SWEPT[name]
     packed = copies_of(random_weight(form, n, k))
@@ -153,10 +167,7 @@ def sweep(form, name):
             for config in swept(form, m, SWEPT[name]):
                 found.append((graph_time_us([call_of(config, x, w, outs, swiglu) for w in packed], 3), config))
         for us, config in sorted(found, key=lambda pair: pair[0])[:6]:
-            place = "C^T" if config.swapped else "A in shared memory" if config.a_in_shared else "A in registers"
-            constants = (
-                f"{config.columns} columns, {config.panels} panels, {config.warps} x {config.teams} warps, {place}"
-            )
+            constants = f"{config.columns} columns, {config.panels} panels, {place_of(config)}"
             note = " <- chosen" if config == chosen else ""
             print(f"{form} {name} {m:2d} rows {us:8.2f} us  {constants}{note}", flush=True)
 

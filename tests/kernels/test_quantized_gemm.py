@@ -13,6 +13,8 @@ from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig
 from rlnumba.kernels.quantized import few_rows
 from rlnumba.kernels.quantized.few_rows_config import (
     PackedGemmConfig,
+    config_in_registers,
+    config_of_width,
     has_turns,
     is_possible,
     packed_config,
@@ -72,13 +74,13 @@ def check(rng, config, rows, n, k, adapters=1):
 BF16, F16 = "bfloat16", "float16"
 # A config; numbers of rows; N and K: ragged edges, several tiles and more stages than the ring has.
 SIMULATED = [
-    (PackedGemmConfig("int4", 16, 2, 2, 2, 8, 1, False, BF16, a_in_shared=True), [1, 2, 3], 40, 384),
+    (PackedGemmConfig("int4", 16, 2, 2, 2, 8, 1, False, BF16), [1, 2, 3], 40, 384),
     (PackedGemmConfig("int4", 32, 2, 2, 3, 8, 2, True, F16, bias=True, residual=True), [4, 5, 8], 40, 512),
     (PackedGemmConfig("int4", 48, 6, 4, 2, 16, 1, False, BF16, low_rank=True), [9, 16], 72, 512),
     (PackedGemmConfig("int8", 16, 2, 2, 2, 8, 2, False, BF16, residual=True, low_rank=True), [6, 7], 40, 256),
     (PackedGemmConfig("int8", 32, 4, 2, 2, 16, 1, True, F16), [10, 11], 40, 256),
     (PackedGemmConfig("int8", 64, 8, 2, 2, 16, 1, True, BF16, swiglu=True, low_rank=True), [12], 64, 128),
-    (PackedGemmConfig("fp8", 16, 2, 4, 2, 8, 1, False, F16, bias=True, a_in_shared=True), [8], 24, 512),
+    (PackedGemmConfig("fp8", 16, 2, 4, 2, 8, 1, False, F16, bias=True), [8], 24, 512),
     (PackedGemmConfig("fp8", 32, 4, 2, 2, 16, 2, False, BF16, swiglu=True), [13, 14], 48, 256),
     (PackedGemmConfig("nf4", 16, 1, 2, 2, 16, 1, False, BF16, residual=True), [15, 16], 40, 256),
     (PackedGemmConfig("nf4", 32, 4, 2, 2, 8, 1, False, F16, swiglu=True, low_rank=True), [1], 48, 256),
@@ -104,11 +106,37 @@ SWAPPED = [
     (PackedGemmConfig("fp8", 16, 2, 2, 5, 32, 1, False, BF16, bias=True, low_rank=True, teams=3), [23], 40, 768, 1),
     (PackedGemmConfig("int4", 64, 8, 2, 3, 64, 1, True, BF16, bias=True, teams=2), [40], 72, 512, 1),
 ]
-SWAPPED = [(config._replace(a_in_shared=True, swapped=True), *case) for config, *case in SWAPPED]
+SWAPPED = [(config._replace(swapped=True), *case) for config, *case in SWAPPED]
+
+# C^T = W A^T by one to three warpgroups that widen in their registers: ragged edges, tiles of 64 rows of the weight and
+# of 32 for a warpgroup, one and more panels of a low rank, of a tile of A' one and two a stage.
+IN_REGISTERS = [
+    (PackedGemmConfig("int4", 64, 0, 2, 3, 8, 1, True, BF16, residual=True, wgmma_steps=1), 1, [1, 7], 72, 768, 1),
+    (PackedGemmConfig("int4", 64, 0, 4, 2, 8, 2, True, BF16, bias=True), 2, [8], 96, 768, 1),
+    (PackedGemmConfig("int8", 64, 0, 2, 2, 16, 1, True, F16, residual=True, low_rank=True), 1, [13], 72, 384, 1),
+    (PackedGemmConfig("int8", 32, 0, 4, 2, 8, 2, True, BF16, wgmma_steps=2), 3, [5], 104, 512, 1),
+    (PackedGemmConfig("fp8", 64, 0, 2, 2, 32, 2, True, BF16, swiglu=True, wgmma_steps=2), 2, [23], 96, 256, 1),
+    (PackedGemmConfig("nf4", 64, 0, 2, 2, 8, 1, False, F16, swiglu=True, low_rank=True), 1, [8], 48, 256, 1),
+    (PackedGemmConfig("nf4", 32, 0, 2, 2, 64, 1, True, BF16, residual=True, wgmma_steps=1), 2, [40], 40, 256, 1),
+    (PackedGemmConfig("int4", 64, 0, 4, 2, 8, 1, True, BF16, swiglu=True, reduces=True), 3, [5], 64, 512, 3),
+    (PackedGemmConfig("fp8", 32, 0, 2, 3, 16, 1, True, F16, residual=True, reduces=True), 1, [9], 40, 256, 1),
+    (PackedGemmConfig("int4", 32, 0, 2, 2, 8, 1, True, BF16, swiglu=True, reduces=True), 2, [6], 96, 256, 1),
+    (PackedGemmConfig("int8", 32, 0, 2, 2, 8, 1, False, BF16, swiglu=True, low_rank=True), 1, [3], 48, 256, 1),
+]
+IN_REGISTERS = [
+    (
+        config._replace(
+            columns=config.columns * warpgroups, swapped=True, warpgroups=warpgroups,
+            low_rank=config.low_rank or config.reduces,
+        ),
+        *case,
+    )
+    for config, warpgroups, *case in IN_REGISTERS
+]  # fmt: skip
 
 # With the first matrix of the low rank computed in the kernel: one tile of it and several, of one adapter and three.
 REDUCING = [
-    (PackedGemmConfig("int4", 16, 2, 4, 2, 8, 1, False, BF16, residual=True, a_in_shared=True), [3], 40, 512, 3),
+    (PackedGemmConfig("int4", 16, 2, 4, 2, 8, 1, False, BF16, residual=True), [3], 40, 512, 3),
     (PackedGemmConfig("int8", 32, 4, 2, 2, 16, 1, True, F16, bias=True), [9], 40, 256, 1),
     (PackedGemmConfig("nf4", 32, 4, 2, 2, 8, 1, False, BF16, swiglu=True), [8], 48, 256, 1),
     (PackedGemmConfig("int4", 16, 1, 2, 2, 64, 1, False, BF16), [40], 16, 256, 3),
@@ -131,6 +159,13 @@ def test_the_transposed_product(rng, config, rows, n, k, adapters):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("config, rows, n, k, adapters", IN_REGISTERS)
+def test_warpgroups_that_widen_in_their_registers(rng, config, rows, n, k, adapters):
+    assert is_possible(config) and has_turns(config, k)
+    check(rng, config, rows, n, k, adapters)
+
+
+@pytest.mark.sim
 @pytest.mark.parametrize("config, rows, n, k, adapters", REDUCING)
 def test_the_low_rank_in_the_same_kernel(rng, config, rows, n, k, adapters):
     assert is_possible(config)
@@ -140,14 +175,39 @@ def test_the_low_rank_in_the_same_kernel(rng, config, rows, n, k, adapters):
 
 def test_every_chosen_config_is_possible():
     """Whatever the shape, the warps share the loads evenly and an SM holds the ring."""
+    shapes = (
+        (24, 128),
+        (1024, 2048),
+        (6144, 4096),
+        (12_288, 4096),
+        (4096, 12_288),
+        (2560, 9728),
+        (9728, 2560),
+        (640, 384),
+    )
     for m, form, swiglu in itertools.product((1, 8, 9, 17, 64), FORMATS.values(), (False, True)):
-        for n, k in ((24, 128), (1024, 2048), (6144, 4096), (12_288, 4096), (4096, 12_288), (2560, 9728), (640, 384)):
-            for sm_count in (132, 114):
-                fields = "bfloat16", False, False, swiglu, False
-                config = packed_config(m, n, k, form.name, form.group_size, sm_count, fields)
-                assert is_possible(config) and config.loads >= 1 and m <= config.rows
-                assert has_turns(config, k) and config.stages >= 3
-                assert config.layout.nbytes <= 227 * 1024 and config.threads <= 1024
+        for (n, k), sm_count in itertools.product(shapes, (132, 114)):
+            fields = "bfloat16", False, False, swiglu, False
+            config = packed_config(m, n, k, form.name, form.group_size, sm_count, fields)
+            assert is_possible(config) and m <= config.rows and has_turns(config, k)
+            assert config.layout.nbytes <= 227 * 1024 and config.threads <= 1024
+            if config.warpgroups:
+                assert config.stages >= 2
+            else:
+                assert config.loads >= 1 and config.stages >= 3
+
+
+def test_those_who_multiply_widen_where_that_is_faster():
+    """Wide tiles of gate and up of any rows, but of one byte a value with few; and other tiles of 64 rows."""
+
+    def warpgroups(m, n, k, form, swiglu=True):
+        epilogue = "bfloat16", False, False, swiglu, False
+        return packed_config(m, n, k, form, FORMATS[form].group_size, 132, epilogue).warpgroups
+
+    assert [warpgroups(m, 12_288, 4096, "int4") for m in (1, 16, 64)] == [3, 3, 3]
+    assert [warpgroups(m, 12_288, 4096, "int8") for m in (1, 16, 64)] == [0, 3, 3]
+    assert [warpgroups(m, 3072, 1024, "nf4") for m in (1, 16, 64)] == [0, 0, 1]
+    assert [warpgroups(m, 4096, 12_288, "fp8", False) for m in (1, 16, 64)] == [0, 0, 1]
 
 
 @pytest.mark.sim
@@ -206,9 +266,8 @@ def test_projections_have_the_bits_of_the_widened_weight(rng, hopper):
 
 @pytest.mark.sim
 @pytest.mark.parametrize("packed", [False, True])
-def test_few_rows_reduce_in_the_kernel_that_adds_the_low_rank(rng, hopper, packed, launched, monkeypatch):
+def test_few_rows_reduce_in_the_kernel_that_adds_the_low_rank(rng, hopper, packed, launched):
     """With more rows, and where a pair of columns is of two adapters, by kernels of its own: the same bits."""
-    monkeypatch.setattr(gemm, "DENSE_REDUCES", True)
     n, k = 32, 128
     weight, values = quantized(rng, "int4", (n, k), 64, BF16)
     weight, kernel = (weight, "packed_gemm_kernel") if packed else (values, "gemm_sm90_kernel")
@@ -335,34 +394,65 @@ def product(weight, swiglu, x, residual, low_rank, reduction):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("n, k, swiglu", LAYERS[:4])
 def test_gpu_transposed(rng, form, n, k, swiglu):
-    """C^T = W A^T: the bits of C, whose kernels test_gpu compares with that of 16 bits."""
+    """C^T = W A^T, widened by warps of their own and by those that multiply: the bits of C with A in registers."""
     weight, _ = quantized(rng, form, (n, k), 64, BF16)
     b, columns = device.asarray(matrix(rng, (n, 48), BF16)), n // 2 if swiglu else n
     for m in (1, 8, 11, 40):
         x, residual = (device.asarray(matrix(rng, shape, BF16)) for shape in ((m, k), (m, columns)))
-        reduction = random_adapters(rng, 1, 48, k, m, BF16)
-        chosen = packed_config(m, columns, k, form, 64, device.sm_count(), (BF16, False, not swiglu, swiglu, True))
-        chosen = chosen._replace(reduces=True)
-        assert chosen.swapped and chosen.teams == 2
-        plain = with_stages(chosen._replace(swapped=False, a_in_shared=False, teams=1))
+        reduction, epilogue = random_adapters(rng, 1, 48, k, m, BF16), (BF16, False, not swiglu, swiglu, True)
+        chosen = packed_config(m, columns, k, form, 64, device.sm_count(), epilogue)
+        turns = config_of_width(32, chosen.rows, (columns, k), form, 64, epilogue)
+        assert chosen.swapped and turns.swapped and turns.teams == 2
         found = []
-        for config in (plain, chosen):
+        for config in (with_stages(turns._replace(swapped=False, teams=1)), turns, chosen):
             xa, out = device.xp().zeros((m, 48), x.dtype), device.xp().zeros((m, n), x.dtype)
             found.append((xa, out, residual.copy()))
+            config = config._replace(reduces=True)
             few_rows.gemm_with_config(config, x, weight, out, None, found[-1][2], (xa, b), reduction)
-        for each, wanted in zip(*found, strict=True):
-            assert_same_bits(each, wanted, f"{form}, {m} rows by {n} x {k}")
+        for arrays in found[1:]:
+            for each, wanted in zip(arrays, found[0], strict=True):
+                assert_same_bits(each, wanted, f"{form}, {m} rows by {n} x {k}")
+
+
+# Warpgroups that widen in their registers, rows of the weight of each, panels, steps at once: those not chosen.
+WARPGROUPS = [(1, 64, 2, 1), (2, 64, 2, 2), (2, 32, 2, 4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("n, k, swiglu", [(4096, 4096, False), (1536, 640, True)])
+def test_gpu_in_registers(rng, form, n, k, swiglu):
+    """Warpgroups that widen in their registers: the bits of the form that is chosen."""
+    weight, _ = quantized(rng, form, (n, k), 64, BF16)
+    b, columns = device.asarray(matrix(rng, (n, 48), BF16)), n // 2 if swiglu else n
+    for m in (8, 24):
+        x, residual = (device.asarray(matrix(rng, shape, BF16)) for shape in ((m, k), (m, columns)))
+        reduction, epilogue = random_adapters(rng, 1, 48, k, m, BF16), (BF16, False, not swiglu, swiglu, True)
+        chosen = packed_config(m, columns, k, form, 64, device.sm_count(), epilogue)
+        configs = [chosen]
+        for constants in WARPGROUPS:
+            configs.append(config_in_registers(constants, chosen.rows, columns, form, 64, epilogue))
+        found = []
+        for config in configs:
+            assert is_possible(config) and has_turns(config, k)
+            xa, out = device.xp().zeros((m, 48), x.dtype), device.xp().zeros((m, n), x.dtype)
+            found.append((xa, out, residual.copy()))
+            few_rows.gemm_with_config(
+                config._replace(reduces=True), x, weight, out, None, found[-1][2], (xa, b), reduction
+            )
+        for config, arrays in zip(configs[1:], found[1:], strict=True):
+            for each, wanted in zip(arrays, found[0], strict=True):
+                assert_same_bits(each, wanted, f"{m} rows by {n} x {k}, {config}")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["int4", "nf4", None])
 @pytest.mark.parametrize("n, k, swiglu", LAYERS)
-def test_gpu_reduction(rng, form, n, k, swiglu, monkeypatch):
+def test_gpu_reduction(rng, form, n, k, swiglu):
     """The kernel that writes x A^T, too, has the bits of three kernels, however often, and in what stream, it runs.
 
     form None: a weight of 16 bits.
     """
-    monkeypatch.setattr(gemm, "DENSE_REDUCES", True)
     weight, values = quantized(rng, form or "int4", (n, k), 64, BF16)
     weight, b = weight if form else values, device.asarray(matrix(rng, (n, 48), BF16))
     contexts = [Context(device.xp().cuda.Stream(non_blocking=True)) for _ in range(2)]
@@ -415,9 +505,22 @@ def test_chosen_configs_compile_for_gpus(compile_offline, form, m, n, k, swiglu)
     fields = "bfloat16", False, not swiglu, swiglu, True
     config = packed_config(m, n, k, form, FORMATS[form].group_size, 132, fields)
     configs = [config, config._replace(reduces=True)]
-    # From registers 64 columns with a residual leave too few for A.
-    if config.columns < 64 or not config.residual:
-        configs += [each._replace(teams=1, swapped=False, a_in_shared=m <= 8) for each in configs]
     for each in configs:
         troubles = compile_offline(few_rows.packed_gemm_kernel(each), types_of(each), (9, 0, "a"))
         assert not troubles, "\n".join(troubles)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "constants, rows, swiglu", [((3, 64, 2, 1), 8, True), ((1, 32, 2, 2), 16, False), ((2, 64, 2, 4), 64, True)]
+)
+def test_warpgroups_that_widen_compile_for_gpus(compile_offline, form, constants, rows, swiglu):
+    """Without a spill, and without wgmma that waits for the one before."""
+    if device.name() != "cpu":
+        pytest.skip("compiles without a GPU, from the cpu device")
+    epilogue = "bfloat16", False, not swiglu, swiglu, True
+    config = config_in_registers(constants, rows, 12_288, form, FORMATS[form].group_size, epilogue)
+    config = config._replace(reduces=True)
+    assert is_possible(config) and config.layout.nbytes <= 227 * 1024
+    troubles = compile_offline(few_rows.packed_gemm_kernel(config), types_of(config), (9, 0, "a"))
+    assert not troubles, "\n".join(troubles)

@@ -57,7 +57,7 @@ def of_config(form, columns, warps, panels, rows, group_tiles, whole_tiles, elem
 SIMULATED = [
     (of_config("int8", 32, 4, 2, 8, 2, True, BF16), (3, 0, 9, 1), 64, 256, 3),
     (of_config("int8", 32, 4, 2, 16, 1, False, BF16, swiglu=True), (0, 0, 17), 48, 128, 1),
-    (of_config("int4", 64, 4, 4, 8, 2, True, BF16, a_in_shared=True), (8, 1, 0), 96, 256, 1),
+    (of_config("int4", 64, 4, 4, 8, 2, True, BF16), (8, 1, 0), 96, 256, 1),
     (of_config("fp8", 64, 8, 2, 32, 1, True, F16, swiglu=True), (0, 33, 0, 1), 32, 128, 1),
     (of_config("nf4", 16, 2, 2, 64, 1, False, BF16), (65, 0), 32, 256, 1),
     (of_config("nf4", 32, 4, 2, 8, 1, False, F16, swiglu=True), (1, 0, 0, 2), 16, 128, 1),

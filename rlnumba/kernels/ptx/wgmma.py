@@ -123,7 +123,7 @@ if SIMULATED:
         return address
 
     def _start_function(form):
-        columns, element, steps, a, b, accumulate, (a_box, b_box, blocks, broadcast) = form
+        columns, element, steps, a, b, accumulate, (a_box, b_box, blocks, broadcast, b_first) = form
         dtype, k, count = device.DTYPES[element], 16 * steps, columns // 2 * blocks
         row, column = _fragment(columns)
         word_row, word_column = _fragment(k)
@@ -133,7 +133,8 @@ if SIMULATED:
             reads = []
             if a != "registers":
                 left = _operand(left, a_rows, k, a, a_box, dtype, reads)
-            return left, _operand(right, columns, k, b, b_box, dtype, reads), reads
+            right = _operand(right, columns, 16 * b_first + k, b, b_box, dtype, reads)
+            return left, right[:, 16 * b_first :], reads
 
         def compute(operands, threads):
             left, right, reads = operands
@@ -223,7 +224,7 @@ else:
 
     def _start_text(form):
         """The PTX of a WgmmaForm. Operands: results, accumulators that come in, A (words or a descriptor), B, ..."""
-        columns, element, steps, a, b, accumulate, (a_box, b_box, blocks, broadcast) = form
+        columns, element, steps, a, b, accumulate, (a_box, b_box, blocks, broadcast, b_first) = form
         count = columns // 2
         left = count * blocks * (1 if accumulate is False else 2)
         right = left + (4 * steps if a == "registers" else 1)
@@ -241,7 +242,7 @@ else:
         lines += ["wgmma.fence.sync.aligned;"]
         for step in range(steps):
             for block in range(blocks):
-                lines += [f"{{ .reg .b64 a, b; add.s64 b, ${right}, {offset(step, b, b_box)};"]
+                lines += [f"{{ .reg .b64 a, b; add.s64 b, ${right}, {offset(b_first + step, b, b_box)};"]
                 if a == "registers":
                     operands, transposed = f"{registers(left + 4 * step, 4)}, b", f"{int(b == 'mn')}"
                 else:
@@ -302,13 +303,14 @@ class WgmmaLayout(NamedTuple):
 
     a_box, b_box: bytes from the box of 64 k to that of the next 64; None: boxes of as many lines as the operand has
     rows lie one after the other. blocks: of 64 rows of A. broadcast: A, K-major, has eight rows only, each of which is
-    also every eighth row after it.
+    also every eighth row after it. b_first: of the 16 steps of the box at B's descriptor, those before the first.
     """
 
     a_box: int | None = None
     b_box: int | None = None
     blocks: int = 1
     broadcast: bool = False
+    b_first: int = 0
 
 
 CONTIGUOUS = WgmmaLayout()

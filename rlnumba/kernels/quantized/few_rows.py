@@ -4,9 +4,10 @@ A block computes tiles of C, all rows by `columns` rows of the weight. One warp 
 scales into a ring of their own, several stages ahead. Other warps widen them (widen.py) and write the values to a stage
 of a second ring, where a warpgroup multiplies them by wgmma: 16 steps of the reduction at a time, in ascending order,
 in one accumulator, as gemm/sm90.py does. One warp loads A by TMA. A comes to wgmma from registers: of its 64 rows the
-warps load those that A has, where wgmma reads all 64 from shared memory in each step; or from there, eight rows that it
-broadcasts. Or the weight is the first operand, and A's eight rows the second: C^T = W A^T, which goes through shared
-memory to the threads that write C.
+warps load those that A has, where wgmma reads all 64 from shared memory in each step. Or the weight is the first
+operand, and A's rows the second: C^T = W A^T, which goes through shared memory to the threads that write C. The weight
+comes to wgmma from shared memory or, where those who multiply widen it (few_rows_in_registers.py), from registers: then
+no warps of their own do.
 
     packed ring, one stage   [segment of rows, panel of 64 steps, words of the segment's rows]
     scales, one stage        [segment of rows, group, scales of the segment's rows]
@@ -51,6 +52,7 @@ from rlnumba.kernels.ptx.warp import (
     sync_warp,
 )
 from rlnumba.kernels.ptx.wgmma import STEPS
+from rlnumba.kernels.quantized import few_rows_in_registers as in_registers
 from rlnumba.kernels.quantized.few_rows_config import LEVELS_BYTES, packed_config
 from rlnumba.kernels.quantized.few_rows_main_loop import multiply_function
 from rlnumba.kernels.quantized.formats import FORMATS
@@ -443,7 +445,9 @@ def consumer_function(config):
 @functools.cache
 def init_rings_function(config):
     """The device function of all threads that returns the Rings, whose mbarriers and levels it has begun to write."""
-    warps, has_levels, threads, layout = config.warps, config.form == "nf4", config.threads, config.layout
+    has_levels, threads, layout = config.form == "nf4", config.threads, config.layout
+    # Besides TMA, those who complete a stage; those who have read it, and one of packed words.
+    writers, readers, packed_readers = config.warps, max(config.warpgroups, 1), config.packed_readers
     (init_ring, _), (init_packed_ring, _) = ring(config.stages), ring(config.packed_stages)
 
     @device_function
@@ -453,8 +457,8 @@ def init_rings_function(config):
             base + layout.empty, base + layout.packed_full, base + layout.packed_empty,
         )  # fmt: skip
         if thread == 0:
-            init_ring(rings.full, rings.empty, warps + 1, 1)
-            init_packed_ring(rings.packed_full, rings.packed_empty, 1, warps)
+            init_ring(rings.full, rings.empty, writers + 1, readers)
+            init_packed_ring(rings.packed_full, rings.packed_empty, 1, packed_readers)
             sm90.mbarrier_init_fence()
         if has_levels:
             for i in range(thread, LEVELS_BYTES // 4, threads):
@@ -468,9 +472,23 @@ def init_rings_function(config):
 def packed_gemm_kernel(config):
     """The kernel of a config. N is a multiple of 8, with SwiGLU of 16; K of the steps of a stage."""
     panels, tile_columns, low_rank, reduces = config.panels, config.tile_columns, config.low_rank, config.reduces
-    init_rings, columns = init_rings_function(config), i32(config.columns)
-    load_a, load_weight = a_loader_function(config), weight_loader_function(config)
-    widen_all, consume = widener_function(config), consumer_function(config)
+    init_rings, load_weight, columns = init_rings_function(config), weight_loader_function(config), config.part.columns
+    rank_steps, has_wideners, first_loader = config.rank_panels * STEPS, not config.warpgroups, 4 * config.warpgroups
+    if has_wideners:
+        load_a, widen_all, consume = a_loader_function(config), widener_function(config), consumer_function(config)
+    else:
+        (load_a, consume), widen_all = in_registers.functions(config, tile_function(config)), None
+    # Each of 512 threads has 128 registers, or four of them 3 x 152 + 56.
+    reallocates_registers = config.reallocates_registers
+    keep_few, take_more = sm90.setmaxnreg(56, False), sm90.setmaxnreg(152, True)
+
+    @device_function
+    def load_by_tma(a_map, rank_a_map, rank_b_map, rings, shape):
+        maps = sm90.tensor_map_address(a_map), sm90.tensor_map_address(rank_a_map)
+        rank_b_address = sm90.tensor_map_address(rank_b_map)
+        sm90.prefetch_tensor_map(maps[0])
+        griddepcontrol_wait()
+        load_a(maps[0], maps[1], rank_b_address, rings, shape, i32(0))
 
     @supports_pdl
     @cuda.jit(launch_bounds=(config.threads, 1))
@@ -490,27 +508,36 @@ def packed_gemm_kernel(config):
         rank_rounds = i32(0)
         if low_rank:
             rank_a_map, rank_b_map = rank_operands.a_map, rank_operands.b_map
-            rank_rounds = i32((rank_operands.rank + panels * STEPS - 1) // (panels * STEPS))
+            rank_rounds = i32((rank_operands.rank + rank_steps - 1) // rank_steps)
         else:
             rank_a_map, rank_b_map = a_map, a_map
         if reduces:
-            first_tiles = reduced_tiles(i32(rank_operands.rank), columns)
+            first_tiles = reduced_tiles(i32(rank_operands.rank), i32(columns))
             rows, tiles = ReducedRows(i32(m), first_tiles, rank_operands), i32(tiles + first_tiles)
         else:
             rows = m
         shape = Shape(tiles, i32(k // (panels * STEPS)), rank_rounds, i32(n), rows)
-        if warp >= FIRST_WIDENER:
-            widen_all(rings, shape, i32(warp - i32(FIRST_WIDENER)), lane)
-        elif warp == WEIGHT_LOADER:
-            load_weight(weight, rings, shape, lane)
-        elif warp == A_LOADER:
-            if lane == 0:
-                maps = sm90.tensor_map_address(a_map), sm90.tensor_map_address(rank_a_map)
-                rank_b_address = sm90.tensor_map_address(rank_b_map)
-                sm90.prefetch_tensor_map(maps[0])
+        if has_wideners:
+            if warp >= FIRST_WIDENER:
+                widen_all(rings, shape, i32(warp - i32(FIRST_WIDENER)), lane)
+            elif warp == WEIGHT_LOADER:
+                load_weight(weight, rings, shape, lane)
+            elif warp == A_LOADER:
+                if lane == 0:
+                    load_by_tma(a_map, rank_a_map, rank_b_map, rings, shape)
+            else:
                 griddepcontrol_wait()
-                load_a(maps[0], maps[1], rank_b_address, rings, shape, i32(0))
+                consume(rings, thread, c, residual, bias, shape)
+        elif warp >= first_loader:
+            if reallocates_registers:
+                keep_few()
+            if warp == first_loader:
+                load_weight(weight, rings, shape, lane)
+            elif warp == first_loader + 1 and lane == 0:
+                load_by_tma(a_map, rank_a_map, rank_b_map, rings, shape)
         else:
+            if reallocates_registers:
+                take_more()
             griddepcontrol_wait()
             consume(rings, thread, c, residual, bias, shape)
 
@@ -548,11 +575,11 @@ def packed_operand(weight):
 def gemm_with_config(config, x, weight, out, bias=None, residual=None, low_rank=None, reduction=None):
     """gemm, or gemm_swiglu, of which `residual` is the output, by the kernel of `config`."""
     m, n = residual.shape if config.swiglu else out.shape
-    a_box, b_box = (config.rows, STEPS), (config.tile_columns, STEPS)
+    a_box, b_box, part = (config.rows, STEPS), (config.rank_box_rows, STEPS), config.part
     rank_operands, tiles = 0, -(-n // config.tile_columns)
     if config.reduces:
-        rank_operands = reducing_operands(low_rank, reduction, a_box, b_box, config.columns)
-        tiles += -(-len(reduction.a) // config.columns)
+        rank_operands = reducing_operands(low_rank, reduction, a_box, b_box, config.reducing_box_rows)
+        tiles += -(-len(reduction.a) // part.columns)
     elif config.low_rank:
         rank_operands = LowRank(tensor_map(low_rank[0], *a_box), tensor_map(low_rank[1], *b_box), low_rank[0].shape[1])
     addend = unused(2) if residual is None else residual.view(np.int32)

@@ -21,12 +21,21 @@ LEAST_STEPS = 2 * STEPS
 WARP_LOAD_BYTES = 512
 # Bytes of packed weights that a block has under way, some more than memory's speed times its latency.
 BYTES_AHEAD = 40 * 1024
+# Panels of A that a block has under way where its stages have nothing else.
+PANELS_AHEAD = 16
+# Warpgroups of a wide tile, half of whose rows of the weight are gate's.
+WIDE_WARPGROUPS = 3
 # The share of SMs that a tile's width leaves busy at least, and warps that widen.
 FEWEST_BUSY, MOST_WARPS = 0.6, 8
 # What a tile of experts costs beside its columns, as columns: finding it, and the first stage and last of a pipeline.
 TILE_COLUMNS_OVERHEAD = 8
 # nf4's levels, each for 32 lanes.
 LEVELS_BYTES = 16 * 32 * 4
+# Rows of the weight of a wgmma; the bytes of B' in a stage for a warpgroup that widens its weight in registers.
+WARPGROUP_ROWS = 64
+PART_BYTES = WARPGROUP_ROWS * LINE
+# Elements between the rows of float32 through which a tile of C^T becomes one of C.
+EXCHANGE_PADDING = 4
 
 
 class PackedGemmConfig(NamedTuple):
@@ -36,11 +45,12 @@ class PackedGemmConfig(NamedTuple):
     of them of the gate; warps: that widen; panels: STEPS steps each of the reduction in a stage; stages: of the ring;
     rows: of A in a stage, one of ROW_COUNTS; group_tiles: tiles of the format's COLUMNS columns in a group, a power of
     two; whole_tiles: whether a tile of C, for SwiGLU either half, has whole tiles of the format, or else halves.
-    a_in_shared: wgmma reads A from shared memory, of eight rows that it broadcasts, and not from registers. grouped:
-    whether rows are those of experts (grouped.py). reduces: the kernel computes the first matrix of the low rank
-    (gemm/reduction.py). swapped: wgmma computes C^T, from 64 rows of the weight and all of A, both in shared memory, of
-    which it then reads less: a_in_shared. teams: of `warps` warps, which widen stages in turn. The other fields are
-    those of Sm90GemmConfig.
+    grouped: whether rows are those of experts (grouped.py). reduces: the kernel computes the first matrix of the low
+    rank (gemm/reduction.py). swapped: wgmma computes C^T, from 64 rows of the weight and all of A, both in shared
+    memory, of which it then reads less; else A comes from registers. teams: of `warps` warps, which widen stages in
+    turn. warpgroups: those that multiply, each columns / warpgroups rows of the weight, which it widens in its registers
+    for C^T: swapped, without `warps`; 0: one, beside warps that widen. wgmma_steps: of 16 values of the reduction, 1, 2
+    or 4, that it widens and multiplies at once. The other fields are those of Sm90GemmConfig.
     """
 
     form: str
@@ -57,11 +67,19 @@ class PackedGemmConfig(NamedTuple):
     swiglu: bool = False
     low_rank: bool = False
     activation: str = "silu"
-    a_in_shared: bool = False
     grouped: bool = False
     reduces: bool = False
     swapped: bool = False
     teams: int = 1
+    warpgroups: int = 0
+    wgmma_steps: int = 4
+
+    @property
+    def part(self):
+        """The config of what a warpgroup computes of a tile."""
+        if self.warpgroups < 2:
+            return self
+        return self._replace(columns=self.columns // self.warpgroups, warpgroups=1)
 
     @property
     def epilogue(self):
@@ -131,8 +149,36 @@ class PackedGemmConfig(NamedTuple):
 
     @property
     def b_bytes(self):
-        """Bytes of the widened weight in a stage."""
+        """Bytes of the widened weight, or of a low rank's, in a stage."""
+        if self.warpgroups:
+            # Of the low rank alone, or of a tile of A'.
+            return self.warpgroups * PART_BYTES if self.low_rank else 0
         return self.panels * self.columns * LINE
+
+    @property
+    def warp_rows(self):
+        """Rows of the weight of a warp that multiplies, of the 16 that wgmma computes."""
+        return self.part.columns // 4 if self.warpgroups else 16
+
+    @property
+    def rank_box_rows(self):
+        """Rows of a TMA box of B'. Eight rows of a warp have eight others behind them, which are of no use."""
+        return 8 if self.warp_rows == 8 else self.part.tile_columns
+
+    @property
+    def reducing_box_rows(self):
+        """Rows of a TMA box of the adapter's A."""
+        return 8 if self.warp_rows == 8 else self.part.columns
+
+    @property
+    def rank_panels(self):
+        """Panels of a stage of the low rank."""
+        return 1 if self.warpgroups else self.panels
+
+    @property
+    def reducing_panels(self):
+        """Panels of a stage of a tile of A', which has a warpgroup's columns: those that there is room for."""
+        return min(self.panels, 1 << self.warpgroups.bit_length() - 1) if self.warpgroups else self.panels
 
     @property
     def a_at(self):
@@ -149,8 +195,22 @@ class PackedGemmConfig(NamedTuple):
 
     @property
     def threads(self):
-        """A warpgroup that multiplies, a warp that loads A, one that loads the weight, and those that widen."""
-        return 128 + 64 + 32 * self.warps * self.teams
+        """Warpgroups that multiply, a warp that loads A, one that loads the weight, and those that widen."""
+        if self.reallocates_registers:
+            # A whole warpgroup of loaders.
+            return 128 * (self.warpgroups + 1)
+        return 128 * max(self.warpgroups, 1) + 64 + 32 * self.warps * self.teams
+
+    @property
+    def reallocates_registers(self):
+        """Whether loaders leave registers to three warpgroups that widen in theirs, and have rows of A or a residual in
+        more of them than 128 a thread. Other kernels' blocks have no room beside a block that does so."""
+        return self.warpgroups == 3 and (self.rows > 8 or self.residual)
+
+    @property
+    def packed_readers(self):
+        """Warps that read a stage of packed words."""
+        return 4 * self.warpgroups or self.warps
 
     @property
     def exchange_at(self):
@@ -160,7 +220,12 @@ class PackedGemmConfig(NamedTuple):
     @property
     def exchange_pitch(self):
         """Elements of such a row: those that threads write at once are in as many banks."""
-        return self.columns + 4
+        return self.part.columns + EXCHANGE_PADDING
+
+    @property
+    def exchange_bytes(self):
+        """Bytes of a warpgroup's rows of float32."""
+        return self.rows * 4 * self.exchange_pitch if self.swapped else 0
 
     @property
     def layout(self):
@@ -170,7 +235,7 @@ class PackedGemmConfig(NamedTuple):
             stages=self.stages * self.stage_bytes,
             packed=packed * self.packed_bytes,
             scales=packed * self.scales_bytes,
-            levels=self.exchange_at + (self.rows * 4 * self.exchange_pitch if self.swapped else 0),
+            levels=self.exchange_at + max(self.warpgroups, 1) * self.exchange_bytes,
             full=barriers,
             empty=barriers,
             packed_full=packed * MBARRIER_BYTES,
@@ -180,6 +245,8 @@ class PackedGemmConfig(NamedTuple):
 
 def is_possible(config):
     """Whether the warps share the loads of a stage evenly, segments cover a tile, and wgmma reads within it."""
+    if config.warpgroups:
+        return _is_possible_in_registers(config)
     down = config.loads_down
     even = (
         config.columns % config.load_rows == 0 and config.warps % down == 0 and not config.panels * down % config.warps
@@ -188,6 +255,16 @@ def is_possible(config):
     # stage, as rows of products that no thread reads.
     turned = not config.swapped or config.columns in (16, 32, 64)
     return even and turned and config.tile_columns % config.segment_rows == 0
+
+
+def _is_possible_in_registers(config):
+    """is_possible, where the warps that multiply widen the weight."""
+    part, copies = config.part, config.columns // config.segment_rows * (1 if config.whole_tiles else config.panels)
+    # As many as there are lanes.
+    fits = copies <= 32
+    even = config.panels in (2, 4) and config.tile_columns % config.segment_rows == 0
+    has_room = config.stages >= 2 and config.layout.nbytes <= SHARED_LIMIT
+    return config.swapped and not config.warps and part.columns in (32, 64) and even and fits and has_room
 
 
 def has_turns(config, k):
@@ -209,14 +286,38 @@ def with_stages(config, limit=SHARED_LIMIT):
     return config._replace(stages=min(room // (config.stage_bytes + 2 * MBARRIER_BYTES) + 2, 16))
 
 
+def config_in_registers(constants, rows, n, form, group_size, epilogue):
+    """A config of warpgroups that widen in registers, for n columns of C.
+
+    constants: (warpgroups, rows of the weight of each, 64 or 32, panels, wgmma_steps); epilogue: the fields from
+    `element` on.
+    """
+    warpgroups, part_columns, panels, wgmma_steps = constants
+    columns = warpgroups * part_columns
+    width = columns // 2 if epilogue[3] else columns
+    fields = group_size // COLUMNS, _has_whole_tiles(width, n, epilogue[3]), *epilogue
+    config = PackedGemmConfig(form, columns, 0, panels, 2, rows, *fields)
+    in_registers = {"warpgroups": warpgroups, "wgmma_steps": wgmma_steps, "swapped": True}
+    config = with_stages(config._replace(**in_registers))
+    # A tile of A' is limited by the bytes that are under way. Otherwise what is left of shared memory is for blocks of
+    # the next kernel, which load their weight before they wait for this one.
+    return config if config.low_rank else config._replace(stages=min(config.stages, PANELS_AHEAD // panels))
+
+
+def _has_whole_tiles(width, n, swiglu):
+    """Whether tiles of so many of n columns of C, for SwiGLU of both halves, have whole tiles of a format."""
+    return width % TILE_ROWS == 0 and (not swiglu or n % TILE_ROWS == 0)
+
+
 @functools.cache
 def packed_config(m, n, k, form, group_size, sm_count, epilogue):
     """The config for so many rows, columns of C and steps. epilogue: the fields from `element` on.
 
     Tiles of 64, 32 or 16 columns, for SwiGLU of 32 or 16 of gate and up each: the widest for most SMs. H100, int4, 1
     row by 6144 x 4096: 9.2 us with 64, 11.1 with 32. C^T and two teams that widen: 24.9 us for gate-up of Qwen3-8B,
-    with one team 26.2, C with A in shared memory 31.8 and in registers 33.4; of 64 rows 39.4, 44.0, and 44.7. Up to 16
-    rows gain nothing from 16 columns: H200, 1, 16, 64 rows by 1024 x 3072 5.2, 5.0, 6.3 us, with 32 3.8, 4.6, 7.3.
+    with one team 26.2, C with A in shared memory 31.8 and in registers 33.4. Up to 16 rows gain nothing from 16
+    columns: H200, 1, 16, 64 rows by 1024 x 3072 5.2, 5.0, 6.3 us, with 32 3.8, 4.6, 7.3. Where those who multiply widen
+    in their registers: _warpgroups_in_registers.
     """
     rows = next(count for count in ROW_COUNTS if m <= count)
     has_residual, swiglu = epilogue[2:4]
@@ -225,7 +326,27 @@ def packed_config(m, n, k, form, group_size, sm_count, epilogue):
     if swiglu or has_residual and rows == 64:
         widths = (32, 16)
     width = next((width for width in widths if -(-n // width) > FEWEST_BUSY * sm_count), widths[-1])
-    return _config_of_width(width, rows, (n, k), form, group_size, epilogue)
+    warpgroups, part_columns = _warpgroups_in_registers(width, rows, n, form, swiglu, sm_count)
+    for panels in (4, 2) if warpgroups else ():
+        constants = warpgroups, part_columns, panels, STEPS // 16
+        config = config_in_registers(constants, rows, n, form, group_size, epilogue)
+        if is_possible(config) and has_turns(config, k):
+            return config
+    return config_of_width(width, rows, (n, k), form, group_size, epilogue)
+
+
+def _warpgroups_in_registers(width, rows, n, form, swiglu, sm_count):
+    """(warpgroups that widen a weight in their registers, rows of it that each has); 0 of them: other warps widen.
+
+    For tiles of `width` columns of C. H100, gate-up of Qwen3-8B, three warpgroups, before with other warps: int4 of 1,
+    16, 32, 64 rows 21.6, 23.1, 24.8, 30.0 us for 25.0, 27.9, -, 39.4; nf4 30.4, 32.2, 35.2, 42.4 for 37.3, 38.9, -,
+    50.9; int8 37.4, 39.1, 40.3, 45.3 for 37.0, more, more, 47.7. By one warpgroup 64 rows of all formats and weights
+    are faster than with other warps, int4 by 6144 x 4096 11.4 us for 13.7, and few rows slower, 1 row 11.4 for 9.0.
+    """
+    wide = WIDE_WARPGROUPS * WARPGROUP_ROWS // 2
+    if swiglu and -(-n // wide) > FEWEST_BUSY * sm_count and (rows > 8 or FORMATS[form].bits == 4):
+        return WIDE_WARPGROUPS, WARPGROUP_ROWS
+    return (1, width * 2 if swiglu else width) if rows == MOST_ROWS and width > 16 else (0, 0)
 
 
 @functools.cache
@@ -245,15 +366,15 @@ def grouped_config(rows, experts, shape, form, group_size, sm_count, element, sw
     width = min((32, 16) if swiglu else (64, 32, 16), key=time_of)
     epilogue = element, False, False, swiglu
     limit = SHARED_LIMIT - WORD * (experts + 1)
-    return _config_of_width(width, tile_rows, shape, form, group_size, epilogue, limit)._replace(grouped=True)
+    return config_of_width(width, tile_rows, shape, form, group_size, epilogue, limit)._replace(grouped=True)
 
 
-def _config_of_width(width, rows, shape, form, group_size, epilogue, limit=SHARED_LIMIT):
+def config_of_width(width, rows, shape, form, group_size, epilogue, limit=SHARED_LIMIT):
     """The config of tiles of `rows` rows by `width` columns of C, for shape = (columns of C, steps)."""
     n, k = shape
     swiglu = epilogue[3]
     columns = width * 2 if swiglu else width
-    whole_tiles = width % TILE_ROWS == 0 and (not swiglu or n % TILE_ROWS == 0)
+    whole_tiles = _has_whole_tiles(width, n, swiglu)
     down = columns // (WARP_LOAD_BYTES // (4 * FORMATS[form].words))
     # 16 columns leave wgmma three quarters of C^T without use.
     swapped = columns > 16
@@ -261,7 +382,7 @@ def _config_of_width(width, rows, shape, form, group_size, epilogue, limit=SHARE
         warps = max(warps for warps in range(1, MOST_WARPS + 1) if warps % down == 0 and panels * down % warps == 0)
         fields = group_size // COLUMNS, whole_tiles, *epilogue
         config = PackedGemmConfig(form, columns, warps, panels, 2, rows, *fields)
-        config = with_stages(config._replace(a_in_shared=swapped, swapped=swapped, teams=teams), limit)
+        config = with_stages(config._replace(swapped=swapped, teams=teams), limit)
         if has_turns(config, k) and config.stages >= 3:
             break
     return config

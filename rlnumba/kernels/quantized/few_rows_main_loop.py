@@ -1,4 +1,6 @@
-"""The main loop of the GEMM by packed weights (few_rows.py): wgmma over the stages of a tile, in three forms."""
+"""The main loop of the GEMM by packed weights (few_rows.py): wgmma over the stages of a tile, in two forms."""
+
+import functools
 
 import numpy as np
 
@@ -6,11 +8,48 @@ from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.shared_memory import LINE, ldmatrix_x4, load_pair, store_function
 from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.kernels.ptx.wgmma import STEPS, WARPGROUP, WgmmaLayout, smem_descriptor, wgmma_async, wgmma_wait_group
+from rlnumba.kernels.quantized.few_rows_config import EXCHANGE_PADDING
 from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring
 from rlnumba.runtime.device import cuda
 
 i32 = np.int32
 store_float = store_function("f")
+
+
+@functools.cache
+def transpose_function(columns, rows, warp_rows=16):
+    """The device function by which a warpgroup turns a tile of C^T, columns by rows, into one of C, by shared memory.
+
+    Rows of the latter are exchange_pitch (few_rows_config.py) elements apart there. warp_rows: rows of C^T of a warp,
+    16 or the first eight of these.
+    """
+    pitch, halves = columns + EXCHANGE_PADDING, 1 if rows == 8 else 2
+
+    @device_function
+    def transpose(acc, turned, exchange, barrier, warp, lane):
+        """acc, as wgmma leaves it where A is the first operand; `turned`: where the weight's rows are.
+
+        barrier: the index of the warpgroup's named barrier.
+        """
+        pair, column = (lane & i32(3)) * i32(2), i32(warp * i32(warp_rows) + (lane >> i32(2)))
+        if warp * i32(warp_rows) < i32(columns):
+            for block in range(rows // 8):
+                for i in range(2):
+                    for half in range(warp_rows // 8):
+                        at = i32(i32(pair + i32(block * 8 + i)) * i32(pitch) + column + half * 8)
+                        store_float(exchange + at * i32(4), turned[block * 4 + half * 2 + i])
+        sm90.named_barrier_sync(barrier, i32(WARPGROUP))
+        if warp * i32(16) < i32(rows):
+            for half in range(halves):
+                row = i32(warp * i32(16) + i32(half * 8) + (lane >> i32(2)))
+                for block in range(columns // 8):
+                    at = i32(row * i32(pitch) + i32(block * 8) + pair)
+                    first = block * 4 + half * 2
+                    acc[first], acc[first + 1] = load_pair(exchange + at * i32(4))
+        # Before the next tile's are written there.
+        sm90.named_barrier_sync(barrier, i32(WARPGROUP))
+
+    return transpose
 
 
 def multiply_function(config):
@@ -93,55 +132,12 @@ def multiply_function(config):
             sm90.mbarrier_arrive(previous)
         return stage, parity
 
-    start_stage = wgmma_async(
-        columns, config.element, STEPS // 16 * panels, "k", "k", None, WgmmaLayout(broadcast=rows == 8)
-    )
-    stage_wait_1, stage_wait_all = (wgmma_wait_group(accumulators, pending) for pending in (1, 0))
-
-    @device_function
-    def multiply_shared(acc, words, rings, rounds, stage, parity, leader, warp, lane):
-        previous = rings.empty
-        for done in range(rounds):
-            sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
-            a = rings.stages + stage * stage_bytes
-            start_stage(acc, smem_descriptor(a), smem_descriptor(a + a_bytes), i32(done != 0))
-            stage_wait_1(acc)
-            if done != 0 and leader:
-                sm90.mbarrier_arrive(previous)
-            previous = rings.empty + stage * MBARRIER_BYTES
-            stage, parity = advance(stage, parity)
-        stage_wait_all(acc)
-        if leader:
-            sm90.mbarrier_arrive(previous)
-        return stage, parity
-
     start_swapped = wgmma_async(
         rows, config.element, STEPS // 16 * panels, "k", "k", None, WgmmaLayout(b_panel, a_panel)
     )
-    values, halves = rows // 2, 1 if rows == 8 else 2
+    values = rows // 2
     swapped_wait_1, swapped_wait_all = (wgmma_wait_group(values, pending) for pending in (1, 0))
-    a_at, pitch, exchange_at = config.a_at, config.exchange_pitch, config.exchange_at
-
-    @device_function
-    def transpose(acc, turned, exchange, warp, lane):
-        """acc, as wgmma leaves it where A is the first operand; `turned`: where the weight's rows are."""
-        pair, column = (lane & i32(3)) * i32(2), i32(warp * i32(16) + (lane >> i32(2)))
-        if warp * i32(16) < i32(columns):
-            for block in range(rows // 8):
-                for i in range(2):
-                    for half in range(2):
-                        at = i32(i32(pair + i32(block * 8 + i)) * i32(pitch) + column + half * 8)
-                        store_float(exchange + at * i32(4), turned[block * 4 + half * 2 + i])
-        sm90.named_barrier_sync(i32(1), i32(WARPGROUP))
-        if warp * i32(16) < i32(rows):
-            for half in range(halves):
-                row = i32(warp * i32(16) + i32(half * 8) + (lane >> i32(2)))
-                for block in range(columns // 8):
-                    at = i32(row * i32(pitch) + i32(block * 8) + pair)
-                    first = block * 4 + half * 2
-                    acc[first], acc[first + 1] = load_pair(exchange + at * i32(4))
-        # Before the next tile's are written there.
-        sm90.named_barrier_sync(i32(1), i32(WARPGROUP))
+    a_at, exchange_at, transpose = config.a_at, config.exchange_at, transpose_function(columns, rows)
 
     @device_function
     def multiply_swapped(acc, words, rings, rounds, stage, parity, leader, warp, lane):
@@ -162,11 +158,9 @@ def multiply_function(config):
         swapped_wait_all(turned)
         if leader:
             sm90.mbarrier_arrive(previous)
-        transpose(acc, turned, rings.levels + i32(exchange_at), warp, lane)
+        transpose(acc, turned, rings.levels + i32(exchange_at), i32(1), warp, lane)
         return stage, parity
 
     if config.swapped:
         return multiply_swapped
-    if config.a_in_shared:
-        return multiply_shared
     return multiply_four if panels == 4 else multiply_two

@@ -6,16 +6,18 @@
     python bench/decode_step.py --shape qwen3-8b --quantization int4 1x1x128      linear layers in 4 bits
     python bench/decode_step.py --shape qwen3-8b --quantization nf4 --lora 16 64x1x400          and an adapter on them
 
-The step is the REPLAYED-th of a run, in which all sequences decode; each replay computes the same. Needs a GPU.
+The step is the REPLAYED-th of a run, in which all sequences decode; each replay computes the same. Beside it the floor:
+weights, keys, values and states read once at the speed of a copy, of dense models in 16 bits. Needs a GPU.
 """
 
 import argparse
 import statistics
 
 import numpy as np
-from harness import time_us
+from harness import copy_gbs, time_us
 from report import row
 from shapes import SHAPES, random_model
+from table_floor import Rates, Work, decode_steps_s
 
 from rlnumba.config import EngineConfig, LoraConfig, QuantizationConfig
 from rlnumba.engine import LLM, SamplingParams, core
@@ -69,6 +71,8 @@ def main():
     model = random_model(arguments.shape, "bfloat16", layers=arguments.layers, quantization=quantization)
     if arguments.lora:
         model.adapter = Adapter.new(model.config, LoraConfig(r=arguments.lora), model.dtype.name, "", 0)
+    rates = Rates(bytes_per_s=copy_gbs() * 1e9)
+    has_floor = not (quantization or arguments.layers or model.config.num_experts)
     for prompts, completions, length in arguments.workloads:
         config = EngineConfig(
             # A step at a time.
@@ -78,7 +82,12 @@ def main():
         generator = np.random.default_rng(0)
         ids = [generator.integers(0, model.config.vocab_size, length).tolist() for _ in range(prompts)]
         llm.generate(ids, SamplingParams(max_tokens=TOKENS, ignore_eos=True, n=completions))
-        row(f"decode step, {prompts} x {completions} of {length} tokens", f"{llm.engine.runner.time_us:.0f} us")
+        shown = f"{llm.engine.runner.time_us:.0f} us"
+        if has_floor:
+            steps, sequences = np.array([float(REPLAYED)]), prompts * completions
+            floor = decode_steps_s(Work(arguments.shape), prompts, sequences, length, steps, rates)[0]
+            shown += f", floor {floor * 1e6:.0f} us"
+        row(f"decode step, {prompts} x {completions} of {length} tokens", shown)
         del llm
 
 

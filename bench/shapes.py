@@ -40,6 +40,11 @@ QWEN3_30B_A3B = {
     "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
     "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN35_35B_A3B = QWEN35_4B | {
+    "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2,
+    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 GEMMA3_1B = {
     "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912,
     "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
@@ -56,8 +61,8 @@ TINY = STORIES_15M | {
 }  # fmt: skip
 SHAPES = {
     "qwen3-0.6b": QWEN3_06B, "qwen3-1.7b": QWEN3_17B, "qwen3-4b": QWEN3_4B, "qwen3-8b": QWEN3_8B,
-    "qwen3-30b-a3b": QWEN3_30B_A3B, "qwen3.5-0.8b": QWEN35_08B, "qwen3.5-4b": QWEN35_4B, "gemma3-1b": GEMMA3_1B,
-    "stories-15m": STORIES_15M, "tiny": TINY,
+    "qwen3-30b-a3b": QWEN3_30B_A3B, "qwen3.5-0.8b": QWEN35_08B, "qwen3.5-4b": QWEN35_4B,
+    "qwen3.5-35b-a3b": QWEN35_35B_A3B, "gemma3-1b": GEMMA3_1B, "stories-15m": STORIES_15M, "tiny": TINY,
 }  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 """The physical floor of the phases of a GRPO step: what a GPU has to read and to compute, at its measured rates.
 
 Generation: each prompt is computed once; a decode step reads the weights and the KV of its contexts, a prompt's once
-for its group, and reads and writes the states of linear attention. Training: 6 FLOP a parameter a token, 4 with an
-adapter, and 3.5 times the forward's attention; a group's prompt once, the LM head on completions alone, nothing
-recomputed; the optimizer's state is read and written once. Several GPUs have equal parts of the sequences, and of the
-state. For models without windows.
+for its group, and the states of linear attention. Training: 6 FLOP a parameter a token, 4 with an adapter, and 3.5
+times the forward's attention; a group's prompt once, the LM head on completions alone, nothing recomputed; the
+optimizer's state is read and written once. Several GPUs have equal parts of the sequences, and of the state. For models
+without windows.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from shapes import SHAPES
 
-from rlnumba.engine.cache import block_bytes_of, state_bytes_of
+from rlnumba.engine.cache import block_bytes_of, page_pools_of
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.weights import parameters
 from rlnumba.runs.micro_batch import cost_of
@@ -50,17 +50,24 @@ class Work:
 
 def generation_s(cell, rates):
     """The least seconds of a generation of a Cell (table.py), on each of its GPUs at once."""
-    work, bf16 = Work(cell.shape), device.dtype("bfloat16")
+    work = Work(cell.shape)
     sequences, groups = cell.completions // cell.gpus, cell.groups // cell.gpus
     # The first token of a completion follows from the prompt's last row.
     steps = np.arange(1, cell.length, dtype=np.float64)
-    contexts = cell.prompt + steps
-    kv_bytes = block_bytes_of(work.config, BLOCK, bf16) / BLOCK
-    read = 2 * (work.layers + work.head) + 2 * state_bytes_of(work.config, sequences, bf16)
-    read = read + kv_bytes * (groups * cell.prompt + sequences * steps)
-    flop = 2 * sequences * (work.head + work.forward(contexts + 1) - work.forward(contexts))
     prompts = 2 * groups * (work.forward(cell.prompt) + work.head) / rates.flop_per_s
-    return prompts + float(np.maximum(read / rates.bytes_per_s, flop / rates.flop_per_s).sum())
+    return prompts + float(decode_steps_s(work, groups, sequences, cell.prompt, steps, rates).sum())
+
+
+def decode_steps_s(work, groups, sequences, prompt, steps, rates):
+    """The least seconds of decode steps: array, as steps, each sequence's tokens behind its group's prompt."""
+    bf16, contexts = device.dtype("bfloat16"), prompt + steps
+    kv_bytes = block_bytes_of(work.config, BLOCK, bf16) / BLOCK
+    # Of the two planes of a state a step reads the upper one; both once in 64 steps, which is left out.
+    state_bytes = sum(pool.block_bytes for pool in page_pools_of(work.config, bf16)) / 2
+    read = 2 * (work.layers + work.head) + state_bytes * sequences
+    read = read + kv_bytes * (groups * prompt + sequences * steps)
+    flop = 2 * sequences * (work.head + work.forward(contexts + 1) - work.forward(contexts))
+    return np.maximum(read / rates.bytes_per_s, flop / rates.flop_per_s)
 
 
 def training_s(cell, rates, optim="adamw_torch", master_weights=True):

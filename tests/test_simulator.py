@@ -24,8 +24,16 @@ from tests.offline import find_ptxas, troubles_of
 ROOT = pathlib.Path(__file__).parent.parent
 # The oldest GPUs with bfloat16 tensor cores, then one of each generation since.
 ARCHITECTURES = [(8, 0), (9, 0), (10, 0), (12, 0)]
-# Processes that the simulator's tests are spread over, and parts that the launched kernels are compiled in.
-PARTS, COMPILED_PARTS = 5, 32
+# Processes that the simulator's tests are spread over, those with warps in another order, and parts that the launched
+# kernels are compiled in.
+PARTS, ORDERED_PARTS, COMPILED_PARTS = 5, 3, 32
+# Files below tests/kernels, of kernels whose warps go on apart from each other, and the order.
+ORDERED = (
+    "test_delta_rule_decode.py", "test_delta_rule_tensor.py", "test_attention_sm90.py",
+    "test_attention_backward_sm90.py", "test_paged_attention.py", "test_dec*.py", "test_gemm_sm90.py",
+    "test_grouped_gemm_sm90.py", "test_quantized_g*.py", "test_logprob_sm90.py", "test_sampling.py",
+)  # fmt: skip
+SEED = "3"
 
 if device.name() != "cpu":
     pytest.skip("starts the simulator itself, from the cpu device", allow_module_level=True)
@@ -44,6 +52,14 @@ def locked(path):
         yield
 
 
+def run_tests(files, **environment):
+    """The CompletedProcess of the simulator's tests of files, below the project, with environment variables."""
+    command = [sys.executable, "-m", "pytest", "-m", "sim", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["--durations=5", *files]
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "RLNUMBA_DEVICE": "sim"} | environment
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
 def simulate(folder, part):
     """(exit status, output) of a part's tests in the simulator, and the set of signatures that they launched.
 
@@ -55,15 +71,9 @@ def simulate(folder, part):
         if not result.exists():
             record = folder / f"signatures-{part}"
             record.mkdir()
-            environment = os.environ | {
-                "NUMBA_ENABLE_CUDASIM": "1",
-                "RLNUMBA_RECORD_SIGNATURES": str(record),
-                "RLNUMBA_DEVICE": "sim",
-                "RLNUMBA_PART": f"{part}/{PARTS}",
-            }
-            command = [sys.executable, "-m", "pytest", "-m", "sim", "-n", "0", "-p", "no:cacheprovider"]
-            command += ["--durations=5", *files_with_simulator_tests()]
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            done = run_tests(
+                files_with_simulator_tests(), RLNUMBA_PART=f"{part}/{PARTS}", RLNUMBA_RECORD_SIGNATURES=str(record)
+            )
             launched = {signature for file in record.iterdir() for signature in pickle.loads(file.read_bytes())}
             result.write_bytes(pickle.dumps((done.returncode, done.stdout + done.stderr, launched)))
     return pickle.loads(result.read_bytes())
@@ -90,6 +100,16 @@ def test_kernels_in_the_simulator(session_folder, part):
     status, output, _ = simulate(session_folder, part)
     assert status == 0, output[-6000:]
     assert int(re.search(r"(\d+) passed", output)[1]) > 5
+
+
+@pytest.mark.parametrize("part", range(ORDERED_PARTS))
+def test_warps_far_ahead_of_others(part):
+    """Each result has its bits in whatever order warps run: one that does not would differ from its reference."""
+    paths = sorted(path for pattern in ORDERED for path in (ROOT / "tests" / "kernels").glob(pattern))
+    files = dict.fromkeys(str(path.relative_to(ROOT)) for path in paths)
+    done = run_tests(files, RLNUMBA_PART=f"{part}/{ORDERED_PARTS}", RLNUMBA_SIMULATOR_SEED=SEED)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
 
 
 def test_every_kernel_was_launched(signatures):

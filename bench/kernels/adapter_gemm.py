@@ -19,7 +19,6 @@ from harness import graph_time_us, random_array
 from packed_gemm import ROTATED, WEIGHTS, copies_of, outputs, random_weight
 from report import row
 
-from rlnumba.kernels.gemm import ops
 from rlnumba.kernels.gemm.ops import reduce_rank
 from rlnumba.kernels.gemm.reduction import Reduction
 from rlnumba.kernels.quantized.formats import FORMATS

@@ -48,7 +48,7 @@ class PackedGemmConfig(NamedTuple):
     grouped: whether rows are those of experts (grouped.py). reduces: the kernel computes the first matrix of the low
     rank (gemm/reduction.py). swapped: wgmma computes C^T, from 64 rows of the weight and all of A, both in shared
     memory, of which it then reads less; else A comes from registers. teams: of `warps` warps, which widen stages in
-    turn. warpgroups: those that multiply, each columns / warpgroups rows of the weight, which it widens in its registers
+    turn. warpgroups: those that multiply, each columns / warpgroups rows of the weight, which it widens in registers
     for C^T: swapped, without `warps`; 0: one, beside warps that widen. wgmma_steps: of 16 values of the reduction, 1, 2
     or 4, that it widens and multiplies at once. The other fields are those of Sm90GemmConfig.
     """

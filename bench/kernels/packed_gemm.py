@@ -2,6 +2,7 @@
 
     python bench/kernels/packed_gemm.py            every format
     python bench/kernels/packed_gemm.py --sweep    for 1, 16 and 64 rows, every config
+    python bench/kernels/packed_gemm.py --many     16,384 rows, forward and dX, through the weight's values
 
 Calls rotate over copies of a weight that are together larger than L2, in a graph, with PDL. GB/s: of packed bytes,
 codes and scales; share: of what a copy reads and writes. Results are compared to the bit with the 16-bit GEMM's.
@@ -35,7 +36,9 @@ from rlnumba.kernels.quantized.few_rows_config import (
 )
 from rlnumba.kernels.quantized.formats import FORMATS
 from rlnumba.kernels.quantized.ops import QuantizedWeight, dequantize, quantize
+from rlnumba.model.blocks.projection import dense, multiply, multiply_swiglu
 from rlnumba.runtime import device
+from rlnumba.runtime.arena import HeapAllocator
 from rlnumba.runtime.launch import pdl_scope
 
 # name: (rows and columns of the weight, whether SwiGLU follows).
@@ -47,7 +50,7 @@ WEIGHTS = {
 }
 # Those of a sweep, too: of Qwen3-0.6B, whose tiles are narrow.
 SWEPT = {**WEIGHTS, "small o": (1024, 2048, False), "small down": (1024, 3072, False), "small qkv": (4096, 1024, False)}
-ROWS, SWEPT_ROWS = (1, 8, 16, 64), (1, 16, 64)
+ROWS, SWEPT_ROWS, MANY_ROWS = (1, 8, 16, 64), (1, 16, 64), 16_384
 # Bytes of the copies of a weight: several times an H200's L2.
 ROTATED = 300e6
 
@@ -149,6 +152,33 @@ def times(form, name, bandwidth):
         row(f"{form} {name} {m} rows", result)
 
 
+def times_of_many(form, name):
+    """Forward and dX of many rows, beside those by a weight of 16 bits."""
+    n, k, swiglu = WEIGHTS[name]
+    weight, memory = random_weight(form, n, k), HeapAllocator()
+    x, dy, outs = random_array(MANY_ROWS, k), random_array(MANY_ROWS, n), outputs(MANY_ROWS, n, swiglu)
+    dx = cupy.empty(x.shape, x.dtype)
+
+    def forward(weight):
+        if swiglu:
+            multiply_swiglu(x, weight, *outs, memory)
+        else:
+            multiply(x, weight, outs[0], memory)
+
+    def backward(weight):
+        with dense(weight, memory) as values:
+            gemm.linear_backward_input(dy, values, dx)
+
+    with dense(weight, memory) as values:
+        wide = values.copy()
+    for what, call in (("forward", forward), ("dX", backward)):
+        packed_us, wide_us = (graph_time_us([lambda w=w: call(w)] * 4) for w in (weight, wide))
+        row(
+            f"{form} {name}, {what} of {MANY_ROWS} rows",
+            f"{packed_us:.0f} us, {wide_us / packed_us:.2f} of the speed of bf16, {wide_us:.0f} us", "0.85",
+        )  # fmt: skip
+
+
 def place_of(config):
     """Where the operands of wgmma are, and who widens the weight."""
     if config.warpgroups:
@@ -175,6 +205,7 @@ def sweep(form, name):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--many", action="store_true")
     parser.add_argument("--forms", nargs="*", choices=tuple(FORMATS), default=tuple(FORMATS))
     parser.add_argument("--weights", nargs="*", choices=tuple(SWEPT), default=tuple(WEIGHTS), help="of a sweep")
     options = parser.parse_args()
@@ -186,6 +217,10 @@ def main():
         )
         for form, name in itertools.product(options.forms, options.weights):
             sweep(form, name)
+        return
+    if options.many:
+        for form, name in itertools.product(options.forms, WEIGHTS):
+            times_of_many(form, name)
         return
     bandwidth = copy_gbs()
     print(f"copy {bandwidth:.0f} GB/s")

@@ -380,14 +380,17 @@ def test_gpu(rng, form, element, n, k, swiglu, has_low_rank):
             assert_same_bits(few, many[:m], f"{form}, {m} rows by {n} x {k}")
 
 
-def product(weight, swiglu, x, residual, low_rank, reduction):
-    """(out, or gate_up and activated) of a projection with a low rank, whose first matrix may be written."""
-    outs = [device.xp().zeros((len(x), size), x.dtype) for size in (len(weight), len(weight) // 2)]
+def outputs_of(weight, x):
+    """Zeros for (out, or gate_up and activated) of a projection."""
+    return [device.xp().zeros((len(x), size), x.dtype) for size in (len(weight), len(weight) // 2)]
+
+
+def project(weight, swiglu, x, residual, low_rank, reduction, outs):
+    """A projection with a low rank, whose first matrix may be written, to arrays of outputs_of."""
     if swiglu:
         multiply_swiglu(x, weight, *outs, PlainMemory(), low_rank, reduction=reduction)
     else:
         multiply(x, weight, outs[0], PlainMemory(), None, residual, low_rank, reduction)
-    return outs
 
 
 @pytest.mark.gpu
@@ -461,17 +464,17 @@ def test_gpu_reduction(rng, form, n, k, swiglu):
         reduction = random_adapters(rng, adapters, 48 // adapters, k, m, BF16)
         expected_rank = device.xp().zeros((m, 48), x.dtype)
         gemm.reduce_rank(x, reduction, expected_rank)
-        expected = product(weight, swiglu, x, residual, (expected_rank, b), None)
-        device.synchronize()
-        found = []
+        expected = outputs_of(weight, x)
+        project(weight, swiglu, x, residual, (expected_rank, b), None, expected)
         # Both streams at once, each kernel as early as PDL allows, all of a stream with one array for x A^T.
         low_ranks = [device.xp().zeros((m, 48), x.dtype) for _ in contexts]
-        # They are filled in another stream.
+        found = [outputs_of(weight, x) for _ in range(2 * 20)]
+        # Arrays are filled in another stream; in one of these a kernel with PDL would not wait for it.
         device.synchronize()
-        for _ in range(20):
-            for each, xa in zip(contexts, low_ranks, strict=True):
+        for first in range(0, len(found), 2):
+            for each, xa, outs in zip(contexts, low_ranks, found[first : first + 2], strict=True):
                 with each.use(), launch.pdl_scope():
-                    found.append(product(weight, swiglu, x, residual, (xa, b), reduction))
+                    project(weight, swiglu, x, residual, (xa, b), reduction, outs)
         device.synchronize()
         for xa in low_ranks:
             assert_same_bits(xa, expected_rank, f"x A^T, {form}, {m} rows by {n} x {k}")

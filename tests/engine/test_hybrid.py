@@ -142,6 +142,11 @@ def test_a_page_is_taken_from_the_prompt_used_longest_ago(model):
         assert_same_bits(each.array("logprobs"), other.array("logprobs"))
 
 
+def logprobs_of_training(model, prompt, completion):
+    """The log-probs that training has for a completion."""
+    return device.to_host(score(model, pack([[*prompt, *completion.token_ids]])).logprobs)[len(prompt) :]
+
+
 def test_the_next_turn_begins_at_the_last_state(model):
     """Of the turn before, completion included; its log-probs are those of training."""
     engine, params = Engine(model), SamplingParams(max_tokens=40, ignore_eos=True)
@@ -152,11 +157,62 @@ def test_the_next_turn_begins_at_the_last_state(model):
         _, (finished,) = computed_tokens(engine)
         completion = finished.completion
         assert completion.num_cached_tokens == cached
-        sequence = [*context, *completion.token_ids]
-        logprobs = device.to_host(score(model, pack([sequence])).logprobs)[len(context) :]
-        assert_same_bits(completion.array("logprobs"), logprobs)
-        context = [*sequence, 7, 8, 9]
+        assert_same_bits(completion.array("logprobs"), logprobs_of_training(model, context, completion))
+        context = [*context, *completion.token_ids, 7, 8, 9]
     engine.release_retained("turn")
+
+
+def engine_with_old_states(model, rng):
+    """An Engine of two rows, whose pages have states of prompts that are forgotten."""
+    engine = Engine(model, config=EngineConfig(max_num_seqs=2, num_gpu_blocks_override=200))
+    for number in range(2):
+        prompt = rng.integers(3, 144, 150).tolist()
+        engine.add_request(number, prompt, SamplingParams(max_tokens=50, ignore_eos=True))
+    computed_tokens(engine)
+    engine.reset_prefix_cache()
+    return engine
+
+
+@pytest.mark.parametrize("forget", ["reset", "weights"])
+def test_a_turn_that_ends_after_its_states_were_forgotten(model, forget):
+    """Its last state is not in its row's own page, but in that of its prompt; that of other weights is not kept."""
+    rng = np.random.default_rng(5)
+    engine, params = engine_with_old_states(model, rng), SamplingParams(max_tokens=20, ignore_eos=True)
+    prompt = rng.integers(3, 144, BLOCK + 6).tolist()
+    engine.add_request("turn", prompt, params, first_context=prompt)
+    for _ in range(5):
+        engine.step()
+    if forget == "reset":
+        engine.reset_prefix_cache()
+    else:
+        engine.update_weights(7, keep_cache=True)
+    computed_tokens(engine)
+    assert len(engine.scheduler.row_blocks.pages.page_of_hash) == (1 if forget == "reset" else 0)
+    for cached in (0, BLOCK):
+        engine.add_request("again", prompt, params)
+        _, (finished,) = computed_tokens(engine)
+        completion = finished.completion
+        assert completion.num_cached_tokens == cached
+        assert_same_bits(completion.array("logprobs"), logprobs_of_training(model, prompt, completion))
+
+
+def test_a_turn_resumes_at_the_state_that_two_prompts_had(model):
+    """Of the other prompt's page, which has been taken since, as of its own."""
+    rng = np.random.default_rng(5)
+    engine, params = engine_with_old_states(model, rng), SamplingParams(max_tokens=2, ignore_eos=True)
+    prompt = rng.integers(3, 144, BLOCK + 6).tolist()
+    engine.add_request("other", [*prompt[:-2], 5, 6], params)
+    engine.add_request("turn", prompt, SamplingParams(max_tokens=50, ignore_eos=True), first_context=prompt)
+    for number in range(6):
+        engine.add_request(number, rng.integers(3, 144, BLOCK + 16).tolist(), params)
+    _, found = computed_tokens(engine)
+    (first,) = (each.completion for each in found if each.request_id == "turn")
+    context = [*prompt, *first.token_ids, 7]
+    engine.add_request("turn", context, params, first_context=prompt)
+    _, (finished,) = computed_tokens(engine)
+    completion = finished.completion
+    assert completion.num_cached_tokens == BLOCK
+    assert_same_bits(completion.array("logprobs"), logprobs_of_training(model, context, completion))
 
 
 def test_states_of_other_weights_are_not_found(model):

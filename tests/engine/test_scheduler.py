@@ -323,9 +323,11 @@ def test_a_state_that_older_weights_have_begun_is_not_found():
 
 def test_a_state_that_is_kept_takes_no_second_page():
     pages = StatePages(SequenceTable(2, BLOCK, 2 * STATE_BLOCK), 4)
-    pages.keep_own(0, 7)
+    for row in range(2):
+        pages.begin(row, [], 0, 1)
+    pages.keep_last(0, 1, 7)
     own, free = pages.own.tolist(), list(pages.free)
-    pages.keep_own(1, 7)
+    pages.keep_last(1, 1, 7)
     assert (pages.own.tolist(), list(pages.free), pages.page_of_hash) == (own, free, {7: 0}) and own == [2, 1]
 
 

@@ -221,11 +221,14 @@ class RowBlocks:
         token_ids = table.token_ids[row, : table.length[row]]
         hashes = self._hashes(token_ids, (len(token_ids) - 1) // self.blocks.block_size, self._salt(sequence))
         self.retained.retain(sequence.request_id, self.blocks.match(hashes, token_ids))
+        # Blocks and states that were begun with other weights are found by no hash of these.
+        if self.pages is None or not hashes or hashes[-1] != int(table.last_hash[row]):
+            return
         # The last computed token is the one before the last; steps in flight must not have begun another state.
         computed = len(token_ids) - 1
         states = (computed - 1) // STATE_BLOCK
-        if self.pages is not None and states and (computed - 1 + MOST_IN_FLIGHT) // STATE_BLOCK == states:
-            self.pages.keep_own(row, hashes[states * self.pages.ratio - 1])
+        if states and (computed - 1 + MOST_IN_FLIGHT) // STATE_BLOCK == states:
+            self.pages.keep_last(row, states, hashes[states * self.pages.ratio - 1])
 
     # --- hashes -------------------------------------------------------------------------------------------------------
 

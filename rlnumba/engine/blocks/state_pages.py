@@ -88,10 +88,19 @@ class StatePages:
                     _, page, page_hash = self.pending.pop(row)
                     self._register(page, page_hash)
 
-    def keep_own(self, row, page_hash):
-        """Let a row's own state be found, which is its sequence's last, if another page can take its place."""
-        if self.free and page_hash not in self.page_of_hash:
-            page, self.own[row] = int(self.own[row]), self._take()
+    def keep_last(self, row, length, page_hash):
+        """Let a row's last state be found, that after `length` STATE_BLOCKs.
+
+        Where it is in the row's own page, another page must be there to take its place.
+        """
+        if page_hash in self.page_of_hash:
+            return
+        page = int(self.table.state_tables[row, length - 1])
+        if page != self.own[row]:
+            # The row holds this page, at which it began or which it wrote after another with the same state.
+            self._register(page, page_hash)
+        elif self.free:
+            self.own[row] = self._take()
             self._register(page, page_hash)
             self.free[page] = None
 

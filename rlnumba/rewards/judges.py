@@ -26,7 +26,8 @@ PREFIX = "judge:"
 RETRY_S = 0.5
 NUMBER = r"-?\d+(?:\.\d+)?"
 SCORE, SCORES, BETTER = (
-    re.compile(rf"{name}\s*:\s*\**\s*({value})", re.IGNORECASE)
+    # Models set the name in bold, with the colon or without.
+    re.compile(rf"{name}\s*\**\s*:\s*\**\s*({value})", re.IGNORECASE)
     for name, value in (("Score", NUMBER), ("Scores", rf"{NUMBER}(?:\s*,\s*{NUMBER})*"), ("Better", r"A\b|B\b|tie\b"))
 )
 VALUE_OF = {"a": 1.0, "b": 0.0, "tie": 0.5}
@@ -136,7 +137,7 @@ class Judge:
         for body, result in results.items():
             if not isinstance(result, BaseException):
                 answers[body], usage = result
-                counts.update({name: usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")})
+                counts.update(usage)
         for body in bodies:
             answers.setdefault(body, self.answers.get(body))
         self._keep({body: answer for body, answer in answers.items() if answer is not None})
@@ -189,11 +190,16 @@ class Judge:
 
 
 def answer_of(content):
-    """(text, usage) of the answer (bytes) of a judge. Raises ValueError for what is none."""
+    """(text, {prompt_tokens, completion_tokens}) of the answer (bytes) of a judge. Raises ValueError for what is
+    none."""
     try:
         found = json.loads(content)
-        return found["choices"][0]["message"].get("content") or "", found.get("usage") or {}
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        text = content_text(found["choices"][0]["message"].get("content"))
+        if not isinstance(text, str):
+            raise ValueError
+        usage = found.get("usage") or {}
+        return text, {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise ValueError("an answer that is none of /chat/completions") from error
 
 

@@ -53,10 +53,13 @@ def test_bitsandbytes(tmp_path, golden, name):
         arrays[f"{NAME}.nested_quant_map"] = golden[f"{name}/nested_code"]
     content = np.frombuffer(json.dumps(state).encode(), np.uint8)
     arrays[f"{NAME}.quant_state.bitsandbytes__nf4"] = content
-    tensor = read(tmp_path / "x.safetensors", arrays, config_of(FORMATS["nf4"], 64, "bfloat16"))
-    assert tensor.group_size == 64 and tensor.shape == (6, 256)
-    values = tensor.read().astype(device.dtype("bfloat16")).astype(np.float32)
-    assert_same_bits(values, golden[f"{name}/values"])
+    # The codes' bytes are those of another dtype with bnb_4bit_quant_storage, as FSDP needs.
+    for storage in (np.uint8, device.dtype("bfloat16"), np.float32):
+        arrays[NAME] = golden[f"{name}/packed"].reshape(-1).view(storage).reshape(-1, 1)
+        tensor = read(tmp_path / "x.safetensors", arrays, config_of(FORMATS["nf4"], 64, "bfloat16"))
+        assert tensor.group_size == 64 and tensor.shape == (6, 256)
+        values = tensor.read().astype(device.dtype("bfloat16")).astype(np.float32)
+        assert_same_bits(values, golden[f"{name}/values"])
 
 
 @pytest.mark.parametrize("name, packs", [("int4", True), ("int8", True), ("int8", False), ("fp8", False)])
@@ -191,6 +194,57 @@ def test_transformers_opens_packed_experts(tmp_path, family, group_size):
     np.testing.assert_allclose(device.to_host(found)[1:], expected["logprobs"], rtol=0, atol=1e-5)
 
 
+SCALES = np.ones((6, 4), np.float32)
+PACKED = np.zeros((6, 64), np.int32)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({".absmax": None}, r"down_proj.weight.absmax has 0 elements, not 24$"),
+        ({".absmax": np.ones(23, np.float32)}, r"down_proj.weight.absmax has 23 elements, not 24$"),
+        ({"": None}, r"bitsandbytes__nf4 is there, and model.layers.0.mlp.down_proj.weight is not$"),
+        ({"": np.zeros((767, 1), np.uint8)}, r"has 767 bytes, not the half of \(6, 256\)$"),
+        ({"state": {"quant_type": "nf4", "blocksize": 64}}, r"bitsandbytes__nf4 has no shape$"),
+        (
+            {"state": {"quant_type": "nf4", "blocksize": 96, "shape": [6, 256]}},
+            "is not nf4 with blocks that lie within",
+        ),
+    ],
+)
+def test_parts_of_bitsandbytes_that_do_not_fit(tmp_path, change, message):
+    state = {"quant_type": "nf4", "blocksize": 64, "shape": [6, 256]}
+    arrays = {"": np.zeros((768, 1), np.uint8), ".absmax": SCALES.reshape(-1)}
+    arrays[".quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(change.get("state", state)).encode(), np.uint8)
+    arrays |= {part: array for part, array in change.items() if part != "state"}
+    arrays = {f"{NAME}{part}": array for part, array in arrays.items() if array is not None}
+    with pytest.raises(UserError, match=message):
+        read(tmp_path / "x", arrays, config_of(FORMATS["nf4"], 64, "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    "change, group, message",
+    [
+        ({"_packed": None}, {}, r"weight_scale is there, and neither .*weight nor .*weight_packed is$"),
+        ({"_packed": PACKED[:, :-1]}, {}, r"I32 \(6, 63\), are not those of \(6, 256\) in int8$"),
+        ({"_scale": SCALES[:-1]}, {}, r"weight_scale is \(5, 4\), which is none for \(6, 256\) in groups of 64$"),
+        ({"_scale": SCALES[:, :-1]}, {}, r"weight_scale is \(6, 3\), which is none for \(6, 256\) in groups of 64$"),
+        ({}, {"group_size": 32}, r"weight_scale is \(6, 4\), which is none for \(6, 256\) in groups of 32$"),
+        ({}, {"strategy": "channel"}, r"weight_scale is \(6, 4\), which is none for \(6, 256\) in groups of 256$"),
+        ({}, {"num_bits": 4}, r"I32 \(6, 64\), are not those of \(6, 256\) in int4$"),
+        ({}, {"type": "float"}, r"I32 \(6, 64\), are not those of \(6, 256\) in fp8$"),
+    ],
+)
+def test_parts_of_compressed_tensors_that_do_not_fit(tmp_path, change, group, message):
+    """A wrong number of bits would else read other weights without a word."""
+    arrays = {"_packed": PACKED, "_scale": SCALES, "_shape": np.int64([6, 256])} | change
+    arrays = {f"{NAME}{part}": np.ascontiguousarray(array) for part, array in arrays.items() if array is not None}
+    quantization = config_of(FORMATS["int8"], 64, "bfloat16")
+    quantization["config_groups"]["group_0"]["weights"] |= group
+    with pytest.raises(UserError, match=message):
+        read(tmp_path / "x", arrays, quantization)
+
+
 def test_what_is_refused(tmp_path, capsys):
     def fails(message, *arguments, code=1):
         capsys.readouterr()
@@ -221,6 +275,9 @@ def test_what_is_refused(tmp_path, capsys):
         read(tmp_path / "blocks", {NAME: codes, f"{NAME}_scale_inv": np.zeros((2, 3), np.float32)}, {})
     with pytest.raises(UserError, match=r"^x: quantization_config of 'bitsandbytes' \(int8\) is not read"):
         check_config({"quant_method": "bitsandbytes", "load_in_8bit": True}, "x")
+    groups = config_of(FORMATS["int8"], None, "bfloat16")
+    with pytest.raises(UserError, match=r"^x: group_0 has weights by groups, and group_size is None$"):
+        check_config(groups, "x")
     activations = config_of(FORMATS["int8"], 128, "bfloat16")
     activations["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
     with pytest.raises(UserError, match=r"^x: group_0 quantises activations, too"):

@@ -308,9 +308,43 @@ def test_the_table_is_written_with_the_run(tmp_path):
     assert load_run("grpo", [tmp_path / "config.toml"]).rewards == rewards
 
 
+NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    "pattern, text, value",
+    [
+        (judges.SCORE, "**Score**: 7", "7"),
+        (judges.SCORE, "**Score:** 7/10", "7"),
+        (judges.SCORES, "**Scores**: 7, 8", "7, 8"),
+        (judges.BETTER, "**Better** : **A**", "A"),
+    ],
+)
+def test_a_verdict_may_be_bold(pattern, text, value):
+    assert pattern.findall(text) == [value]
+
+
+def test_answers_of_another_form():
+    blocks = [{"type": "text", "text": "Score: 7"}]
+    answer = {"choices": [{"message": {"content": blocks}}], "usage": {"prompt_tokens": 3}}
+    assert judges.answer_of(json.dumps(answer)) == ("Score: 7", NO_USAGE | {"prompt_tokens": 3})
+    choices = [{"message": {"content": "Score: 7"}}]
+    for wrong in (
+        {"choices": [{"message": {"content": 7}}]},
+        {"choices": choices, "usage": [1]},
+        {"choices": choices, "usage": {"prompt_tokens": "many"}},
+        {"choices": []},
+        [1],
+    ):
+        with pytest.raises(ValueError, match="^an answer that is none of /chat/completions$"):
+            judges.answer_of(json.dumps(wrong))
+    with pytest.raises(ValueError, match="^an answer that is none of /chat/completions$"):
+        judges.answer_of(b"<html>")
+
+
 def test_an_answer_may_have_no_text():
     for message in ({"content": None}, {"content": ""}, {}):
-        assert judges.answer_of(json.dumps({"choices": [{"message": message}]})) == ("", {})
+        assert judges.answer_of(json.dumps({"choices": [{"message": message}]})) == ("", NO_USAGE)
     assert judges.conversation([{"role": "user", "content": "u"}]) == "u"
     assert judges.content_text([{"type": "text", "text": text} for text in ("Blue", "berry")]) == "Blueberry"
 

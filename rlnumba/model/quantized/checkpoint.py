@@ -14,6 +14,7 @@ and scales. Formats that are not read are refused by name.
 """
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,8 @@ class StoredCodes:
         # Copied: a view of some bytes of a file may not be aligned.
         parts = {name: stored.values_of(contents).view(np.ndarray).copy() for name, stored in self.parts.items()}
         if self.state is not None:
-            packed, scales = parts["weight"].reshape(-1), parts["absmax"]
+            # Codes may be stored as bytes of another dtype, bnb_4bit_quant_storage.
+            packed, scales = parts["weight"].reshape(-1).view(np.uint8), parts["absmax"].reshape(-1)
             if "nested_absmax" in parts:
                 repeated = np.repeat(parts["nested_absmax"], self.state["nested_blocksize"])[: len(scales)]
                 scales = parts["nested_quant_map"][scales] * repeated + np.float32(self.state["nested_offset"])
@@ -123,6 +125,9 @@ def check_config(quantization, source):
             raise UserError(f"{source}: {name} has weights that are not symmetric int4 or int8, or fp8")
         if weights.get("actorder") or weights.get("strategy") not in ("group", "channel", "tensor"):
             raise UserError(f"{source}: {name} has weights by {weights.get('strategy')!r} or an order of columns")
+        size = weights.get("group_size")
+        if weights["strategy"] == "group" and not (isinstance(size, int) and size > 0):
+            raise UserError(f"{source}: {name} has weights by groups, and group_size is {size!r}")
         if group.get("input_activations"):
             raise UserError(f"{source}: {name} quantises activations, too; only those with 16-bit activations are read")
 
@@ -159,6 +164,68 @@ def _in_blocks(found, name, quantization, source):
     )
 
 
+def _in_nf4(found, name, source):
+    """Make one tensor of X.weight and what bitsandbytes has of it, of which `name` is the quant_state, in {name: Stored
+    or StoredCodes}."""
+    weight, state = name.partition(QUANT_STATE)[0], json.loads(bytes(found.pop(name).read()))
+    parts = {part: found.pop(f"{weight}.{part}") for part in OF_NF4 if f"{weight}.{part}" in found}
+    needed = {"quant_type", "blocksize", "shape"}
+    if "nested_absmax" in parts:
+        needed |= {"nested_blocksize", "nested_offset"}
+    if missing := sorted(needed - state.keys()):
+        raise UserError(f"{source}: {name} has no {missing[0]}")
+    shape, size = tuple(state["shape"]), state["blocksize"]
+    if state["quant_type"] != "nf4" or len(shape) != 2 or shape[-1] % size:
+        raise UserError(f"{source}: {weight} is not nf4 with blocks that lie within a row")
+    if weight not in found:
+        raise UserError(f"{source}: {name} is there, and {weight} is not")
+    parts["weight"] = found[weight]
+    count = shape[0] * shape[1] // size
+    wanted = {"absmax": count}
+    if "nested_absmax" in parts:
+        wanted |= {"nested_absmax": -(-count // state["nested_blocksize"]), "nested_quant_map": 256}
+    for part, number in wanted.items():
+        elements = math.prod(parts[part].shape) if part in parts else 0
+        if elements != number:
+            raise UserError(f"{source}: {weight}.{part} has {elements} elements, not {number}")
+    stored = parts["weight"]
+    if stored.end - stored.begin != math.prod(shape) // 2:
+        raise UserError(f"{source}: {weight} has {stored.end - stored.begin} bytes, not the half of {shape}")
+    found[weight] = StoredCodes(stored.path, shape, FORMATS["nf4"], parts, state)
+
+
+def _in_groups(found, name, quantization, source):
+    """Make one tensor of what compressed-tensors has of X.weight, of which `name` is the scale, in {name: Stored or
+    StoredCodes}."""
+    weight, scale, groups = name.removesuffix("_scale"), found.pop(name), quantization.get("config_groups")
+    if groups is None:
+        raise UserError(f"{source}: {name} is there, and config.json has no quantization_config with its format")
+    group = next(iter(groups.values()))["weights"]
+    form = FORMATS[_format_of(group)]
+    packed, shape = found.pop(f"{weight}_packed", None), found.pop(f"{weight}_shape", None)
+    stored = packed or found.get(weight)
+    if stored is None:
+        raise UserError(f"{source}: {name} is there, and neither {weight} nor {weight}_packed is")
+    shape = stored.shape if shape is None else tuple(map(int, shape.read()))
+    rows, columns = shape if len(shape) == 2 else (0, 0)
+    if packed is None:
+        kind, own = {"int8": "I8", "fp8": "F8_E4M3"}.get(form.name), (rows, columns)
+    else:
+        kind, own = {"int8": "I32", "int4": "I32"}.get(form.name), (rows, -(-columns * form.bits // 32))
+    if (stored.dtype, stored.shape) != (kind, own):
+        raise UserError(
+            f"{source}: the codes of {weight}, {stored.dtype} {stored.shape}, are not those of {shape} in {form.name}"
+        )
+    size = group.get("group_size") if group.get("strategy") == "group" else columns
+    scales = [(rows, columns // size)] if columns % size == 0 else []
+    # One of a row, or of all.
+    scales += [(rows,), (1,), (), (1, 1)] if size == columns else []
+    if scale.shape not in scales:
+        raise UserError(f"{source}: {name} is {scale.shape}, which is none for {shape} in groups of {size}")
+    parts = {"scale": scale, "weight" if packed is None else "packed": stored}
+    found[weight] = StoredCodes(stored.path, shape, form, parts)
+
+
 def _format_of(weights):
     kinds = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8"}
     return kinds.get((weights.get("type"), weights.get("num_bits")))
@@ -174,30 +241,11 @@ def joined(files, quantization, source):
     found = dict(files)
     for name in files:
         if QUANT_STATE in name:
-            weight = name.partition(QUANT_STATE)[0]
-            state = json.loads(bytes(found.pop(name).read()))
-            parts = {part: found.pop(f"{weight}.{part}") for part in OF_NF4 if f"{weight}.{part}" in found}
-            parts["weight"] = found[weight]
-            shape = tuple(state["shape"])
-            if state["quant_type"] != "nf4" or shape[-1] % state["blocksize"] or len(shape) != 2:
-                raise UserError(f"{source}: {weight} is not nf4 with blocks that lie within a row")
-            found[weight] = StoredCodes(found[weight].path, shape, FORMATS["nf4"], parts, state)
+            _in_nf4(found, name, source)
         elif name.endswith(".weight_scale_inv"):
             _in_blocks(found, name, quantization, source)
         elif name.endswith(".weight_scale"):
-            weight, scale = name.removesuffix("_scale"), found.pop(name)
-            groups = quantization.get("config_groups")
-            if groups is None:
-                raise UserError(
-                    f"{source}: {name} is there, and config.json has no quantization_config with its format"
-                )
-            group = next(iter(groups.values()))["weights"]
-            packed = found.pop(f"{weight}_packed", None)
-            shape = found.pop(f"{weight}_shape", None)
-            stored = packed or found[weight]
-            shape = stored.shape if shape is None else tuple(map(int, shape.read()))
-            parts = {"scale": scale, "weight" if packed is None else "packed": stored}
-            found[weight] = StoredCodes(stored.path, shape, FORMATS[_format_of(group)], parts)
+            _in_groups(found, name, quantization, source)
     return found
 
 

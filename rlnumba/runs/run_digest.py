@@ -191,11 +191,16 @@ def check_keys(saved, own, where, step):
     for name, value in own["inputs"].items():
         if saved["inputs"].get(name, value) != value:
             problems.append(_other_input(name, saved["keys"], own["keys"]))
+    problems += _other_teachers(saved, own)
+    # Its keys are there with the section alone; without it the base has other values.
+    had, has = (_has_section("quantization", each["keys"]) for each in (saved, own))
+    if had != has:
+        problems.append("[quantization], and this run has none" if had else "no [quantization], and this run has one")
     if problems:
         raise ConfigError(f"{where}: saved with {'; with '.join(problems)}: this cannot change on --resume")
     # Keys of [async] are there with the section alone, teachers are inputs.
     for section, part in (("async", "keys"), ("teacher", "inputs")):
-        had, has = (any(name.startswith(f"{section}.") for name in each[part]) for each in (saved, own))
+        had, has = (_has_section(section, each[part]) for each in (saved, own))
         if had != has:
             lines.append(f"[{section}] is {'new' if has else 'gone'} from step {step + 1}")
     for name, value in own["versions"].items():
@@ -203,6 +208,20 @@ def check_keys(saved, own, where, step):
         if before != value:
             lines.append(f"{name} {before} -> {value}, with which the last bits may differ")
     return lines
+
+
+def _has_section(section, names):
+    return any(name.startswith(f"{section}.") for name in names)
+
+
+def _other_teachers(saved, own):
+    """The problem, in a list, of one teacher where there were several, or of several where there was one."""
+    (before, *_), (now, *_) = (
+        [k for k in each["inputs"] if k.startswith("teacher.")] or [None] for each in (saved, own)
+    )
+    if before == now or None in (before, now):
+        return []
+    return [f"{before} = {saved['keys'].get(before)!r}, and this run has {now} = {own['keys'].get(now)!r}"]
 
 
 def _other_input(name, saved, own):

@@ -364,6 +364,25 @@ def test_what_is_compared_with_a_checkpoint():
     assert said(with_async, digest()) == ["[async] is gone from step 4"]
     assert said(with_async, digest(**{"async.max_staleness": 2})) == ["async.max_staleness 1 -> 2 from step 4"]
     assert said(digest(), digest(**{"train.global_batch_size": 4})) == ["train.global_batch_size 2 -> 4 from step 4"]
+    packed = digest(**{"quantization.type": "nf4"})
+    assert said(packed, packed) == []
+    for before, now, message in (
+        (packed, digest(), r"^step-3: saved with \[quantization\], and this run has none: this cannot change"),
+        (digest(), packed, r"^step-3: saved with no \[quantization\], and this run has one: this cannot change"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            said(before, now)
+    one = digest(**{"teacher.model": "a"}) | {"inputs": {"teacher.model": "1"}}
+    several = digest(**{"teacher.models": {"x": "a"}}) | {"inputs": {"teacher.models": "2"}}
+    with pytest.raises(
+        ConfigError, match=r"saved with teacher.model = 'a', and this run has teacher.models = \{'x': 'a'"
+    ):
+        said(one, several)
+    with pytest.raises(
+        ConfigError, match=r"saved with teacher.models = \{'x': 'a'\}, and this run has teacher.model ="
+    ):
+        said(several, one)
+    assert said(digest(), one) == ["[teacher] is new from step 4"]
     # A function that is new has not changed.
     assert run_digest.check_sources({"a": "1", "b": "1"}, {"a": "2", "b": "1", "c": "1"}, "rewards.funcs: ", 3) == [
         "rewards.funcs: a has changed, from step 4"

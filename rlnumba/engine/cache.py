@@ -24,6 +24,7 @@ import numpy as np
 
 from rlnumba.engine.blocks.state_pages import num_pages_for
 from rlnumba.engine.blocks.window_blocks import most_places_of
+from rlnumba.errors import UserError
 from rlnumba.runtime import device, memory
 from rlnumba.runtime.mapped_memory import MappedMemory
 
@@ -106,10 +107,15 @@ class BlockSizes(NamedTuple):
 
     @classmethod
     def of(cls, config, block_size, dtype, num_rows, tokens):
-        """Those of a model whose steps have up to so many sequences and tokens, with those to come."""
+        """Those of a model whose steps have up to so many sequences and tokens, with those to come.
+
+        Raises UserError for a model without keys and values.
+        """
+        if not (block_bytes := block_bytes_of(config, block_size, dtype)):
+            raise UserError(f"a {config.model_type} model without a full_attention layer cannot generate")
         window_bytes = sum(pool.block_bytes for pool in pools_of(config, block_size, dtype) if pool.has_window)
         places = most_places_of(config, block_size, num_rows, tokens)
-        return cls(block_bytes_of(config, block_size, dtype), window_bytes if places else 0, places)
+        return cls(block_bytes, window_bytes if places else 0, places)
 
     def places_of(self, num_blocks):
         """The places of a cache of num_blocks; None without windows."""

@@ -1,6 +1,7 @@
 """Generation with linear attention: its state in slots beside the KV cache gives the bits of training."""
 
 import pathlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,12 @@ from rlnumba.engine.check import Agreement, check_agreement
 from rlnumba.engine.core import Engine
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
+from rlnumba.errors import UserError
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK
+from rlnumba.model.config import ModelConfig
 from rlnumba.model.lora import merge
-from rlnumba.model.transformer import load_model, pack, save_model, score
+from rlnumba.model.transformer import Transformer, load_model, pack, save_model, score
+from rlnumba.model.weights import Weights
 from rlnumba.runtime import device
 from tests.close import assert_close, assert_same_bits
 from tests.engine.test_architectures import tokens_and_logprobs
@@ -60,6 +64,13 @@ def test_several_adapters_in_one_batch(model, tmp_path):
             merge(merged.weights, adapted[name].adapter)
             expected = device.to_host(score(merged, batch).logprobs)[len(prompt) :]
             assert_close(logprobs, expected, terms=8192)
+
+
+def test_a_model_without_keys_and_values_is_refused():
+    config = replace(ModelConfig.from_folder(FOLDER), layer_types=("linear_attention",) * 4)
+    model = Transformer(config, Weights.random(config))
+    with pytest.raises(UserError, match="a qwen3_5_text model without a full_attention layer cannot generate"):
+        LLM(model)
 
 
 def test_a_slot_is_used_again(model):

@@ -9,6 +9,7 @@ import operator
 import os
 import types
 import typing
+import urllib.parse
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from typing import NamedTuple
@@ -119,6 +120,19 @@ def as_type(value, hint):
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError
     return [as_type(item, *typing.get_args(hint)) for item in value] if kind is list else value
+
+
+def check_url(name, url):
+    """Raise ConfigError, which begins with the key's name, for what is no http:// or https:// URL with a host."""
+    if not isinstance(url, str) or url.partition("://")[0] not in ("http", "https"):
+        raise ConfigError(f"{name} must begin with http:// or https://, got {shown(url)}")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        has_place = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port, or of brackets
+        has_place = False
+    if not has_place:
+        raise ConfigError(f"{name} must have a host, and a port that is a number up to 65535, got {shown(url)}")
 
 
 def typed_value(f, value, convert=as_type):

@@ -186,7 +186,8 @@ class Rewards:
         """The Scores of a list of Pending, their completions in its order; a group may be asked for again.
 
         With errors "skip", a group for which a function raised, hung or crashed is called again one completion at a
-        time, so that only those fail that cause it. Raises RewardError naming the function, unless errors are skipped.
+        time, so that only those fail that cause it; a judge that compares them is called again with all. Raises
+        RewardError naming the function, unless errors are skipped.
         """
         pending = list(pending)
         return self._scores(pending, self.answers(pending))
@@ -222,29 +223,34 @@ class Rewards:
             # Groups of one that failed for themselves fail again; async functions and models were called with others.
             shared = [is_async(function) or isinstance(function, ModelReward) for function in self.functions]
             alone = [(g, k) for g, k in again if pending[g].size > 1 or shared[k]]
-            singles = [(g, k, self._submit_singly(pending[g], k)) for g, k in alone]
-            for g, k, parts in singles:
-                answers[g][k] = _joined(self._collect_one(k, part) for part in parts)
+            submitted = [(g, k, self._submit_again(pending[g], k)) for g, k in alone]
+            for g, k, parts in submitted:
+                found = [self._collect_one(k, part) for part in parts]
+                answers[g][k] = found[0] if _compares(self.functions[k]) else _joined(found)
         for group, found in zip(pending, answers, strict=True):
             group.answers = found
             group.answered()
 
-    def _submit_singly(self, group, k):
-        parts = [
-            Pending(_part(group.keywords, i, group.size), 1, {}, here=_part(group.here, i, group.size))
-            for i in range(group.size)
-        ]
+    def _submit_again(self, group, k):
+        """A Pending of each completion, or one of all where they are compared with each other."""
+        if _compares(self.functions[k]):
+            parts = [Pending(group.keywords, group.size, {}, here=group.here)]
+        else:
+            parts = [
+                Pending(_part(group.keywords, i, group.size), 1, {}, here=_part(group.here, i, group.size))
+                for i in range(group.size)
+            ]
         for part in parts:
             if self.specs[k] is not None:
-                part.calls[k] = self._begin(k, part.keywords, 1)
+                part.calls[k] = self._begin(k, part.keywords, part.size)
         return parts
 
     def _collect_one(self, k, part):
         if k in part.calls:
             answer = part.calls[k].result()
-            if answer.failed_call and is_async(self.functions[k]):
+            if answer.process_ended and is_async(self.functions[k]):
                 # Another one may have ended the process that they share.
-                answer = self._begin(k, part.keywords, 1).result()
+                answer = self._begin(k, part.keywords, part.size).result()
             return answer
         found = [[None] * len(self.functions)]
         self._call_here([part], found, [k])
@@ -410,6 +416,11 @@ def _joined(answers):
 def takes_environments(function):
     """Whether a reward function has a parameter `environments`, objects of the process that draws: bool."""
     return not isinstance(function, ModelReward) and "environments" in inspect.signature(function).parameters
+
+
+def _compares(function):
+    """Whether a value depends on the other completions of the group, as a judge's may: bool."""
+    return getattr(function, "compares_group", False)
 
 
 def is_async(function):

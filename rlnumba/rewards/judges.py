@@ -11,13 +11,14 @@ nothing. A judge that does not answer is a failure as a function's that raises: 
 import asyncio
 import dataclasses
 import json
+import os
 import re
 import time
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 from rlnumba.config.sections.rewards import JudgeConfig
-from rlnumba.errors import UserError
+from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards.functions import texts_of
 from rlnumba.rewards.served import FAILURES, is_passing, message_of, post, reason_of
 
@@ -44,6 +45,11 @@ class Judge:
     def spec(self):
         """The name by which other processes make the same judge."""
         return PREFIX + json.dumps(dataclasses.asdict(self.config))
+
+    @property
+    def compares_group(self):
+        """Whether a completion's value depends on the others of its group: bool."""
+        return self.config.form != "score"
 
     async def __call__(self, prompts, completions, log_metric):
         texts = texts_of(completions)
@@ -223,4 +229,7 @@ def find_judge(spec, judges):
     given = spec.strip().removeprefix(PREFIX)
     if given.startswith("{"):
         return Judge(JudgeConfig(**json.loads(given)))
-    return Judge(JudgeConfig.of(given, judges[given]))
+    config = JudgeConfig.of(given, judges[given])
+    if config.api_key_env and config.api_key_env not in os.environ:
+        raise ConfigError(f"rewards.judges.{given}.api_key_env: the environment has no variable {config.api_key_env}")
+    return Judge(config)

@@ -50,13 +50,14 @@ def num_workers():
 class Answer:
     """The result of one call. values: (n,) float64, or None with `error`, its message; failed_call: whether the
     function raised, hung or crashed, so that the completions may be tried one by one; extra, metrics: what it
-    logged."""
+    logged. process_ended: whether it failed with its process, which another call may have ended."""
 
     values: np.ndarray | None
     error: str | None = None
     failed_call: bool = False
     extra: dict[str, list] = field(default_factory=dict)
     metrics: dict[str, list] = field(default_factory=dict)
+    process_ended: bool = False
 
 
 def pack_answers(number, answers):
@@ -285,7 +286,7 @@ class WorkerProcess:
             answers = future.result()
         if answers is None:
             reason = self._killed_for or f": its worker process {_how_ended(self.process)}"
-            return _failed(f"reward {name}{reason}", failed_call=True)
+            return Answer(None, f"reward {name}{reason}", failed_call=True, process_ended=True)
         return answers[0]
 
     def call_all(self, calls):

@@ -233,6 +233,44 @@ def test_skipped_failures_lose_nothing(monkeypatch):
     assert [asked.count(text) for text in TEXTS] == [2, 4, 1]
 
 
+@pytest.mark.parametrize("form, verdict", [("pairwise", "Better: A"), ("group", "Scores: 10, 1, 10")])
+def test_a_group_that_is_compared_is_asked_again_as_a_whole(monkeypatch, form, verdict):
+    """A completion alone has no others that it could be compared with."""
+    statuses = [500]
+
+    def answer(content):
+        return statuses.pop() if statuses else 200, verdict
+
+    with answering(answer) as (url, bodies), rewards_of(url, "skip", form=form, concurrency=1) as rewards:
+        found = scored(rewards)
+        values = {"pairwise": [0.5, 0.5, 0.5], "group": [1.0, 0.0, 1.0]}[form]
+        assert found.values[:, 0].tolist() == values and not found.errors
+        assert len(bodies) == {"pairwise": 4, "group": 2}[form]
+        statuses += [500] * 8
+        failed = scored(rewards, ["other", "texts", "here"])
+        assert np.isnan(failed.values).all() and failed.errors == {"short": 3}
+
+
+def test_failures_in_a_worker_are_tried_twice_and_no_more():
+    """A judge that is slow would else cost its time limit for one completion after the other."""
+    with answering(lambda content: (500, "")) as (url, bodies):
+        table = {"url": url, "rubric": RUBRIC, "retries": 0}
+        config = RewardsConfig(funcs=["judge:short"], judges={"short": table}, reward_errors="skip")
+        rewards = load_rewards(config)
+        try:
+            assert scored(rewards).errors == {"short": 3}
+        finally:
+            rewards._workers.close()
+    assert len(bodies) == 6
+
+
+def test_a_key_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    message = r"^rewards\.judges\.short\.api_key_env: the environment has no variable JUDGE_KEY$"
+    with pytest.raises(ConfigError, match=message), rewards_of("http://a", api_key_env="JUDGE_KEY"):
+        pass
+
+
 @pytest.mark.skipif(device.name() != "cpu", reason="small runs of the cpu device")
 @pytest.mark.parametrize("options", [None, AsyncConfig(max_staleness=0)])
 def test_a_run_that_is_killed_while_it_is_judged_goes_on_with_the_same_weights(options, tmp_path):
@@ -272,6 +310,9 @@ def test_a_run_that_is_killed_while_it_is_judged_goes_on_with_the_same_weights(o
         ({"url": "http://a/v1"}, r"rewards\.judges\.j\.rubric must be set"),
         ({"rubric": "r"}, r"rewards\.judges\.j\.url must be set"),
         ({"url": "a", "rubric": "r"}, r"rewards\.judges\.j\.url must begin with http:// or https://, got 'a'"),
+        ({"url": "http://", "rubric": "r"}, r"rewards\.judges\.j\.url must have a host, and a port .*, got 'http://'"),
+        ({"url": "http://a:port/v1", "rubric": "r"}, r"rewards\.judges\.j\.url must have a host, and a port that"),
+        ({"url": "http://a:99999/v1", "rubric": "r"}, r"rewards\.judges\.j\.url must have a host, and a port that"),
         ({"url": "http://a", "rubric": "r", "forms": 1}, r"rewards\.judges\.j\.forms is no key of a judge; its keys"),
         ({"url": "http://a", "rubric": "r", "form": "x"}, r"rewards\.judges\.j\.form must be one of score, pairwise"),
         ({"url": "http://a", "rubric": "r", "scale": [5, 1]}, r"rewards\.judges\.j\.scale must be two integers"),

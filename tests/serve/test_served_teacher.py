@@ -257,6 +257,7 @@ def test_what_is_refused(tmp_path, folders, stub):
     config = {"model": folders["math"], "url": stub.url}
     for keys, message in (
         ({"url": stub.url}, "teacher.url needs teacher.model"),
+        (config | {"url": "http://:8000/v1"}, "^teacher.url must have a host, and a port that is a number up to 65535"),
         (config | {"url": "localhost:8000"}, "^teacher.url must begin with http:// or https://, got 'localhost:8000'"),
         ({"models": folders, "urls": {"maths": stub.url}}, "^teacher.urls: maths is none of teacher.models "),
     ):

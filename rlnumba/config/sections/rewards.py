@@ -5,7 +5,7 @@ import math
 import typing
 from dataclasses import dataclass
 
-from rlnumba.config.keys import Section, key
+from rlnumba.config.keys import Section, check_url, key
 from rlnumba.errors import ConfigError, shown
 
 # What a judge is asked for: a number for each completion, the better one of two, a number for each of a group.
@@ -71,8 +71,7 @@ class JudgeConfig:
         for name, choices in (("form", FORMS), ("structured_outputs", FORCED)):
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"{self._key(name)} must be one of {', '.join(choices)}, got {value!r}")
-        if self.url.partition("://")[0] not in ("http", "https"):
-            raise ConfigError(f"{self._key('url')} must begin with http:// or https://, got {self.url!r}")
+        check_url(self._key("url"), self.url)
 
     def _check(self, name, value, kind):
         if kind is str and not isinstance(value, str):

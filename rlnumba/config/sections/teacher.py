@@ -3,7 +3,7 @@
 import typing
 from dataclasses import dataclass
 
-from rlnumba.config.keys import KeyCondition, Section, key
+from rlnumba.config.keys import KeyCondition, Section, check_url, key
 from rlnumba.errors import ConfigError, shown
 
 SERVED = KeyCondition(("teacher.url", "teacher.urls"), "a URL", bool)
@@ -100,5 +100,4 @@ class TeacherConfig(Section):
             where = "teacher.url" if name is None else f"teacher.urls: {name}"
             if name is not None and name not in self.models:
                 raise ConfigError(f"{where} is none of teacher.models ({', '.join(self.models)})")
-            if not isinstance(url, str) or url.partition("://")[0] not in ("http", "https"):
-                raise ConfigError(f"{where} must begin with http:// or https://, got {shown(url)}")
+            check_url(where, url)

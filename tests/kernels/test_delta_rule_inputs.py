@@ -214,6 +214,32 @@ def test_simulator_of_cuts(rng, monkeypatch):
     check_cuts(rng, [70, 3], DeltaRuleHeads(1, 1, 3, 5), "bfloat16", longest=60)
 
 
+@pytest.mark.sim
+def test_a_page_has_the_rows_ahead_of_its_last_boundary(rng, monkeypatch):
+    """Also where the blocks of threads of later tokens run first, of which a GPU promises nothing."""
+    if device.name() == "sim":
+        from rlnumba.runtime.simulator import Grid
+
+        run = Grid.run
+        monkeypatch.setattr(Grid, "run", lambda grid, *work: run(grid, *work[:-1], [*work[-1]][::-1]))
+    heads, count, pages = DeltaRuleHeads(1, 1, 3, 5), 2 * BLOCK + 2, np.array([[2, 0, 2, 2]], np.int32)
+    projected, weights = random_inputs(rng, count, heads, "float32")
+    full = device.xp().full
+    cache = ConvCache(
+        full((1, 5, heads.channels), 7, np.float32), full((3, TAPS - 1, heads.channels), np.nan, np.float32)
+    )
+    # The tokens from the last one of the first block on, to the first but one of the fourth.
+    start = BLOCK - 1
+    arrays = [0, count], [start + count], pages, [0], [-1]
+    sequences = StateSequences(*(device.asarray(np.array(x, np.int32)) for x in arrays))
+    tokens = empty_tokens(count, heads, np.float32, np.float32)
+    delta_rule_inputs(device.asarray(projected), on_device(weights), heads, sequences, tokens, cache)
+    for page, boundary in ((0, 2 * BLOCK), (2, 3 * BLOCK)):
+        rows = projected[boundary - start - (TAPS - 1) : boundary - start, : heads.channels]
+        assert_same_bits(cache.page_rows[page], rows)
+    assert np.isnan(device.to_host(cache.page_rows[1])).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_gpu(rng, dtype):

@@ -86,8 +86,9 @@ class StateSequences(NamedTuple):
     cu_seqlens (B + 1,) of the new tokens; context_lens (B,): all tokens of a sequence, the new ones included, 0 for a
     row without a sequence, whose outputs are 0; tokens behind the last of cu_seqlens have none. state_tables (B, T):
     [b, i] is the page of the state after (i + 1) BLOCK tokens, -1 where it is not to be kept; a page that is read and
-    one that is written may be the same. slots (B,): row slot of each sequence. resumed_at (B,): the position at which a
-    sequence began with a page, of whose tokens nothing else is known, -1 if it did not; that page stays in its table.
+    one that is written may be the same, and one that several boundaries have is that of the last. slots (B,): row slot
+    of each sequence. resumed_at (B,): the position at which a sequence began with a page, of whose tokens nothing else
+    is known, -1 if it did not; that page stays in its table.
 
     A block is folded by the call that computes the token after it, so that a page holds no token that a rejected draft
     might take back: the state that is read ends with the last boundary before the token ahead of the new ones, and the

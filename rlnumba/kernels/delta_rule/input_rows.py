@@ -251,6 +251,9 @@ def head_function(heads, element, is_value, is_paged, access, tap_access):
             # The page of a boundary also keeps the rows before it.
             if is_paged and is_stored and position > state_len and position % BLOCK == 0:
                 page = sequences.state_tables[b, position // BLOCK - 1]
+                # Of boundaries with one page the last writes it: those of other tiles are at no known time.
+                for later in range(position // BLOCK, (start + end - begin - 1) // BLOCK):
+                    page = -1 if sequences.state_tables[b, later] == page else page
                 if page >= 0:
                     for tap in range(TAPS - 1):
                         store(cache.page_rows[page, tap], channel, window, tap * width)

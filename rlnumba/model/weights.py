@@ -431,11 +431,16 @@ def save_weights(weights, folder, dtype=None, heads=None):
     """
     folder, target = Path(folder), device.dtype(dtype or weights.dtype.name)
     files = files_of(weights, target.name, heads)
-    before = {p.name for p in folder.glob("model-*-of-*.safetensors")} | {SINGLE, INDEX}
     views = dict(weights.tensors())
     for name, tensors in files.items():
         write_tensors(folder / name, {source: views[source] for source in tensors}, METADATA, target)
     write_index(folder, files)
+    remove_others(folder, files)
+
+
+def remove_others(folder, files):
+    """Remove the weight files of an earlier save, which are not among `files`, and its index."""
+    before = {p.name for p in folder.glob("model-*-of-*.safetensors")} | {SINGLE, INDEX}
     for name in before - {*files, *([INDEX] if len(files) > 1 else [])}:
         (folder / name).unlink(missing_ok=True)
 

@@ -14,6 +14,7 @@ from rlnumba.errors import ConfigError, UserError
 from rlnumba.kernels.quantized.formats import FORMATS, dequantize_ref, quantize_ref
 from rlnumba.kernels.quantized.ops import dequantize
 from rlnumba.model.hub import read_config
+from rlnumba.model.quantized import convert
 from rlnumba.model.quantized.checkpoint import check_config, config_of, joined
 from rlnumba.model.quantized.weights import QuantizedWeights, quantized_names
 from rlnumba.model.tensor_file import open_tensors, write_tensors
@@ -155,6 +156,19 @@ def test_a_checkpoint_that_was_written_here(tmp_path, name, group_size):
     with pytest.raises(ConfigError, match=f"^quantization.group_size is 8, and {group_size} in "):
         other = dataclasses.replace(config, group_size=8)
         load_model(tmp_path / "base", make_weights=partial(QuantizedWeights, quantization=other))
+
+
+def test_an_earlier_model_of_the_folder_goes(tmp_path, monkeypatch):
+    """A single file of it would be read instead of several new ones."""
+    for shard_bytes, name in ((1 << 30, "nf4"), (1 << 14, "int8"), (1 << 30, "int4")):
+        monkeypatch.setattr(convert, "SHARD_BYTES", shard_bytes)
+        for output in (tmp_path / "one", tmp_path / name):
+            output.mkdir(exist_ok=True)
+            convert.quantize_checkpoint(MODEL, output, name, 16)
+        left, wanted = (sorted(p.name for p in (tmp_path / folder).iterdir()) for folder in ("one", name))
+        assert left == wanted and (len(list((tmp_path / name).glob("*.safetensors"))) > 1) == (name == "int8")
+        found, expected = load_model(tmp_path / "one"), load_model(tmp_path / name)
+        assert_same_bits(found.weights.flat, expected.weights.flat)
 
 
 @pytest.mark.parametrize("form", ["its own", "the other"])

@@ -16,7 +16,15 @@ from rlnumba.model.hub import read_config
 from rlnumba.model.quantized.checkpoint import KEY, config_of, tensors_of
 from rlnumba.model.quantized.weights import check_group_size, quantized_names
 from rlnumba.model.tensor_file import write_tensors
-from rlnumba.model.weights import METADATA, SHARD_BYTES, SINGLE, StoredWeights, write_index, write_json
+from rlnumba.model.weights import (
+    METADATA,
+    SHARD_BYTES,
+    SINGLE,
+    StoredWeights,
+    remove_others,
+    write_index,
+    write_json,
+)
 
 # The formats that are written: compressed-tensors has none of fp8 with groups.
 WRITTEN = ("nf4", "int4", "int8")
@@ -49,6 +57,7 @@ def quantize_checkpoint(folder, output, name, group_size=None):
         (output / f"model-{index}.partial").rename(output / file)
         named[file] = found
     write_index(output, named)
+    remove_others(output, named)
     for path in folder.iterdir():
         if path.is_file() and not path.name.startswith("model") and path.suffix not in (".safetensors", ".bin", ".pt"):
             shutil.copyfile(path, output / path.name)

@@ -153,16 +153,31 @@ def teacher_prompt(run, prompt, tokenizer):
         raise UserError(f"{prompt.where}: {column!r}: {error}") from error
 
 
+def longest_of_teachers(config):
+    """The most tokens of a sequence of each of a TeacherConfig's folders, in their order: list."""
+    positions = {n: read_config(find_model(path, weights=False)).num_positions for n, path in config.folders.items()}
+    # A server is asked for a token more.
+    return [count - (name in config.served) for name, count in positions.items()]
+
+
 def check_rows(run, prompts, tokenizer, limit):
-    """Raise UserError for one of a run's Prompts without a teacher, or without what it sees. limit: the longest
-    sequence's tokens."""
+    """Raise UserError for one of a run's Prompts without a teacher, without what it sees, or with more tokens than the
+    teacher has positions. limit: the longest sequence's tokens."""
+    most, names = longest_of_teachers(run.teacher), list(run.teacher.folders)
+    wanted = f"train.max_completion_length ({run.train.max_completion_length})"
     for prompt in prompts:
-        teacher_index(run.teacher, prompt)
+        index, own = teacher_index(run.teacher, prompt), len(prompt.prompt_token_ids)
         ids = teacher_prompt(run, prompt, tokenizer)
         if ids is not None and len(ids) + run.train.max_completion_length > limit:
             raise UserError(
-                f"{prompt.where}: {run.teacher.prompt_column!r} has {len(ids)} tokens, which with "
-                f"train.max_completion_length ({run.train.max_completion_length}) are more than the model's {limit}"
+                f"{prompt.where}: {run.teacher.prompt_column!r} has {len(ids)} tokens, which with {wanted} are more "
+                f"than the model's {limit}"
+            )
+        longest = min(own + run.train.max_completion_length, limit) - own + (own if ids is None else len(ids))
+        if most and longest > most[index]:
+            raise UserError(
+                f"{prompt.where}: prompt and completion may have {longest} tokens, and {_key_of(names[index])} takes "
+                f"{most[index]}: {wanted} or engine.max_model_len must be lower, or data.max_prompt_length"
             )
 
 
@@ -213,7 +228,10 @@ class TeacherEngines:
         if teacher not in self.llms:
             teachers = self.policy.teachers
             model = self.policy.reference if teachers is None else teachers.models[teacher]
-            self.llms[teacher] = LLM(model, self.tokenizer, self.config)
+            config = self.config
+            if config.max_model_len is not None:
+                config = replace(config, max_model_len=min(config.max_model_len, model.config.num_positions))
+            self.llms[teacher] = LLM(model, self.tokenizer, config)
         llm, own_vocab = self.llms[teacher], self.policy.model.config.vocab_size
         if llm.model.config.vocab_size > own_vocab:
             # Rows of its head beyond the tokens that there are.

@@ -17,7 +17,7 @@ from rlnumba.trainers import grpo, rloo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.rloo import run_rloo
 from rlnumba.trainers.rollout import Rollouts
-from rlnumba.trainers.teacher import Teachers, gains_of_completions
+from rlnumba.trainers.teacher import Teachers, gains_of_completions, longest_of_teachers
 from tests.close import assert_same_bits
 from tests.trainers.runs import MODEL, grpo_config, grpo_run, metrics_of, rloo_run
 from tests.trainers.test_grpo import golden_samples
@@ -191,3 +191,28 @@ def test_what_is_refused(tmp_path, teachers):
     run = taught_run(tmp_path / "run", {"models": teachers}, column=("math", "physics"))
     with pytest.raises(UserError, match=r"prompts\.jsonl.*2: the column 'teacher' must name one of .*, got 'physics'"):
         run_grpo(run)
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_teacher_of_fewer_positions(tmp_path, spare):
+    """It takes sequences of as many tokens as it has positions. With one less the run ends before anything is drawn."""
+    run = taught_run(tmp_path / "run", {"model": str(tmp_path / "short")}, max_steps=1)
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    tokenizer = Tokenizer.from_folder(MODEL)
+    lengths = [len(tokenizer.encode(row["prompt"])) for row in rows]
+    longest = max(lengths) + run.train.max_completion_length
+    shutil.copytree(MODEL, tmp_path / "short")
+    config = json.loads((MODEL / "config.json").read_text())
+    config["max_position_embeddings"] = longest - 1 + spare
+    (tmp_path / "short" / "config.json").write_text(json.dumps(config))
+    run = replace(run, engine=replace(run.engine, max_model_len=longest + 2))
+    if spare:
+        run_grpo(run)
+        return
+    where = f"prompts.jsonl:{lengths.index(max(lengths)) + 1}"
+    message = rf"{where}: prompt and completion may have {longest} tokens, and teacher\.model takes {longest - 1}: "
+    with pytest.raises(UserError, match=message):
+        run_grpo(run)
+    # A server is asked for a token after the sequence.
+    served = TeacherConfig(model=str(tmp_path / "short"), url="http://127.0.0.1:1/v1")
+    assert longest_of_teachers(served) == [longest - 2]

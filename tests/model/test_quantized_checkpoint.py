@@ -16,6 +16,7 @@ from rlnumba.kernels.quantized.ops import dequantize
 from rlnumba.model.hub import read_config
 from rlnumba.model.quantized import convert
 from rlnumba.model.quantized.checkpoint import check_config, config_of, joined
+from rlnumba.model.quantized.checkpoint import tensors_of as tensors_in
 from rlnumba.model.quantized.weights import QuantizedWeights, quantized_names
 from rlnumba.model.tensor_file import open_tensors, write_tensors
 from rlnumba.model.transformer import load_model, pack, score
@@ -156,6 +157,15 @@ def test_a_checkpoint_that_was_written_here(tmp_path, name, group_size):
     with pytest.raises(ConfigError, match=f"^quantization.group_size is 8, and {group_size} in "):
         other = dataclasses.replace(config, group_size=8)
         load_model(tmp_path / "base", make_weights=partial(QuantizedWeights, quantization=other))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e5])
+@pytest.mark.parametrize("name", convert.WRITTEN)
+def test_values_that_have_no_codes(name, value):
+    values = np.zeros((2, 16), np.float32)
+    values[1, 3] = value
+    with pytest.raises(UserError, match=rf"^{NAME} holds NaN, or values too large for float16: it has no codes$"):
+        tensors_in(NAME, values, FORMATS[name], 16, "float16")
 
 
 def test_an_earlier_model_of_the_folder_goes(tmp_path, monkeypatch):

@@ -273,9 +273,13 @@ def config_of(form, group_size, dtype, others=()):
 def tensors_of(name, values, form, group_size, dtype):
     """{name: array} that a checkpoint has of a matrix `name`, X.weight, with these values (N, K).
 
-    dtype: name of the dtype that the values are rounded to first, and the scales of integers.
+    dtype: name of the dtype that the values are rounded to first, and the scales of integers. Raises UserError for
+    values that are not finite in it.
     """
-    x = values.astype(device.dtype(dtype))
+    with np.errstate(over="ignore"):
+        x = values.astype(device.dtype(dtype))
+    if not np.isfinite(x).all():
+        raise UserError(f"{name} holds NaN, or values too large for {dtype}: it has no codes")
     codes, scales = quantize_ref(x, form, group_size)
     if form.name == "nf4":
         state = {"quant_type": "nf4", "blocksize": group_size, "dtype": dtype, "shape": list(x.shape)}

@@ -89,7 +89,7 @@ class Way(NamedTuple):
 DRAFTS = {"speculative_method": "ngram", "num_speculative_tokens": 7}
 WAYS = {
     "short prompts": Way(128, 24, 1, 256, {}),
-    "groups, chunks, hits, preemption": Way(8, 300, 8, 130, {"max_num_batched_tokens": 512}, 0.5, 2),
+    "groups, chunks, hits, preemption": Way(8, 300, 8, 130, {"max_num_batched_tokens": 512}, 0.3, 2),
     "past a window": Way(4, 1200, 2, 100, {"max_num_batched_tokens": 700}),
     "drafts": Way(16, 70, 2, 200, DRAFTS),
     "an adapter": Way(64, 24, 2, 129, {}, lora=16),

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from rlnumba.cli.rows import read_rows_with_ids
 from rlnumba.config import DataConfig
 from rlnumba.data import read_dataset, read_rows
 from rlnumba.data.files import sampled_rows
@@ -71,6 +72,14 @@ def test_csv_columns_that_are_lists(tmp_path, written):
     # An object may be empty, and begin in the next line.
     assert object_cell(written({})) == {} and object_cell("\n " + written({"a": 1})) == {"a": 1}
     assert object_cell("{x}") == "{x}"
+
+
+def test_csv_columns_of_generate(tmp_path):
+    """The column of prompts is the one that is named, and tools may be written as pandas does."""
+    tools = [{"name": "it's"}]
+    path = write_csv(tmp_path / "rows.csv", ["q", "tools"], [json.dumps(CHAT), repr(tools)])
+    ((row, _),) = read_rows_with_ids(path, "prompt_token_ids", "q")
+    assert row == {"q": CHAT, "tools": tools}
 
 
 def test_csv_flags_and_numbers(tmp_path):
@@ -219,6 +228,28 @@ def test_parquet_values_are_those_of_json(tmp_path):
     first, second = (row for row, _ in read_rows(tmp_path / "rows.parquet"))
     assert first == {name: value for name, (_, value) in columns.items()}
     assert all(value is None for value in second.values())
+
+
+CALLS = [
+    {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": {argument: [1, None]}}}]},
+            {"role": "tool", "content": "1"},
+        ],
+        "tools": [{"function": {"name": name, "parameters": {"properties": {argument: {"type": "array"}}}}}],
+        "extra_info": {argument: 1},
+    }
+    for name, argument in (("add", "a"), ("subtract", "b"))
+]
+
+
+def test_objects_of_a_typed_column_have_their_own_names_alone(tmp_path):
+    """A chat template would render the others, as arguments that are null. Columns of rewards stay as they are."""
+    parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(pa.Table.from_pylist(CALLS), tmp_path / "rows.parquet")
+    first, second = (row for row, _ in read_rows(tmp_path / "rows.parquet"))
+    assert first == CALLS[0] | {"extra_info": {"a": 1, "b": None}}
+    assert second == CALLS[1] | {"extra_info": {"a": None, "b": 1}}
 
 
 def test_parquet_columns_that_cannot_be_read_are_named(tmp_path):

@@ -34,9 +34,11 @@ def read_rows_with_ids(path, column, prompt_column, completion=False):
     The ids count if a row has both, such as a line that `generate` or `score` wrote.
     """
     from rlnumba.data import check_messages, check_prompt, read_rows
+    from rlnumba.data.files import TEMPLATE_CELLS
     from rlnumba.data.formats import chat_cell, json_cell
 
-    rows = read_rows(path, cells={column: json_cell, "prompt": chat_cell, "completion": chat_cell})
+    cells = {column: json_cell, prompt_column: chat_cell, "completion": chat_cell}
+    rows = read_rows(path, cells=TEMPLATE_CELLS | cells)
     for row, where in rows:
         has_text = prompt_column in row and (not completion or "completion" in row)
         if column not in row and not has_text and not (completion and "text" in row):

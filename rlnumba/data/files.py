@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from rlnumba.config.data import RESERVED_VARIABLES, ROW_FILES, is_of_hub, paths_of_rows
-from rlnumba.data.formats import DECODER, csv_rows, json_cell, json_rows, kind_of, parquet_rows
+from rlnumba.data.formats import DECODER, TEMPLATE_COLUMNS, csv_rows, json_cell, json_rows, kind_of, parquet_rows
 from rlnumba.data.gym import gym_rows, is_gym
 from rlnumba.data.verifiers import is_taskset, task_rows
 from rlnumba.errors import ConfigError, UserError, missing, shown
@@ -20,8 +20,7 @@ READERS = dict(zip(ROW_FILES, (json_rows, json_rows, parquet_rows, csv_rows), st
 NAMED = ".jsonl, .json, .parquet or .csv"
 # The largest number of a row or a reward: float32 holds the sum of its square and many others.
 LARGEST = 1e18
-# Columns with variables of the chat template, and how their csv cells are read.
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+# How the csv cells of columns with variables of the chat template are read.
 TEMPLATE_CELLS = dict.fromkeys(TEMPLATE_COLUMNS, json_cell)
 
 # The most rows that read_dataset returns inside sampled_rows; None outside of it.

@@ -21,6 +21,8 @@ from rlnumba.errors import UserError, shown
 FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 OBJECT = re.compile(r"""\s*\{\s*["'}]""")
+# Columns with variables of the chat template.
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 # pandas' name of an index without one, in parquet files; in csv files its name is empty.
 INDEX = re.compile(r"__index_level_\d+__")
 
@@ -85,6 +87,27 @@ def _literal(text):
         return json.loads(json.dumps(value)) if isinstance(value, list | dict) else None
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
+
+
+def chat_value(name, value):
+    """A column's value out of a table with types: messages and TEMPLATE_COLUMNS without the nulls of their objects,
+    any other one as it is.
+
+    All objects of a typed column have the names of all others, so that a tool's schema has the arguments of every tool,
+    with null as the value, and chat templates would render them. TRL: remove_none_values.
+    """
+    first = value[0] if isinstance(value, list) and value else None
+    is_chat = name in TEMPLATE_COLUMNS or (isinstance(first, dict) and isinstance(first.get("role"), str))
+    return _without_nulls(value) if is_chat else value
+
+
+def _without_nulls(value):
+    """A value of JSON without the names of its objects, at any depth, that have null; lists keep theirs."""
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return value
 
 
 def _unique(names, cells, where):
@@ -295,7 +318,7 @@ def parquet_rows(path, cells):
     columns = []
     for name, i in zip(names, kept, strict=True):
         try:
-            columns.append(_parquet_values(table.column(i), pyarrow.types))
+            columns.append([chat_value(name, each) for each in _parquet_values(table.column(i), pyarrow.types)])
         except (pyarrow.ArrowException, ValueError) as error:  # text that is not UTF-8, a struct with a name twice
             raise UserError(f"{path}: the column {name!r} cannot be read: {str(error).splitlines()[0]}") from error
     return [

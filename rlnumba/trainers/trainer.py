@@ -38,6 +38,7 @@ from rlnumba.config.other_keys import take_trl_keys
 from rlnumba.config.reading import ALIASES, warn_without_effect
 from rlnumba.config.rollout import AheadRun
 from rlnumba.config.runs import RUNS
+from rlnumba.data.formats import chat_value
 from rlnumba.environments.agents import NOTHING, GivenTools
 from rlnumba.environments.agents import given as given_tools
 from rlnumba.errors import ConfigError, UserError
@@ -292,7 +293,7 @@ class Trainer:
                 continue
             make_folder(run.output_dir)
             with replacing(Path(run.output_dir) / f"{part}.jsonl") as file:
-                count = 0
+                count, is_typed = 0, hasattr(rows, "features")  # a datasets.Dataset, whose columns have types
                 for row in rows:
                     count += 1
                     if not isinstance(row, Mapping):
@@ -300,6 +301,8 @@ class Trainer:
                             f"{part}_dataset: rows must be dicts, and the first that is none is {_kind(row)} {row!r}; "
                             'of a pandas DataFrame they are df.to_dict("records")'
                         )
+                    if is_typed:
+                        row = {name: chat_value(name, value) for name, value in row.items()}
                     try:
                         # NaN as NaN, so that the checks of a file's values refuse it where a column must be a number.
                         file.write(to_line(row, keeps_nan=True))

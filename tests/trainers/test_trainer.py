@@ -169,6 +169,23 @@ def test_functions_without_a_name_of_their_own(tmp_path):
     assert "rewards/functools:partial/mean" in (tmp_path / "metrics.jsonl").read_text()
 
 
+def test_messages_of_a_typed_dataset_have_their_own_names_alone(tmp_path):
+    """All objects of a column of datasets.Dataset have the names of all others, with null."""
+
+    class Dataset(list):
+        features = {}
+
+    message = {"role": "user", "content": "what is the number 1? ", "name": None}
+    rows = Dataset([{"prompt": [message], "tools": [{"a": None, "b": {"c": 1, "d": None}}], "info": {"e": None}}])
+    for dataset, kept in ((rows, False), (list(rows), True)):
+        trainer = SFTTrainer(MODEL, SFTConfig(output_dir=str(tmp_path)), dataset)
+        trainer._write_rows(trainer.run, trainer.datasets)
+        (row,) = map(json.loads, (tmp_path / "train.jsonl").read_text().splitlines())
+        assert row["info"] == {"e": None}
+        assert ("name" in row["prompt"][0]) is kept
+        assert row["tools"] == (rows[0]["tools"] if kept else [{"b": {"c": 1}}])
+
+
 def test_mistakes_are_named(tmp_path):
     def broken(completions, **columns):
         raise KeyError("no")

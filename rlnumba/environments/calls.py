@@ -73,6 +73,16 @@ def is_async(function):
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def in_unicode(text):
+    """A text whose halves of surrogate pairs, which have no UTF-8 and no tokens, are U+FFFD, and whole pairs their
+    character. Python has halves in names of files that are not UTF-8, and from JSON that is cut."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def content_of(result):
     """The text of a tool's result: of a list of text blocks their texts, else str(result), as in TRL.
 
@@ -314,7 +324,7 @@ class ToolCaller:
                 raise CallError(f"timeout after {self.timeout_s:g} s")
             if isinstance(outcome, BaseException):
                 raise CallError(text_of(outcome))
-            result.content = outcome
+            result.content = in_unicode(outcome)
         except CallError as error:
             result.failed, result.content = True, error_content(str(error))
         result.latency_s = time.monotonic() - began

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlnumba.data.prompts import encode_prompt
-from rlnumba.environments.calls import CallResult, ToolRun, error_content
+from rlnumba.environments.calls import CallResult, ToolRun, error_content, in_unicode
 from rlnumba.environments.formats import THINK, MalformedCall, TurnStream, opens_think, think_tags_of
 from rlnumba.environments.formats.turn import parse_turn
 from rlnumba.environments.pool import EnvironmentFailure
@@ -59,6 +59,10 @@ class EpisodeRow:
 def with_observation(prompt, observation):
     """Messages whose last one goes on with what `reset` has returned: a str, or a list of text blocks, as in TRL."""
     content = prompt[-1].get("content") or ""
+    if isinstance(observation, list):
+        observation = [block | {"text": in_unicode(block["text"])} for block in observation]
+    else:
+        observation = in_unicode(observation)
     if isinstance(observation, list) and isinstance(content, str):
         content = [{"type": "text", "text": content}]
     elif isinstance(observation, str) and isinstance(content, list):

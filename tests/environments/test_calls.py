@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rlnumba.environments import calls
-from rlnumba.environments.calls import ToolCaller, ToolRun, ToolThread, content_of, is_async
+from rlnumba.environments.calls import ToolCaller, ToolRun, ToolThread, content_of, in_unicode, is_async
 from rlnumba.errors import UserError
 
 
@@ -83,6 +83,27 @@ def test_what_is_async(caller, function, expected):
 )
 def test_text_of_a_result(value, text):
     assert content_of(value) == text
+
+
+HALVES = [
+    ("a\udcff.txt", "a\ufffd.txt"),
+    ("\ud83d", "\ufffd"),
+    ("\ud83db", "\ufffdb"),
+    ("\ud83d\ude00b", "\U0001f600b"),
+    ("\ude00\ud83d", "\ufffd\ufffd"),
+    ("\ufeffé\r\n\0", "\ufeffé\r\n\0"),
+]
+
+
+@pytest.mark.parametrize("text, expected", HALVES)
+def test_results_are_unicode(caller, text, expected):
+    """No tokenizer takes half of a surrogate pair, which the name of a file may have."""
+    assert in_unicode(text) == expected
+
+    async def later():
+        return [{"type": "text", "text": text}]
+
+    assert [result.content for result in executed(caller, (lambda: text, {}), (later, {}))] == [expected] * 2
 
 
 class Unprintable:

@@ -289,6 +289,13 @@ def test_an_environment(tokenizer):
         ("a", [{"type": "text", "text": "b"}], [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
         ([{"type": "text", "text": "a"}], "b", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
         (None, "b", "b"),
+        ("a", "b\udcff", "ab\ufffd"),
+        (
+            [{"type": "text", "text": "a"}],
+            "\ud83d",
+            [{"type": "text", "text": "a"}, {"type": "text", "text": "\ufffd"}],
+        ),
+        ("", [{"type": "text", "text": "\ud83d"}], [{"type": "text", "text": ""}, {"type": "text", "text": "\ufffd"}]),
     ],
 )
 def test_observations_go_behind_the_last_message(content, observation, expected):

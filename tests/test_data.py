@@ -1,8 +1,11 @@
 """Rows, column detection, tokenising and packing, against hand-made rows and a tokenizer of words."""
 
 import errno
+import gzip
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +17,10 @@ from rlnumba.data.files import check_messages, number_value
 from rlnumba.data.pairs import load_pairs
 from rlnumba.data.unpaired import load_unpaired
 from rlnumba.errors import ConfigError, UserError
+from rlnumba.model.tokenizer import Tokenizer
 
 EOS = 1
+TOKENIZER = Path(__file__).parent / "golden" / "tokenizer"
 
 
 class WordTokenizer:
@@ -283,6 +288,26 @@ def test_one_row_is_enough_for_what_a_template_takes(path):
     assert prompts(path, [chat, text], system_prompt="s").notes == []
     messages = [*chat["prompt"], *chat["completion"]]
     assert load(path, [{"messages": messages} | tools]).notes == []
+
+
+def test_roles_that_a_template_leaves_out_are_said(path, tmp_path):
+    """Qwen's templates, as many, render system, user, assistant and tool, and nothing of a message of another role."""
+    template = "{% for m in messages %}{% if m.role in ('user', 'gpt') %}[{{ m.content }}]{% endif %}{% endfor %}"
+    template += "{% if messages[-1].role == 'odd' %}{{ raise_exception('odd') }}{% endif %}"
+    shutil.copy(TOKENIZER / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = Tokenizer(tmp_path)
+    roles = [["user", "gpt"], ["user", "human", "odd", "user"], ["user", "human"]]
+    write(path, [{"messages": [{"role": role, "content": "a"} for role in row]} for row in roles])
+    found = load_sft(path, DataConfig(train=str(path)), SFTConfig(), tokenizer, 1000, 1000)
+    assert found.notes == [f"{path}:2: messages of the role 'human' have no effect: the chat template leaves them out"]
+
+
+def test_packed_files_are_named(path):
+    for content, said in ((gzip.compress(b"{}"), "is packed by gzip"), (b"PAR1", "its name must end in .parquet")):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=said):
+            read_rows(path)
 
 
 def test_cells_of_csv_files_are_what_a_trainer_reads(tmp_path):

@@ -85,6 +85,11 @@ def test_common_beginning_of_messages_is_the_prompt(path):
 def test_a_prompt_that_both_sides_repeat_as_a_message_is_not_taken_twice(path):
     row = {"prompt": "q", "chosen": [USER, BLUE], "rejected": [USER, GREEN]}
     assert texts(path, row) == ["[u q ] [a", "b ]", "g ]"]
+    longer = {"prompt": [USER, BLUE, USER], "chosen": [USER, BLUE, USER, GREEN], "rejected": [USER, BLUE, USER, BLUE]}
+    assert texts(path, longer) == ["[u q ] [a b ] [u q ] [a", "g ]", "b ]"]
+    # One that a single side repeats is taken as it is.
+    single = {"prompt": [USER], "chosen": [USER, GREEN], "rejected": [BLUE]}
+    assert texts(path, single)[:2] == ["[u q ]", "[u q ] [a g ]"]
     # Nothing else makes a message of a string, unless it is asked for.
     alone, asked = row | {"chosen": [BLUE], "rejected": [BLUE]}, DataConfig(train="", apply_chat_template=True)
     assert texts(path, alone, data_config=asked) == ["[u q ] [a", "b ]", "b ]"]

@@ -225,6 +225,13 @@ class TwiceError(ValueError):
         super().__init__(f"the key {shown(name)} is there twice in an object")
 
 
+# How files begin that no line of JSON begins like, and what they are.
+PACKED = {
+    b"\x1f\x8b": "is packed by gzip: unpack it with gunzip",
+    b"\x28\xb5\x2f\xfd": "is packed by zstd: unpack it with unzstd",
+    b"PK\x03\x04": "is a zip archive: unpack it",
+    b"PAR1": "is a parquet file: its name must end in .parquet",
+}
 DECODER = json.JSONDecoder(object_pairs_hook=_object)
 SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -235,6 +242,9 @@ def json_rows(path, cells):
         text = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    packed = next((kind for magic, kind in PACKED.items() if text.startswith(magic)), None)
+    if packed is not None:
+        raise UserError(f"{path}: {packed}, and rows are read from .jsonl, .json, .parquet or .csv files")
     if text[:100].lstrip()[:1] == b"[":
         rows = _array_rows(text, path)
         if rows is not None:

@@ -176,16 +176,26 @@ def sides_of(row, where, has_prompt, data):
         column = data.prompt_column or "prompt"
         prompt = column_value(row, column, where)
         check_prompt(prompt, f"{where}: {column!r}")
-        # Some datasets repeat the prompt's text as the first message of both sides.
-        if not (lists and isinstance(prompt, str) and chosen[0] == rejected[0] and chosen[0]["role"] != "assistant"):
+        # Some datasets repeat the prompt at the beginning of both sides, its text as their first message.
+        if not (lists and repeats_prompt(prompt, chosen, rejected)):
             check_one_form(prompt, chosen, where, "chosen", data)
             return as_prompt(prompt, data), chosen, rejected
+        if isinstance(prompt, list):
+            return as_prompt(prompt, data), chosen[len(prompt) :], rejected[len(prompt) :]
     elif not lists:
         return None, chosen, rejected
     begin = common_beginning(chosen, rejected)
     if not begin:
         raise UserError(f"{where}: no 'prompt', and 'chosen' and 'rejected' do not begin with the same message")
     return as_prompt(chosen[:begin], data), chosen[begin:], rejected[begin:]
+
+
+def repeats_prompt(prompt, chosen, rejected):
+    """Whether two lists of messages begin with a prompt, a string or messages, that they are the completions of."""
+    if isinstance(prompt, str):
+        return chosen[0] == rejected[0] and chosen[0]["role"] != "assistant"
+    sides = chosen, rejected
+    return all(len(side) > len(prompt) and side[: len(prompt)] == prompt for side in sides)
 
 
 def completion_value(row, column, where):

@@ -34,6 +34,11 @@ QUESTION_TEMPLATE = "{question}\nPlease reason step by step, and put your final 
 GYM_TEMPLATE = "{question}\nThink step by step, then write the final answer as <answer>answer here</answer>.\n"
 
 
+# Columns of messages, besides those that [data] names; and roles that templates render or refuse.
+MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
+USUAL_ROLES = ("system", "user", "assistant", "tool")
+
+
 def is_gsm8k(row):
     return isinstance(row.get("answer"), str) and "####" in row["answer"]
 
@@ -75,22 +80,52 @@ def template_notes(path, data, rows, is_templated, tokenizer):
     data: DataConfig; rows: those of read_dataset; is_templated: whether the template is applied to any of them.
     """
     columns = [name for name in TEMPLATE_COLUMNS if any(row.get(name) for row, _ in rows)]
+    notes = _role_notes(rows, data, tokenizer) if is_templated else []
     if not is_templated:
         names = ("system_prompt", "chat_template_kwargs", "apply_chat_template")
         asked = [f"data.{name}" for name in names if getattr(data, name)] + [f"the column {name}" for name in columns]
         return [f"{path}: {each} has no effect: no chat template is applied to its rows, texts" for each in asked]
     if not columns and not data.chat_template_kwargs:
-        return []
+        return notes
     given = {name: f"data.chat_template_kwargs.{name}" for name in data.chat_template_kwargs}
     for row, where in rows:
         found = template_variables(row, where)
         given |= {name: "the column tools" if name == "tools" else f"chat_template_kwargs.{name}" for name in found}
     read = tokenizer.template_variables
-    return [
+    return notes + [
         f"{path}: {each} has no effect: the chat template does not read it"
         for name, each in given.items()
         if name not in read
     ]
+
+
+def _role_notes(rows, data, tokenizer):
+    """Lines about roles whose messages the chat template leaves out, as many do with all that they do not name."""
+    columns = {*MESSAGE_COLUMNS, data.prompt_column, data.completion_column}
+    first_of = {}
+    for row, where in rows:
+        for messages in (row.get(name) for name in columns):
+            for message in messages if isinstance(messages, list) else ():
+                if isinstance(message, dict) and message.get("role") not in USUAL_ROLES:
+                    first_of.setdefault(message.get("role"), where)
+    return [
+        f"{where}: messages of the role {role!r} have no effect: the chat template leaves them out"
+        for role, where in first_of.items()
+        if _leaves_out(tokenizer, role)
+    ]
+
+
+def _leaves_out(tokenizer, role):
+    """Whether the chat template renders a message of this role, after a user's, as the same whatever its content."""
+    user = {"role": "user", "content": "question"}
+    try:
+        first, second = (
+            tokenizer.apply_chat_template([user, {"role": role, "content": content}], add_generation_prompt=False)
+            for content in ("one", "two")
+        )
+    except UserError:
+        return False
+    return list(first) == list(second)
 
 
 def as_messages(value, role):

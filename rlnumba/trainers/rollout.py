@@ -379,7 +379,8 @@ class Rollouts:
     def restored(state):
         """The Rollouts of what `state` returned; checkpoints of before had one advantage a completion."""
         lengths, advantages = state["completion_lengths"], state["advantages"]
-        if len(advantages) == len(lengths):
+        # Completions with a drawn token each, beside others, have as many targets as there are completions.
+        if len(advantages) != len(state["loss_mask"]):
             advantages = np.repeat(advantages, lengths)
         return Rollouts(**state | {"advantages": advantages})
 

@@ -99,6 +99,16 @@ def test_parts_and_checkpoints_keep_what_was_drawn():
     assert_same_bits(Rollouts.restored(saved).targets, plain.targets)
 
 
+def test_checkpoints_keep_completions_with_one_drawn_token_each():
+    samples = masked_samples()[:3]
+    for each in samples:
+        completion = each.completion
+        each.completion = replace(completion, mask=np.arange(completion.num_tokens) == 0)
+    rollouts = Rollouts.of(samples, False)
+    assert len(rollouts.advantages) == 3 < rollouts.completion_lengths.sum()
+    assert_same_bits(Rollouts.restored(rollouts.state()).advantages, rollouts.advantages)
+
+
 @pytest.mark.parametrize(
     "options",
     [

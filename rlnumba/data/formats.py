@@ -16,7 +16,7 @@ import warnings
 
 import numpy as np
 
-from rlnumba.errors import UserError, shown
+from rlnumba.errors import UserError, shown, unfetched
 
 FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
@@ -242,6 +242,8 @@ def json_rows(path, cells):
         text = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    if (pointer := unfetched(path)) is not None:
+        raise UserError(pointer)
     packed = next((kind for magic, kind in PACKED.items() if text.startswith(magic)), None)
     if packed is not None:
         raise UserError(f"{path}: {packed}, and rows are read from .jsonl, .json, .parquet or .csv files")
@@ -322,7 +324,8 @@ def parquet_rows(path, cells):
         # Not read_table, which takes folders named a=b above the file for columns.
         table = pyarrow.parquet.ParquetFile(path).read()
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable parquet file: {str(error).splitlines()[0]}") from error
+        unreadable = f"{path}: not a readable parquet file: {str(error).splitlines()[0]}"
+        raise UserError(unfetched(path) or unreadable) from error
     kept = [i for i, name in enumerate(table.column_names) if not INDEX.fullmatch(name)]
     names = _unique([table.column_names[i] for i in kept], cells, path)
     columns = []

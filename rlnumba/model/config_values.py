@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from rlnumba.errors import UserError
+from rlnumba.errors import UserError, unfetched
 
 REQUIRED = object()
 # Model types with linear attention.
@@ -20,7 +20,7 @@ def read_json(path):
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
+        raise UserError(unfetched(path) or f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path}: expected a JSON object, got {type(raw).__name__}")
     return raw

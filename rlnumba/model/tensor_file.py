@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from rlnumba.errors import UserError
+from rlnumba.errors import UserError, unfetched
 from rlnumba.runtime import device
 
 # The library refuses longer headers.
@@ -102,7 +102,8 @@ def open_tensors(path):
             found[name] = Stored(path, tuple(header.get_shape()), header.get_dtype(), read, *span)
         return found
     except SafetensorError as error:
-        raise UserError(f"{path}: truncated or damaged safetensors file ({_one_line(error)})") from None
+        damaged = f"{path}: truncated or damaged safetensors file ({_one_line(error)})"
+        raise UserError(unfetched(path) or damaged) from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or _one_line(error)}") from None
 

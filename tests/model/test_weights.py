@@ -11,10 +11,12 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from rlnumba.data import read_rows
 from rlnumba.errors import UserError
 from rlnumba.model import tensor_file, weights
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.parameter import ALIGNMENT
+from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.weights import Weights, load_weights, open_tensors, save_weights, write_tensors
 from rlnumba.runtime import device, memory, transfer
 from tests.close import assert_same_bits
@@ -254,6 +256,17 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
         os.truncate(path, length)
         with pytest.raises(UserError, match="model.safetensors: truncated or damaged"):
             load_weights(tmp_path, config)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "a.jsonl", "a.parquet"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
+    """A clone without Git LFS has one in place of each large file."""
+    config, *_ = micro(tmp_path)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
+    read = {"model.safetensors": lambda: load_weights(tmp_path, config), "tokenizer.json": lambda: Tokenizer(tmp_path)}
+    read["config.json"] = lambda: ModelConfig.from_folder(tmp_path)
+    with pytest.raises(UserError, match=f"{name}: a pointer of Git LFS, not the file itself"):
+        read.get(name, lambda: read_rows(tmp_path / name))()
 
 
 def test_a_flipped_header_bit_is_refused_or_does_not_matter(tmp_path):

@@ -76,19 +76,6 @@ def missing(name, kind="file", reason=None):
     return f"{name}: no such {kind}{where}, nor could it be fetched from the Hugging Face hub ({reason})"
 
 
-LFS_POINTER = b"version https://git-lfs"
-
-
-def unfetched(path):
-    """The message of a file that is a pointer of Git LFS, in place of its content: str; None of any other file."""
-    try:
-        with open(path, "rb") as file:
-            is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
-    except OSError:
-        return None
-    return f"{path}: a pointer of Git LFS, not the file itself: fetch it with git lfs pull" if is_pointer else None
-
-
 def shown(value, longest=60):
     """A value in one line of a message: its repr, cut after `longest` characters.
 

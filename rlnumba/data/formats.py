@@ -16,7 +16,8 @@ import warnings
 
 import numpy as np
 
-from rlnumba.errors import UserError, shown, unfetched
+from rlnumba.data.pointers import unfetched
+from rlnumba.errors import UserError, shown
 
 FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")

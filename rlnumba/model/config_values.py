@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from rlnumba.errors import UserError, unfetched
+from rlnumba.data.pointers import unfetched
+from rlnumba.errors import UserError
 
 REQUIRED = object()
 # Model types with linear attention.

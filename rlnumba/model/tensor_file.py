@@ -20,7 +20,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from rlnumba.errors import UserError, unfetched
+from rlnumba.data.pointers import unfetched
+from rlnumba.errors import UserError
 from rlnumba.runtime import device
 
 # The library refuses longer headers.

@@ -1,7 +1,7 @@
 """GEMMs of few rows by packed weights, on the shapes of Qwen3-8B's layers, beside a copy and the 16-bit GEMM.
 
     python bench/kernels/packed_gemm.py            every format
-    python bench/kernels/packed_gemm.py --sweep    for 1, 16 and 64 rows, every config
+    python bench/kernels/packed_gemm.py --sweep    for 1, 16, 32 and 64 rows, every config
     python bench/kernels/packed_gemm.py --many     16,384 rows, forward and dX, through the weight's values
 
 Calls rotate over copies of a weight that are together larger than L2, in a graph, with PDL. GB/s: of packed bytes,
@@ -50,7 +50,7 @@ WEIGHTS = {
 }
 # Those of a sweep, too: of Qwen3-0.6B, whose tiles are narrow.
 SWEPT = {**WEIGHTS, "small o": (1024, 2048, False), "small down": (1024, 3072, False), "small qkv": (4096, 1024, False)}
-ROWS, SWEPT_ROWS, MANY_ROWS = (1, 8, 16, 64), (1, 16, 64), 16_384
+ROWS, SWEPT_ROWS, MANY_ROWS = (1, 8, 16, 64), (1, 16, 32, 64), 16_384
 # Bytes of the copies of a weight: several times an H200's L2.
 ROTATED = 300e6
 

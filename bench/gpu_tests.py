@@ -5,11 +5,11 @@
     python bench/gpu_tests.py FOLDER --page               only the page, from FOLDER's results; needs no GPU
     python bench/gpu_tests.py --list                      the parts and their files
 
-A part is one pytest with a process a core, at most sixteen, since most of its time goes to compiling. Its result is
-FOLDER/PART.json: the commit, the GPU, the counts, the failures, and a digest of the part's tests and of every module
-that they import, directly or through others. The page, bench/results/gpu-tests.md, is of the sources of this checkout:
-results of other ones are refused, and a part whose sources are those of an earlier commit need not run again. The exit
-code is 1 if a test failed or a part did not end.
+A part is one pytest with a process a core, at most sixteen, since most of its time goes to compiling; "peer" has four,
+which share two GPUs. A part's result is FOLDER/PART.json: the commit, the GPU, the counts, the failures, and a digest of
+the part's tests and of every module that they import, directly or through others. The page,
+bench/results/gpu-tests.md, is of the sources of this checkout: results of other ones are refused, and a part whose
+sources are those of an earlier commit need not run again. The exit code is 1 if a test failed or a part did not end.
 """
 
 import argparse
@@ -37,9 +37,12 @@ PARTS = {
     "engine": ("engine/test_*.py", "model/test_*.py", "test_*.py", "kernels/test_dis*.py", "kernels/test_window.py"),
     "kernels": ("kernels/test_*.py",),
     "trainers": ("trainers/test_*.py",),
+    "peer": ("parallel/test_peer.py",),
     "parallel": ("parallel/test_*.py",),
 }
 MOST_SECONDS = 480
+# Kernels of "peer" turn until another rank's have answered: the more processes share a GPU, the longer each waits.
+MOST_PROCESSES = {"peer": 4}
 # With a process a core, threads of NumPy's products would only wait for each other.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 # What a source may import of this repository: dotted names, also in strings, and names after `from ... import`. That is
@@ -121,7 +124,7 @@ def run_part(part, files, folder, seconds, commit):
     report, log = folder / f"{part}.xml", folder / f"{part}.txt"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    command += ["-n", str(min(os.cpu_count(), 16)), "--durations=30"]
+    command += ["-n", str(min(os.cpu_count(), MOST_PROCESSES.get(part, 16))), "--durations=30"]
     command += [str(path.relative_to(ROOT)) for path in files]
     begun = time.monotonic()
     with log.open("w") as output:

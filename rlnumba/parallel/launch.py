@@ -40,6 +40,8 @@ POLL_S = 0.1
 REPORT_S = 4.0
 # Seconds in which all ranks can end by themselves after a signal has ended one of them.
 ENDING_S = 10.0
+# Seconds in which a process that has closed its connection is gone.
+EXIT_S = 1.0
 
 
 class Failure(NamedTuple):
@@ -213,7 +215,8 @@ class Ranks:
                     self._failures[rank] = failure
             except (EOFError, OSError):
                 process = self._processes[rank]
-                process.join()
+                # The driver may keep a process that was killed until another rank's kernels have ended.
+                process.join(EXIT_S)
                 if rank not in self._results and rank not in self._failures:
                     self._failures[rank] = Failure(how_ended(process.exitcode), 1, is_reported=False)
                 self._ended_at[rank] = time.monotonic()
@@ -249,7 +252,9 @@ class Ranks:
 
 
 def how_ended(code):
-    """The meaning of a process's exit code, as the end of a sentence: str."""
+    """The meaning of a process's exit code, None while it is not known, as the end of a sentence: str."""
+    if code is None:
+        return "ended without a report"
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 

@@ -1,23 +1,74 @@
 """Ends a rank whose operation on a GPU does not end, for which no call of the host waits with a deadline.
 
-A thread looks at events that were recorded after the operations. When one does not happen in time, the process ends:
-its main thread may be inside of the driver, where nothing else ends it.
+A thread looks at flags in the host's memory that the GPU sets after the operations. When one is not set in time, the
+process ends: its main thread may be inside of the driver, where nothing else ends it.
+
+The thread never calls the driver. A copy from the GPU into memory that is not pinned waits inside of it for the
+stream's work, and calls of other threads wait with it: a watchdog that asks for an event would hang, too.
 """
 
 import threading
 import time
 from collections import deque
 
-from rlnumba.runtime import device
+import numpy as np
+
+from rlnumba.errors import DeviceError
+from rlnumba.runtime.memory import shared_with_host
 
 POLL_S = 0.05
+# More operations than a stream's queue holds can be under way.
+NUM_FLAGS = 1 << 14
+UINT32 = 1 << 32
+
+
+class EndFlags:
+    """Flags in pinned memory of the host, which the streams of this process's GPU set, in the order of their work."""
+
+    def __init__(self, count=NUM_FLAGS):
+        from cuda.bindings import driver
+
+        self._driver, self._number = driver, 0
+        self._host, _ = shared_with_host((count,), np.uint32)
+        self._host[...] = 0
+
+    def record(self, stream):
+        """An EndFlag that is set once the stream's work so far has ended. stream: of CuPy, not one that is captured."""
+        self._number += 1
+        index, value = self._number % self._host.size, self._number % UINT32
+        address = self._host.ctypes.data + index * self._host.itemsize
+        (error,) = self._driver.cuStreamWriteValue32(stream.ptr, address, value, 0)
+        if error != self._driver.CUresult.CUDA_SUCCESS:
+            raise DeviceError(f"stream memory operation refused: {error.name}")
+        return EndFlag(self._host, index, value)
+
+
+class EndFlag:
+    """One of EndFlags. done: whether the GPU has set it, or a later one in its place."""
+
+    def __init__(self, host, index, value):
+        self._host, self._index, self._value = host, index, value
+
+    @property
+    def done(self):
+        return (int(self._host[self._index]) - self._value) % UINT32 < UINT32 // 2
+
+
+class OperationEnd:
+    """The end of an operation that the host still calls for. flag: recorded after it, None until then."""
+
+    flag = None
+
+    @property
+    def done(self):
+        return self.flag is not None and self.flag.done
 
 
 class Watchdog:
     """Watches operations until `close`.
 
     timeout_s: from the later of an operation's call and the end of the one before. failed(message): called once, in the
-    watchdog's thread. problem(): a message if something else has failed, or None.
+    watchdog's thread. problem(): a message if something else has failed, or None. Neither calls the driver.
     """
 
     def __init__(self, timeout_s, failed, problem=lambda: None):
@@ -26,9 +77,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def watch(self, operation, event):
-        """event: has `done`, which is true when the operation has ended."""
-        self._pending.append((operation, event, time.monotonic()))
+    def watch(self, operation, ended):
+        """ended: an EndFlag or an OperationEnd; its `done` is true when the operation has ended."""
+        self._pending.append((operation, ended, time.monotonic()))
 
     def close(self):
         """Stop watching."""
@@ -36,7 +87,6 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self):
-        device.use_gpu_of_process()
         ended_at = 0.0
         while not self._closed.wait(POLL_S):
             while self._pending and self._pending[0][1].done:

@@ -212,18 +212,19 @@ def shared_folds(communicator):
 
 
 def stuck_before_a_fold(communicator):
-    """The last rank's gradient is not complete within the time limit: its stream waits."""
+    """The last rank's second gradient is not complete within the time limit: its stream waits, and hosts in a copy."""
     import cupy
     from cuda.bindings import driver
 
     shared = communicator.share_gradients(lambda: SimpleNamespace(flat=cupy.ones(5_000_000, np.float32)))
-    never = cupy.zeros(1, np.uint32)
+    never, accumulated = cupy.zeros(1, np.uint32), cupy.empty(5_000_000, np.float32)
     cupy.cuda.Device().synchronize()
+    communicator.fold(shared.flat, accumulated, 0, communicator.world_size, True)
     if communicator.rank == communicator.world_size - 1:
         flag = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         driver.cuStreamWaitValue32(cupy.cuda.get_current_stream().ptr, never.data.ptr, 1, flag)
-    communicator.fold(shared.flat, cupy.empty(5_000_000, np.float32), 0, communicator.world_size, True)
-    communicator.barrier()
+    communicator.fold(shared.flat, accumulated, 0, communicator.world_size, True)
+    accumulated.get()
 
 
 def one_of_each(communicator):

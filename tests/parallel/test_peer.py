@@ -72,5 +72,5 @@ def test_faults_between_pulls_end_all(monkeypatch, gpus, fault):
 
 
 def test_a_gradient_that_is_never_complete_ends_all(gpus):
-    with pytest.raises(RankError, match=f"fold 0 of .* did not end within {STALL_S} s"):
+    with pytest.raises(RankError, match=f"fold 1 of .* did not end within {STALL_S} s"):
         launch(gpu_ranks.stuck_before_a_fold, len(gpus), transport="peer", gpus=gpus, timeout_s=STALL_S)

@@ -1,5 +1,6 @@
 """The copies of transport peer without a GPU: ranks are threads, their arenas NumPy arrays, with random delays."""
 
+import ctypes
 import threading
 import time
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from rlnumba.parallel import watchdog as watchdog_module
 from rlnumba.parallel.transports import shared_memory, small_gathers
 from rlnumba.parallel.transports.peer import CONNECT, PeerCommunicator
 from rlnumba.parallel.transports.small_gathers import SmallGathers
-from rlnumba.parallel.watchdog import Watchdog
+from rlnumba.parallel.watchdog import EndFlags, Watchdog
 from tests.parallel import ranks
 from tests.parallel.host_arena import HostArena, random_delay
 
@@ -127,6 +128,26 @@ def test_the_watchdog_reports_a_problem():
     watchdog = Watchdog(60, lambda message: (problems.append(message), failed.set()), lambda: "rank 1 is late")
     assert failed.wait(60) and problems == ["rank 1 is late"]
     watchdog.close()
+
+
+def test_flags_of_ended_operations():
+    """Four flags for more operations than that; the GPU's writes come one by one, in the order of the calls."""
+    written, flags = [], EndFlags(4)
+    success = SimpleNamespace(CUDA_SUCCESS=0)
+    flags._driver = SimpleNamespace(
+        CUresult=success,
+        cuStreamWriteValue32=lambda stream, address, value, mode: (written.append((address, value)), (0,))[1],
+    )
+    flags._number = flags._host[...] = 2**32 - 3
+    found = [flags.record(SimpleNamespace(ptr=0)) for _ in range(4)]
+    for count, (address, value) in enumerate(written):
+        assert [each.done for each in found] == [True] * count + [False] * (4 - count)
+        ctypes.c_uint32.from_address(address).value = value
+    later = flags.record(SimpleNamespace(ptr=0))
+    assert found[0].done and not later.done
+    address, value = written[-1]
+    ctypes.c_uint32.from_address(address).value = value
+    assert found[0].done and later.done
 
 
 @pytest.mark.parametrize("width, offset, is_whole", [(4, 0, True), (3, 0, False), (4, 1, False), (3, 1, False)])

@@ -5,6 +5,7 @@ current stream, which also gives the memory order. NCCL_NVLS_ENABLE=0 and one op
 operations are the same everywhere, or ranks wait for each other until the watchdog ends them.
 """
 
+import contextlib
 import pickle
 
 import numpy as np
@@ -19,7 +20,7 @@ from rlnumba.parallel.communicator import (
     check_ranges,
     check_same,
 )
-from rlnumba.parallel.watchdog import Watchdog
+from rlnumba.parallel.watchdog import EndFlags, OperationEnd, Watchdog
 
 PIECE_BYTES = 16 << 20
 # Bytes of the description of an operation that two ranks compare.
@@ -49,7 +50,7 @@ class NcclCommunicator(Communicator):
         self._connection = nccl.NcclCommunicator(world_size, identifier, rank)
         # A piece of a fold from each rank.
         self._pieces = cupy.empty((world_size, self._piece_bytes), np.uint8)
-        self._watchdog = Watchdog(timeout_s, failed)
+        self._flags, self._watchdog = EndFlags(), Watchdog(timeout_s, failed)
 
     def close(self):
         self._cupy.cuda.get_current_stream().synchronize()
@@ -64,11 +65,11 @@ class NcclCommunicator(Communicator):
             text = pickle.dumps(tuple(operation)).ljust(DESCRIPTION_BYTES, b"\0")
             mine = self._cupy.asarray(np.frombuffer(text, np.uint8))
             theirs = self._cupy.empty_like(mine)
-            self._nccl.groupStart()
-            self._send(mine, rank)
-            self._receive(theirs, rank)
-            self._nccl.groupEnd()
-            self._watch(operation)
+            with self._watched(operation):
+                self._nccl.groupStart()
+                self._send(mine, rank)
+                self._receive(theirs, rank)
+                self._nccl.groupEnd()
             others = {rank: pickle.loads(theirs.get().tobytes())}
         check_same(operation, self.rank, {other: Operation(*found) for other, found in others.items()})
 
@@ -94,13 +95,19 @@ class NcclCommunicator(Communicator):
         return out.get()
 
     def _gather(self, operation, array, out):
-        self._connection.allGather(array.data.ptr, out.data.ptr, array.nbytes, self._nccl.NCCL_UINT8, self._stream())
-        self._watch(operation)
+        with self._watched(operation):
+            self._connection.allGather(
+                array.data.ptr, out.data.ptr, array.nbytes, self._nccl.NCCL_UINT8, self._stream()
+            )
 
     def _fold(self, operation, gradient, accumulated, start, count, is_first):
         mine = FoldRange(start, accumulated.size, None if gradient is None else gradient.size)
         ranges = [FoldRange(*each) for each in self._all_objects(operation, tuple(mine))]
         check_ranges(operation, ranges)
+        with self._watched(operation):
+            self._exchange_pieces(ranges, gradient, accumulated, start, count, is_first)
+
+    def _exchange_pieces(self, ranges, gradient, accumulated, start, count, is_first):
         length = self._piece_bytes // 4
         for first in range(0, max(each.size for each in ranges), length):
             target = accumulated[first : first + length]
@@ -117,17 +124,16 @@ class NcclCommunicator(Communicator):
             for k in range(count if target.size else 0):
                 own = gradient[start + first : start + first + target.size] if k == self.rank else None
                 add_in_place(target, parts[k].view(np.float32) if own is None else own, is_first and k == 0)
-        self._watch(operation)
 
     def _put(self, operation, array, rank):
         if array.size:
-            self._send(as_bytes(array), rank)
-            self._watch(operation)
+            with self._watched(operation):
+                self._send(as_bytes(array), rank)
 
     def _get(self, operation, array, rank):
         if array.size:
-            self._receive(as_bytes(array), rank)
-            self._watch(operation)
+            with self._watched(operation):
+                self._receive(as_bytes(array), rank)
 
     def _send(self, array, rank):
         self._connection.send(array.data.ptr, array.nbytes, self._nccl.NCCL_UINT8, rank, self._stream())
@@ -138,10 +144,15 @@ class NcclCommunicator(Communicator):
     def _stream(self):
         return self._cupy.cuda.get_current_stream().ptr
 
-    def _watch(self, operation):
+    @contextlib.contextmanager
+    def _watched(self, operation):
+        """Watch an operation from its first call on: NCCL connects two ranks when they first meet, and waits for it."""
         stream = self._cupy.cuda.get_current_stream()
         # A captured operation has no end of its own.
-        if not stream.is_capturing():
-            event = self._cupy.cuda.Event(disable_timing=True)
-            event.record(stream)
-            self._watchdog.watch(operation, event)
+        if stream.is_capturing():
+            yield
+            return
+        ending = OperationEnd()
+        self._watchdog.watch(operation, ending)
+        yield
+        ending.flag = self._flags.record(stream)

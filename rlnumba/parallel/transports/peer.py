@@ -35,7 +35,7 @@ from rlnumba.parallel.communicator import Communicator, FoldRange, Operation, ad
 from rlnumba.parallel.pulled_fold import PulledFold
 from rlnumba.parallel.shared_gradients import SharedGradients
 from rlnumba.parallel.transports.small_gathers import SmallGathers, capacity_of
-from rlnumba.parallel.watchdog import POLL_S, Watchdog
+from rlnumba.parallel.watchdog import POLL_S, EndFlags, OperationEnd, Watchdog
 from rlnumba.runtime import device
 from rlnumba.runtime.context import current
 from rlnumba.runtime.memory import array_at, shared_with_host, track
@@ -219,12 +219,12 @@ class PeerCommunicator(Communicator):
     def _begin_copies(self, operation):
         self._memory.begin(operation)
         # From here on: with a stream that waits, the driver may let the host wait, too, as to load a kernel.
-        ending = _Ending()
+        ending = OperationEnd()
         self._watchdog.watch(operation, ending)
         return ending
 
     def _end_copies(self, ending):
-        ending.event = self._memory.end()
+        ending.flag = self._memory.end()
 
     # Both streams get their work piece by piece: the queue of a stream is limited, and the host waits when it is full.
     def _send(self, source, rank):
@@ -243,16 +243,6 @@ class PeerCommunicator(Communicator):
     def _release(self, rank):
         self._received[rank] = (self._received[rank] + 1) % UINT32
         self._memory.signal_free(rank, self._received[rank])
-
-
-class _Ending:
-    """The end of an operation, for the Watchdog. event: recorded after it, None until the host has called for all."""
-
-    event = None
-
-    @property
-    def done(self):
-        return self.event is not None and self.event.done
 
 
 class PeerArena:
@@ -311,7 +301,7 @@ class PeerArena:
         self._timeout_s = control.timeout_s
         limit_cycles = int(self._timeout_s * 1e3 * clock_khz)
         self.gathers = SmallGathers(Inboxes(addresses, state, error, rank, capacity, limit_cycles), small_bytes)
-        self._sends = cupy.cuda.Stream(non_blocking=True)
+        self._sends, self._flags = cupy.cuda.Stream(non_blocking=True), EndFlags()
         self.gradients = SharedGradients(rank, world_size, self._map, pull_bytes)
         cupy.cuda.Device().synchronize()
         # No rank writes here before all have cleared their memory.
@@ -341,8 +331,8 @@ class PeerArena:
 
     def settles(self, seconds):
         """Whether the current stream's work, and what is sent, ends within so many seconds."""
-        event, deadline = self.end(), time.monotonic() + seconds
-        while not event.done:
+        flag, deadline = self.end(), time.monotonic() + seconds
+        while not flag.done:
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
@@ -370,12 +360,10 @@ class PeerArena:
         self._sends.wait_event(stream.record())
 
     def end(self):
-        """Order the current stream's further work after what is sent; the event of both."""
+        """Order the current stream's further work after what is sent; the EndFlag of both."""
         stream = self._cupy.cuda.get_current_stream()
         current().wait_event(stream, self._sends.record())
-        event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(stream)
-        return event
+        return self._flags.record(stream)
 
     def _slot_address(self, base, source, slot):
         return base + self._slots_offset + (source * SLOTS + slot) * self.piece_bytes

@@ -306,9 +306,15 @@ def test_a_process_that_takes_no_weights_ends_the_push(running):
 
 
 def test_memory_that_cannot_be_written_ends_the_run_with_one_line(running, monkeypatch):
-    """Last, because nothing is sent to that process any more."""
+    running.push()
     monkeypatch.setattr(inference, "END_S", 0.1)
     process = running.engines.processes[0]
-    process.offer = process.offer._replace(layout="another")
-    with pytest.raises(InferenceError, match="process 0: weights cannot be written .*its layout is another, not .*shm"):
-        running.push()
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "offer", process.offer._replace(layout="another"))
+        with pytest.raises(
+            InferenceError, match="process 0: weights cannot be written .*its layout is another, not .*shm"
+        ):
+            running.push()
+    running.push()
+    requests = running.submit(2)
+    assert running.wait(2) == running.expected(requests)

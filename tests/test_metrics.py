@@ -260,6 +260,10 @@ def test_plot_errors(tmp_path):
     with pytest.raises(UserError, match="metrics.jsonl:2: must be an object with a step"):
         plot([tmp_path], tmp_path / "x.png")
     file.write_text('{"step": 1, "loss": 1.0}\n')
+    (tmp_path / "x.png").mkdir()
+    with pytest.raises(UserError, match="x.png: cannot be written"):
+        plot([tmp_path], tmp_path / "x.png")
+    assert not list(tmp_path.glob(".*"))
     with pytest.raises(UserError, match="no/x.png: cannot be written"):
         plot([tmp_path], tmp_path / "no" / "x.png")
     file.write_text('{"step": 1, "other": 1.0}\n')

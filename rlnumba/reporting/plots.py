@@ -1,5 +1,6 @@
 """Curves of a run's metrics as a PNG; the only module that imports matplotlib, when it draws."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -118,6 +119,10 @@ def plot(run_dirs, output):
             os.replace(temporary, output)
         except OSError as error:
             raise UserError(f"{output}: cannot be written: {error.strerror}") from error
+        finally:
+            # What is left of it on a full disk.
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
 
 def _draw(axis, runs, name, logarithmic):

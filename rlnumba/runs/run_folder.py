@@ -389,7 +389,7 @@ class RunFolder:
             return
         if not keeps and interrupted:
             log('train.save_strategy is "no": no checkpoint is kept')
-        elif keeps and (interrupted or problems):
+        elif keeps:
             log(f"step {self.step} is in {self.model_folder}; {RESUMES[0]} goes on from there ({RESUMES[1]})")
 
     def _finish_saving(self):

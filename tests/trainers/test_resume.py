@@ -381,7 +381,10 @@ def test_small_optimizer_states_resume_exactly(tmp_path, optim, offload):
         run_sft(other, resume=True)
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("bug"), MemoryError("an operator's own arrays"), OSError("lost")])
+@pytest.mark.parametrize(
+    "error",
+    [ZeroDivisionError("bug"), MemoryError("an operator's own arrays"), OSError("lost"), UserError("a callback's")],
+)
 def test_any_error_keeps_the_last_complete_step(tmp_path, monkeypatch, capsys, error):
     """And the run goes on from there to the same end."""
     run = sft_run(tmp_path / "run", max_steps=4)

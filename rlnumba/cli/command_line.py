@@ -10,6 +10,7 @@ import click
 
 from rlnumba.cli.options import DEVICE
 from rlnumba.errors import UserError
+from rlnumba.reporting.stderr import os_problem
 from rlnumba.runtime import device, signals
 
 # The exception that a signal raised.
@@ -54,8 +55,7 @@ def run(arguments):
         return 1
     except OSError as error:
         _drop_unwritten_output()
-        file = "" if error.filename is None else f"{error.filename}: "
-        return _fail(error, f"{file}{error.strerror or error}", 1, arguments)
+        return _fail(error, os_problem(error), 1, arguments)
     except MemoryError as error:
         return _fail(error, f"out of memory {error}".strip(), 1, arguments)
     except Exception as error:  # a bug, too, ends in one line

@@ -27,9 +27,10 @@ import traceback
 from multiprocessing import Pipe, connection, get_context
 from typing import NamedTuple
 
-from rlnumba.errors import CommunicationError, RankError, UserError
+from rlnumba.errors import CommunicationError, RankError, SharedError, UserError
 from rlnumba.parallel.communicator import TIMEOUT_S, Operation, SingleRank
 from rlnumba.parallel.transports import shared_memory, tcp
+from rlnumba.reporting.stderr import os_problem
 from rlnumba.runtime import device, signals
 from rlnumba.runtime.compile import ahead_of_time
 
@@ -47,7 +48,8 @@ EXIT_S = 1.0
 class Failure(NamedTuple):
     """The failure that ended a rank. message: one line; trace: its traceback, if this is a bug.
 
-    because_of: another rank that ended before, if that is the reason. is_reported: by the rank itself.
+    because_of: another rank that ended before, if that is the reason. is_reported: by the rank itself. is_shared:
+    whether all ranks have raised it.
     """
 
     message: str
@@ -55,6 +57,15 @@ class Failure(NamedTuple):
     trace: str | None = None
     because_of: int | None = None
     is_reported: bool = True
+    is_shared: bool = False
+
+
+class SharedRankError(RankError):
+    """The RankError for an error that all ranks have raised: the message is as on one rank, without a number."""
+
+    def __init__(self, rank, message, exit_code=1):
+        super().__init__(rank, message, exit_code)
+        self.args = (message,)
 
 
 def launch(
@@ -244,7 +255,8 @@ class Ranks:
     def _rank_error(self, rank, failure):
         missed = None if failure.is_reported else self._missed(rank)
         where = "" if missed is None else " (rank {}: {})".format(*missed)
-        error = RankError(rank, failure.message + where, failure.exit_code)
+        kind = SharedRankError if failure.is_shared else RankError
+        error = kind(rank, failure.message + where, failure.exit_code)
         error.because_of, error.is_lost = failure.because_of, not failure.is_reported
         if failure.trace is not None:
             error.add_note(f"on rank {rank}:\n{failure.trace}")
@@ -352,9 +364,11 @@ def _call(link, place, failed, call, group):
     except CommunicationError as error:
         return None, Failure(str(error), error.exit_code, because_of=error.rank)
     except UserError as error:
-        return None, Failure(str(error), error.exit_code)
+        return None, Failure(str(error), error.exit_code, is_shared=isinstance(error, SharedError))
     except KeyboardInterrupt:
         return None, Failure("interrupted", 128 + (signals.received() or signal.SIGINT))
+    except OSError as error:  # a full disk, a file that has gone; the trace, for --debug, says where
+        return None, Failure(os_problem(error), 1, traceback.format_exc())
     except BaseException as error:  # SystemExit too: the rank has not returned
         return None, Failure(f"internal error: {type(error).__name__}: {error}", 1, traceback.format_exc())
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from rlnumba.errors import RankError
 from rlnumba.parallel.communicator import TIMEOUT_S
-from rlnumba.parallel.launch import REPORT_S, Ranks
+from rlnumba.parallel.launch import REPORT_S, Ranks, SharedRankError
 from rlnumba.parallel.ray_cluster import ActorEnded, Bundles, call, connected, package, visible_index
 from rlnumba.parallel.transports.tcp import PIECE_BYTES, Meeting
 from rlnumba.runtime import device, signals
@@ -35,17 +35,17 @@ class Lost(NamedTuple):
     because_of: int | None
     notes: list
     is_lost: bool
+    is_shared: bool = False
 
     @classmethod
     def of(cls, error):
-        message = str(error).removeprefix(f"rank {error.rank}: ")
-        return cls(
-            error.rank, message, error.exit_code, error.because_of, getattr(error, "__notes__", []), error.is_lost
-        )
+        message, is_shared = str(error).removeprefix(f"rank {error.rank}: "), isinstance(error, SharedRankError)
+        notes = getattr(error, "__notes__", [])
+        return cls(error.rank, message, error.exit_code, error.because_of, notes, error.is_lost, is_shared)
 
     def error(self):
         """The RankError again."""
-        error = RankError(self.rank, self.message, self.exit_code)
+        error = (SharedRankError if self.is_shared else RankError)(self.rank, self.message, self.exit_code)
         error.because_of, error.is_lost = self.because_of, self.is_lost
         for note in self.notes:
             error.add_note(note)

@@ -15,3 +15,9 @@ def log(text):
     """Print a line on stderr, of several ranks on the first alone."""
     if not _is_silent:
         print(f"rlnumba: {text}", file=sys.stderr, flush=True)
+
+
+def os_problem(error):
+    """An OSError in the words of a line: its file, where it names one, and the reason."""
+    file = "" if error.filename is None else f"{error.filename}: "
+    return f"{file}{error.strerror or error}"

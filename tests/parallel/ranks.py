@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 
-from rlnumba.errors import ConfigError
+from rlnumba.errors import ConfigError, SharedError
 from rlnumba.model.shard import Columns, vocabulary
 from rlnumba.parallel.communicator import Fault, Operation
 
@@ -251,8 +251,12 @@ def different(communicator, case):
 
 
 def fail(communicator, rank, kind):
-    """One rank fails while the others wait for it."""
+    """One rank fails while the others wait for it; kind "shared": all of them in the same place."""
+    if kind == "shared":
+        raise SharedError("reward bad raised KeyError: 'missing'")
     if communicator.rank == rank:
+        if kind == "no file":
+            open("/no/such/file")
         if kind == "user":
             raise ConfigError("train.seed: must be an integer")
         if kind == "bug":

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import pickle
 import signal
 import subprocess
 import sys
@@ -50,6 +51,8 @@ def wait_until(condition, seconds=120):
     ("kind", "message", "code"),
     [
         ("user", "rank 1: train.seed: must be an integer", 2),
+        ("shared", "reward bad raised KeyError: 'missing'", 1),
+        ("no file", "rank 1: /no/such/file: No such file or directory", 1),
         ("bug", "rank 1: internal error: KeyError: 'missing'", 1),
         ("exit", "rank 1: ended with exit code 7 (rank 0: barrier 0: rank 1 has ended)", 1),
         ("system exit", "rank 1: internal error: SystemExit: 3", 1),
@@ -61,6 +64,9 @@ def test_the_first_failure_is_raised(kind, message, code):
     assert str(error.value).replace("rank 2: barrier", "rank 0: barrier") == message and error.value.exit_code == code
     notes = "".join(getattr(error.value, "__notes__", []))
     assert ("raise KeyError" in notes) == (kind == "bug")
+    # As an actor of Ray sends it to the node of the command.
+    again = pickle.loads(pickle.dumps(ray_launch.Lost.of(error.value))).error()
+    assert str(again) == str(error.value) and type(again) is type(error.value)
 
 
 @pytest.mark.usefixtures("quick_starts")

@@ -79,6 +79,22 @@ def sampled_rows(count):
         _most_rows = before
 
 
+def check_there(data):
+    """Raise UserError for a file in data.train or data.eval that is not there. data: DataConfig. Reads nothing."""
+    for value in filter(None, (data.train, data.eval)):
+        for path in map(Path, paths_of_rows(value)):
+            if not is_gym(path) and not is_taskset(path):
+                _check_path(path)
+
+
+def _check_path(path):
+    """Raise UserError for a path that is neither a file's nor the id of a dataset."""
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder, not a {NAMED} file")
+    if not path.exists() and not is_of_hub(path):
+        raise UserError(missing(str(path)))
+
+
 def read_rows(path, name=None, split="train", cells=None):
     """The rows of a file or a dataset of the hub, each with its file and line ("train.jsonl:7"): list of (dict, str).
 
@@ -87,14 +103,8 @@ def read_rows(path, name=None, split="train", cells=None):
     empty file, and for the first line that is no row.
     """
     path = Path(path)
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder, not a {NAMED} file")
-    if path.exists():
-        files = [path]
-    else:
-        if not is_of_hub(path):
-            raise UserError(missing(str(path)))
-        files = _hub_files(str(path), name, split)
+    _check_path(path)
+    files = [path] if path.exists() else _hub_files(str(path), name, split)
     rows = [row for file in files for row in READERS.get(file.suffix.lower(), json_rows)(file, cells or {})]
     if not rows:
         raise UserError(f"{path}: holds no rows")

@@ -17,11 +17,13 @@ from rlnumba.parallel.launch import launch
 from rlnumba.parallel.placement import placement
 from rlnumba.parallel.ray_launch import launch_on_nodes
 from rlnumba.reporting.stderr import log
-from rlnumba.rewards import resolve
+from rlnumba.rewards import resolve as resolve_reward
 from rlnumba.runs.callbacks import given
 from rlnumba.runs.planning.fit import fit_to_device
+from rlnumba.runs.resolve import resolve
 from rlnumba.runs.run_folder import RESUMES, owner_of, start_compiling
 from rlnumba.runs.run_inputs import located
+from rlnumba.runtime import device
 from rlnumba.runtime.environment import versions_of_results
 from rlnumba.trainers.every import TRAINERS
 
@@ -41,6 +43,8 @@ def train_on_ranks(run, resume, reward_funcs=(), callbacks=(), tools=NOTHING):
         check_picklable(each, count)
     arguments = run, resume, list(reward_funcs), list(callbacks), tools
     with owner_of(run), last_checkpoint_named(run.output_dir):
+        # What each rank would refuse, once kernels are compiled. The memory of their GPUs is theirs to ask for.
+        resolve(located(run), device.name() == "cuda", None)
         start_compiling(run)
         if num_nodes > 1:
             return launch_on_nodes(_train, count, num_nodes, *arguments, timeout_s=timeout_s)[0]
@@ -74,7 +78,7 @@ def _train(communicator, run, resume, reward_funcs, callbacks, tools):
 
 def resolve_if_named(reward):
     """A reward function, or the one of a name."""
-    return resolve(reward) if isinstance(reward, str) else reward
+    return resolve_reward(reward) if isinstance(reward, str) else reward
 
 
 def check_picklable(value, count):

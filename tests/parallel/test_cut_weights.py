@@ -10,13 +10,14 @@ import pytest
 from rlnumba.config import AsyncConfig, DeployConfig, EngineConfig, LoraConfig, QuantizationConfig
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.runner import Runner
-from rlnumba.errors import CommunicationError, ConfigError, DeviceError, RankError
+from rlnumba.errors import CommunicationError, ConfigError, DeviceError, RankError, UserError
 from rlnumba.model.shard import Shard
 from rlnumba.model.transformer import load_model, save_model
 from rlnumba.parallel import launch
 from rlnumba.parallel.cut_weights import CutWeights
 from rlnumba.parallel.tensor_parallel import TensorParallel
 from rlnumba.runs import policy as policy_module
+from rlnumba.runs import ranks
 from rlnumba.runs.prompt_loop import with_ranks
 from rlnumba.sampling.ranks import LedLLM
 from tests.close import assert_same_bits
@@ -215,3 +216,25 @@ REFUSED = [
 def test_what_does_not_go_together(tmp_path, deploy, options, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(run_of("grpo", tmp_path), deploy=DeployConfig(**deploy), **options)
+
+
+BEFORE_RANKS = [
+    ({"tensor_parallel_size": 4}, "tensor_parallel_size 4 must divide the model's num_key_"),
+    ({"generation_kwargs": {"stop_token_ids": [10**6]}}, "stop_token_ids 1000000 is outside"),
+    ({"model": "/no/model"}, "^/no/model: no such model folder"),
+    ({"data": {"eval": "no.jsonl"}}, "^no.jsonl: no such file"),
+    ({"data": {"train": "no.jsonl"}}, "^no.jsonl: no such file"),
+]
+
+
+@pytest.mark.parametrize("options, message", BEFORE_RANKS)
+def test_what_all_ranks_would_refuse_is_refused_before_kernels_are_compiled(tmp_path, monkeypatch, options, message):
+    def begins(*arguments, **keys):
+        raise AssertionError("the run has begun")
+
+    monkeypatch.setattr(ranks, "start_compiling", begins)
+    monkeypatch.setattr(ranks, "launch", begins)
+    run = run_of("grpo", tmp_path, 4, **{name: each for name, each in options.items() if name != "data"})
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, **options.get("data", {})))
+    with pytest.raises(UserError, match=message):
+        ranks.train_on_ranks(run, False)

@@ -57,9 +57,10 @@ def test_the_base_of_an_adapter_stays(first_stage):
 
 
 def test_a_start_that_fails_leaves_the_earlier_run_where_it_is(first_stage):
+    (first_stage / "damaged.jsonl").write_text("{")
     before = sorted(str(path) for path in first_stage.rglob("*"))
-    data = {"train": str(first_stage / "missing.jsonl")}
-    with pytest.raises(UserError, match="missing.jsonl: no such file"):
+    data = {"train": str(first_stage / "damaged.jsonl")}
+    with pytest.raises(UserError, match="damaged.jsonl:1: not JSON"):
         run_sft(replace(sft_run(first_stage, data), model=str(first_stage / "final")))
     assert sorted(str(path) for path in first_stage.rglob("*")) == before
 

@@ -71,7 +71,7 @@ def merge(model, adapter, output, dtype, quantization):
 
     With --quantization the base has the values of that format, as in the adapter's training.
     """
-    from rlnumba.reporting.files import check_output, make_folder
+    from rlnumba.reporting.files import check_output, new_folder
 
     check_output(output, {})
     log_device()
@@ -88,14 +88,14 @@ def merge(model, adapter, output, dtype, quantization):
         raise UserError(f"--adapter: {adapter_folder} has no adapter_config.json, or is a model")
     if Path(output).resolve() in (folder.resolve(), adapter_folder.resolve()):
         raise UserError(f"--output: {output} is the folder of the {'adapter' if is_adapter(output) else 'base'}")
-    make_folder(output)
-    _, _, config, tokenizer = open_model(adapter, model)
-    transformer = load_model(adapter_folder, "float32", config.heads, base=folder)
-    if quantization is not None:
-        quantized = load_model(folder, heads=config.heads, make_weights=weights_in(quantization))
-        set_values(transformer.weights, quantized.weights)
-    merge_weights(transformer.weights, transformer.adapter)
-    save_model(transformer.without_adapter(), output, tokenizer, dtype or config.dtype)
+    with new_folder(output):
+        _, _, config, tokenizer = open_model(adapter, model)
+        transformer = load_model(adapter_folder, "float32", config.heads, base=folder)
+        if quantization is not None:
+            quantized = load_model(folder, heads=config.heads, make_weights=weights_in(quantization))
+            set_values(transformer.weights, quantized.weights)
+        merge_weights(transformer.weights, transformer.adapter)
+        save_model(transformer.without_adapter(), output, tokenizer, dtype or config.dtype)
     click.echo(f"{adapter_folder} merged into {folder} -> {output}", err=True)
     if quantization is not None:
         values = f"values of the base in {quantization.format_name} with the update, rounded to {dtype or config.dtype}"
@@ -109,7 +109,7 @@ def merge(model, adapter, output, dtype, quantization):
 @GROUP_SIZE
 def quantize(model, output, name, group_size):
     """Write a model whose linear layers have 4 or 8 bits a weight, which vLLM and transformers open."""
-    from rlnumba.reporting.files import check_output, make_folder
+    from rlnumba.reporting.files import check_output, new_folder
 
     check_output(output, {})
     from rlnumba.model.hub import find_model
@@ -118,8 +118,8 @@ def quantize(model, output, name, group_size):
     folder = find_model(model)
     if Path(output).resolve() == folder.resolve():
         raise UserError(f"--output: {output} is the folder of the model")
-    make_folder(output)
-    has_experts = quantize_checkpoint(folder, output, name, group_size)
+    with new_folder(output):
+        has_experts = quantize_checkpoint(folder, output, name, group_size)
     if has_experts and name == "nf4":
         click.echo("rlnumba: transformers does not open experts in nf4; it opens those in int4 and int8", err=True)
     click.echo(f"{folder} in {name} -> {output}", err=True)

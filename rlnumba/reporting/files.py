@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -30,6 +31,24 @@ def make_folder(path):
             pass
     except OSError as error:
         raise UserError(f"{path}: cannot be written to: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def new_folder(path):
+    """A block that writes a folder, which can be written to. If the block fails, the folder goes with all that is in
+    it, unless it was there before. Raises UserError naming it if it cannot be written to."""
+    path = Path(path)
+    made = [each for each in (path, *path.parents) if not each.exists()]
+    make_folder(path)
+    try:
+        yield
+    except BaseException:
+        if path in made:
+            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another program has written there
+            for each in made[1:]:
+                each.rmdir()
+        raise
 
 
 def check_output(output, inputs, folders=()):

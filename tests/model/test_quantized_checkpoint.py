@@ -314,3 +314,25 @@ def test_what_is_refused(tmp_path, capsys):
     wrong = "quantize", "--model", str(MODEL), "--output", str(tmp_path / "wrong")
     fails("--group-size 64 does not divide the 32 columns of model.layers.0", *wrong, code=2)
     fails("Invalid value for '--group-size': 12 is not a multiple of 8", *wrong, "--group-size", "12", code=2)
+    assert [path.name for path in tmp_path.iterdir() if path.name in ("wrong", "twice")] == []
+
+
+def test_a_failure_leaves_nothing_of_a_quantised_model(tmp_path, monkeypatch):
+    """Neither a folder that was made for it, nor files beside those that were there."""
+    monkeypatch.setattr(convert, "SHARD_BYTES", 1 << 14)
+    calls = []
+
+    def fails_late(*arguments):
+        calls.append(arguments)
+        if len(calls) == 12:
+            raise UserError("holds NaN")
+        return tensors_in(*arguments)
+
+    monkeypatch.setattr(convert, "tensors_of", fails_late)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "notes.txt").write_text("mine")
+    for output in (tmp_path / "old", tmp_path / "new" / "base"):
+        calls.clear()
+        assert cli.run(["quantize", "--model", str(MODEL), "--output", str(output), "--group-size", "16"]) == 1
+        assert len(calls) == 12
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["old", "old/notes.txt"]

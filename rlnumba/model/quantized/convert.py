@@ -45,16 +45,21 @@ def quantize_checkpoint(folder, output, name, group_size=None):
     for p in stored.of_model.values():
         if p.name in names:
             check_group_size(p, group_size, "--group-size")
-    files = _files(stored, names, form, group_size, config.dtype)
-    tensors = {}
-    # How many files there are is known at the end.
-    for index, arrays in enumerate(files):
-        write_tensors(output / f"model-{index}.partial", arrays, METADATA)
-        tensors[index] = {each: (array.shape, array.dtype) for each, array in arrays.items()}
+    written = []
+    try:
+        # How many files there are is known at the end.
+        for arrays in _files(stored, names, form, group_size, config.dtype):
+            path = output / f"model-{len(written)}.partial"
+            write_tensors(path, arrays, METADATA)
+            written.append((path, {each: (array.shape, array.dtype) for each, array in arrays.items()}))
+    except BaseException:
+        for path, _ in written:
+            path.unlink()
+        raise
     named = {}
-    for index, found in tensors.items():
-        file = SINGLE if len(tensors) == 1 else f"model-{index + 1:05d}-of-{len(tensors):05d}.safetensors"
-        (output / f"model-{index}.partial").rename(output / file)
+    for index, (path, found) in enumerate(written, start=1):
+        file = SINGLE if len(written) == 1 else f"model-{index:05d}-of-{len(written):05d}.safetensors"
+        path.rename(output / file)
         named[file] = found
     write_index(output, named)
     remove_others(output, named)

@@ -22,12 +22,14 @@ from pathlib import Path
 import numpy as np
 
 from rlnumba.config.keys import keys_of, section_fields, sections_of
+from rlnumba.config.lora import QuantizationConfig
 from rlnumba.config.resuming import CONTENT, FREE, NEXT, rule_of
 from rlnumba.errors import ConfigError
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.config_values import read_json
 from rlnumba.model.hub import find_model
 from rlnumba.model.lora import first_adapter, is_adapter
+from rlnumba.model.quantized.weights import form_of
 from rlnumba.model.tokenizer import FILES, TEMPLATE_FOLDER
 from rlnumba.rewards.calling import ModelReward
 from rlnumba.runtime import device
@@ -85,6 +87,17 @@ def keys_of_run(run):
         found.pop("train.steps_per_generation")
     found["gemm"] = "native" if run.gemm in NATIVE else run.gemm
     return found
+
+
+def in_one_spelling(keys):
+    """keys_of_run in which the format of [quantization] has one spelling: its type follows from its bits, and its
+    groups from its type, where they are not set."""
+    if not _has_section("quantization", keys):
+        return keys
+    names = [f.name for f in dataclasses.fields(QuantizationConfig)]
+    form, group_size = form_of(QuantizationConfig(**{name: keys.get(f"quantization.{name}") for name in names}))
+    others = {name: value for name, value in keys.items() if name != "quantization.bits"}
+    return others | {"quantization.type": form.name, "quantization.group_size": group_size}
 
 
 def model_hash(folder):
@@ -178,6 +191,7 @@ def check_keys(saved, own, where, step):
     for what must not change.
     """
     lines, problems = [], []
+    saved, own = (each | {"keys": in_one_spelling(each["keys"])} for each in (saved, own))
     for name, value in own["keys"].items():
         before = saved["keys"].get(name, value)
         if before == value or rule_of(name) == CONTENT:

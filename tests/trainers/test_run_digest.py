@@ -366,6 +366,11 @@ def test_what_is_compared_with_a_checkpoint():
     assert said(digest(), digest(**{"train.global_batch_size": 4})) == ["train.global_batch_size 2 -> 4 from step 4"]
     packed = digest(**{"quantization.type": "nf4"})
     assert said(packed, packed) == []
+    bits = {"quantization.bits": 4, "quantization.type": None, "quantization.group_size": None}
+    spellings = digest(**bits), digest(**bits | {"quantization.type": "nf4", "quantization.group_size": 64})
+    assert [said(packed, each) + said(each, packed) for each in spellings] == [[], []]
+    with pytest.raises(ConfigError, match="saved with quantization.type = 'nf4', and this run has 'int8'"):
+        said(spellings[0], digest(**bits | {"quantization.bits": 8}))
     for before, now, message in (
         (packed, digest(), r"^step-3: saved with \[quantization\], and this run has none: this cannot change"),
         (digest(), packed, r"^step-3: saved with no \[quantization\], and this run has one: this cannot change"),

@@ -115,6 +115,21 @@ def test_resume_cuts_files_back(tmp_path):
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
+def test_tables_of_completions_that_a_resumed_run_keeps(tmp_path):
+    pytest.importorskip("pyarrow.parquet")
+    with MetricsWriter(tmp_path, total_steps=3, log_completions=True) as writer:
+        for step in (1, 2, 3):
+            writer.completions(step, [completion(step)])
+    folder = tmp_path / "completions"
+    assert len(list(folder.iterdir())) == 3
+    (folder / "completions_mine.parquet").write_text("")
+    (folder / ".completions_00001.parquet.partial").write_text("killed")
+    with MetricsWriter(tmp_path, total_steps=3, start_step=2):
+        pass
+    kept = ["completions_00001.parquet", "completions_00002.parquet", "completions_mine.parquet"]
+    assert sorted(path.name for path in folder.iterdir()) == kept
+
+
 def test_completions(tmp_path, capfd):
     parquet = pytest.importorskip("pyarrow.parquet")
     messages = [{"role": "user", "content": "1+1?"}]

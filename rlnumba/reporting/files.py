@@ -109,6 +109,15 @@ def replacing(path):
             os.unlink(temporary)
 
 
+def remove_temporaries(folder):
+    """Remove the files with which a process that was killed was replacing RUN_FILES of a run's folder, which may be as
+    large as these."""
+    for name in RUN_FILES:
+        for path in Path(folder).glob(f".{name}.*"):
+            if path.is_file():
+                path.unlink()
+
+
 def write_config(run, environment):
     """Writes the resolved run to output_dir/config.toml, under comments made of `environment`: dict of str or None."""
     make_folder(run.output_dir)

@@ -10,6 +10,8 @@ must be on the disk before the checkpoint is: flush, then save.
 
 import contextlib
 import json
+import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -26,6 +28,8 @@ from rlnumba.reporting.trackers import open_trackers
 
 # Files of lines of completions, opened with the first of them.
 ROW_FILES = ("completions.jsonl", "tokens.jsonl")
+# Their tables, by step, and what a killed process leaves of one.
+PARQUET = re.compile(r"\.?completions_(?P<step>\d+)\.parquet(?P<partial>\.partial)?")
 SECONDS_BETWEEN_PLOTS = 300.0  # a plot takes about a second
 
 
@@ -58,8 +62,10 @@ class MetricsWriter:
         make_folder(self.folder)
         for name in ("metrics.jsonl", *ROW_FILES):
             cut_back(self.folder / name, start_step)
-        for path in (self.folder / "completions").glob("completions_*.parquet"):
-            if int(path.stem.split("_")[1]) > start_step:
+        for path in (self.folder / "completions").glob("*completions_*.parquet*"):
+            # A file of one's own may have such a name, too.
+            found = PARQUET.fullmatch(path.name)
+            if found and (found["partial"] or int(found["step"]) > start_step):
                 path.unlink()
         self._background = Background("metrics")
         self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
@@ -205,4 +211,6 @@ def _write_parquet(path, rows):
     prompts = [row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"]) for row in rows]
     rows = [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
     names = dict.fromkeys(name for row in rows for name in row)
-    pyarrow.parquet.write_table(pyarrow.table({name: column(name) for name in names}), path)
+    partial = path.with_name(f".{path.name}.partial")
+    pyarrow.parquet.write_table(pyarrow.table({name: column(name) for name in names}), partial)
+    os.replace(partial, path)

@@ -21,7 +21,7 @@ from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.transformer import save_model
 from rlnumba.parallel.launch import stop_requested
 from rlnumba.parallel.saving import SharedSaver
-from rlnumba.reporting.files import RUN_FILES, make_folder, write_config
+from rlnumba.reporting.files import RUN_FILES, make_folder, remove_temporaries, write_config
 from rlnumba.reporting.folder_lock import owned
 from rlnumba.reporting.metrics import MetricsWriter
 from rlnumba.reporting.stderr import log, silence
@@ -143,8 +143,10 @@ class RunFolder:
         self.callbacks = Callbacks(run, self.path, metric, (self.state or {}).get("callbacks"))
 
     def _find_checkpoint(self, resume):
-        """The folder of the checkpoint to resume from, or None. Removes what a killed process has left of one."""
+        """The folder of the checkpoint to resume from, or None. Removes what a killed process has left of one, and of
+        the files that it was replacing."""
         checkpoint.remove_leftovers(self.path)
+        remove_temporaries(self.path)
         if self.step_chosen:
             return checkpoint.of_step(self.path, resume)
         return checkpoint.latest_readable(self.path) if resume else None

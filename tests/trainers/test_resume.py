@@ -367,6 +367,16 @@ def test_checkpoints_of_the_model_alone_cannot_be_resumed(tmp_path):
         run_sft(run, resume=True)
 
 
+def test_files_that_a_killed_process_was_replacing_go(tmp_path):
+    run = sft_run(tmp_path / "run", max_steps=1)
+    run_sft(run)
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    for name in (".metrics.jsonl.x2l_9a", ".config.toml.abcdefgh", ".curves.png.partial", ".notes.txt"):
+        (tmp_path / "run" / name).write_text("killed")
+    run_sft(run, resume=True)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".notes.txt", *before]
+
+
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("optim", ["adamw_bf16", "adamw_8bit"])
 def test_small_optimizer_states_resume_exactly(tmp_path, optim, offload):

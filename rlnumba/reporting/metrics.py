@@ -61,7 +61,8 @@ class MetricsWriter:
         self.log_completions, self.num_to_print = log_completions, num_to_print
         make_folder(self.folder)
         for name in ("metrics.jsonl", *ROW_FILES):
-            cut_back(self.folder / name, start_step)
+            # What a run evaluates before its first step it evaluates again where it goes on from there.
+            cut_back(self.folder / name, start_step or -1)
         for path in (self.folder / "completions").glob("*completions_*.parquet*"):
             # A file of one's own may have such a name, too.
             found = PARQUET.fullmatch(path.name)

@@ -16,6 +16,7 @@ from rlnumba.errors import ConfigError
 from rlnumba.runs import evaluation
 from rlnumba.runs.eval import run_eval
 from rlnumba.runs.prompt_run import eval_params
+from rlnumba.trainers import sft
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
@@ -157,6 +158,23 @@ def test_evaluation_before_supervised_training(tmp_path):
     run_sft(made)
     before, *_, after = metrics_of(made)
     assert (before["step"], after["step"]) == (0, 4) and before["eval_loss"] > after["eval_loss"]
+
+
+def test_an_evaluation_before_the_first_step_is_written_once(tmp_path, monkeypatch):
+    """Also by a run that goes on from there."""
+    rows = tmp_path / "eval.jsonl"
+    rows.write_text('{"prompt": "what is 1?", "completion": " it is 1"}\n')
+    made = sft_run(tmp_path / "run", {"eval": str(rows)}, max_steps=1, eval_on_start=True)
+
+    def fails(*arguments):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(sft, "TRAINER", sft.TRAINER._replace(train_step=fails))
+        run_sft(made)
+    assert [row["step"] for row in metrics_of(made)] == [0]
+    run_sft(made, resume=True)
+    assert [row["step"] for row in metrics_of(made)] == [0, 1]
 
 
 def test_wrong_use(run, tmp_path):

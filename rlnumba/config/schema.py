@@ -33,6 +33,13 @@ class EvalConfig(Section):
         1.0, "A completion passes if its value is at least this: for avg@k and pass@k.", needs="data.eval"
     )
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.temperature == 0 and self.num_generations > 1:
+            raise ConfigError(
+                f"eval.num_generations ({self.num_generations}) completions at temperature 0 are all the same"
+            )
+
 
 DRAFTS = ("engine.speculative_method", ("auto", "ngram"))
 

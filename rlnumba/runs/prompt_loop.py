@@ -126,8 +126,6 @@ class TrainerOnPrompts(NamedTuple):
         None: the run's, on each rank. status: called with a line on the progress, or None. is_cut: whether each rank
         has a part of the model, and rank 0 alone the result."""
         params = eval_params(run)
-        if params.temperature == 0 and params.n > 1:
-            raise ConfigError(f"eval.num_generations ({params.n}) completions at temperature 0 are all the same")
         base, _ = find_base(model or run.model)
         load = partial(load_model, model or run.model, run.train.dtype, make_weights=weights_in(run.quantization))
         if is_cut and communicator.rank:

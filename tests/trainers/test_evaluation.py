@@ -62,9 +62,9 @@ def test_sampling_parameters(run):
     train = {"top_p": 0.9, "min_p": 0.1, "temperature": 0.8}
     params = eval_params(run(**train))
     assert (params.n, params.temperature, params.top_p, params.min_p, params.max_tokens) == (1, 0.8, 0.9, 0.1, 8)
-    own = {"num_generations": 4, "temperature": 0.0, "top_p": 1.0, "top_k": 5, "max_completion_length": 3}
+    own = {"num_generations": 4, "temperature": 0.5, "top_p": 1.0, "top_k": 5, "max_completion_length": 3}
     params = eval_params(run(own, **train))
-    assert (params.n, params.temperature, params.top_p, params.top_k, params.max_tokens) == (4, 0, 1, 5, 3)
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.max_tokens) == (4, 0.5, 1, 5, 3)
     assert params.min_p == 0.1
 
 
@@ -178,9 +178,9 @@ def test_an_evaluation_before_the_first_step_is_written_once(tmp_path, monkeypat
 
 
 def test_wrong_use(run, tmp_path):
-    made = run({"temperature": 0.0, "num_generations": 2})
+    made = run()
     with pytest.raises(ConfigError, match=r"eval.num_generations \(2\) completions at temperature 0 are all the same"):
-        run_eval(made)
+        EvalConfig(temperature=0.0, num_generations=2)
     with pytest.raises(ConfigError, match="data.eval is not set; give --data.eval FILE"):
         run_eval(dataclasses.replace(made, data=dataclasses.replace(made.data, eval=None)))
     config = tmp_path / "run.toml"

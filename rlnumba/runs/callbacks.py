@@ -10,15 +10,20 @@
 Every method gets (args, state, control) and, by keyword, model; on_log gets logs, on_evaluate metrics.
 """
 
+import difflib
 import math
+import re
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from rlnumba.errors import ConfigError, UserError
+from rlnumba.reporting.stderr import log
 from rlnumba.rewards.loading import load_object
 
 _given = ContextVar("callbacks", default=())
+# Metrics of evaluations alone (runs/evaluation.py).
+PASSING = re.compile(r"(rewards/.+/)?(avg|pass)@\d+")
 
 
 @dataclass
@@ -102,7 +107,14 @@ class Callbacks:
                 raise ConfigError(f"train.{key} needs data.eval: without it nothing is evaluated")
         if saved:
             self.not_better = saved["not_better"]
-            self.state.best_metric, self.state.best_global_step = saved["best_metric"], saved["best_global_step"]
+            self._note_best(saved["best_metric"], saved["best_global_step"])
+
+    def _note_best(self, value, step):
+        """The evaluation of a step is the best; None: there is none yet."""
+        state = self.state
+        state.best_metric, state.best_global_step = value, step
+        if step is not None:
+            state.best_model_checkpoint = str(self.path / "checkpoints" / f"step-{step}")
 
     def state_dict(self):
         """The state for a checkpoint: dict, empty where nothing is tracked."""
@@ -172,8 +184,7 @@ class Callbacks:
         gain = math.inf if best is None else sign * (value - best)
         # A comparison with NaN is false, so it is never the best.
         if gain > 0 and not math.isnan(value):
-            state.best_metric, state.best_global_step = value, state.global_step
-            state.best_model_checkpoint = str(self.path / "checkpoints" / f"step-{state.global_step}")
+            self._note_best(value, state.global_step)
             self.control.should_save = True
         self.not_better = 0 if gain > train.early_stopping_threshold else self.not_better + 1
         if train.early_stopping_patience is not None and self.not_better >= train.early_stopping_patience:
@@ -185,9 +196,23 @@ class Callbacks:
         Callbacks find them written, and what they print comes after the step's line on the console.
         """
         self.state.log_history.append({"step": self.state.global_step, **metrics})
+        if self.tracks_best and len(self.state.log_history) == 1:
+            self._warn_of_metric(metrics)
         if self.callbacks:
             writer.flush()
         self.call("on_log", model, logs=metrics)
+
+    def _warn_of_metric(self, metrics):
+        """Say at the first step if an evaluation, which may be hours away, will hardly have the metric: its metrics are
+        those of training, and shares of completions that pass. Rewards may log others."""
+        name, known = self.metric.removeprefix("eval_"), {each.removeprefix("eval_") for each in metrics}
+        if name not in known and not PASSING.fullmatch(name):
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            advice = f" (did you mean {near[0]}?)" if near else ""
+            log(
+                f"warning: train.metric_for_best_model: step {self.state.global_step} has no {name}{advice}, and the "
+                f"first evaluation ends the run if it has no {self.metric} either"
+            )
 
 
 def _make(spec):

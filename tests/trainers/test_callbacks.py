@@ -159,6 +159,9 @@ def test_an_equal_value_is_no_better(tmp_path):
         callbacks.step_end(step, 0.0, None)
         callbacks.evaluated({"eval_loss": 2.0}, None)
     assert callbacks.state.best_global_step == 1 and callbacks.control.should_training_stop
+    again = Callbacks(sft_run(tmp_path / "run", data=data, **train), tmp_path, "eval_loss", callbacks.state_dict())
+    best = [(each.state.best_metric, each.state.best_model_checkpoint) for each in (callbacks, again)]
+    assert best == [(2.0, str(tmp_path / "checkpoints" / "step-1"))] * 2
 
 
 def test_patience_and_the_best_step_outlive_a_resume(tmp_path, monkeypatch):
@@ -174,13 +177,25 @@ def test_patience_and_the_best_step_outlive_a_resume(tmp_path, monkeypatch):
     assert config["model_type"]
 
 
-def test_wrong_keys(tmp_path):
+def test_wrong_keys(tmp_path, capsys):
     for key, value in (("load_best_model_at_end", True), ("early_stopping_patience", 2)):
         with pytest.raises(ConfigError, match=f"train.{key} needs data.eval: without it nothing is evaluated"):
             run_sft(sft_run(tmp_path / "run", **{key: value}))
-    data, train = evaluated(tmp_path, metric_for_best_model="reward", load_best_model_at_end=True)
-    with pytest.raises(UserError, match="metric_for_best_model: the evaluation has no eval_reward; it has eval_"):
+    data, train = evaluated(tmp_path, metric_for_best_model="token_accuracy", load_best_model_at_end=True)
+    with pytest.raises(UserError, match="metric_for_best_model: the evaluation has no eval_token_accuracy; it has eva"):
         run_sft(sft_run(tmp_path / "run", data, **train))
+    # Before the first evaluation, which may be hours away.
+    line = "metric_for_best_model: step 1 has no token_accuracy (did you mean mean_token_accuracy?), and the first "
+    assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [None, "eval_reward", "pass@1", "eval_rewards/digits/mean", "rewards/digits/avg@1"])
+def test_metrics_that_an_evaluation_has_are_not_warned_of(tmp_path, capsys, name):
+    data, train = evaluated(tmp_path, early_stopping_patience=2, metric_for_best_model=name)
+    callbacks = Callbacks(grpo_run(tmp_path / "run", data=data, **train), tmp_path, "eval_reward")
+    callbacks.step_end(1, 0.0, None)
+    callbacks.logged({"loss": 0.0, "reward": 1.0, "rewards/digits/mean": 1.0}, None, None)
+    assert capsys.readouterr().err == ""
 
 
 class Prints(TrainerCallback):

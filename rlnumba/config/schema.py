@@ -416,6 +416,9 @@ class Run:
             raise ConfigError(
                 f'train.eval_strategy "{self.train.eval_strategy}" needs data.eval, the rows to evaluate on'
             )
+        for name in ("load_best_model_at_end", "early_stopping_patience"):
+            if getattr(self.train, name) and self.data.eval is None:
+                raise ConfigError(f"train.{name} needs data.eval: without it nothing is evaluated")
         if self.train.optimizer_in_backward and self.num_ranks > 1:
             self.refuse_ranks("train.optimizer_in_backward")
         if self.deploy.tensor_parallel_size != 1 and self.gemm == "cublas":

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from rlnumba.errors import ConfigError, UserError
+from rlnumba.errors import UserError
 from rlnumba.reporting.stderr import log
 from rlnumba.rewards.loading import load_object
 
@@ -88,7 +88,7 @@ class Callbacks:
     """The callbacks of one run, and what decides on the best model and on early stopping.
 
     default_metric: for train.metric_for_best_model None. saved: what state_dict returned in the checkpoint, or None.
-    Raises ConfigError for keys that contradict each other, UserError for a class that cannot be found or made.
+    Raises UserError for a class that cannot be found or made.
     """
 
     def __init__(self, run, path, default_metric, saved=None):
@@ -102,9 +102,6 @@ class Callbacks:
         better = train.greater_is_better
         self.greater_is_better = not name.endswith("loss") if better is None else better
         self.not_better, self.epoch_before = 0, 0.0
-        for key in ("load_best_model_at_end", "early_stopping_patience"):
-            if getattr(train, key) and run.data.eval is None:
-                raise ConfigError(f"train.{key} needs data.eval: without it nothing is evaluated")
         if saved:
             self.not_better = saved["not_better"]
             self._note_best(saved["best_metric"], saved["best_global_step"])

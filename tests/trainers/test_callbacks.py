@@ -180,7 +180,7 @@ def test_patience_and_the_best_step_outlive_a_resume(tmp_path, monkeypatch):
 def test_wrong_keys(tmp_path, capsys):
     for key, value in (("load_best_model_at_end", True), ("early_stopping_patience", 2)):
         with pytest.raises(ConfigError, match=f"train.{key} needs data.eval: without it nothing is evaluated"):
-            run_sft(sft_run(tmp_path / "run", **{key: value}))
+            sft_run(tmp_path / "run", **{key: value})
     data, train = evaluated(tmp_path, metric_for_best_model="token_accuracy", load_best_model_at_end=True)
     with pytest.raises(UserError, match="metric_for_best_model: the evaluation has no eval_token_accuracy; it has eva"):
         run_sft(sft_run(tmp_path / "run", data, **train))

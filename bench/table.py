@@ -103,10 +103,10 @@ class Machine:
 
 
 def read_results(folders):
-    """The lines of all folders' results: list of dict, the oldest first."""
+    """The lines of all folders' results: list of dict, the oldest first. One that several folders have counts once."""
     paths = [folder / RESULTS for folder in folders if (folder / RESULTS).exists()]
-    found = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-    return sorted(found, key=lambda each: each["date"])
+    lines = dict.fromkeys(line for path in paths for line in path.read_text().splitlines())
+    return sorted(map(json.loads, lines), key=lambda each: each["date"])
 
 
 def commit_of(options):

@@ -77,11 +77,60 @@ def test_the_page_has_all_results_and_what_is_missing(table, tmp_path):
     cells = [each.strip() for each in line.split("|")]
     # Twice medians of 2.0 and 1.0; 16 x 8 tokens in 1.5 s.
     assert cells[2] == "1.500, 1.500" and cells[3].startswith("1.000, 1.000 (") and cells[5] == "0.250, 0.250"
-    assert cells[6:9] == ["85", "3.5", "0"] and "transformers: 1.500 s, 1.0 times as long" in cells[9]
-    assert "Not measured yet, 3: `tiny_lora_16x16+8_1gpu` on cpu" in page
+    assert cells[6:9] == ["85", "3.5", "0"] and cells[10] == "transformers: 1.500 s, 1.0 times as long"
+    assert "| 1 x cpu | 2 | 1 | 1 | 0 | 1 | 1 |" in page and "| 2 x cpu | 2 | 0 | 0 | 0 | 2 |  |" in page
+    assert "On no machine, 3 of 4:\n\n- 1 GPU, 16 x (16 + 8): tiny lora\n- 2 GPUs, 16 x (16 + 8): all 2\n" in page
+    assert "| cpu | 4,300 | 700 | not measured: an H200's |" in page
     assert (tmp_path / "table.png").stat().st_size > 5000
     with pytest.raises(SystemExit, match="no result of these cells"):
         module.main([str(tmp_path / "none"), *two, "--page", "--page-folder", str(tmp_path)])
+
+
+def test_the_page_names_the_machine_of_each_figure_and_what_failed(table, imported, tmp_path):  # noqa: F811
+    """Two kinds of GPU, of which one has a peer's step alone, and a cell that was measured after it had failed."""
+    module, cells = table[0], ["tiny_all_16x16+8_1gpu", "tiny_lora_16x16+8_1gpu"]
+    measured = fake_result(None) | {"keys": {"optim": "adamw_8bit"}, "activations": "activations: all are kept: 1 GiB"}
+
+    def line(cell, gpu, kind="rlnumba", **found):
+        about = {
+            "cell": cell,
+            "kind": kind,
+            "gpu": gpu,
+            "commit": "c",
+            "date": found.pop("date", "2026-01-01T00:00:00"),
+        }
+        return json.dumps(about | found | {"command": "python bench/table.py x"}) + "\n"
+
+    rates = {"bytes_per_s": 2e12, "flop_per_s": 5e14}
+    lines = [
+        line("ceilings", "big", "gpu", **rates),
+        line(cells[0], "big", failed="no memory\n"),
+        line(cells[0], "big", date="2026-01-02T00:00:00", **measured),
+        line(cells[0], "small", does_not_fit=9.0, gpu_gib=8.0),
+        line(cells[1], "small", "trl", note="trl: of a test", **fake_result(None)),
+        line(cells[1], "big", failed="no memory\n"),
+    ]
+    for folder in ("first", "copied"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "results.jsonl").write_text("".join(lines))
+    folders = [str(tmp_path / "first"), str(tmp_path / "copied")]
+    assert module.main([*folders, *OPTIONS, "--page", "--page-folder", str(tmp_path)]) == 0
+    page = (tmp_path / "table.md").read_text()
+    big, small = page[page.index("## 1 x big") :].split("## 1 x small")
+    assert "| tiny, all, 16 x (16 + 8) | 1.500 | 1.000 (" in big and "tiny, lora" not in big
+    assert "| 0 | activations: all are kept; optim = adamw_8bit | not measured |" in big
+    assert "| tiny, all, 16 x (16 + 8) | does not fit: 9.0 GiB of 8 |" in small
+    assert "| tiny, lora, 16 x (16 + 8) | not measured |  |  |  |  |  |  |  | trl: 1.500 s |" in small
+    assert "| big | 2,000 | 500 |  |" in page and "| small | 4,300 | 700 | not measured: an H200's |" in page
+    assert "| 1 x big | 2 | 1 | 0 | 0 | 1 | 0 |" in page and "| 1 x small | 2 | 0 | 0 | 1 | 1 | 1 |" in page
+    assert "On no machine, 1 of 2:\n\n- 1 GPU, 16 x (16 + 8): tiny lora\n" in page
+    failed = page[page.index("Failed, and not measured since:") :].split("##")[0]
+    assert failed.count("- `") == 1 and "- `tiny_lora_16x16+8_1gpu`, rlnumba, on big: no memory" in failed
+    table_page = imported("table_page")
+    figure = table_page.picture(
+        module.cells_of(module.arguments_of([*folders, *OPTIONS])), list(map(json.loads, lines))
+    )
+    assert [each.get_text() for each in figure.axes[0].get_yticklabels()] == ["tiny_all_16x16+8_1gpu, big"]
 
 
 def test_floors_of_a_step(imported):  # noqa: F811

@@ -445,8 +445,6 @@ class Run:
         """Raise ConfigError for what needs all weights on each GPU."""
         if self.train.save_strategy == "no" and self.lora is None:
             raise ConfigError('deploy.zero_stage 3 makes `final/` of a checkpoint, and train.save_strategy is "no"')
-        if self.quantization is not None:
-            raise ConfigError("deploy.zero_stage 3 has parts of 16-bit layers, not of those of [quantization]: use 2")
 
     def _check_cut_rollout(self):
         """Raise ConfigError for copies of the weights, and bases, that ranks do not cut for their rollout."""

@@ -8,52 +8,44 @@ Embedding, heads, norms and biases are on every rank anyway, and are read where 
 """
 
 import copy
+from itertools import accumulate
 
-from rlnumba.model.parameter import layer_spans
 from rlnumba.model.weights import RolloutWeights
-from rlnumba.parallel.layer_shards import LayerShards
+from rlnumba.parallel.layer_shards import SlicedLayers
 
 
 class GatheredWeights(RolloutWeights):
-    """The views of LayerShards, `source`, with all layers at once."""
-
-    quantization = None
+    """The views of weights with SlicedLayers, `source`, with all layers at once."""
 
     def __init__(self, source):
         super().__init__(source)
-        self.shard, self.flat = source.shard, None
-        spans = layer_spans(source.parameters)
-        self._begin = spans[0][0]
+        self.shard, self.flat, self.quantization = source.shard, None, source.quantization
+        self._firsts = [0, *accumulate(source.layer_sizes[:-1])]
         # A gather writes a little more than a layer, which the next one writes again.
-        self.size = max(first - self._begin + source.gathered_size(index) for index, (first, _) in enumerate(spans))
-        self._places = [first - self._begin for first, _ in spans]
+        self.size = max(first + source.gathered_size(index) for index, first in enumerate(self._firsts))
 
     @property
     def nbytes(self):
         """Bytes that a forward reads."""
-        return self.source.size * self.dtype.itemsize
+        return self.source.whole_bytes
 
     @property
     def own_bytes(self):
         """Bytes of the layers."""
-        return self.size * self.dtype.itemsize
+        return self.size * self.source.element.itemsize
 
     def _allocate(self):
-        self.flat, views = self.arena.empty(self.size, self.dtype), dict(self.source.views)
-        for p in self.source.parameters:
-            if p.decays and p.layer is not None:
-                first = p.offset - self._begin
-                views[p.name] = self.flat[first : first + p.size].reshape(p.shape)
-        return views
+        self.flat = self.arena.empty(self.size, self.source.element)
+        return self.source.views | self.source.views_in(self.flat, self._firsts)
 
     def _write(self):
-        for index, first in enumerate(self._places):
+        for index, first in enumerate(self._firsts):
             self.source.gather_layer(index, self.flat[first : first + self.source.gathered_size(index)])
 
 
 def with_gathered(model):
-    """A Transformer that reads GatheredWeights of a model with LayerShards; another model itself."""
-    if not isinstance(model.weights, LayerShards):
+    """A Transformer that reads GatheredWeights of a model with SlicedLayers; another model itself."""
+    if not isinstance(model.weights, SlicedLayers):
         return model
     result = copy.copy(model)
     result.weights = GatheredWeights(model.weights)

@@ -38,8 +38,8 @@ class GradientFold:
     """The fold of one model's gradients.
 
     optimizer: the ShardedOptimizer that has this rank's part of the sum; grads: the gradients of a micro-batch, in
-    which `flat` is folded as a whole, or LayerGradients, folded as soon as they are complete. shards: the LayerShards
-    that forward and backward gather layer by layer, also if an adapter is trained and not they, or None.
+    which `flat` is folded as a whole, or LayerGradients, folded as soon as they are complete. shards: the weights with
+    SlicedLayers that forward and backward gather layer by layer, also if an adapter is trained and not they, or None.
     """
 
     def __init__(self, optimizer, grads, shards=None):

@@ -9,16 +9,22 @@ ZeRO, stage 3 (Rajbhandari et al. 2020), for models whose weights are too large 
     the optimizer's part   contiguous, as in stage 2: what a rank updates and writes into checkpoints
 
 The computation, and the order in which gradients are added, are those of stage 2, so the bits are its bits.
-Where an adapter is trained, its frozen base is in parts without the optimizer's; the adapter is as in stage 2.
+Where an adapter is trained, its frozen base is in parts without the optimizer's; the adapter is as in stage 2. A base
+in few bits ([quantization]) has slices of the packed words and scales of each layer, and is gathered packed.
 
 All ranks gather and fold together. A rank without a micro-batch in a round takes part in both without computing
 (gradient_fold.py:GradientFold.begin). Outside of training ranks compute as many forward passes each
 (runs/policy.py:Policy.own).
 """
 
+import math
+
 import numpy as np
 
+from rlnumba.kernels.quantized.formats import packed_shape, scales_shape
+from rlnumba.kernels.quantized.ops import QuantizedWeight
 from rlnumba.model.parameter import MATRIX_ALIGNMENT, layer_spans
+from rlnumba.model.quantized.weights import QuantizedWeights
 from rlnumba.model.weights import Weights
 from rlnumba.parallel.communicator import as_bytes
 from rlnumba.parallel.zero import Part, ShardedOptimizer
@@ -28,7 +34,52 @@ from rlnumba.runtime import device, memory
 PIECE = 16 << 20
 
 
-class LayerShards(Weights):
+class SlicedLayers:
+    """A kind of Weights of which each rank has a slice of every layer's matrices, and all of one layer at a time.
+
+    layer_sizes: elements of each layer, in whatever format, a list. A subclass calls `_cut` while it allocates.
+    """
+
+    def _cut(self, region, layer_sizes, dtype):
+        """Take zeros for this rank's slices of layers of so many elements, and for a whole one: bytes of both."""
+        world_size, xp = self.communicator.world_size, device.xp()
+        slices = [-(-size // (world_size * MATRIX_ALIGNMENT)) * MATRIX_ALIGNMENT for size in layer_sizes]
+        sizes = sum(slices), max(slices) * world_size
+        nbytes = sum(sizes) * np.dtype(dtype).itemsize
+        with memory.allocating(region, nbytes):
+            own, self._buffer = (xp.zeros(size, dtype) for size in sizes)
+        self.layer_sizes, self._slices = layer_sizes, np.split(own, np.cumsum(slices)[:-1])
+        return nbytes
+
+    def layer(self, index):
+        """The views of a layer, gathered from all ranks, which call this together."""
+        self.gather_layer(index, self._buffer[: self.gathered_size(index)])
+        return self.layers[index]
+
+    def gathered_size(self, index):
+        """Elements of a layer's matrices, and of the padding that makes all ranks' slices as long: int."""
+        return self.communicator.world_size * len(self._slices[index])
+
+    def gather_layer(self, index, out):
+        """Write a layer's matrices of all ranks, which call this together, to out (gathered_size(index),)."""
+        self.communicator.gather(self._slices[index], out.reshape(self.communicator.world_size, -1))
+
+    @property
+    def element(self):
+        """The dtype of a layer's elements."""
+        return self._buffer.dtype
+
+    @property
+    def whole_bytes(self):
+        """Bytes of the whole model."""
+        raise NotImplementedError
+
+    def views_in(self, array, firsts):
+        """{name: view} of the layers' matrices in an array of `element`s. firsts: where each layer begins there."""
+        raise NotImplementedError
+
+
+class LayerShards(SlicedLayers, Weights):
     """The Weights of one rank. flat: the optimizer's part of this rank, elements [first, first + n) of the model.
 
     communicator: that of the ranks, which all make theirs at the same time. layers: all use the same memory, which
@@ -46,43 +97,37 @@ class LayerShards(Weights):
         part = self.parts_of_ranks[rank] if self.is_trained else Part(0, 0)
         self._layers = layer_spans(self.parameters)
         (begin, _), (_, matrices_end) = self._layers[0], self._layers[-1]
-        slices = [
-            -(-(end - first) // (world_size * MATRIX_ALIGNMENT)) * MATRIX_ALIGNMENT for first, end in self._layers
-        ]
-        sizes = [part.size, sum(slices), max(slices) * world_size, begin, self.size - matrices_end]
-        with memory.allocating(region, sum(sizes) * self.dtype.itemsize):
-            self.flat, own, self._buffer, *rest = (device.xp().zeros(size, self.dtype) for size in sizes)
-        self.first, self._slices = part.start, np.split(own, np.cumsum(slices)[:-1])
-        self._rest = list(zip((0, matrices_end), rest, strict=True))
-        views = {p.name: self._view(p) for p in self.parameters}
-        self._num_elements = sum(sizes)
-        return views, self.nbytes
+        sizes = part.size, begin, self.size - matrices_end
+        nbytes = sum(sizes) * self.dtype.itemsize
+        with memory.allocating(region, nbytes):
+            self.flat, *rest = (device.xp().zeros(size, self.dtype) for size in sizes)
+        self.first, self._rest = part.start, list(zip((0, matrices_end), rest, strict=True))
+        self._nbytes = nbytes + self._cut(region, [end - first for first, end in self._layers], self.dtype)
+        views = self.views_in(self._buffer, [0] * len(self._layers))
+        return views | {p.name: self._view(p) for p in self.parameters if p.name not in views}, self.nbytes
 
     @property
     def nbytes(self):
         """Bytes of all that this rank has."""
-        return self._num_elements * self.dtype.itemsize
+        return self._nbytes
+
+    @property
+    def whole_bytes(self):
+        return self.size * self.dtype.itemsize
+
+    def views_in(self, array, firsts):
+        views = {}
+        for p in self.parameters:
+            if p.decays and p.layer is not None:
+                at = p.offset - self._layers[p.layer][0] + firsts[p.layer]
+                views[p.name] = array[at : at + p.size].reshape(p.shape)
+        return views
 
     def _view(self, p):
-        """A Parameter of the rest, or of a layer in the buffer."""
-        for first, array in self._rest:
-            if first <= p.offset < first + len(array):
-                return array[p.offset - first : p.offset - first + p.size].reshape(p.shape)
-        at = p.offset - self._layers[p.layer][0]
-        return self._buffer[at : at + p.size].reshape(p.shape)
-
-    def layer(self, index):
-        """The views of a layer, gathered from all ranks, which call this together."""
-        self.gather_layer(index, self._buffer[: self.gathered_size(index)])
-        return self.layers[index]
-
-    def gathered_size(self, index):
-        """Elements of a layer's matrices, and of the padding that makes all ranks' slices as long: int."""
-        return self.communicator.world_size * len(self._slices[index])
-
-    def gather_layer(self, index, out):
-        """Write a layer's matrices of all ranks, which call this together, to out (gathered_size(index),)."""
-        self.communicator.gather(self._slices[index], out.reshape(self.communicator.world_size, -1))
+        """A Parameter of the rest."""
+        after_layers = self._rest[1][0]
+        first, array = self._rest[0 if p.offset < after_layers else 1]
+        return array[p.offset - first : p.offset - first + p.size].reshape(p.shape)
 
     def spans(self):
         """[(number of the first element, array)] of all that this rank has; the same elements may be in two of them."""
@@ -128,6 +173,56 @@ class LayerShards(Weights):
             lower, upper = max(first, start), min(first + len(values), start + len(array))
             if lower < upper:
                 array[lower - start : upper - start] = values[lower - first : upper - first]
+
+
+class QuantizedLayerShards(SlicedLayers, QuantizedWeights):
+    """The QuantizedWeights of one rank, frozen; an element of a layer is a word of 32 bits.
+
+    flat: all that is not quantised, on every rank. communicator, layers: as those of LayerShards.
+    """
+
+    def __init__(self, config, dtype="float32", region="weights", shard=None, quantization=None, communicator=None):
+        self.communicator = communicator
+        super().__init__(config, dtype, region, quantization=quantization)
+
+    def _allocate_quantized(self, region):
+        # (first word in its layer, shape) of `packed` and of `scales` of each matrix.
+        self._places, sizes = {}, [0] * len(self.config.blocks)
+        for p in self.quantized.values():
+            rows, columns, self._places[p.name] = math.prod(p.shape[:-1]), p.shape[-1], []
+            for shape in (packed_shape(rows, columns, self.form), scales_shape(rows, columns // self.group_size)):
+                self._places[p.name].append((sizes[p.layer], shape))
+                sizes[p.layer] += -(-math.prod(shape) // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
+        self._sliced_bytes = self._cut(region, sizes, np.int32)
+        return self.views_in(self._buffer, [0] * len(sizes)), self._sliced_bytes
+
+    @property
+    def nbytes(self):
+        """Bytes of all that this rank has."""
+        return self.flat.nbytes + self._sliced_bytes
+
+    @property
+    def whole_bytes(self):
+        return self.flat.nbytes + sum(self.layer_sizes) * self.element.itemsize
+
+    def views_in(self, array, firsts):
+        views = {}
+        for name, p in self.quantized.items():
+            places = [(firsts[p.layer] + at, shape) for at, shape in self._places[name]]
+            packed, scales = (array[at : at + math.prod(shape)].reshape(shape) for at, shape in places)
+            views[name] = QuantizedWeight(self.form, packed, scales.view(np.float32), p.shape, self.dtype)
+        return views
+
+    def fill_quantized(self, stored, contents):
+        """Read what is quantised of a checkpoint's tensors: each rank quantises every layer, and keeps its slice."""
+        self.check_stored(stored)
+        for index, own in enumerate(self._slices):
+            self._buffer.fill(0)
+            for p in self.quantized.values():
+                if p.layer == index:
+                    self._fill_matrix(p, stored, contents)
+            first = self.communicator.rank * len(own)
+            own[...] = self._buffer[first : first + len(own)]
 
 
 class LayerOptimizer(ShardedOptimizer):

@@ -12,7 +12,7 @@ from rlnumba.model.lora import adapter_of_run, is_adapter, load_adapter
 from rlnumba.model.quantized.weights import weights_in
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
-from rlnumba.parallel.layer_shards import LayerShards
+from rlnumba.parallel.layer_shards import LayerShards, QuantizedLayerShards
 from rlnumba.runs.policy import Policy
 from rlnumba.runs.run_folder import log_kernels
 
@@ -63,10 +63,12 @@ def grammar_replay(train, tokenizer, config):
 def weights_of(run, communicator, is_trained=True):
     """The Weights to make of a run's policy, or of its reference, which is not trained, nor is the base of an adapter:
     those of layers in parts with deploy.zero_stage 3, on several ranks, and those of a quantised base with
-    [quantization]."""
-    if run.deploy.zero_stage == 3 and communicator is not None and communicator.world_size > 1:
-        return partial(LayerShards, communicator=communicator, is_trained=is_trained and run.lora is None)
-    return weights_in(run.quantization)
+    [quantization], which may be in parts, too."""
+    if run.deploy.zero_stage != 3 or communicator is None or communicator.world_size == 1:
+        return weights_in(run.quantization)
+    if run.quantization is not None:
+        return partial(QuantizedLayerShards, communicator=communicator, quantization=run.quantization)
+    return partial(LayerShards, communicator=communicator, is_trained=is_trained and run.lora is None)
 
 
 def _checkpoint(folder, has_adapter):

@@ -34,7 +34,7 @@ from rlnumba.model.router_loss import RouterLosses
 from rlnumba.model.transformer import Tape, packed_attention
 from rlnumba.optim import AdamWConfig, Optimizer
 from rlnumba.parallel.gradient_fold import GradientFold, rounds
-from rlnumba.parallel.layer_shards import LayerOptimizer, LayerShards
+from rlnumba.parallel.layer_shards import LayerOptimizer, LayerShards, SlicedLayers
 from rlnumba.parallel.zero import Part, ShardedOptimizer
 from rlnumba.runs.gradients import Gradients
 from rlnumba.runs.graphs import MicroBatchGraphs
@@ -66,7 +66,7 @@ class Policy:
         self.temperature, self.logprob_head = temperature, LogprobHead(temperature)
         self.seed, self.micro_batch = seed, 0
         # With deploy.zero_stage = 3, also where they are the frozen base of an adapter.
-        self.shards_layers = isinstance(model.weights, LayerShards)
+        self.shards_layers = isinstance(model.weights, SlicedLayers)
         self.communicator = communicator if communicator is not None and communicator.world_size > 1 else None
         self.gradients = Gradients(model, train, self.communicator)
         self.grads = self.gradients.arrays

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from rlnumba import checkpoint
-from rlnumba.config import AsyncConfig, DeployConfig, LoraConfig, to_toml
+from rlnumba.config import AsyncConfig, DeployConfig, LoraConfig, QuantizationConfig, to_toml
 from rlnumba.data.prompts import PromptData
 from rlnumba.errors import ConfigError
 from rlnumba.parallel import launch
@@ -447,10 +447,17 @@ IN_PARTS |= {"generation_batch_size": 24, "save_steps": 1, "beta": 0.05, "eval_o
 
 @pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize(
-    "kind, transport, kills, lora",
-    [("grpo", "shm", False, None), ("rloo", "peer", True, None), ("grpo", "peer", False, LoraConfig(r=2))],
+    "kind, transport, kills, lora, quantization",
+    [
+        ("grpo", "shm", False, None, None),
+        ("rloo", "peer", True, None, None),
+        ("grpo", "peer", False, LoraConfig(r=2), None),
+        ("grpo", "shm", False, LoraConfig(r=2), QuantizationConfig(type="nf4", group_size=16)),
+    ],
 )
-def test_two_ranks_with_parts_of_the_weights_write_the_files_of_one(tmp_path, kind, transport, kills, lora):
+def test_two_ranks_with_parts_of_the_weights_write_the_files_of_one(
+    tmp_path, kind, transport, kills, lora, quantization
+):
     """From the checkpoint of one rank on, whose weights are whole, and back; also if the inference process is killed,
     so that another one gets the parts of both. With an adapter the parts are those of its base, and it is sent."""
     data = {"eval": str(tmp_path / "prompts.jsonl")}
@@ -463,7 +470,7 @@ def test_two_ranks_with_parts_of_the_weights_write_the_files_of_one(tmp_path, ki
         asynchronous = {"num_infer_gpus": 1, "max_staleness": 0} if ranks > 1 else {}
         run = make(tmp_path / folder, train=options | {"max_steps": steps}, data=data, **asynchronous)
         deploy = {"num_train_gpus": ranks, "zero_stage": zero_stage, "update_weights_transport": transport}
-        run = dataclasses.replace(with_deploy(run, **deploy), lora=lora)
+        run = dataclasses.replace(with_deploy(run, **deploy), lora=lora, quantization=quantization)
         launch(train_and_kill, ranks, kind, run, kills and ranks > 1, timeout_s=60)
         return written(run)
 

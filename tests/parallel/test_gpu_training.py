@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from rlnumba.config import to_toml
+from rlnumba.config import QuantizationConfig, to_toml
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
 from rlnumba.errors import RankError
@@ -70,6 +70,11 @@ def train(kind, run, resume=False):
     return written(run)
 
 
+def base_in(name):
+    """The options of an adapter, without dropout, on a base in a format."""
+    return {"lora": dataclasses.replace(LORA, lora_dropout=0.0), "quantization": QuantizationConfig(type=name)}
+
+
 CASES = {
     "sft": ("sft", {}, (2, 4)),
     "sft, lora": ("sft", {"lora": LORA}, (2,)),
@@ -99,6 +104,10 @@ CASES = {
         {"zero_stage": 3, "lora": dataclasses.replace(LORA, lora_dropout=0.0), "num_iterations": 2, "beta": 0.1},
         (2, 4),
     ),
+    "sft, zero 3, int8": ("sft", {"zero_stage": 3, **base_in("int8"), "gradient_checkpointing": True}, (2,)),
+    # A micro-batch less than ranks in the last round, and packed words that decode steps read.
+    "dpo, zero 3, fp8": ("dpo", {"zero_stage": 3, **base_in("fp8")}, (2,)),
+    "grpo, zero 3, nf4": ("grpo", {"zero_stage": 3, **base_in("nf4"), "num_iterations": 2, "beta": 0.1}, (2, 4)),
     # Every two ranks are one engine.
     "grpo, cut": ("grpo", {"num_iterations": 2, "beta": 0.1}, (2, 4)),
     "grpo, cut, lora": (

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from rlnumba.config import DeployConfig, LoraConfig, SFTConfig, TeacherConfig
+from rlnumba.config import DeployConfig, LoraConfig, QuantizationConfig, SFTConfig, TeacherConfig
 from rlnumba.errors import ConfigError, RankError
 from rlnumba.kernels.nn import reduce
 from rlnumba.model.lora import Adapter
@@ -53,7 +53,9 @@ BATCHES = ONE_BACKWARD | {"per_device_train_batch_size": 4, "global_batch_size":
 BATCHES |= {"num_ppo_epochs": 2, "num_mini_batches": 1}
 
 
-def run_of(kind, folder, num_ranks=1, lora=None, model=None, zero_stage=2, tensor_parallel_size=1, **options):
+def run_of(
+    kind, folder, num_ranks=1, lora=None, model=None, zero_stage=2, tensor_parallel_size=1, quantization=None, **options
+):
     """A Run of a few steps with checkpoints."""
     if kind == "sft":
         run = sft_run(folder, **ROWS | options)
@@ -71,7 +73,7 @@ def run_of(kind, folder, num_ranks=1, lora=None, model=None, zero_stage=2, tenso
     else:
         run = preference_run(kind, folder, **PAIRS | options)
     deploy = DeployConfig(num_train_gpus=num_ranks, zero_stage=zero_stage, tensor_parallel_size=tensor_parallel_size)
-    run = dataclasses.replace(run, deploy=deploy, lora=lora)
+    run = dataclasses.replace(run, deploy=deploy, lora=lora, quantization=quantization)
     return run if model is None else dataclasses.replace(run, model=str(model))
 
 
@@ -115,6 +117,8 @@ def untied_model(folder):
 
 
 LORA = LoraConfig(r=4, lora_dropout=0.1)
+# The frozen base of an adapter in 4 and in 8 bits.
+NF4, INT8 = ({"lora": LORA, "quantization": QuantizationConfig(type=each, group_size=8)} for each in ("nf4", "int8"))
 UNTIED = {"optim": "adamw_8bit", "gradient_checkpointing": True}
 DFT = {"loss_type": "dft", "packing": True, "eval_steps": 2, "data": {"eval": str(SFT_ROWS)}}
 ENTROPY = {"top_entropy_quantile": 0.5, "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0}
@@ -156,7 +160,7 @@ CASES = {
     "grpo, tokens": {"max_tokens_per_micro_batch": 100, "replay_buffer_size": 4, "top_k": 20},
     "grpo, dynamic sampling": {"dynamic_sampling": True, "over_sampling_batch_size": 5, "reward": "one_for_even"},
     "rloo": {"top_k": 20, "normalize_advantages": True},
-    "distill": {"teacher": {"model": str(GOLDEN / "tiny-qwen3")}, "beta": 0.5, "lmbda": 0.6, "learning_rate": 1e-2},
+    "distill": {"beta": 0.5, "lmbda": 0.6, "learning_rate": 1e-2},
     "sft, zero 3": {"zero_stage": 3},
     "sft, zero 3, untied, evaluation": {"zero_stage": 3, **UNTIED, "eval_steps": 2, "data": {"eval": str(SFT_ROWS)}},
     "reward, zero 3, evaluation": {"zero_stage": 3, "eval_steps": 2, "data": {"eval": str(PAIR_ROWS)}},
@@ -165,7 +169,7 @@ CASES = {
     "kto, zero 3": {"zero_stage": 3},
     "grpo, zero 3, reference": {"zero_stage": 3, "beta": 0.1, "num_iterations": 2, "generation_batch_size": 32},
     "rloo, zero 3, evaluation": {"zero_stage": 3, **EVALUATES, **LEARNS},
-    "distill, zero 3": {"zero_stage": 3, "teacher": {"model": str(GOLDEN / "tiny-qwen3")}, "beta": 0.5},
+    "distill, zero 3": {"zero_stage": 3, "beta": 0.5, "learning_rate": 1e-2},
     "sft, zero 3, lora, evaluation": {
         "zero_stage": 3, "lora": LORA, "gradient_checkpointing": True, "eval_steps": 2, "data": {"eval": str(SFT_ROWS)}
     },
@@ -175,6 +179,15 @@ CASES = {
         "zero_stage": 3, "lora": LORA, "beta": 0.1, "num_iterations": 2, "generation_batch_size": 32, **EVALUATES,
         **LEARNS,
     },
+    "sft, zero 3, nf4, evaluation": {
+        "zero_stage": 3, **NF4, "gradient_checkpointing": True, "eval_steps": 2, "data": {"eval": str(SFT_ROWS)}
+    },
+    "dpo, zero 3, int8": {"zero_stage": 3, **INT8},
+    "reward, zero 3, nf4": {"zero_stage": 3, **NF4},
+    "grpo, zero 3, nf4, evaluation": {
+        "zero_stage": 3, **NF4, "beta": 0.1, "num_iterations": 2, "generation_batch_size": 32, **EVALUATES, **LEARNS
+    },
+    "distill, zero 3, int8": {"zero_stage": 3, **INT8, "beta": 0.5, "learning_rate": 1e-2},
     "rloo, cut, evaluation": cut(**EVALUATES, **LEARNS),
     "grpo, cut, lora": cut(lora=LORA, num_iterations=2, generation_batch_size=32, **LEARNS),
     "grpo, cut, zero 3, reference": cut(zero_stage=3, beta=0.1, num_iterations=2, generation_batch_size=32, **MOVING),
@@ -194,6 +207,7 @@ CASES = {
 ON_TWO = ["sft", "dpo", "grpo", "grpo, dynamic sampling", "ppo", "sft, per device", "grpo, per device"]
 # On two ranks there is none left for one of them in the last round of DPO's three micro-batches.
 ON_TWO += ["sft, zero 3, lora, evaluation", "dpo, zero 3, lora", "grpo, zero 3, lora, evaluation"]
+ON_TWO += ["dpo, zero 3, int8", "grpo, zero 3, nf4, evaluation"]
 CUT = [case for case in CASES if ", cut" in case]
 ON_THREE = [case for case in CASES if case not in CUT and not case.endswith("per device")]
 ON_FOUR = ["sft", "grpo", "grpo, dynamic sampling", "sft, zero 3", "dpo, zero 3"]
@@ -212,6 +226,8 @@ def runs_of_cases(cases, folder, num_ranks):
         if "untied" in case:
             options = options | {"model": untied_model(folder / "model")}
         kind = case.partition(",")[0]
+        if kind == "distill":
+            options = options | {"teacher": {"model": str(untied_model(folder / "model"))}}
         runs.append((kind, run_of(kind, place, num_ranks, **options)))
     return runs
 
@@ -251,6 +267,7 @@ def test_runs_go_on_with_another_number_of_ranks(tmp_path):
         "ppo": {},
         "sft, lora": {"lora": LORA, "zero_stage": 3},
         "grpo, lora": {"generation_batch_size": 32, "lora": LORA, "zero_stage": 3},
+        "sft, lora, nf4": {"zero_stage": 3, **NF4},
     }
 
     def runs(folder, num_ranks, steps):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlnumba import checkpoint, cli
-from rlnumba.config import DeployConfig, LoraConfig, QuantizationConfig, SFTConfig, load_run, to_toml
+from rlnumba.config import DeployConfig, LoraConfig, SFTConfig, load_run, to_toml
 from rlnumba.errors import ConfigError, RankError
 from rlnumba.model.blocks.attention import Attention
 from rlnumba.model.blocks.mlp import Mlp
@@ -25,11 +25,12 @@ from tests.trainers.runs import metrics_of, ppo_run, sft_run
 BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 10}
 
 
-def run_of(folder, num_ranks=1, model=None, lora=None, zero_stage=2, **options):
+def run_of(folder, num_ranks=1, model=None, lora=None, zero_stage=2, quantization=None, **options):
     """An SFTRun of a few steps with checkpoints."""
     data = options.pop("data", None)
     run = sft_run(folder, data, **{"max_steps": 4, "save_steps": 2, **BATCH, **options})
-    run = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=num_ranks, zero_stage=zero_stage), lora=lora)
+    deploy = DeployConfig(num_train_gpus=num_ranks, zero_stage=zero_stage)
+    run = dataclasses.replace(run, deploy=deploy, lora=lora, quantization=quantization)
     return run if model is None else dataclasses.replace(run, model=str(model))
 
 
@@ -122,10 +123,6 @@ def test_one_gpu_is_needed_for_the_optimizer_in_the_backward(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (
-            {"lora": LoraConfig(), "quantization": QuantizationConfig()},
-            r"deploy.zero_stage 3 has parts of 16-bit layers, not of those of \[quantization\]: use 2",
-        ),
         (
             {"make": ppo_run},
             "deploy.zero_stage 3 is not for ppo, whose ranks have all weights of policy and critic: use 2",

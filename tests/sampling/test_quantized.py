@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.check import check_agreement
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.quantized.formats import dequantize_ref, quantize_ref
+from rlnumba.kernels.quantized.ops import QuantizedWeight
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.hub import read_config
 from rlnumba.model.lora import save_adapter
@@ -19,6 +21,8 @@ from rlnumba.model.quantized.weights import form_of, quantized_names, set_values
 from rlnumba.model.shard import WHOLE, Shard
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Checkpoint, load_model, pack, save_model, score
+from rlnumba.parallel.gathered_weights import with_gathered
+from rlnumba.parallel.layer_shards import QuantizedLayerShards
 from rlnumba.parallel.tensor_parallel import TensorParallel
 from rlnumba.runs.eval import run_eval
 from rlnumba.runtime import device
@@ -133,18 +137,28 @@ def test_eval(tmp_path, folders):
     assert found == expected != plain
 
 
-@of_processes
-@pytest.mark.parametrize(
-    "name, group_size, is_stored", [("qwen3_5_moe", 8, False), ("qwen3_moe", 8, True), ("models/qwen3_tied", 16, True)]
-)
-def test_ranks_have_whole_rows(tmp_path, name, group_size, is_stored):
-    """Of one matrix and of a stack, in their order: the log-probs of two ranks are those of one."""
-    quantization = QuantizationConfig(type="int8", group_size=group_size)
+@pytest.fixture
+def int8_base(request, tmp_path):
+    """(folder of a golden model, whose linear layers may be stored in int8, its QuantizationConfig)."""
+    name, group_size, is_stored = request.param
     folder = GOLDEN / name
     if is_stored:
         command = ["quantize", "--model", str(folder), "--output", str(tmp_path), "--type", "int8"]
         assert cli.run([*command, "--group-size", str(group_size)]) == 0
         folder = tmp_path
+    return folder, QuantizationConfig(type="int8", group_size=group_size)
+
+
+int8_bases = pytest.mark.parametrize(
+    "int8_base", [("qwen3_5_moe", 8, False), ("qwen3_moe", 8, True), ("models/qwen3_tied", 16, True)], indirect=True
+)
+
+
+@of_processes
+@int8_bases
+def test_ranks_have_whole_rows(int8_base):
+    """Of one matrix and of a stack, in their order: the log-probs of two ranks are those of one."""
+    folder, quantization = int8_base
     checkpoint = Checkpoint(folder, quantization=quantization)
     whole, batch = checkpoint.load(), pack([[3, 5, 7, 9, 4], [8, 1, 2]])
     expected = score(whole, batch)
@@ -161,6 +175,39 @@ def test_ranks_have_whole_rows(tmp_path, name, group_size, is_stored):
         assert nbytes < whole.weights.nbytes
         assert nbytes == weights_bytes(config, "float32", Shard(rank, 2), quantization)
     assert whole.weights.nbytes == weights_bytes(config, "float32", WHOLE, quantization)
+
+
+@of_processes
+@int8_bases
+def test_ranks_have_slices_of_each_layer(int8_base):
+    """The log-probs of layers that three ranks gather one at a time, and of all layers gathered, are those of one
+    rank; so are the packed words and scales."""
+    folder, quantization = int8_base
+    whole, batch = Checkpoint(folder, quantization=quantization).load(), pack([[3, 5, 7, 9, 4], [8, 1, 2]])
+    expected, of_layers = score(whole, batch), whole.weights.nbytes - whole.weights.flat.nbytes
+
+    def of_rank(communicator):
+        kind = partial(QuantizedLayerShards, quantization=quantization, communicator=communicator)
+        model = load_model(folder, make_weights=kind)
+        gathered = with_gathered(model)
+        gathered.weights.refresh()
+        return score(model, batch), score(gathered, batch), model.weights, gathered.weights
+
+    for by_layer, at_once, shards, gathered in in_threads.run(of_rank, 3):
+        for actual, other, wanted in zip(by_layer, at_once, expected, strict=True):
+            assert_same_bits(actual, wanted)
+            assert_same_bits(other, wanted)
+        for found, wanted in zip(gathered.layers, whole.weights.layers, strict=True):
+            for view, other in zip(
+                *([each for block in side for each in block] for side in (found, wanted)), strict=True
+            ):
+                if isinstance(other, QuantizedWeight):
+                    assert_same_bits(view.packed, other.packed)
+                    assert_same_bits(view.scales, other.scales)
+        # Slices of three ranks, and a layer; each ends at a multiple of 256 words.
+        layers, padding = len(whole.weights.layers), 4 * 256 * 16
+        assert 0 <= shards.nbytes - whole.weights.flat.nbytes - of_layers * (1 / 3 + 1 / layers) < padding * layers
+        assert 0 <= gathered.nbytes - whole.weights.nbytes < padding * layers
 
 
 def test_sleep_and_wake():

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from rlnumba import cli
-from rlnumba.config import AsyncConfig, DeployConfig, to_toml
-from rlnumba.config.lora import LoraConfig
+from rlnumba.config import AsyncConfig, DeployConfig, LoraConfig, QuantizationConfig, to_toml
 from rlnumba.errors import UserError
 from rlnumba.kernels.attention.sm90_backward import backward_nbytes
 from rlnumba.kernels.logprob import ops as logprob
@@ -306,6 +305,11 @@ def test_ranks_take_what_was_planned(tmp_path, monkeypatch):
     )
     runs["grpo, adapter"] = dataclasses.replace(
         runs["grpo, gathered"], lora=LoraConfig(r=4), output_dir=str(tmp_path / "adapter" / "run")
+    )
+    runs["grpo, base in 4 bits"] = dataclasses.replace(
+        runs["grpo, adapter"],
+        quantization=QuantizationConfig(type="nf4", group_size=16),
+        output_dir=str(tmp_path / "quantized" / "run"),
     )
     # With one engine of both ranks, each of which has a part of the model.
     for name, options in (("cut", {}), ("cut, gathered", {"zero_stage": 3}), ("cut, adapter", {})):
@@ -698,4 +702,11 @@ def test_a_model_of_8b_on_several_gpus(tmp_path):
     assert "deploy.zero_stage = 3" in dict(savings(planner, whole))
     assert abs(parts.regions["weights"] / (2 * ((size - rest) / 4 + layer + rest)) - 1) < 0.01
     others = "adapter", "grads", "moments", "activations"
+    assert [parts.regions[name] for name in others] == [whole.regions[name] for name in others]
+    # A base in 4 bits has those of the packed words and scales, in groups of 64.
+    quantized = dataclasses.replace(adapted, quantization=QuantizationConfig(type="nf4"))
+    planner = Planner(quantized, True, 400 * GIB)
+    whole, parts = planner.plan(), planner.plan(with_changes(quantized, {"deploy": {"zero_stage": 3}}))
+    packed = 0.5 + 4 / 64
+    assert abs(parts.regions["weights"] / (packed * ((size - rest) / 4 + layer) + 2 * rest) - 1) < 0.01
     assert [parts.regions[name] for name in others] == [whole.regions[name] for name in others]

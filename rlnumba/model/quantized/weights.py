@@ -89,10 +89,14 @@ class QuantizedWeights(Weights):
         self.size = last.offset + last.padded_size
         self.decay_end = next(p.offset for p in self.parameters if not p.decays)
         views, nbytes = super()._allocate(region)
-        for name, p in self.quantized.items():
-            views[name] = QuantizedWeight.empty(self.form, p.shape, self.group_size, self.dtype.name)
-            nbytes += views[name].nbytes
-        return views, nbytes
+        quantized, of_quantized = self._allocate_quantized(region)
+        return views | quantized, nbytes + of_quantized
+
+    def _allocate_quantized(self, region):
+        """({name: QuantizedWeight}, bytes of their memory)."""
+        sizes = self.group_size, self.dtype.name
+        views = {name: QuantizedWeight.empty(self.form, p.shape, *sizes) for name, p in self.quantized.items()}
+        return views, sum(view.nbytes for view in views.values())
 
     @property
     def num_parameters(self):
@@ -122,12 +126,16 @@ class QuantizedWeights(Weights):
     def fill_quantized(self, stored, contents):
         """Read what is quantised of a checkpoint's tensors. Raises as check_stored."""
         self.check_stored(stored)
-        for name, p in self.quantized.items():
-            row, whole = 0, stored.of_model[name]
-            for index, (tensor, (_, shape)) in enumerate(zip(stored.stored_of(p), stored.form_of(whole), strict=True)):
-                parts = whole.parts_of(self.shard, index, shape)
-                row = self._fill_rows(self[name], row, tensor, parts, contents)
-            assert row == math.prod(p.shape[:-1]), name
+        for p in self.quantized.values():
+            self._fill_matrix(p, stored, contents)
+
+    def _fill_matrix(self, p, stored, contents):
+        """Read a Parameter that is quantised."""
+        row, whole = 0, stored.of_model[p.name]
+        for index, (tensor, (_, shape)) in enumerate(zip(stored.stored_of(p), stored.form_of(whole), strict=True)):
+            parts = whole.parts_of(self.shard, index, shape)
+            row = self._fill_rows(self[p.name], row, tensor, parts, contents)
+        assert row == math.prod(p.shape[:-1]), p.name
 
     def _fill_rows(self, weight, row, tensor, parts, contents):
         """Set rows row, row + 1, ... of a QuantizedWeight to slices of a Stored's rows: the row that follows."""

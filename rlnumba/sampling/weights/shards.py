@@ -9,7 +9,7 @@ A rank of the trainer may have a part alone (layer_shards.py), and what is sent 
 from rlnumba.model.lora import Adapter, Places
 from rlnumba.model.shard import WHOLE, Range
 from rlnumba.model.weights import Weights, parameters
-from rlnumba.parallel.layer_shards import LayerShards
+from rlnumba.parallel.layer_shards import SlicedLayers
 from rlnumba.runtime import device
 
 
@@ -29,7 +29,7 @@ def whole_of(trained):
 
 def is_in_parts(trained):
     """Whether each rank of the trainer has a part of what is trained, so that all take part where it is sent."""
-    return isinstance(trained, LayerShards)
+    return isinstance(trained, SlicedLayers)
 
 
 def kind_of(trained):

@@ -21,6 +21,7 @@ from rlnumba.engine.requests.grammar_tokens import GrammarTokens, grammar_tokeni
 from rlnumba.engine.requests.grammars import ADVANCED_TOGETHER, GrammarReplay
 from rlnumba.engine.requests.streams import Streams
 from rlnumba.engine.runner import HIDDEN, TOKENS
+from rlnumba.engine.speculation import Speculator
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.runs.policy import Policy
@@ -339,6 +340,17 @@ def test_a_grammar_that_cannot_go_on_ends_its_request_alone(model, tokenizer):
     with pytest.raises(GrammarError, match="^prompt 2: structured_outputs: Parser Error: token .z. doesn't satisfy"):
         engine.step()
     engine.reset()
+
+
+def test_a_draft_after_which_nothing_may_be_drawn_is_refused_alone(model, tokenizer, monkeypatch):
+    a, b, digit = (tokenizer.encode(text, add_special_tokens=False)[0] for text in "ab0")
+    # A `b` is allowed but is never drawn, and the digit that must follow it is not allowed.
+    rules = {"allowed_token_ids": [a, b, *EOS], "logit_bias": {b: -100}}
+    params = params_of({"regex": "(a|b[0-9]){9,20}"}, n=3, **rules)
+    wanted = drawn(LLM(model, tokenizer).generate([[5, 6, 7]], params))
+    monkeypatch.setattr(Speculator, "drafts", lambda speculator, table, rows: [[b, digit]] * len(rows))
+    engine = EngineConfig(speculative_method="ngram")
+    assert drawn(LLM(model, tokenizer, engine).generate([[5, 6, 7]], params)) == wanted
 
 
 @pytest.mark.parametrize(

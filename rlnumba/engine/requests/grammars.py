@@ -220,7 +220,8 @@ class Grammars:
         limited = np.flatnonzero(table.has_allowed[sampled])
         if len(limited):
             masks[limited] &= table.allowed[sampled[limited]]
-            empty = limited[~masks[limited].any(axis=1)]
+            # What a draft leads to is drawn from only if the draft is accepted.
+            empty = np.intersect1d(limited[~masks[limited].any(axis=1)], firsts)
             if len(empty):
                 sequences = table.sequences[sampled[empty]]
                 raise NoTokenLeft(sequences, "structured_outputs and allowed_token_ids leave no token")

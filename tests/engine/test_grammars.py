@@ -342,6 +342,14 @@ def test_a_grammar_that_cannot_go_on_ends_its_request_alone(model, tokenizer):
     engine.reset()
 
 
+def test_drafts_after_the_end_of_a_text(model, tokenizer):
+    """EOS follows EOS where that does not end a completion, and is drafted as soon as it is a text's second one."""
+    params = params_of(GRAMMARS["choice"], n=6, ignore_eos=True, max_tokens=20)
+    wanted = drawn(LLM(model, tokenizer).generate([[5, 6, 7]], params))
+    config = EngineConfig(speculative_method="ngram", prompt_lookup_min=1, max_num_seqs=2)
+    assert drawn(LLM(model, tokenizer, config).generate([[5, 6, 7]], params)) == wanted
+
+
 def test_a_draft_after_which_nothing_may_be_drawn_is_refused_alone(model, tokenizer, monkeypatch):
     a, b, digit = (tokenizer.encode(text, add_special_tokens=False)[0] for text in "ab0")
     # A `b` is allowed but is never drawn, and the digit that must follow it is not allowed.

@@ -19,6 +19,7 @@ import numpy as np
 
 from rlnumba.engine.requests.grammar_tokens import grammar_tokenizer
 from rlnumba.engine.requests.structured_outputs import grammar_source, package
+from rlnumba.engine.requests.token_rules import bits_of
 from rlnumba.errors import ConfigError, UserError
 
 # Compiled grammars that are kept, some KiB to some MiB each; those of the longest disuse go first.
@@ -205,6 +206,8 @@ class Grammars:
             alone = [(matchers[i], places[i]) for i in by_form if counts[i] == 1]
             if with_drafts:
                 self.executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *memory)
+            for _, first, drafts in with_drafts:
+                self._mask_after_eos(masks[first : first + len(drafts) + 1], drafts)
         if alone:
             self.executor.unsafe_compute_mask_ptr(alone, *memory)
         if any(matcher.is_error() for matcher in matchers):
@@ -226,6 +229,16 @@ class Grammars:
                 sequences = table.sequences[sampled[empty]]
                 raise NoTokenLeft(sequences, "structured_outputs and allowed_token_ids leave no token")
         return masks
+
+    def _mask_after_eos(self, masks, drafts):
+        """Let EOS alone follow a draft that is EOS, which ignore_eos makes possible: llguidance leaves those masks out.
+
+        masks (1 + count, W) int32: for each of the drafts and for the token after them, -1 where none was written.
+        """
+        ends = [i for i, token in enumerate(drafts, start=1) if token in self.eos_token_ids]
+        if ends:
+            after = masks[ends[0] :]
+            after[(after == -1).all(axis=1)] = bits_of(self.eos_token_ids, self.vocab_size)
 
     def _followed(self, sequences):
         """(matchers of sequences (G,), list; their numbers with those of one form side by side, list; their min_tokens

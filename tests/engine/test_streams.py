@@ -105,6 +105,26 @@ def test_a_damaged_prompt_ends_alone():
     llm.shutdown()
 
 
+def test_completions_that_are_done_stay_when_another_request_is_damaged():
+    """The others are drawn again, and the last output has them all."""
+    model = make_model(tie_word_embeddings=False)
+    model.weights.embed_tokens[7] = np.nan
+    streams, params = Streams(LLM(model).engine), SamplingParams(n=4, max_tokens=60, seed=3, logit_bias={7: -100})
+    (wanted,) = LLM(make_model(tie_word_embeddings=False)).generate([[5, 6]], params)
+    lengths = [len(each.token_ids) for each in wanted.completions]
+    streams.submit(0, [5, 6], params)
+    outputs, errors = [], []
+    while streams.open:
+        has_done = outputs and any(each.finish_reason for each in outputs[-1].completions)
+        if has_done and not errors and 1 not in streams.open:
+            streams.submit(1, [5, 7], SamplingParams(max_tokens=1))
+        for number, output in streams.step():
+            (errors if number else outputs).append(output)
+    assert min(lengths) < max(lengths) and [type(each) for each in errors] == [PromptError]
+    assert outputs[-1].completions == wanted.completions and outputs[-1].finished
+    check_growth(outputs, wanted)
+
+
 def test_chat_shows_tools(tmp_path):
     for path in FOLDER.iterdir():
         if path.name != "tokenizer_config.json":

@@ -14,16 +14,20 @@ class OpenRequest:
 
     def __init__(self, engine, request, prompt):
         self.engine, self.request, self.prompt = engine, request, prompt
+        # Of each completion; and those that are done, by index.
+        self.streams, self.token_ids, self.logprobs, self.listed = ([None] * request.params.n for _ in range(4))
+        self.done = {}
         # Tokens that the last output had; one with fewer is of a request that is drawn again.
         self.num_sent = 0
         self.begin_again()
 
     def begin_again(self):
-        params, n = self.request.params, self.request.params.n
+        """Forget the tokens of the completions that are drawn again: all that are not done."""
+        params = self.request.params
         options = TextOptions(params.stop, params.skip_special_tokens)
-        self.streams = [TextStream(self.engine.tokenizer, options) for _ in range(n)]
-        self.token_ids, self.logprobs, self.listed = ([[] for _ in range(n)] for _ in range(3))
-        self.done = {}
+        for index in {*range(params.n)} - self.done.keys():
+            self.streams[index] = TextStream(self.engine.tokenizer, options)
+            self.token_ids[index], self.logprobs[index], self.listed[index] = [], [], []
 
     def add(self, index, token_id, logprob, listing):
         """Take in a token of completion `index`."""

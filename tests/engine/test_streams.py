@@ -48,6 +48,16 @@ def test_a_stream_grows_to_what_generate_returns():
     assert not llm.engine.has_unfinished and llm.generate(PROMPTS, PARAMS) == wanted
 
 
+@pytest.mark.parametrize("logprobs", [True, False, None, 0, 2])
+def test_a_growing_completion_has_the_log_prob_of_its_tokens(logprobs):
+    params = SamplingParams(max_tokens=3, seed=3, logprobs=logprobs)
+    outputs = [output.outputs[0] for _, output in LLM(FOLDER).stream(PROMPTS[:1], params)]
+    every = outputs[-1].array("logprobs")
+    for output in outputs:
+        assert output.array("logprobs").tolist() == every[: len(output.token_ids)].tolist()
+        assert (output.cumulative_logprob is None) == (logprobs is None)
+
+
 def test_the_beginning_of_a_stop_string_is_not_handed_out():
     llm, free = LLM(FOLDER), SamplingParams(max_tokens=20, ignore_eos=True)
     (output,) = llm.generate(PROMPTS[:1], free)

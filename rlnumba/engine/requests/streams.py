@@ -46,7 +46,8 @@ class OpenRequest:
 
     def _growing(self, index):
         stream, params = self.streams[index], self.request.params
-        logprobs = np.array(self.logprobs[index] if params.logprobs else [], np.float32)
+        is_wanted = params.logprobs or params.num_logprobs >= 0
+        logprobs = np.array(self.logprobs[index] if is_wanted else [], np.float32)
         completion = Completion(
             np.array(self.token_ids[index], np.int32), logprobs, None, stream.text[: stream.num_sent]
         )

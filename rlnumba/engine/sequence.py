@@ -479,7 +479,7 @@ class SequenceTable:
             for name in names.split():
                 setattr(self, name, np.zeros(R, dtype))
         # The columns that are SamplingParams' under the same name.
-        names = "temperature top_k top_p min_p min_tokens logit_thresholds repetition_penalty presence_penalty"
+        names = "temperature top_k top_p min_p logit_thresholds repetition_penalty presence_penalty"
         names = *names.split(), "frequency_penalty", "num_logprobs"
         self.of_params = [(name, getattr(self, name)) for name in names]
 
@@ -517,6 +517,8 @@ class SequenceTable:
         self.num_to_score[row] = sequence.num_to_score
         for name, column in self.of_params:
             column[row] = getattr(params, name)
+        # No sequence gets more, and the column is int32, as a prompt's length with it must be.
+        self.min_tokens[row] = min(params.min_tokens, sequence.length_limit)
         self.has_stop_strings[row] = bool(params.stop)
         self.has_grammar[row] = sequence.grammar is not None
         if self.has_grammar[row]:

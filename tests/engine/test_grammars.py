@@ -291,7 +291,7 @@ def test_json_follows_its_schema(llm, name):
 def test_the_grammar_ends_a_text_before_min_tokens_and_goes_on_after_a_stop_string(llm):
     (output,) = llm.generate([[5]], params_of({"regex": "a{2,9}"}, min_tokens=9, n=4))
     assert [len(each.text) for each in output.completions] == [9] * 4
-    (output,) = llm.generate([[5]], params_of({"regex": "aa"}, min_tokens=9))
+    (output,) = llm.generate([[5]], params_of({"regex": "aa"}, min_tokens=2**70, max_tokens=2**70))
     assert output.completions[0].text == "aa" and output.completions[0].finish_reason == "stop"
     (output,) = llm.generate([[5]], params_of({"regex": "a{2,9}"}, stop="aaa", min_tokens=9, max_tokens=30))
     assert output.completions[0].text == "aaaaaaaaa"

@@ -355,6 +355,15 @@ def test_filtered_completions_are_scored_as_they_were_drawn(model, prompts, filt
             assert_same_bits(first.thresholds, second.thresholds)
 
 
+@pytest.mark.parametrize("count", [2**31 - 1, 2**31, 2**70])
+def test_min_tokens_may_be_more_than_a_sequence_can_have(model, count):
+    prompt, params = [[1, 2, 3], [4]], SamplingParams(seed=3, n=2, max_tokens=count, min_tokens=count)
+    most = dataclasses.replace(params, max_tokens=199, min_tokens=199)
+    found, free = (generate(model, prompt, each) for each in (params, dataclasses.replace(params, min_tokens=0)))
+    assert drawn(found) == drawn(generate(model, prompt, most)) != drawn(free)
+    assert [len(c.token_ids) for output in found for c in output.completions] == [197, 197, 199, 199]
+
+
 def test_stop_strings_after_min_tokens(model):
     """Only one that ends in the text of a later token counts, and the text is cut where that one begins."""
     prompt = [[1, 2, 3]]

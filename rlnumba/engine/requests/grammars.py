@@ -248,7 +248,8 @@ class Grammars:
             matchers = [each.grammar.matcher for each in sequences]
             # A thread takes what stands side by side, and so seldom waits for another one.
             by_form = sorted(range(len(sequences)), key=lambda i: sequences[i].grammar.form)
-            self._matchers = matchers, by_form, np.array([each.params.min_tokens for each in sequences], np.int64)
+            min_tokens = [min(each.params.min_tokens, each.length_limit) for each in sequences]
+            self._matchers = matchers, by_form, np.array(min_tokens, np.int64)
             self.followed = sequences
         return self._matchers
 

@@ -36,11 +36,13 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         text, prompt = text_and_prompt(number, prompt)
         adapter = lora_request if adapter is None else adapter
-        await self._call(self._submit, number, text, prompt, params, adapter)
+        # Its place is there before the first output. Whatever ends this early, the request is dropped after it is
+        # submitted: the engine's thread does one after the other.
         self._queues[number] = queue
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._run())
         try:
+            await self._call(self._submit, number, text, prompt, params, adapter)
+            if self._task is None or self._task.done():
+                self._task = asyncio.get_running_loop().create_task(self._run())
             while True:
                 output = await queue.get()
                 if isinstance(output, BaseException):

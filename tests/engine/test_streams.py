@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -93,6 +94,28 @@ def test_coroutines_share_an_engine():
             check_growth(outputs, each)
     llm.shutdown()
     assert not llm.llm.engine.has_unfinished
+
+
+def test_a_task_that_is_cancelled_while_its_request_is_submitted_drops_it(monkeypatch):
+    llm, began, goes_on = AsyncLLM(FOLDER), threading.Event(), threading.Event()
+
+    def compile_ahead(*arguments):
+        began.set()
+        goes_on.wait(60)
+
+    monkeypatch.setattr(llm.llm, "compile_ahead", compile_ahead)
+
+    async def cancelled():
+        task = asyncio.create_task(anext(llm.generate("what is ", SamplingParams(max_tokens=300, ignore_eos=True))))
+        await asyncio.to_thread(began.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        goes_on.set()
+
+    asyncio.run(cancelled())
+    llm.shutdown()
+    assert not llm.llm.engine.has_unfinished and not llm._streams.open
 
 
 def test_a_damaged_prompt_ends_alone():

@@ -52,6 +52,8 @@ def encoded_completions(completions):
     if all(each.routed_experts is not None for each in completions):
         found["routed_experts"] = np.concatenate([each.routed_experts for each in completions])
         found["routed_lengths"] = np.array([len(each.routed_experts) for each in completions], np.int32)
+    if all(each.thresholds is not None for each in completions):
+        found["thresholds"] = np.concatenate([each.thresholds for each in completions])
     return found | {name: [getattr(each, name) for each in completions] for name in ("finish_reason", "text")}
 
 
@@ -59,13 +61,15 @@ def decoded_completions(saved):
     """The inverse of encoded_completions: list."""
     cuts = np.cumsum(saved["lengths"])[:-1]
     columns = [np.split(saved[name], cuts) for name in OF_TOKENS]
-    experts = [None] * len(saved["lengths"])
+    experts = thresholds = [None] * len(saved["lengths"])
     if "routed_experts" in saved:
         experts = np.split(saved["routed_experts"], np.cumsum(saved["routed_lengths"])[:-1])
-    columns = *columns, saved["finish_reason"], saved["text"], experts
+    if "thresholds" in saved:
+        thresholds = np.split(saved["thresholds"], cuts)
+    columns = *columns, saved["finish_reason"], saved["text"], thresholds, experts
     return [
-        Completion(ids, logprobs, reason, text, versions, routed_experts=routed)
-        for ids, logprobs, versions, reason, text, routed in zip(*columns, strict=True)
+        Completion(ids, logprobs, reason, text, versions, smallest, routed_experts=routed)
+        for ids, logprobs, versions, reason, text, smallest, routed in zip(*columns, strict=True)
     ]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rlnumba.config import AsyncConfig, DeployConfig, GRPOConfig, load_run, to_toml
 from rlnumba.data.prompts import Prompt, PromptData
+from rlnumba.engine import LLM
 from rlnumba.engine.sequence import Completion, SamplingParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.rewards import TrainingProgress
@@ -20,8 +21,10 @@ from rlnumba.runs.prompt_schedule import MicroBatchSchedule, generations_from
 from rlnumba.sampling import own
 from rlnumba.sampling.own import OwnSampler
 from rlnumba.sampling.pipeline import Course, Pipeline, PromptSource
-from rlnumba.sampling.pipeline_state import encoded, restore, state_of
+from rlnumba.sampling.pipeline_state import decoded_completions, encoded, encoded_completions, restore, state_of
 from rlnumba.sampling.sampler import Alive, Sampler
+from tests.close import assert_same_bits
+from tests.engine.test_llm import make_model
 from tests.trainers.runs import grpo_run, ppo_run
 
 NUM_PROMPTS = 12
@@ -262,6 +265,21 @@ def test_a_checkpoint_restores_what_is_complete_and_draws_the_rest_again(tmp_pat
             each.update_weights(step + 1)
     with pytest.raises(UserError, match="has 5 groups .* which the 2 of a generation do not divide"):
         pipeline_of(tmp_path, 1, state[:5], max_staleness=2)
+
+
+@pytest.mark.parametrize("logit_thresholds", [False, True])
+def test_a_checkpoint_keeps_what_training_reads_of_completions(logit_thresholds):
+    """With train.sampling_mask_replay, the smallest logits that the filters kept."""
+    params = SamplingParams(max_tokens=9, n=3, top_p=0.7, logit_thresholds=logit_thresholds)
+    completions = [c for output in LLM(make_model()).generate([[5, 6], [7]], params) for c in output.completions]
+    restored = decoded_completions(encoded_completions(completions))
+    for found, expected in zip(restored, completions, strict=True):
+        for name in ("token_ids", "logprobs", "policy_versions"):
+            assert_same_bits(found.array(name), expected.array(name))
+        assert (found.finish_reason, found.text) == (expected.finish_reason, expected.text)
+        assert (found.thresholds is None) == (expected.thresholds is None) != logit_thresholds
+        if logit_thresholds:
+            assert_same_bits(found.thresholds, expected.thresholds)
 
 
 def test_a_checkpoint_keeps_how_often_a_group_was_begun_and_replaced(tmp_path):

@@ -115,7 +115,7 @@ class LLM:
         and each of these index, text, token_ids, logprobs, cumulative_logprob, finish_reason and stop_reason.
         prompts: lists of token ids or, with a tokenizer, texts, or vLLM's dicts {"prompt": text} and
         {"prompt_token_ids": ids}; one that is in no list is a list of one. params: a SamplingParams for all, or one for
-        each; sampling_params is the same.
+        each, None for the defaults; sampling_params is the same.
         progress: called after every step with (completions finished, completions asked for, tokens sampled so far).
         finished: called with (index of the prompt, its RequestOutput) as soon as a prompt has all of its completions.
         adapters: the name of an adapter for all, or for each its name or None, which is the model without one. They are
@@ -222,7 +222,8 @@ class LLM:
         taken = [text_and_prompt(*each) for each in enumerate(prompts)]
         texts, prompts = [text for text, _ in taken], [prompt for _, prompt in taken]
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params] * len(prompts)
+        params = [SamplingParams() if each is None else each for each in params]
         if len(params) != len(prompts):
             raise ValueError(f"generate: {len(prompts)} prompts with {len(params)} SamplingParams")
         if adapters is None or isinstance(adapters, str | LoRARequest):

@@ -993,6 +993,9 @@ def test_forms_of_vllm_and_nano_vllm():
         assert output.completions == alone.completions and output.prompt in (text, None)
     two = llm.generate([text, {"prompt": "a"}], [params, dataclasses.replace(params, max_tokens=2)])
     assert two[0].outputs == alone.outputs and two[1].outputs[0].num_tokens <= 2
+    assert drawn(llm.generate([ids, ids], [None, params])) == drawn(
+        llm.generate([ids, ids], [SamplingParams(), params])
+    )
     assert llm.generate([]) == []
 
 

@@ -158,6 +158,22 @@ def test_completions_that_are_done_stay_when_another_request_is_damaged():
     check_growth(outputs, wanted)
 
 
+def test_no_completion_is_shorter_than_it_was_when_it_is_drawn_again():
+    """One that had waited for another request has its first tokens sooner then."""
+    engine = LLM(make_model(), max_num_seqs=2).engine
+    streams, params = Streams(engine), SamplingParams(n=2, max_tokens=30, ignore_eos=True, seed=3)
+    (wanted,) = LLM(make_model()).generate([[5, 6]], params)
+    streams.submit(1, [8, 9], SamplingParams(max_tokens=60, ignore_eos=True))
+    streams.submit(0, [5, 6], params)
+    outputs = []
+    while 0 in streams.open:
+        outputs += [output for number, output in streams.step() if not number]
+        if len(outputs) == 9 and 1 in streams.open:
+            assert [len(each.token_ids) for each in outputs[-1].outputs] == [9, 0]
+            streams._drop(PromptError(1, "damaged"))
+    check_growth(outputs, wanted)
+
+
 def test_chat_shows_tools(tmp_path):
     for path in FOLDER.iterdir():
         if path.name != "tokenizer_config.json":

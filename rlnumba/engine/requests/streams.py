@@ -17,8 +17,8 @@ class OpenRequest:
         # Of each completion; and those that are done, by index.
         self.streams, self.token_ids, self.logprobs, self.listed = ([None] * request.params.n for _ in range(4))
         self.done = {}
-        # Tokens that the last output had; one with fewer is of a request that is drawn again.
-        self.num_sent = 0
+        # Tokens of each completion in the last output; one with fewer is of a request that is drawn again.
+        self.sent = [0] * request.params.n
         self.begin_again()
 
     def begin_again(self):
@@ -40,7 +40,7 @@ class OpenRequest:
     def output(self):
         """The RequestOutput of what there is."""
         completions = [self.done.get(index) or self._growing(index) for index in range(self.request.params.n)]
-        self.num_sent = sum(map(len, self.token_ids))
+        self.sent = list(map(len, self.token_ids))
         number, ids = str(self.request.number), self.request.prompt_token_ids
         return RequestOutput(list(ids), completions, self.prompt, number)
 
@@ -60,7 +60,9 @@ class OpenRequest:
 
     @property
     def has_grown(self):
-        return sum(map(len, self.token_ids)) > self.num_sent
+        """Whether the next output goes on from the last one."""
+        counts = list(map(len, self.token_ids))
+        return counts != self.sent and all(count >= sent for count, sent in zip(counts, self.sent, strict=True))
 
 
 class Streams:

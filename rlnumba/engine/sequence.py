@@ -37,6 +37,7 @@ def _num_listed(value):
 
 
 def _is_number(value):
+    value = float(value) if isinstance(value, np.floating) else value
     return (isinstance(value, float) or _is_int(value)) and fits_float32(value)
 
 

@@ -56,6 +56,7 @@ def test_integers_that_no_float_holds_are_one_line():
     [
         ("temperature", 9e-6, "0, or a number >= 1e-05"),
         ("temperature", True, "0, or a number >= 1e-05"),
+        ("temperature", np.float32("nan"), "0, or a number >= 1e-05"),
         ("top_p", -0.5, "in (0, 1]"),
         ("top_p", float("nan"), "in (0, 1]"),
         ("top_k", 2**31, "an integer >= -1 (0 and -1: off)"),
@@ -86,6 +87,7 @@ def test_what_a_parameter_must_be_is_said_in_full(name, value, expectation):
         {"temperature": 1e-5, "top_p": 1e-9, "top_k": 2**31 - 1, "min_p": 1, "seed": 2**64 - 1, "n": 1},
         {"presence_penalty": -2, "frequency_penalty": 2, "logit_bias": ((3, -100), (4, 100)), "first_index": 2**31 - 2},
         {"stop_token_ids": (0, 2**31 - 1), "max_tokens": np.int64(3), "top_p": np.float64(0.5), "top_k": np.int32(7)},
+        {"temperature": np.float32(0.7), "min_p": np.float16(0.5), "presence_penalty": np.float32(-2)},
     ],
 )
 def test_the_smallest_and_the_largest_values_are_taken(values):

@@ -260,8 +260,11 @@ class LedEngine:
         finished, num_tokens, failure = together(self.engine, self._draw, ([], 0, None))
         found = self.communicator.objects((finished, num_tokens, self._load, self._waited_s(num_tokens), failure))
         of_ranks, tokens, self.loads, waited_s, failures = map(list, zip(*found[:: self.parts], strict=True))
-        if self.communicator.rank == 0 and any(failures):
-            raise next(filter(None, failures))
+        if any(failures):
+            if self.communicator.rank == 0:
+                raise next(filter(None, failures))
+            # Rank 0's next message ends what the others draw: they must not exchange anything before it.
+            return RoundOutput([], 0)
         turns = self.homes.keys()
         self.homes |= {
             each.request_id: rank

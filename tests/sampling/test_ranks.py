@@ -133,8 +133,9 @@ def test_a_prompt_that_is_too_long_names_its_index(model):
     assert in_threads.run(work, 2) == [("prompt 1: 9 tokens are more than the limit of 8", 3)] * 2
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_prompt_without_log_probs_is_named_whichever_rank_draws_it(index):
+@pytest.mark.parametrize("index, lengths", [(0, (4, 4)), (1, (4, 4)), (1, (1, 4))])
+def test_a_prompt_without_log_probs_is_named_whichever_rank_draws_it(index, lengths):
+    """Also where the other rank has run out of work by then, and would take over some."""
     # Not tied to the head, which would damage every prompt.
     config = dataclasses.replace(load_model(MODEL).config, tie_word_embeddings=False)
     damaged = Transformer(config, Weights.random(config, "float32", 0))
@@ -144,7 +145,8 @@ def test_a_prompt_without_log_probs_is_named_whichever_rank_draws_it(index):
 
     def work(communicator):
         together = ranks.LedLLM(LLM(damaged), communicator)
-        job = offline.GenerationJob(EngineConfig(), prompts, SamplingParams(max_tokens=4), ["a.jsonl:1", "a.jsonl:2"])
+        params = [SamplingParams(max_tokens=length, n=3) for length in lengths]
+        job = offline.GenerationJob(EngineConfig(), prompts, params, ["a.jsonl:1", "a.jsonl:2"])
         with pytest.raises(UserError) as error:
             together.led(lambda: offline.complete(together.llm, job))
         return str(error.value)

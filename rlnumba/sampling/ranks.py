@@ -255,15 +255,11 @@ class LedEngine:
             self.unfinished[request_id] = len(indices)
         for request, indices in message.episodes:
             self.unfinished[request.number] = len(indices)
-        self._distribute(message.added)
-        self._distribute_episodes(message.episodes)
-        finished, num_tokens, failure = together(self.engine, self._draw, ([], 0, None))
+        _, refused = _tried(lambda: (self._distribute(message.added), self._distribute_episodes(message.episodes)))
+        finished, num_tokens, failure = together(self.engine, lambda: self._draw(refused), ([], 0, None))
         found = self.communicator.objects((finished, num_tokens, self._load, self._waited_s(num_tokens), failure))
         of_ranks, tokens, self.loads, waited_s, failures = map(list, zip(*found[:: self.parts], strict=True))
-        if any(failures):
-            if self.communicator.rank == 0:
-                raise next(filter(None, failures))
-            # Rank 0's next message ends what the others draw: they must not exchange anything before it.
+        if _is_ended_by(failures, self.communicator):
             return RoundOutput([], 0)
         turns = self.homes.keys()
         self.homes |= {
@@ -287,22 +283,23 @@ class LedEngine:
         """Completions that this rank draws: int."""
         return self.engine.num_unfinished if self.episodes.is_idle else self.episodes.num_unfinished
 
-    def _draw(self):
-        """(what finished, tokens, the error of a step or an episode or None) of ROUND_S seconds on this rank."""
+    def _draw(self, refused=None):
+        """(what finished, tokens, the error of a step or an episode or None) of ROUND_S seconds on this rank.
+
+        refused: the error of what it was given; nothing is drawn then.
+        """
         episodes, until, finished, before = self.episodes, time.monotonic() + ROUND_S, [], self.episodes.num_tokens
-        try:
+
+        def draw():
             if episodes.is_idle:
-                return *run_for(self.engine, ROUND_S), None
+                return run_for(self.engine, ROUND_S)
             while not episodes.is_idle and (left := until - time.monotonic()) > 0:
                 for request in episodes.step(left):
-                    finished += [FinishedCompletion(request.number, *each) for each in request.done.items()]
-        except (CommunicationError, DeviceError):
-            raise
-        except UserError as error:
-            # Rank 0 raises it, after the exchange for which the other ranks wait. Not every error can be sent.
-            sent = error if isinstance(error, PromptError) else UserError(str(error))
-            return finished, episodes.num_tokens - before, sent
-        return finished, episodes.num_tokens - before, None
+                    finished.extend(FinishedCompletion(request.number, *each) for each in request.done.items())
+            return None
+
+        found, failure = (None, refused) if refused is not None else _tried(draw)
+        return *(found or (finished, episodes.num_tokens - before)), failure
 
     def _waited_s(self, num_tokens):
         """Seconds since this rank's engine has last sampled a token, or since the first request: float.
@@ -375,8 +372,10 @@ class LedEngine:
         if not moves:
             return
         count = sum(n for source, _, n in moves if source == self.index)
-        own = together(self.engine, lambda: self.engine.move_out(count, least_left), [])
-        moved = self.communicator.objects(own)[:: self.parts]
+        own = together(self.engine, lambda: _tried(lambda: self.engine.move_out(count, least_left)), ([], None))
+        moved, failures = map(list, zip(*self.communicator.objects(own)[:: self.parts], strict=True))
+        if _is_ended_by(failures, self.communicator):
+            return
         for source, target, count in moves:
             # Sequences that had ended when their engine stopped, or are about to, are not moved.
             sequences, moved[source] = moved[source][:count], moved[source][count:]
@@ -427,6 +426,27 @@ class LedEngine:
 
     def wake(self):
         """Nothing: LedLLM.led does it on all ranks."""
+
+
+def _tried(function):
+    """(the value of function(), None), or (None, its UserError as it can be sent), which rank 0 raises after the next
+    exchange, for which the other ranks wait."""
+    try:
+        return function(), None
+    except (CommunicationError, DeviceError):
+        raise
+    except UserError as error:
+        # Not every error can be sent.
+        return None, error if isinstance(error, PromptError) else UserError(str(error))
+
+
+def _is_ended_by(failures, communicator):
+    """Whether an engine has failed, whose error rank 0 raises. The others exchange nothing more: its next message ends
+    what they draw. failures: the error of each engine, or None."""
+    first = next(filter(None, failures), None)
+    if first is not None and communicator.rank == 0:
+        raise first
+    return first is not None
 
 
 def shares(loads, count):

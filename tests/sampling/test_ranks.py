@@ -11,6 +11,7 @@ import pytest
 
 from rlnumba import cli
 from rlnumba.config import DeployConfig, EngineConfig
+from rlnumba.engine.core import PromptError
 from rlnumba.engine.episodes import Episodes, GroupRequest
 from rlnumba.engine.llm import LLM
 from rlnumba.engine.sequence import SamplingParams
@@ -154,6 +155,25 @@ def test_a_prompt_without_log_probs_is_named_whichever_rank_draws_it(index, leng
     message = f"a.jsonl:{index + 1}: the model's log-probs are not finite"
     found = in_threads.run(work, 2)
     assert found[0] == found[1] and found[0].startswith(message), found
+
+
+@pytest.mark.parametrize("method", ["move_out", "add_request"])
+def test_an_error_between_two_steps_of_a_rank_is_one_of_all(model, monkeypatch, method):
+    """As one that is found while it hands sequences over, or where its cache is smaller than that of the others."""
+    monkeypatch.setattr(ranks, "ROUND_S", 0.0)
+
+    def fail(*_):
+        raise PromptError(3, "damaged")
+
+    def work(communicator):
+        together = ranks.LedLLM(LLM(*model), communicator)
+        if communicator.rank == 1:
+            setattr(together.own.engine, method, fail)
+        with pytest.raises(SharedError) as error:
+            together.led(lambda: together.llm.generate(PROMPTS, PARAMS))
+        return str(error.value)
+
+    assert in_threads.run(work, 2) == ["prompt 3: damaged"] * 2
 
 
 def test_requests_that_are_dropped_leave_all_ranks(model, monkeypatch):
@@ -380,7 +400,7 @@ def test_sequences_that_move_are_counted_where_they_go():
     moves = ranks.moves_between(loads, 1)
     assert [(source, target) for source, target, _ in moves] == [(0, 1), (0, 2)]
     assert sum(count for *_, count in moves) == 5
-    communicator = SimpleNamespace(rank=0, objects=lambda own: [list(own), [], []])
+    communicator = SimpleNamespace(rank=0, objects=lambda own: [own, ([], None), ([], None)])
     alone = {"parts": 1, "index": 0, "has_requests": True}
     rank = SimpleNamespace(has_episodes=False, unfinished={1: 1}, communicator=communicator, loads=loads, **alone)
     rank.engine = Engine()

@@ -27,6 +27,7 @@ the weights do. Given out without them, here or elsewhere, it is drawn afresh. A
 unfinished episodes of an interrupted group begin again, with the same draws.
 """
 
+import contextlib
 import copy
 import threading
 import time
@@ -349,8 +350,14 @@ class Episodes:
 
     def update_weights(self, version, keep_cache=False):
         """The same as Engine.update_weights, after which the groups begin that have waited for this version."""
-        self.engine.update_weights(version, keep_cache)
+        with self._naming():
+            self.engine.update_weights(version, keep_cache)
         self._begin()
+
+    def synchronize(self):
+        """The same as Engine.synchronize. Raises as `step` does."""
+        with self._naming():
+            self.engine.synchronize()
 
     def step(self, wait_s=WAIT_S):
         """One step of the engine: list of the GroupRequests that it completes.
@@ -359,7 +366,7 @@ class Episodes:
         Engine.step, with the numbers of groups, and what an episode raises.
         """
         self.output = None
-        try:
+        with self._naming():
             self._resume()
             if not self.engine.has_unfinished and self._episodes and not self._complete:
                 began = time.perf_counter()
@@ -369,12 +376,18 @@ class Episodes:
             if self.engine.has_unfinished or not self._complete:
                 # Without anything to compute, for the ranks of a LedEngine, which wait for its messages.
                 self._take(self.engine.step())
+        complete, self._complete = self._complete, []
+        return complete
+
+    @contextlib.contextmanager
+    def _naming(self):
+        """Let a PromptError of the engine name groups, and the file and line of the first one's prompt."""
+        try:
+            yield
         except PromptError as error:
             numbers = tuple(dict.fromkeys(map(_number_of, error.request_ids)))
             where = self.running[numbers[0]].where if numbers[0] in self.running else ""
             raise type(error)(numbers[0], error.reason, numbers, where) from error
-        complete, self._complete = self._complete, []
-        return complete
 
     def _take(self, output):
         """Take in a StepOutput."""
@@ -490,7 +503,9 @@ class Episodes:
                 return request
         if number not in self.running:
             return None
-        (begun, outputs), request = self.engine.interrupt(number), self._leave(number)
+        with self._naming():
+            begun, outputs = self.engine.interrupt(number)
+        request = self._leave(number)
         for output in outputs:
             # Computed, and not yet returned by a step.
             self.num_tokens += output.num_tokens

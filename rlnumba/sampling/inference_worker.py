@@ -270,7 +270,7 @@ class Server:
         In the order of their versions, so that without in-flight updates every group has the one that it asked for.
         """
         while self.receiver.ready and (self.setup.in_flight or self.groups.may_change_weights):
-            self.groups.engine.synchronize()
+            self.groups.synchronize()
             began = time.perf_counter()
             self._lead("copy_weights", self.receiver.ready[0])
             version = self.receiver.apply()

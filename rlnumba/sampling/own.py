@@ -98,7 +98,7 @@ class OwnSampler(Sampler):
         """The weights are about to be written."""
         if not self.options.in_flight_weight_updates:
             self.settle()
-        self.episodes.engine.synchronize()
+        self.episodes.synchronize()
         self.is_changing = True
 
     def close(self):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import rlnumba
-from rlnumba.engine import SamplingParams
-from rlnumba.engine.episodes import Episodes, GroupRequest
+from rlnumba.engine import PromptError, SamplingParams
+from rlnumba.engine.episodes import Episodes, GroupRequest, TurnId
 from tests.engine.test_core import TINY, check_idle, make_engine, result
 from tests.engine.test_llm import make_model
 
@@ -218,3 +218,25 @@ def test_one_driver_advances_the_engine():
     callers = [path for path in package.rglob("*.py") if re.search(r"(engine|llm)\.step\(\)", path.read_text())]
     found = {str(path.relative_to(package)) for path in callers}
     assert found == {"engine/core.py", "engine/episodes.py"}, "core.py has it in its docstring"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [Episodes.step, Episodes.synchronize, lambda e: e.update_weights(1), lambda e: e.interrupt(0)],
+    ids=["step", "synchronize", "update_weights", "interrupt"],
+)
+def test_an_error_of_what_is_in_flight_names_group_and_line(model, monkeypatch, call):
+    """Whatever waits for it, and also where the engine's request is a turn of an episode."""
+    episodes = Episodes(make_engine(model))
+    episodes.submit(request_of())
+    episodes.submit(replace(request_of(3), where="a.jsonl:7"))
+    for _ in range(2):
+        episodes.step()
+
+    def record(*_):
+        raise PromptError(TurnId(3, 0), "damaged")
+
+    monkeypatch.setattr(episodes.engine, "_record", record)
+    with pytest.raises(PromptError, match="^a.jsonl:7: damaged$") as raised:
+        call(episodes)
+    assert raised.value.request_ids == (3,)

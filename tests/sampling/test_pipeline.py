@@ -439,8 +439,8 @@ def test_waiting_for_futures_is_no_work(monkeypatch):
 def test_nothing_is_decoded_from_the_change_of_weights_until_they_have_a_version():
     sampler, polls = OwnSampler(None, AsyncConfig(decode_steps_per_micro_batch=2)), []
     sampler.poll = lambda wait_s: polls.append(wait_s)
-    engine = SimpleNamespace(synchronize=lambda: None)
-    sampler.episodes = SimpleNamespace(engine=engine, update_weights=lambda *_: None, is_idle=True)
+    nothing = dict.fromkeys(("synchronize", "update_weights"), lambda *_: None)
+    sampler.episodes = SimpleNamespace(**nothing, is_idle=True)
     counts = []
     for change in (lambda: None, sampler.before_update, lambda: sampler.update_weights(1)):
         change()

@@ -114,6 +114,14 @@ def wait_for_reduced(low_rank, tiles):
 
 
 @device_function
+def wait_once_for_reduced(waits, low_rank, tiles):
+    """wait_for_reduced unless `waits` is 0, as it is once this has returned: the next call's `waits`."""
+    if waits != 0:
+        wait_for_reduced(low_rank, tiles)
+    return i32(0)
+
+
+@device_function
 def leave_reduced(low_rank):
     """One thread of each block calls this once, when no thread of the block is going to wait any more."""
     arrived = low_rank.arrived

@@ -33,7 +33,7 @@ from rlnumba.kernels.gemm.reduction import (
     reduced_tiles,
     reducing_operands,
     store_reduced_function,
-    wait_for_reduced,
+    wait_once_for_reduced,
 )
 from rlnumba.kernels.gemm.sm90 import LowRank
 from rlnumba.kernels.ptx import sm90
@@ -183,9 +183,7 @@ def a_loader_function(config):
                 if low_rank and done >= shape.rounds:
                     sm90.mbarrier_expect_tx(stage_full, i32(a_bytes + b_bytes))
                     if reduces:
-                        if waits != 0:
-                            wait_for_reduced(shape.rows.low_rank, shape.rows.tiles)
-                            waits = i32(0)
+                        waits = wait_once_for_reduced(waits, shape.rows.low_rank, shape.rows.tiles)
                     for panel in range(panels):
                         step = i32((done - shape.rounds) * i32(panels * STEPS) + i32(panel * STEPS))
                         sm90.tma_load_2d(boxes + a_at + panel * rows * LINE, rank_a_map, step, i32(0), stage_full)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.gemm.epilogue import addends, store_by_threads_function
-from rlnumba.kernels.gemm.reduction import leave_reduced, store_reduced_function, wait_for_reduced
+from rlnumba.kernels.gemm.reduction import leave_reduced, store_reduced_function, wait_once_for_reduced
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.shared_memory import LINE, Address, load_function, load_words
 from rlnumba.kernels.ptx.warp import device_function, sync_warp
@@ -85,15 +85,20 @@ def loader_function(config, find_tile):
     """The device function of the thread that loads A, of a low rank A' and B', and the adapter's A of a tile of A'."""
     panels, rows, warpgroups, reducing_panels = config.panels, config.rows, config.warpgroups, config.reducing_panels
     a_bytes, a_at, stage_bytes = config.a_bytes, config.a_at, config.stage_bytes
-    low_rank, reduces, tile_columns, rank_bytes = (
-        config.low_rank,
-        config.reduces,
-        config.tile_columns,
-        config.columns * LINE,
-    )
+    low_rank, reduces, tile_columns = config.low_rank, config.reduces, config.tile_columns
     part_columns, part_tile, a_panel = config.part.columns, config.part.tile_columns, rows * LINE
+    # Bytes of a stage of a tile of A', and of one of the low rank.
+    reducing_bytes, rank_stage_bytes = reducing_panels * (a_panel + part_columns * LINE), a_panel + config.columns * LINE
     rank_rows, reducing_rows, stretch = config.rank_box_rows, config.reducing_box_rows, ROWS // part_columns
     _, advance = ring(config.stages)
+
+    @device_function
+    def acquire_stage(rings, stage, parity, nbytes):
+        """Wait until a stage is empty, and let its mbarrier expect so many bytes: (mbarrier, the stage's address)."""
+        sm90.mbarrier_wait(rings.empty + stage * MBARRIER_BYTES, parity)
+        full, boxes = rings.full + stage * MBARRIER_BYTES, rings.stages + stage * stage_bytes
+        sm90.mbarrier_expect_tx(full, i32(nbytes))
+        return full, boxes
 
     @device_function
     def load_panels(boxes, a_map, count, step, full):
@@ -124,9 +129,7 @@ def loader_function(config, find_tile):
             reducing_map = sm90.tensor_map_address(shape.rows.low_rank.reducing_map)
             while index < shape.rows.tiles:
                 for done in range(i32(shape.rounds * i32(panels // reducing_panels))):
-                    sm90.mbarrier_wait(rings.empty + stage * MBARRIER_BYTES, parity)
-                    full, boxes = rings.full + stage * MBARRIER_BYTES, rings.stages + stage * stage_bytes
-                    sm90.mbarrier_expect_tx(full, i32(reducing_panels * (a_panel + part_columns * LINE)))
+                    full, boxes = acquire_stage(rings, stage, parity, reducing_bytes)
                     step = i32(i32(done) * i32(reducing_panels * STEPS))
                     load_panels(boxes, a_map, reducing_panels, step, full)
                     load_reducing(boxes, reducing_map, step, index, full)
@@ -136,20 +139,14 @@ def loader_function(config, find_tile):
         while index < shape.tiles:
             _, _, _, tile_column = find_tile(index, shape.rows)
             for done in range(shape.rounds):
-                sm90.mbarrier_wait(rings.empty + stage * MBARRIER_BYTES, parity)
-                full, boxes = rings.full + stage * MBARRIER_BYTES, rings.stages + stage * stage_bytes
-                sm90.mbarrier_expect_tx(full, i32(a_bytes))
+                full, boxes = acquire_stage(rings, stage, parity, a_bytes)
                 load_panels(boxes, a_map, panels, i32(i32(done) * i32(panels * STEPS)), full)
                 stage, parity = advance(stage, parity)
             if low_rank:
                 if reduces:
-                    if waits != 0:
-                        wait_for_reduced(shape.rows.low_rank, shape.rows.tiles)
-                        waits = i32(0)
+                    waits = wait_once_for_reduced(waits, shape.rows.low_rank, shape.rows.tiles)
                 for done_of_rank in range(shape.rank_rounds):
-                    sm90.mbarrier_wait(rings.empty + stage * MBARRIER_BYTES, parity)
-                    full, boxes = rings.full + stage * MBARRIER_BYTES, rings.stages + stage * stage_bytes
-                    sm90.mbarrier_expect_tx(full, i32(a_panel + rank_bytes))
+                    full, boxes = acquire_stage(rings, stage, parity, rank_stage_bytes)
                     step = i32(i32(done_of_rank) * i32(STEPS))
                     load_panels(boxes, rank_a_map, 1, step, full)
                     load_rank_b(boxes, rank_b_map, step, tile_column, shape.n, full)

@@ -3,18 +3,18 @@
 A block computes tiles of C, all rows by `columns` rows of the weight. One warp starts bulk copies of packed words and
 scales into a ring of their own, several stages ahead. Other warps widen them (widen.py) and write the values to a stage
 of a second ring, where a warpgroup multiplies them by wgmma: 16 steps of the reduction at a time, in ascending order,
-in one accumulator, as gemm/sm90.py does. One warp loads A by TMA. A comes to wgmma from registers: of its 64 rows the
-warps load those that A has, where wgmma reads all 64 from shared memory in each step. Or the weight is the first
-operand, and A's rows the second: C^T = W A^T, which goes through shared memory to the threads that write C. The weight
-comes to wgmma from shared memory or, where those who multiply widen it (few_rows_in_registers.py), from registers: then
-no warps of their own do.
+in one accumulator, as gemm/sm90.py does. One warp loads A by TMA. wgmma takes A from registers: of its 64 rows the
+warps load those that A has, where wgmma would read all 64 from shared memory in each step. Or the weight is the first
+operand, and A's rows the second: C^T = W A^T, which goes through shared memory to the threads that write C. wgmma reads
+the weight from shared memory. Where the warps that multiply also widen it (few_rows_in_registers.py), wgmma takes it
+from registers, and there are no warps that only widen.
 
     packed ring, one stage   [segment of rows, panel of 64 steps, words of the segment's rows]
     scales, one stage        [segment of rows, group, scales of the segment's rows]
 
 With a low rank, C = A W^T + A' B'^T: stages of A' and B', both loaded by TMA, follow. A' may be a product of the same
 kernel (gemm/reduction.py), whose tiles come first: of these TMA loads both operands. For SwiGLU a tile has the same
-columns of gate and up. No kernel of a decode step writes a weight, which is copied without waiting for those before.
+columns of gate and up. No kernel of a decode step writes a weight, which is copied without griddepcontrol_wait.
 
 The device functions of the warps take the tiles of C from a function of the config, tile_function: here all rows of A
 by one weight, or in grouped.py the rows of an expert by its weight.
@@ -70,7 +70,7 @@ load_float, store_float = load_function("f"), store_function("f")
 
 # Architectures that the kernels of this module compile for.
 ARCHITECTURES = [(9, 0, "a")]
-# The warps that load A and the weight, after those that multiply; and the first of those that widen.
+# Indices of the warp that loads A, the one that loads the weight, and the first that widens, behind four that multiply.
 A_LOADER, WEIGHT_LOADER, FIRST_WIDENER = 4, 5, 6
 
 
@@ -329,7 +329,7 @@ def widener_function(config):
 
     @device_function
     def load_reducing(rings, reducing_map, done, tile, stage, parity, warp, lane):
-        """Load a stage of the adapter's A by TMA, where those of other tiles have widened words: a weight, too."""
+        """Load a stage of the adapter's A, a weight, by TMA, to where a tile of C has widened words."""
         sm90.mbarrier_wait(rings.empty + stage * MBARRIER_BYTES, parity)
         sync_warp()
         if lane == 0:
@@ -444,7 +444,7 @@ def consumer_function(config):
 def init_rings_function(config):
     """The device function of all threads that returns the Rings, whose mbarriers and levels it has begun to write."""
     has_levels, threads, layout = config.form == "nf4", config.threads, config.layout
-    # Besides TMA, those who complete a stage; those who have read it, and one of packed words.
+    # Arrivals at a stage's mbarriers: of its writers, besides TMA, and its readers; of the readers of packed words.
     writers, readers, packed_readers = config.warps, max(config.warpgroups, 1), config.packed_readers
     (init_ring, _), (init_packed_ring, _) = ring(config.stages), ring(config.packed_stages)
 

@@ -11,10 +11,10 @@ Each of a block's warpgroups multiplies its rows of the weight by the stage of A
     the packed ring, scales    as in few_rows.py, of all columns; a stage is empty when each warp has widened its words
     a stage of the other ring  [a panel of B', a warpgroup's rows after another's | A, rows x panels]
 
-A warpgroup widens `wgmma_steps` times 16 steps, starts their wgmma, and widens the next while that runs. When a packed
-word is widened its register takes one of the next panel, which arrives while others are widened. The order of the
-reduction is that of all forms: 16 steps at a time, ascending, in one accumulator. The panels of the low rank follow,
-one a stage, both operands in shared memory. A tile of A' is computed by the first warpgroup, from such stages, too.
+A warpgroup widens `wgmma_steps` times 16 steps, starts their wgmma, and widens the next while that runs. A word of the
+next panel is loaded to the register of each packed word that has been widened, and arrives while others are widened.
+The order of the reduction is that of all forms: 16 steps at a time, ascending, in one accumulator. The panels of the
+low rank follow, one a stage, both operands in shared memory. The first warpgroup computes tiles of A' from such stages.
 
 A warpgroup has 64 rows of the weight, or 32 where a matrix has few: eight of each warp's 16, so that all warps widen.
 The other half of a fragment is zeros, and of B' whatever is there: rows of C^T that no thread reads.
@@ -40,7 +40,7 @@ from rlnumba.kernels.ptx.wgmma import (
     wgmma_wait_group,
 )
 from rlnumba.kernels.quantized.few_rows_config import PART_BYTES
-from rlnumba.kernels.quantized.few_rows_main_loop import transpose_function
+from rlnumba.kernels.quantized.few_rows_main_loop import shared_operands_function, transpose_function
 from rlnumba.kernels.quantized.formats import FORMATS
 from rlnumba.kernels.quantized.widen import lane_pair_functions, scale_function
 from rlnumba.kernels.tile.pipeline import FIRST_EMPTY, FIRST_FULL, MBARRIER_BYTES, ring
@@ -88,8 +88,9 @@ def loader_function(config, find_tile):
     low_rank, reduces, tile_columns = config.low_rank, config.reduces, config.tile_columns
     part_columns, part_tile, a_panel = config.part.columns, config.part.tile_columns, rows * LINE
     # Bytes of a stage of a tile of A', and of one of the low rank.
-    reducing_bytes, rank_stage_bytes = reducing_panels * (a_panel + part_columns * LINE), a_panel + config.columns * LINE
-    rank_rows, reducing_rows, stretch = config.rank_box_rows, config.reducing_box_rows, ROWS // part_columns
+    reducing_bytes = reducing_panels * (a_panel + part_columns * LINE)
+    rank_stage_bytes = a_panel + config.columns * LINE
+    rank_rows, reducing_rows, rows_apart = config.rank_box_rows, config.reducing_box_rows, ROWS // part_columns
     _, advance = ring(config.stages)
 
     @device_function
@@ -109,7 +110,7 @@ def loader_function(config, find_tile):
     def load_reducing(boxes, reducing_map, step, tile, full):
         for panel in range(reducing_panels):
             for row in range(0, part_columns, reducing_rows):
-                box, first_row = boxes + panel * PART_BYTES + row * stretch * LINE, i32(tile * i32(part_columns))
+                box, first_row = boxes + panel * PART_BYTES + row * rows_apart * LINE, i32(tile * i32(part_columns))
                 sm90.tma_load_2d(box, reducing_map, i32(step + i32(panel * STEPS)), i32(first_row + i32(row)), full)
 
     @device_function
@@ -118,7 +119,7 @@ def loader_function(config, find_tile):
             column = i32(tile_column * i32(tile_columns) + i32(i * part_tile))
             for row in range(0, part_columns, rank_rows):
                 first_row = i32(i32(column + i32(row % part_tile)) + i32(row // part_tile) * n)
-                box = boxes + i * PART_BYTES + row * stretch * LINE
+                box = boxes + i * PART_BYTES + row * rows_apart * LINE
                 sm90.tma_load_2d(box, rank_b_map, step, first_row, full)
 
     @device_function
@@ -184,8 +185,9 @@ def load_functions(config):
 
 
 @functools.cache
-def unit_function(config, first, may_be_last):
-    """The device function that widens and multiplies `wgmma_steps` times 16 steps of a panel, from the first-th on.
+def fragment_function(config, first, may_be_last):
+    """The device function that widens and multiplies a fragment, `wgmma_steps` times 16 steps of a panel, from the
+    first-th on.
 
     may_be_last: whether the panel may be a tile's last one, after which no words are loaded.
     """
@@ -198,7 +200,7 @@ def unit_function(config, first, may_be_last):
     load_chunks, _ = load_functions(config)
     _, widen_pair = lane_pair_functions(form, config.element)
     start = wgmma_async(rows, config.element, steps, "registers", "k", None, WgmmaLayout(b_first=first))
-    # The next fragment is written when all groups but those of the others are done.
+    # next_fragment is written next: wgmma must have read it, and may still read the others.
     wait = wgmma_wait_group(rows // 2, fragments_of(config) - 1, 4 * steps)
 
     @device_function
@@ -211,7 +213,7 @@ def unit_function(config, first, may_be_last):
                     fragment[step * 4 + half * 2 + row] = widen_pair(word, next_word, scales[row], this.pair)
 
     @device_function
-    def multiply_unit(acc, fragment, next_fragment, raw, scales, a_panel, packed, more, this, accumulates):
+    def multiply_fragment(acc, fragment, next_fragment, raw, scales, a_panel, packed, more, this, accumulates):
         """raw: the panel's words, which those of the next, at `packed`, replace if `more` is not 0."""
         widen_fragment(fragment, raw, scales, this)
         if not may_be_last or more != 0:
@@ -219,7 +221,7 @@ def unit_function(config, first, may_be_last):
         start(acc, fragment, a_panel, accumulates)
         wait(acc, next_fragment)
 
-    return multiply_unit
+    return multiply_fragment
 
 
 def fragments_of(config):
@@ -231,14 +233,16 @@ def fragments_of(config):
 def panel_function(config, panel):
     """The device function that multiplies a panel of a stage, and loads the words and scales of the next panel."""
     steps, rows, segment_rows = config.wgmma_steps, config.rows, config.segment_rows
-    units = 4 // steps
+    panel_fragments = 4 // steps
     is_last, following = panel == config.panels - 1, (panel + 1) % config.panels
     has_new_scales = following % config.group_tiles == 0
     packed_at, scales_at = following * segment_rows * config.line_bytes, following // config.group_tiles
     scales_at, a_at = scales_at * segment_rows * 4, config.a_at + panel * rows * LINE
-    first_unit, second_unit, third_unit, fourth_unit = (unit_function(config, i * steps % 4, is_last) for i in range(4))
-    # Panels of one unit have the fragments in turn.
-    start = panel * units % fragments_of(config)
+    multiply_first, multiply_second, multiply_third, multiply_fourth = (
+        fragment_function(config, i * steps % 4, is_last) for i in range(4)
+    )
+    # Panels of one fragment each alternate between the registers of two.
+    start = panel * panel_fragments % fragments_of(config)
     second, third = (start + 1) % fragments_of(config), 2 % fragments_of(config)
     _, load_scales = load_functions(config)
 
@@ -251,12 +255,12 @@ def panel_function(config, panel):
             if not is_last or more != 0:
                 next_scales = load_scales(stage_scales + scales_at)
         a_panel, packed = smem_descriptor(boxes + a_at), packed + packed_at
-        first_unit(acc, fragments[start], fragments[second], raw, scales, a_panel, packed, more, this, accumulates)
-        if units > 1:
-            second_unit(acc, fragments[1], fragments[third], raw, scales, a_panel, packed, more, this, i32(1))
-        if units > 2:
-            third_unit(acc, fragments[2], fragments[3], raw, scales, a_panel, packed, more, this, i32(1))
-            fourth_unit(acc, fragments[3], fragments[0], raw, scales, a_panel, packed, more, this, i32(1))
+        multiply_first(acc, fragments[start], fragments[second], raw, scales, a_panel, packed, more, this, accumulates)
+        if panel_fragments > 1:
+            multiply_second(acc, fragments[1], fragments[third], raw, scales, a_panel, packed, more, this, i32(1))
+        if panel_fragments > 2:
+            multiply_third(acc, fragments[2], fragments[3], raw, scales, a_panel, packed, more, this, i32(1))
+            multiply_fourth(acc, fragments[3], fragments[0], raw, scales, a_panel, packed, more, this, i32(1))
         return next_scales
 
     return multiply_panel
@@ -265,12 +269,12 @@ def panel_function(config, panel):
 @functools.cache
 def main_loop_function(config):
     """The device function of a tile's sum: acc = W A^T (+ B' A'^T) of a warpgroup's rows; returns the next State."""
-    rows, stage_bytes, a_at, low_rank = config.rows, config.stage_bytes, config.a_at, config.low_rank
+    rows, stage_bytes = config.rows, config.stage_bytes
     packed_bytes, scales_bytes = config.packed_bytes, config.scales_bytes
     row_chunks, has_four = FORMATS[config.form].words // 4, config.panels == 4
     one = i32(1)
     start_rank = wgmma_async(rows, config.element, STEPS // 16, "k", "k", True, WgmmaLayout(b_box=rows * LINE))
-    rank_wait_1, wait_all = (wgmma_wait_group(rows // 2, pending) for pending in (1, 0))
+    add_low_rank = shared_operands_function(config, start_rank, False)
     first_panel, second_panel, third_panel, last_panel = (
         panel_function(config, i) for i in (0, 1, 2 % config.panels, config.panels - 1)
     )
@@ -287,27 +291,27 @@ def main_loop_function(config):
     def multiply(acc, fragments, raw, rings, rounds, rank_rounds, state, this):
         stage, parity, packed_stage, packed_parity = state
         sm90.mbarrier_wait(rings.packed_full + packed_stage * MBARRIER_BYTES, packed_parity)
-        packed, at_scales = addresses(rings, packed_stage, this)
+        packed, stage_scales = addresses(rings, packed_stage, this)
         load_chunks(raw, packed, 0, row_chunks)
-        scales = load_scales(at_scales)
+        scales = load_scales(stage_scales)
         previous, done = rings.empty, i32(0)
         while done < rounds:
             sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
             boxes = Address(rings.stages + stage * stage_bytes)
             # The last panel loads words of the next stage, when those of this one are in registers.
-            to_stage, to_parity = advance_packed(packed_stage, packed_parity)
-            to_packed, to_scales = addresses(rings, to_stage, this)
-            more, to_full = i32(done != i32(rounds - i32(1))), rings.packed_full + to_stage * MBARRIER_BYTES
-            scales = first_panel(acc, fragments, raw, scales, boxes, packed, at_scales, one, this, i32(done != 0))
+            next_stage, next_parity = advance_packed(packed_stage, packed_parity)
+            next_packed, next_scales = addresses(rings, next_stage, this)
+            more, next_full = i32(done != i32(rounds - i32(1))), rings.packed_full + next_stage * MBARRIER_BYTES
+            scales = first_panel(acc, fragments, raw, scales, boxes, packed, stage_scales, one, this, i32(done != 0))
             if has_four:
-                scales = second_panel(acc, fragments, raw, scales, boxes, packed, at_scales, one, this, one)
+                scales = second_panel(acc, fragments, raw, scales, boxes, packed, stage_scales, one, this, one)
                 # Before the last fragment of two panels was written, wgmma of the stage before had ended.
                 if done != 0 and this.leader:
                     sm90.mbarrier_arrive(previous)
-                scales = third_panel(acc, fragments, raw, scales, boxes, packed, at_scales, one, this, one)
+                scales = third_panel(acc, fragments, raw, scales, boxes, packed, stage_scales, one, this, one)
             if more != 0:
-                sm90.mbarrier_wait(to_full, to_parity)
-            scales = last_panel(acc, fragments, raw, scales, boxes, to_packed, to_scales, more, this, one)
+                sm90.mbarrier_wait(next_full, next_parity)
+            scales = last_panel(acc, fragments, raw, scales, boxes, next_packed, next_scales, more, this, one)
             if not has_four and done != 0 and this.leader:
                 sm90.mbarrier_arrive(previous)
             sync_warp()
@@ -315,22 +319,11 @@ def main_loop_function(config):
                 sm90.mbarrier_arrive(rings.packed_empty + packed_stage * MBARRIER_BYTES)
             previous = rings.empty + stage * MBARRIER_BYTES
             stage, parity = advance(stage, parity)
-            packed_stage, packed_parity, packed, at_scales = to_stage, to_parity, to_packed, to_scales
+            packed_stage, packed_parity, packed, stage_scales = next_stage, next_parity, next_packed, next_scales
             done = i32(done + one)
-        if low_rank:
-            for _ in range(rank_rounds):
-                sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
-                boxes = rings.stages + stage * stage_bytes
-                b = boxes + this.warpgroup * i32(PART_BYTES)
-                start_rank(acc, smem_descriptor(b), smem_descriptor(boxes + a_at))
-                rank_wait_1(acc)
-                if this.leader:
-                    sm90.mbarrier_arrive(previous)
-                previous = rings.empty + stage * MBARRIER_BYTES
-                stage, parity = advance(stage, parity)
-        wait_all(acc)
-        if this.leader:
-            sm90.mbarrier_arrive(previous)
+        # Without a low rank only the wait for the last stage is left of this.
+        warpgroup, leader = this.warpgroup, this.leader
+        stage, parity = add_low_rank(acc, rings, warpgroup, rank_rounds, previous, stage, parity, leader)
         return State(stage, parity, packed_stage, packed_parity)
 
     return multiply
@@ -338,34 +331,23 @@ def main_loop_function(config):
 
 @functools.cache
 def reducing_functions(config):
-    """(reduce, pass_over): device functions of a tile of A', of the first warpgroup, which adds products up, and of the
-    others. All return the next State.
+    """(reduce, pass_over): the device functions of a tile of A', for the first warpgroup, which computes it, and for
+    the others. Both return the next State.
 
-    The others wait for every stage as well: mbarrier phases that a thread has not seen have the parity of later ones.
+    The others wait for every stage as well: a thread that skipped a phase of an mbarrier could not distinguish the
+    phases after it from those before, which have the same parities.
     """
-    panels, rows, stage_bytes, a_at = config.reducing_panels, config.rows, config.stage_bytes, config.a_at
+    panels, rows = config.reducing_panels, config.rows
     layout = WgmmaLayout(PART_BYTES, rows * LINE)
     start = wgmma_async(rows, config.element, STEPS // 16 * panels, "k", "k", None, layout)
-    wait_1, wait_all = (wgmma_wait_group(rows // 2, pending) for pending in (1, 0))
-    stage_rounds = config.panels // panels
+    stage_rounds, multiply_stages = config.panels // panels, shared_operands_function(config, start, True)
     _, advance = ring(config.stages)
 
     @device_function
     def reduce(acc, rings, rounds, state, this):
         stage, parity, packed_stage, packed_parity = state
-        previous = rings.empty
-        for done in range(i32(rounds * i32(stage_rounds))):
-            sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
-            boxes = rings.stages + stage * stage_bytes
-            start(acc, smem_descriptor(boxes), smem_descriptor(boxes + a_at), i32(done != 0))
-            wait_1(acc)
-            if done != 0 and this.leader:
-                sm90.mbarrier_arrive(previous)
-            previous = rings.empty + stage * MBARRIER_BYTES
-            stage, parity = advance(stage, parity)
-        wait_all(acc)
-        if this.leader:
-            sm90.mbarrier_arrive(previous)
+        rounds = i32(rounds * i32(stage_rounds))
+        stage, parity = multiply_stages(acc, rings, i32(0), rounds, rings.empty, stage, parity, this.leader)
         return State(stage, parity, packed_stage, packed_parity)
 
     @device_function
@@ -411,7 +393,7 @@ def lane_function(config):
 def consumer_function(config, find_tile):
     """The device function of the warpgroups that widen, multiply and write C."""
     part, rows, warpgroups, tile_columns = config.part, config.rows, config.warpgroups, config.part.tile_columns
-    accumulators, turned_values, fragment_words = part.columns // 2, rows // 2, 4 * config.wgmma_steps
+    accumulators, transposed_values, fragment_words = part.columns // 2, rows // 2, 4 * config.wgmma_steps
     raw_words, residual_words = (
         config.warp_rows // 8 * FORMATS[config.form].words,
         part.columns // 4 if config.residual else 1,
@@ -431,7 +413,7 @@ def consumer_function(config, find_tile):
         this = lane_of(rings, shape.rounds, thread)
         lane, warp, warpgroup = this.lane, this.warp, this.warpgroup
         acc = cuda.local.array(accumulators, np.float32)
-        turned = cuda.local.array(turned_values, np.float32)
+        transposed = cuda.local.array(transposed_values, np.float32)
         f0 = cuda.local.array(fragment_words, np.int32)
         f1 = cuda.local.array(fragment_words, np.int32)
         f2 = cuda.local.array(fragment_words, np.int32)
@@ -440,8 +422,8 @@ def consumer_function(config, find_tile):
         words = cuda.local.array(residual_words, np.int32)
         for i in range(accumulators):
             acc[i] = np.float32(0.0)
-        for i in range(turned_values):
-            turned[i] = np.float32(0.0)
+        for i in range(transposed_values):
+            transposed[i] = np.float32(0.0)
         for i in range(fragment_words):
             f0[i] = f1[i] = f2[i] = f3[i] = i32(0)
         for i in range(raw_words):
@@ -454,8 +436,8 @@ def consumer_function(config, find_tile):
                 if warpgroup != 0:
                     state = pass_over(rings, shape.rounds, state, this)
                 else:
-                    state = reduce(turned, rings, shape.rounds, state, this)
-                    transpose(acc, turned, exchange, barrier, warp, lane)
+                    state = reduce(transposed, rings, shape.rounds, state, this)
+                    transpose(acc, transposed, exchange, barrier, warp, lane)
                     row = i32(warp * i32(16) + (lane >> i32(2)))
                     store_reduced(acc, shape.rows.low_rank, index, row, shape.rows.count, lane, this.leader)
                 index = i32(index + i32(cuda.gridDim.x))
@@ -467,8 +449,8 @@ def consumer_function(config, find_tile):
             pair = i32((column >> i32(1)) + (lane & i32(3)))
             index = i32(index + i32(cuda.gridDim.x))
             load_residual(words, residual, row, pair, end, shape.n)
-            state = multiply(turned, (f0, f1, f2, f3), raw, rings, shape.rounds, shape.rank_rounds, state, this)
-            transpose(acc, turned, exchange, barrier, warp, lane)
+            state = multiply(transposed, (f0, f1, f2, f3), raw, rings, shape.rounds, shape.rank_rounds, state, this)
+            transpose(acc, transposed, exchange, barrier, warp, lane)
             add_addends(acc, bias, words, rings.stages, pair, shape.n, warp, lane)
             store_by_threads(acc, c, residual, row, pair, end, shape.n)
 

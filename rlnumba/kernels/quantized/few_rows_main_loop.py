@@ -8,7 +8,7 @@ from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.shared_memory import LINE, ldmatrix_x4, load_pair, store_function
 from rlnumba.kernels.ptx.warp import device_function
 from rlnumba.kernels.ptx.wgmma import STEPS, WARPGROUP, WgmmaLayout, smem_descriptor, wgmma_async, wgmma_wait_group
-from rlnumba.kernels.quantized.few_rows_config import EXCHANGE_PADDING
+from rlnumba.kernels.quantized.few_rows_config import EXCHANGE_PADDING, PART_BYTES
 from rlnumba.kernels.tile.pipeline import MBARRIER_BYTES, ring
 from rlnumba.runtime.device import cuda
 
@@ -26,8 +26,8 @@ def transpose_function(columns, rows, warp_rows=16):
     pitch, halves = columns + EXCHANGE_PADDING, 1 if rows == 8 else 2
 
     @device_function
-    def transpose(acc, turned, exchange, barrier, warp, lane):
-        """acc, as wgmma leaves it where A is the first operand; `turned`: where the weight's rows are.
+    def transpose(acc, transposed, exchange, barrier, warp, lane):
+        """acc, as wgmma of A W^T leaves it, from `transposed`, as that of W A^T does.
 
         barrier: the index of the warpgroup's named barrier.
         """
@@ -37,7 +37,7 @@ def transpose_function(columns, rows, warp_rows=16):
                 for i in range(2):
                     for half in range(warp_rows // 8):
                         at = i32(i32(pair + i32(block * 8 + i)) * i32(pitch) + column + half * 8)
-                        store_float(exchange + at * i32(4), turned[block * 4 + half * 2 + i])
+                        store_float(exchange + at * i32(4), transposed[block * 4 + half * 2 + i])
         sm90.named_barrier_sync(barrier, i32(WARPGROUP))
         if warp * i32(16) < i32(rows):
             for half in range(halves):
@@ -52,11 +52,46 @@ def transpose_function(columns, rows, warp_rows=16):
     return transpose
 
 
+@functools.cache
+def shared_operands_function(config, start, is_first):
+    """The device function of a loop over stages whose operands both lie in shared memory; returns the next stage.
+
+    start: of wgmma_async, C^T from a box of 64 rows of the weight and the box of A. is_first: whether the sum begins
+    here, or adds to that of a loop whose last stage, with the mbarrier at `previous`, is still being read.
+    """
+    stage_bytes, a_at, values = config.stage_bytes, config.a_at, config.rows // 2
+    wait_1, wait_all = (wgmma_wait_group(values, pending) for pending in (1, 0))
+    _, advance = ring(config.stages)
+
+    @device_function
+    def multiply_stages(acc, rings, part, rounds, previous, stage, parity, leader):
+        """part: the number of the weight's box in a stage; leader: whether this thread arrives for its warpgroup."""
+        for done in range(rounds):
+            sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
+            boxes = rings.stages + stage * stage_bytes
+            weight = boxes + part * i32(PART_BYTES)
+            if is_first:
+                start(acc, smem_descriptor(weight), smem_descriptor(boxes + a_at), i32(done != 0))
+            else:
+                start(acc, smem_descriptor(weight), smem_descriptor(boxes + a_at))
+            wait_1(acc)
+            if (not is_first or done != 0) and leader:
+                sm90.mbarrier_arrive(previous)
+            previous = rings.empty + stage * MBARRIER_BYTES
+            stage, parity = advance(stage, parity)
+        wait_all(acc)
+        if leader:
+            sm90.mbarrier_arrive(previous)
+        return stage, parity
+
+    return multiply_stages
+
+
 def multiply_function(config):
     """The device function of a tile's main loop: acc = A W^T over all stages; returns the ring's next stage.
 
-    A's words of a panel are loaded before the products of the panel before it are started: a warp that starts wgmma
-    with A in registers stops until the tensor cores have taken them. With four panels there are registers for each.
+    A's words of a panel are loaded before the wgmma of the panel before it is started: a warp that starts wgmma with A
+    in registers stops until the tensor cores have taken them. With four panels there are registers for each.
     """
     columns, rows, panels, accumulators = config.columns, config.rows, config.panels, config.columns // 2
     a_bytes, stage_bytes, a_words = config.a_bytes, config.stage_bytes, STEPS // 4
@@ -92,7 +127,7 @@ def multiply_function(config):
             load_a(w2, a + 2 * a_panel, warp, lane)
             start(acc, w1, smem_descriptor(b + b_panel), i32(1))
             wait_2(acc, w3)
-            # The products of the stage before are done.
+            # wgmma of the stage before has ended.
             if done != 0 and leader:
                 sm90.mbarrier_arrive(previous)
             load_a(w3, a + 3 * a_panel, warp, lane)
@@ -135,30 +170,17 @@ def multiply_function(config):
     start_swapped = wgmma_async(
         rows, config.element, STEPS // 16 * panels, "k", "k", None, WgmmaLayout(b_panel, a_panel)
     )
-    values = rows // 2
-    swapped_wait_1, swapped_wait_all = (wgmma_wait_group(values, pending) for pending in (1, 0))
-    a_at, exchange_at, transpose = config.a_at, config.exchange_at, transpose_function(columns, rows)
+    multiply_stages = shared_operands_function(config, start_swapped, True)
+    values, exchange_at, transpose = rows // 2, config.exchange_at, transpose_function(columns, rows)
 
     @device_function
     def multiply_swapped(acc, words, rings, rounds, stage, parity, leader, warp, lane):
-        turned = cuda.local.array(values, np.float32)
+        transposed = cuda.local.array(values, np.float32)
         for i in range(values):
-            turned[i] = np.float32(0.0)
-        previous = rings.empty
-        for done in range(rounds):
-            sm90.mbarrier_wait(rings.full + stage * MBARRIER_BYTES, parity)
-            boxes = rings.stages + stage * stage_bytes
-            # Of a tile of fewer columns than 64 wgmma reads what follows, too: products that are of no use.
-            start_swapped(turned, smem_descriptor(boxes), smem_descriptor(boxes + a_at), i32(done != 0))
-            swapped_wait_1(turned)
-            if done != 0 and leader:
-                sm90.mbarrier_arrive(previous)
-            previous = rings.empty + stage * MBARRIER_BYTES
-            stage, parity = advance(stage, parity)
-        swapped_wait_all(turned)
-        if leader:
-            sm90.mbarrier_arrive(previous)
-        transpose(acc, turned, rings.levels + i32(exchange_at), i32(1), warp, lane)
+            transposed[i] = np.float32(0.0)
+        # wgmma reads 64 rows: behind those of a narrower tile what follows it, for products that no thread reads.
+        stage, parity = multiply_stages(transposed, rings, i32(0), rounds, rings.empty, stage, parity, leader)
+        transpose(acc, transposed, rings.levels + i32(exchange_at), i32(1), warp, lane)
         return stage, parity
 
     if config.swapped:

@@ -11,47 +11,39 @@ import functools
 
 import numpy as np
 
-from rlnumba.kernels.delta_rule.arithmetic import BLOCK, LOW_SCALE, SUB_BLOCK, VALUE_SCALE
-from rlnumba.kernels.delta_rule.tensor_prepare import DIAGONAL_STRIDE, HANDOVER, WARPGROUP
-from rlnumba.kernels.delta_rule.tensor_products import ELEMENT, line_address, pack_operands, products_of
-from rlnumba.kernels.ptx.shared_memory import LINE, Address, ldmatrix_x4_trans, load_four, load_pair
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK, LOW_SCALE, SUB_BLOCK
+from rlnumba.kernels.delta_rule.tensor_prepare import HANDOVER, WARPGROUP
+from rlnumba.kernels.delta_rule.tensor_products import (
+    ELEMENT,
+    line_address,
+    load_own_weights,
+    pack_operands,
+    pair_steps,
+    products_of,
+    scale_outputs,
+    scale_rows,
+    start_rows_function,
+    unpack,
+)
+from rlnumba.kernels.ptx.shared_memory import Address, load_pair
 from rlnumba.kernels.ptx.sm80 import ldmatrix_fragment, mma
 from rlnumba.kernels.ptx.sm90 import named_barrier_sync
-from rlnumba.kernels.ptx.warp import cvt_unpack, device_function, lower_halves, shuffle, upper_halves
+from rlnumba.kernels.ptx.warp import device_function, lower_halves, shuffle, upper_halves
 from rlnumba.kernels.ptx.wgmma import wgmma_wait_group
-from rlnumba.kernels.tile.pipeline import swizzled_chunk
 from rlnumba.runtime.device import cuda
 
 i32, f32 = np.int32, np.float32
 SUB_BLOCKS = BLOCK // SUB_BLOCK
 
 
-@device_function
-def scale_outputs(y, kept, block, lane):
-    """E y of eight tokens."""
-    even, odd = load_pair(Address(kept + (i32(block * 8) + (lane & i32(3)) * i32(2)) * i32(4)))
-    for side in range(2):
-        i = 4 * block + 2 * side
-        y[i] = cuda.fma(even, y[i], f32(0.0))
-        y[i + 1] = cuda.fma(odd, y[i + 1], f32(0.0))
-
-
 @functools.cache
 def step_function(key_dim, n):
     """The device function of what is computed beside pair n of a block's tokens, and does not wait for the pair."""
-    unpack, low_scale = cvt_unpack(ELEMENT), f32(1.0) / LOW_SCALE
+    low_scale = f32(1.0) / LOW_SCALE
     first_word, end = n * key_dim // 128, (n + 1) * key_dim // 128
     # y is there behind the first sub-block, and rows w of a sub-block when the next one begins.
     has_outputs, has_rows = 8 <= n < 16, n >= 8 and n % 8 < 2
     output, row = n - 8, n // 8 * 2 - 2 + n % 8
-
-    @device_function
-    def scale_rows(w, later_w, later, block, lane):
-        """The words of F w of eight tokens."""
-        even, odd = load_pair(Address(later + (i32(block * 8) + (lane & i32(3)) * i32(2)) * i32(4)))
-        for side in range(2):
-            first, second = unpack(w[2 * block + side])
-            later_w[2 * block + side] = pack_operands(even * first, odd * second)
 
     @device_function
     def compute_step(registers, places, last, lane):
@@ -68,25 +60,20 @@ def step_function(key_dim, n):
         if has_rows:
             scale_rows(registers.w, registers.later_w, places.later, row, lane)
 
-    return compute_step, scale_rows
+    return compute_step
 
 
 @functools.cache
 def pair_function(key_dim, b, p):
     """The device function of the substitution for tokens 2 p and 2 p + 1 of sub-block b."""
-    unpack, half = cvt_unpack(ELEMENT), p // 4
-    compute_step, _ = step_function(key_dim, b * (SUB_BLOCK // 2) + p)
+    half = p // 4
+    compute_step, (load_weights, add_pair) = step_function(key_dim, b * (SUB_BLOCK // 2) + p), pair_steps(p)
 
     @device_function
     def solve_pair(registers, r, places, rows, weights, beta, beside, last, lane):
         """solve_pair computes what that of tensor_forward.py does, and has compute_step behind the shuffles."""
         own, pair = registers.own, i32(lane & i32(3))
-        if p % 2 == 0:
-            for other in range(half, 2):
-                for i in range(2):
-                    k, offset = 4 * (other * 2 + i), 4 * ((other * 8 + i) * DIAGONAL_STRIDE + p * 2)
-                    four = load_four(Address(rows + offset))
-                    weights[k], weights[k + 1], weights[k + 2], weights[k + 3] = four
+        load_weights(weights, rows)
         even = pack_operands(beta[half * 2] * r[half * 4], beta[half * 2] * r[half * 4 + 2])
         source = i32((lane & i32(28)) | i32(p % 4))
         of_even = shuffle(even, source)
@@ -100,11 +87,7 @@ def pair_function(key_dim, b, p):
             own[half * 2], own[half * 2 + 1] = even, odd
         left, right = unpack(of_even)
         next_left, next_right = unpack(of_odd)
-        for other in range(half, 2):
-            for i in range(2):
-                k, n = 4 * (other * 2 + i) + p % 2 * 2, other * 4 + i
-                r[n] = cuda.fma(weights[k + 1], next_left, cuda.fma(weights[k], left, r[n]))
-                r[n + 2] = cuda.fma(weights[k + 1], next_right, cuda.fma(weights[k], right, r[n + 2]))
+        add_pair(r, weights, left, right, next_left, next_right)
 
     return solve_pair
 
@@ -112,7 +95,7 @@ def pair_function(key_dim, b, p):
 @functools.cache
 def rows_functions(config, b):
     """(start_rows, load_weights, add_rows): r of sub-block b, from v, x and the rows w of earlier ones."""
-    unpack_value, multiply, first = cvt_unpack(config.element), mma(ELEMENT), b * SUB_BLOCK
+    start, multiply, first = start_rows_function(config.element, b), mma(ELEMENT), b * SUB_BLOCK
 
     @device_function
     def load_weights(fragment, places, step, lane):
@@ -127,17 +110,8 @@ def rows_functions(config, b):
     @device_function
     def start_rows(r, x, w, places, warp, lane):
         """r = v - E x, and - M w over the sub-blocks but the one before."""
-        fragment, pair = cuda.local.array(4, np.int32), i32(lane & i32(3))
-        matrix, line = i32(lane >> i32(3)), i32(lane & i32(7))
-        token, chunk = i32(i32(first) + (matrix >> i32(1)) * i32(8) + line), i32(warp * i32(2) + (matrix & i32(1)))
-        found = ldmatrix_x4_trans(Address(swizzled_chunk(Address(places.v + token * i32(LINE)), token, chunk)))
-        for half in range(2):
-            even, odd = load_pair(Address(places.kept + (i32(first + half * 8) + pair * i32(2)) * i32(4)))
-            for side in range(2):
-                i = half * 4 + side * 2
-                of_even, of_odd = unpack_value(found[half * 2 + side])
-                r[i] = cuda.fma(-even, x[8 * b + i], of_even * VALUE_SCALE) + f32(0.0)
-                r[i + 1] = cuda.fma(-odd, x[8 * b + i + 1], of_odd * VALUE_SCALE) + f32(0.0)
+        fragment, values = cuda.local.array(4, np.int32), cuda.local.array(4, np.int32)
+        start(r, x, values, places, warp, lane)
         for step in range(b - 1):
             load_weights(fragment, places, step, lane)
             add_rows(r, w, fragment, step)
@@ -162,11 +136,7 @@ def solve_function(config, b):
             cuda.local.array(16, np.float32), cuda.local.array(4, np.float32), cuda.local.array(2, np.float32),
         )  # fmt: skip
         token = i32(i32(first) + pair * i32(2))
-        rows = Address(places.diagonal + token * i32(DIAGONAL_STRIDE * 4))
-        for half in range(2):
-            beta[half * 2], beta[half * 2 + 1] = load_pair(Address(places.beta + (token + i32(half * 8)) * i32(4)))
-            place = i32(i32((half * 8 + 1) * DIAGONAL_STRIDE + half * 8) + pair * i32(2))
-            beside[half], _ = load_pair(Address(rows + place * i32(4)))
+        rows = load_own_weights(beta, beside, places, token, pair)
         if has_next:
             start_next(next_r, registers.x, w, places, warp, lane)
             load_next(fragment, places, b, lane)
@@ -200,7 +170,6 @@ def item_function(config, places_of, store_outputs):
     wait_fold_but_one = wgmma_wait_group(count, 1, words=16)
     solve_0, solve_1, solve_2, solve_3 = (solve_function(config, b) for b in range(SUB_BLOCKS))
     start_rows, _, _ = rows_functions(config, 0)
-    _, scale_rows = step_function(key_dim, 0)
 
     @device_function
     def compute_item(registers, out, base, item, warp, lane):

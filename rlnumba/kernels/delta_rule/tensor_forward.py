@@ -22,38 +22,40 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.delta_rule.arithmetic import (
-    BLOCK,
-    LOW_SCALE,
-    SUB_BLOCK,
-    VALUE_SCALE,
-)
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK, LOW_SCALE, SUB_BLOCK, VALUE_SCALE
 from rlnumba.kernels.delta_rule.simt import state_blocks
 from rlnumba.kernels.delta_rule.tensor_deferred import item_function
 from rlnumba.kernels.delta_rule.tensor_prepare import (
     COLUMNS,
     DIAGONAL_BYTES,
-    DIAGONAL_STRIDE,
     HANDOVER,
     WARPGROUP,
     DeltaItem,
     prepare_function,
     stage_of,
 )
-from rlnumba.kernels.delta_rule.tensor_products import ELEMENT, opaque, pack_operands, products_of
+from rlnumba.kernels.delta_rule.tensor_products import (
+    load_own_weights,
+    opaque,
+    pack_operands,
+    pair_steps,
+    products_of,
+    scale_outputs,
+    scale_rows,
+    start_rows_function,
+    unpack,
+)
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import (
     BOX_BYTES,
     LINE,
     Address,
-    ldmatrix_x4_trans,
-    load_four,
     load_pair,
     stmatrix_x2_trans,
 )
 from rlnumba.kernels.ptx.sm80 import copy_to_global
 from rlnumba.kernels.ptx.sm90 import named_barrier_sync, warp_uniform
-from rlnumba.kernels.ptx.warp import cvt_unpack, device_function, narrow, shuffle, sync_warp, widen
+from rlnumba.kernels.ptx.warp import device_function, narrow, shuffle, sync_warp, widen
 from rlnumba.kernels.tile.pipeline import shared_base, swizzled_chunk
 from rlnumba.runtime.device import cuda
 
@@ -103,7 +105,7 @@ class Registers(NamedTuple):
 @functools.cache
 def pair_function(is_paged, p):
     """The device function of the substitution for tokens 2 p and 2 p + 1 of a sub-block."""
-    unpack, half = cvt_unpack(ELEMENT), p // 4
+    half, (load_weights, add_pair) = p // 4, pair_steps(p)
 
     @device_function
     def solve_pair(registers, rows, values, weights, beta, beside, cached, lane):
@@ -112,13 +114,7 @@ def pair_function(is_paged, p):
         cached: tokens from the lane's first on that have their rows in `values`.
         """
         r, own, pair = registers.r, registers.own, i32(lane & i32(3))
-        if p % 2 == 0:
-            # The first eight tokens need none once they have their rows.
-            for other in range(half, 2):
-                for i in range(2):
-                    k, offset = 4 * (other * 2 + i), 4 * ((other * 8 + i) * DIAGONAL_STRIDE + p * 2)
-                    four = load_four(Address(rows + offset))
-                    weights[k], weights[k + 1], weights[k + 2], weights[k + 3] = four
+        load_weights(weights, rows)
         even = pack_operands(beta[half * 2] * r[half * 4], beta[half * 2] * r[half * 4 + 2])
         if is_paged:
             even = low_halves(values[half * 2], values[half * 2 + 1]) if cached > half * 8 else even
@@ -133,11 +129,7 @@ def pair_function(is_paged, p):
         source = i32((lane & i32(28)) | i32(p % 4))
         left, right = unpack(shuffle(even, source))
         next_left, next_right = unpack(shuffle(odd, source))
-        for other in range(half, 2):
-            for i in range(2):
-                k, n = 4 * (other * 2 + i) + p % 2 * 2, other * 4 + i
-                r[n] = cuda.fma(weights[k + 1], next_left, cuda.fma(weights[k], left, r[n]))
-                r[n + 2] = cuda.fma(weights[k + 1], next_right, cuda.fma(weights[k], right, r[n + 2]))
+        add_pair(r, weights, left, right, next_left, next_right)
 
     return solve_pair
 
@@ -145,27 +137,11 @@ def pair_function(is_paged, p):
 @functools.cache
 def solve_function(config, b):
     """The device function that computes the rows w of sub-block b."""
-    products, unpack_value = products_of(config.family, config.key_dim), cvt_unpack(config.element)
+    products, start_rows = products_of(config.family, config.key_dim), start_rows_function(config.element, b)
     earlier_rows, wait_rows, first = products.earlier_rows[b], products.wait_rows, b * SUB_BLOCK
     pair_0, pair_1, pair_2, pair_3, pair_4, pair_5, pair_6, pair_7 = (
         pair_function(config.is_paged, p) for p in range(SUB_BLOCK // 2)
     )
-
-    @device_function
-    def start_rows(registers, places, values, warp, lane):
-        """r = v - E x; values: words of v."""
-        r, x, pair = registers.r, registers.x, i32(lane & i32(3))
-        matrix, line = i32(lane >> i32(3)), i32(lane & i32(7))
-        token, chunk = i32(i32(first) + (matrix >> i32(1)) * i32(8) + line), i32(warp * i32(2) + (matrix & i32(1)))
-        found = ldmatrix_x4_trans(Address(swizzled_chunk(Address(places.v + token * i32(LINE)), token, chunk)))
-        for half in range(2):
-            even, odd = load_pair(Address(places.kept + (i32(first + half * 8) + pair * i32(2)) * i32(4)))
-            for side in range(2):
-                i, word = half * 4 + side * 2, found[half * 2 + side]
-                values[half * 2 + side] = word
-                of_even, of_odd = unpack_value(word)
-                r[i] = cuda.fma(-even, x[8 * b + i], of_even * VALUE_SCALE) + f32(0.0)
-                r[i + 1] = cuda.fma(-odd, x[8 * b + i + 1], of_odd * VALUE_SCALE) + f32(0.0)
 
     @device_function
     def solve(registers, places, filled, warp, lane):
@@ -173,16 +149,11 @@ def solve_function(config, b):
         r, w, own, pair = registers.r, registers.w, registers.own, i32(lane & i32(3))
         values, weights = cuda.local.array(4, np.int32), cuda.local.array(16, np.float32)
         beta, beside = cuda.local.array(4, np.float32), cuda.local.array(2, np.float32)
-        start_rows(registers, places, values, warp, lane)
+        start_rows(r, registers.x, values, places, warp, lane)
         if b:
             earlier_rows(r, w, places.m, warp, lane)
         token = i32(i32(first) + pair * i32(2))
-        rows = Address(places.diagonal + token * i32(DIAGONAL_STRIDE * 4))
-        for half in range(2):
-            beta[half * 2], beta[half * 2 + 1] = load_pair(Address(places.beta + (token + i32(half * 8)) * i32(4)))
-            # -M of the second of the lane's two tokens and the first.
-            place = i32(i32((half * 8 + 1) * DIAGONAL_STRIDE + half * 8) + pair * i32(2))
-            beside[half], _ = load_pair(Address(rows + place * i32(4)))
+        rows = load_own_weights(beta, beside, places, token, pair)
         if b:
             wait_rows(r, w)
         cached = i32(filled - token)
@@ -204,8 +175,7 @@ def solve_function(config, b):
 @functools.cache
 def state_functions(config):
     """(load_state, round_state, store_state): of a thread's part of S^T, and its words."""
-    count, unpack = config.key_dim // 2, cvt_unpack(ELEMENT)
-    low_scale = f32(1.0) / LOW_SCALE
+    count, low_scale = config.key_dim // 2, f32(1.0) / LOW_SCALE
 
     @device_function
     def element(block, i, lane):
@@ -263,7 +233,7 @@ def state_functions(config):
 @functools.cache
 def output_functions(config):
     """(store_outputs, store_rows): of a block of tokens to global memory."""
-    layout, unpack, is_sm90, is_deferred = config.layout, cvt_unpack(ELEMENT), config.is_sm90, config.is_deferred
+    layout, is_sm90, is_deferred = config.layout, config.is_sm90, config.is_deferred
     unscaled = f32(1.0) / VALUE_SCALE
 
     @device_function
@@ -356,7 +326,7 @@ def block_function(config):
     """The device function of the second warpgroup for a block of tokens."""
     key_dim, is_paged, is_early = config.key_dim, config.is_paged, config.is_sm90
     count, vector, places_of = key_dim // 2, BLOCK * 4, places_function(config)
-    products, unpack = products_of(config.family, key_dim), cvt_unpack(ELEMENT)
+    products = products_of(config.family, key_dim)
     read_state, outputs, fold = products.read_state, products.outputs, products.fold
     wait_state_but_one, wait_state = products.wait_state_but_one, products.wait_state
     wait_outputs_but_one, wait_outputs, wait_fold = (
@@ -365,25 +335,6 @@ def block_function(config):
     solve_0, solve_1, solve_2, solve_3 = (solve_function(config, b) for b in range(BLOCK // SUB_BLOCK))
     _, round_state, store_state = state_functions(config)
     store_outputs, store_rows = output_functions(config)
-
-    @device_function
-    def scale_outputs(y, kept, lane):
-        for block in range(BLOCK // 8):
-            even, odd = load_pair(Address(kept + (i32(block * 8) + (lane & i32(3)) * i32(2)) * i32(4)))
-            for side in range(2):
-                i = 4 * block + 2 * side
-                y[i] = cuda.fma(even, y[i], f32(0.0))
-                y[i + 1] = cuda.fma(odd, y[i + 1], f32(0.0))
-
-    @device_function
-    def scale_rows(registers, later, lane):
-        """The words of F w."""
-        w, later_w = registers.w, registers.later_w
-        for block in range(BLOCK // 8):
-            even, odd = load_pair(Address(later + (i32(block * 8) + (lane & i32(3)) * i32(2)) * i32(4)))
-            for side in range(2):
-                first, second = unpack(w[2 * block + side])
-                later_w[2 * block + side] = pack_operands(even * first, odd * second)
 
     @device_function
     def compute_block(registers, tokens, sequences, cache, out, base, item, index, warp, lane):
@@ -405,11 +356,13 @@ def block_function(config):
         if not is_early:
             read_state(y, registers.words, places.q, warp, lane)
             wait_state(y, registers.words)
-        scale_outputs(y, places.kept, lane)
+        for eight in range(BLOCK // 8):
+            scale_outputs(y, places.kept, eight, lane)
         outputs(y, registers.w, places.p, warp, lane)
         # All that waits for a product stands in the branch that starts it: else ptxas lets each product end at once.
         if i32(index + i32(1)) < item.blocks:
-            scale_rows(registers, places.later, lane)
+            for eight in range(BLOCK // 8):
+                scale_rows(registers.w, registers.later_w, places.later, eight, lane)
             _, kept = load_pair(Address(places.kept + i32(vector - 8)))
             for i in range(count):
                 state[i] = cuda.fma(kept, state[i], f32(0.0))

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK, LOG2_E, SUB_BLOCK
 from rlnumba.kernels.delta_rule.simt import decay_between
-from rlnumba.kernels.delta_rule.tensor_products import pack_operands, products_of
+from rlnumba.kernels.delta_rule.tensor_products import DIAGONAL_STRIDE, pack_operands, products_of
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import (
     BOX_BYTES,
@@ -37,8 +37,6 @@ i32, i64, f32 = np.int32, np.int64, np.float32
 COLUMNS, WARPGROUP = 64, 128
 # Named barriers: of both warpgroups, and of the one that prepares.
 HANDOVER, PREPARING = 1, 2
-# Floats from one row of a diagonal block of M to the next: four rows, two apart, lie in different banks.
-DIAGONAL_STRIDE = 20
 DIAGONAL_BYTES = BLOCK * DIAGONAL_STRIDE * 4
 
 

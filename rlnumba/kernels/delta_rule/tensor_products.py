@@ -7,6 +7,8 @@ rows of M and P, are in swizzled boxes (kernels/ptx/shared_memory.py), 64 number
 
 The order of each sum is that of k, 16 at a time, in one accumulator. tests/kernels/test_delta_rule_products.py tests
 what equal bits need: neither the instruction, its width, nor the place of an operand changes them.
+
+Behind the products are the steps between them, which tensor_forward.py and tensor_deferred.py take in different orders.
 """
 
 import functools
@@ -14,17 +16,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.delta_rule.arithmetic import BLOCK, LARGEST_OPERAND, SUB_BLOCK
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK, LARGEST_OPERAND, SUB_BLOCK, VALUE_SCALE
 from rlnumba.kernels.ptx.instruction import SIMULATED, instruction
-from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, Address
+from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE, Address, ldmatrix_x4_trans, load_four, load_pair
 from rlnumba.kernels.ptx.sm80 import ldmatrix_fragment, ldmatrix_fragment_trans, mma
-from rlnumba.kernels.ptx.warp import cvt_pack, device_function
+from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function
 from rlnumba.kernels.ptx.wgmma import smem_descriptor, wgmma_async, wgmma_wait_group
 from rlnumba.kernels.tile.pipeline import swizzled_chunk
 from rlnumba.runtime.device import cuda
 
-i32 = np.int32
+i32, f32 = np.int32, np.float32
 ELEMENT = "float16"
+# Floats from one row of a diagonal block of M to the next: four rows, two apart, lie in different banks.
+DIAGONAL_STRIDE = 20
+unpack = cvt_unpack(ELEMENT)
 
 if SIMULATED:
     _pack = cvt_pack(ELEMENT)
@@ -201,3 +206,86 @@ def _mma_products(key_dim):
 
     rows = (None, *map(earlier_rows_of, range(1, BLOCK // SUB_BLOCK)))
     return Products(read_state, scores, rows, outputs, fold, wait, wait, wait_scores, *[wait] * 4)
+
+
+@device_function
+def scale_outputs(y, kept, block, lane):
+    """E y of eight tokens."""
+    even, odd = load_pair(Address(kept + (i32(block * 8) + (lane & i32(3)) * i32(2)) * i32(4)))
+    for side in range(2):
+        i = 4 * block + 2 * side
+        y[i] = cuda.fma(even, y[i], f32(0.0))
+        y[i + 1] = cuda.fma(odd, y[i + 1], f32(0.0))
+
+
+@device_function
+def scale_rows(w, later_w, later, block, lane):
+    """The words of F w of eight tokens."""
+    even, odd = load_pair(Address(later + (i32(block * 8) + (lane & i32(3)) * i32(2)) * i32(4)))
+    for side in range(2):
+        first, second = unpack(w[2 * block + side])
+        later_w[2 * block + side] = pack_operands(even * first, odd * second)
+
+
+@functools.cache
+def start_rows_function(element, b):
+    """The device function of r = v - E x of sub-block b, where a thread has two columns of four tokens."""
+    unpack_value, first = cvt_unpack(element), b * SUB_BLOCK
+
+    @device_function
+    def start_rows(r, x, values, places, warp, lane):
+        """values (4,): the words of v, which are written; element: of v."""
+        pair = i32(lane & i32(3))
+        matrix, line = i32(lane >> i32(3)), i32(lane & i32(7))
+        token, chunk = i32(i32(first) + (matrix >> i32(1)) * i32(8) + line), i32(warp * i32(2) + (matrix & i32(1)))
+        found = ldmatrix_x4_trans(Address(swizzled_chunk(Address(places.v + token * i32(LINE)), token, chunk)))
+        for half in range(2):
+            even, odd = load_pair(Address(places.kept + (i32(first + half * 8) + pair * i32(2)) * i32(4)))
+            for side in range(2):
+                i, word = half * 4 + side * 2, found[half * 2 + side]
+                values[half * 2 + side] = word
+                of_even, of_odd = unpack_value(word)
+                r[i] = cuda.fma(-even, x[8 * b + i], of_even * VALUE_SCALE) + f32(0.0)
+                r[i + 1] = cuda.fma(-odd, x[8 * b + i + 1], of_odd * VALUE_SCALE) + f32(0.0)
+
+    return start_rows
+
+
+@device_function
+def load_own_weights(beta, beside, places, token, pair):
+    """beta of the lane's four tokens, two of which begin at `token`, and in `beside` -M of the second and first of both
+    pairs; returns the address of -M in the row of the first."""
+    rows = Address(places.diagonal + token * i32(DIAGONAL_STRIDE * 4))
+    for half in range(2):
+        beta[half * 2], beta[half * 2 + 1] = load_pair(Address(places.beta + (token + i32(half * 8)) * i32(4)))
+        place = i32(i32((half * 8 + 1) * DIAGONAL_STRIDE + half * 8) + pair * i32(2))
+        beside[half], _ = load_pair(Address(rows + place * i32(4)))
+    return rows
+
+
+@functools.cache
+def pair_steps(p):
+    """(load_weights, add_pair): the device functions of r -= M w for tokens 2 p and 2 p + 1 of a sub-block."""
+    half = p // 4
+
+    @device_function
+    def load_weights(weights, rows):
+        """-M of the lane's tokens with these two and the next two; rows: of load_own_weights."""
+        if p % 2 == 0:
+            # The first eight tokens need none once they have their rows.
+            for other in range(half, 2):
+                for i in range(2):
+                    k, offset = 4 * (other * 2 + i), 4 * ((other * 8 + i) * DIAGONAL_STRIDE + p * 2)
+                    four = load_four(Address(rows + offset))
+                    weights[k], weights[k + 1], weights[k + 2], weights[k + 3] = four
+
+    @device_function
+    def add_pair(r, weights, left, right, next_left, next_right):
+        """left, right: w of the first token in the thread's two columns; next_left, next_right: of the second."""
+        for other in range(half, 2):
+            for i in range(2):
+                k, n = 4 * (other * 2 + i) + p % 2 * 2, other * 4 + i
+                r[n] = cuda.fma(weights[k + 1], next_left, cuda.fma(weights[k], left, r[n]))
+                r[n + 2] = cuda.fma(weights[k + 1], next_right, cuda.fma(weights[k], right, r[n + 2]))
+
+    return load_weights, add_pair

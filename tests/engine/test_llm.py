@@ -298,6 +298,25 @@ def test_outputs_have_the_attributes_of_vllm(model):
     assert [each.index for each in pickle.loads(pickle.dumps(several.outputs))] == [0, 1, 2]
 
 
+def test_new_weights_may_end_completions_with_another_token(model):
+    """What has begun ends at the old one."""
+    prompt = [1, 2, 3]
+    params, free = drawing_eos(model, [prompt])
+    end = free.token_ids.index(EOS) + 1
+    other = free.token_ids[end - 2]
+    assert other not in free.token_ids[: end - 2]
+    params, engine, finished = dataclasses.replace(params, ignore_eos=False), LLM(model).engine, {}
+    engine.add_request(0, prompt, params)
+    engine.step()
+    engine.take_ends(dataclasses.replace(model.config, eos_token_ids=(other,)))
+    engine.add_request(1, prompt, params)
+    while engine.has_unfinished:
+        finished |= {number: completion for number, _, completion in engine.step().finished}
+    for number, length in ((0, end), (1, end - 1)):
+        assert finished[number].token_ids == free.token_ids[:length]
+        assert (finished[number].finish_reason, finished[number].stop_reason) == ("stop", None)
+
+
 def test_min_tokens_keeps_a_completion_from_stopping(model):
     prompt = [[1, 2, 3]]
     params, free = drawing_eos(model, prompt)

@@ -69,7 +69,8 @@ def stop_reason(tokenizer, sequence, stop, eos_token_ids):
         return None
     if last in params.stop_token_ids:
         return last
-    return next(text for text in params.stop if tokenizer.special_ids.get(text) == last)
+    # None of these: an EOS of weights before.
+    return next((text for text in params.stop if tokenizer.special_ids.get(text) == last), None)
 
 
 def stop_string_positions(tokenizer, params, token_ids, text):

@@ -116,6 +116,7 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         self.config = config or EngineConfig()
         self.max_model_len = longest_sequence(model.config, self.config)
+        self.grammars = Grammars(tokenizer, model.config.vocab_size, ())
         self.take_ends(model.config)
         self.max_num_batched_tokens = self.config.max_num_batched_tokens
         # A step has room for one token of every running sequence.
@@ -135,7 +136,6 @@ class Engine:
         if self.config.enable_return_routed_experts:
             self.runner.record_experts()
         self.runner.raw_logprobs = self.config.logprobs_mode == "raw_logprobs"
-        self.grammars = Grammars(tokenizer, model.config.vocab_size, self.eos_token_ids)
         # Texts of single tokens that were listed, by id.
         self.token_texts = {}
         self.speculator, self.adapters = Speculator(self.config), AdapterSlots(model)
@@ -176,6 +176,7 @@ class Engine:
         ids = config.ending_at(self.tokenizer and self.tokenizer.eos_token_id).eos_token_ids
         # Others are written in some models' files, and cannot be drawn.
         self.eos_token_ids = tuple(i for i in ids if 0 <= i < config.vocab_size)
+        self.grammars.end_with(self.eos_token_ids)
 
     @property
     def policy_version(self):

@@ -299,6 +299,23 @@ def test_the_grammar_ends_a_text_before_min_tokens_and_goes_on_after_a_stop_stri
     assert output.completions[0].text == "ab" and len(output.completions[0].token_ids) == 6
 
 
+def test_texts_end_with_the_eos_of_new_weights(model, tokenizer):
+    """Which may be another token; what has begun goes on to the old one."""
+    engine, params = Engine(model, tokenizer), params_of({"regex": "[ab]{3,9}"}, n=8)
+    engine.add_request(0, [5, 6, 7], params)
+    engine.step()
+    engine.take_ends(dataclasses.replace(model.config, eos_token_ids=(9,)))
+    engine.add_request(1, [5, 6, 7], params)
+    finished = {0: [], 1: []}
+    while engine.has_unfinished:
+        for number, _, completion in engine.step().finished:
+            finished[number].append(completion)
+    assert all(re.fullmatch("[ab]{3,9}", each.text) for of_request in finished.values() for each in of_request)
+    ends = {number: {(each.finish_reason, each.token_ids[-1]) for each in finished[number]} for number in finished}
+    # The tokenizer's is one of them.
+    assert ends == {0: {("stop", 2), ("stop", 6)}, 1: {("stop", 2), ("stop", 9)}} and tokenizer.eos_token_id == 2
+
+
 def test_a_sequence_is_moved_with_its_grammar(model, tokenizer):
     """A matcher is not sent: the engine that takes the sequence has it follow the tokens."""
     params = params_of(GRAMMARS["json"])

@@ -93,6 +93,13 @@ class Grammars:
         # The sequences of the last masks, with what `_followed` found of them.
         self.followed, self._matchers = [], ([], [], np.zeros(0, np.int64))
 
+    def end_with(self, eos_token_ids):
+        """Let the grammars of sequences that begin from now on end with these ids."""
+        if eos_token_ids != self.eos_token_ids:
+            with self.compiling, self.lock:
+                self.eos_token_ids, self._tokenizer = eos_token_ids, None
+                self.compiled.clear()
+
     def check(self, params):
         """Raise ConfigError if the grammar of SamplingParams cannot be followed."""
         if params.structured_outputs is not None:
@@ -120,11 +127,13 @@ class Grammars:
         if found is None:
             with self.compiling:
                 # Another thread may have compiled it meanwhile.
-                found = self._find(structured) or self._compile(structured)
-            with self.lock:
-                self.compiled[structured] = found
-                if len(self.compiled) > MAX_COMPILED:
-                    self.compiled.popitem(last=False)
+                found = self._find(structured)
+                if found is None:
+                    found = self._compile(structured)
+                    with self.lock:
+                        self.compiled[structured] = found
+                        if len(self.compiled) > MAX_COMPILED:
+                            self.compiled.popitem(last=False)
         return found
 
     def _find(self, structured):

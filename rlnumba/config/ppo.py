@@ -140,9 +140,3 @@ class PPORun(AheadRun):
         """Upper bound of the weights of tokens that older weights have sampled: float, None where they have none."""
         has_weights = self.is_stale and "is" in self.asynchronous.staleness
         return self.asynchronous.importance_sampling_cap if has_weights else None
-
-    def _check_zero_3(self):
-        super()._check_zero_3()
-        raise ConfigError(
-            "deploy.zero_stage 3 is not for ppo, whose ranks have all weights of policy and critic: use 2"
-        )

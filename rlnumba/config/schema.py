@@ -426,8 +426,6 @@ class Run:
                 f"deploy.tensor_parallel_size ({self.deploy.tensor_parallel_size or 'auto'}) needs gemm = native: a "
                 "product by cublas depends on its columns"
             )
-        if self.deploy.zero_stage == 3:
-            self._check_zero_3()
         if self.deploy.cuts_rollout:
             self._check_cut_rollout()
         if self.deploy.num_infer_gpus and not self.generates_beside:
@@ -440,11 +438,6 @@ class Run:
     def _check_without_rows(self):
         """Raise MissingKey where a run needs data.train, which is not set."""
         raise MissingKey("data.train")
-
-    def _check_zero_3(self):
-        """Raise ConfigError for what needs all weights on each GPU."""
-        if self.train.save_strategy == "no" and self.lora is None:
-            raise ConfigError('deploy.zero_stage 3 makes `final/` of a checkpoint, and train.save_strategy is "no"')
 
     def _check_cut_rollout(self):
         """Raise ConfigError for copies of the weights, and bases, that ranks do not cut for their rollout."""

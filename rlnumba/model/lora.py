@@ -209,15 +209,16 @@ class Adapter:
     """A model's adapter, zeros at first: one flat array of `dtype` on the device, and its views.
 
     config: the base's ModelConfig, of the whole model; lora: a LoraConfig; base: path or hub id of the base, for
-    adapter_config.json. shard: a part of the model, whose adapter is not trained. flat (n,), decay_end: like those of
-    Weights. master: (n,) float32 values that a 16-bit flat is rounded from: on the host as drawn or read, in training
-    the optimizer's; None where there are none. layers[i]: {projection: Pair} of layer i. scales: (1,) float32. score:
-    (1, D), or None where the model has no such head. region: one of memory.report(). Raises ConfigError for target
-    modules that the model does not have.
+    adapter_config.json. shard: a part of the model, whose adapter is not trained. flat (n,), decay_end, first, size,
+    spans: like those of Weights. master: (n,) float32 values that a 16-bit flat is rounded from: on the host as drawn
+    or read, in training the optimizer's; None where there are none. layers[i]: {projection: Pair} of layer i. scales:
+    (1,) float32. score: (1, D), or None where the model has no such head. region: one of memory.report(). Raises
+    ConfigError for target modules that the model does not have.
     """
 
     # The embedding and the head have no gradient.
     embed_tokens = norm = lm_head = None
+    first = 0
 
     def __init__(self, config, lora, dtype="float32", base="", region="adapter", shard=WHOLE):
         self.config, self.lora, self.base, self.shard = config, lora, base, shard
@@ -241,6 +242,13 @@ class Adapter:
     @property
     def nbytes(self):
         return self.flat.nbytes
+
+    @property
+    def size(self):
+        return self.places.size
+
+    def spans(self):
+        return [(0, self.flat)]
 
     def grads(self):
         """Gradients: zeros of float32 in the same layout."""

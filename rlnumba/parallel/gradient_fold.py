@@ -1,8 +1,9 @@
 """The fold of gradients over ranks: ((g_0 + g_1) + g_2) + ... of a step's micro-batches, whatever the number of ranks.
 
     for each round of R micro-batches, one on each rank                  rounds(count, communicator)
-        fold.begin(round, before)         a rank without a micro-batch joins what the others do layer by layer
+        fold.begin(round)
         forward, backward                 fold.add_part of each layer, where gradients are folded by layer
+        or join(folds, before)            of a rank without a micro-batch: what the others do layer by layer
         fold.add()                        of the whole gradient elsewhere
     fold.finish()
 
@@ -12,7 +13,7 @@ time. `finish` is called before the memory that it reads is written, so that a r
 
 from typing import NamedTuple
 
-from rlnumba.model.layer_gradients import LayerGradients
+from rlnumba.model.layer_gradients import AFTER, BEFORE, LayerGradients, update_order
 
 
 class Round(NamedTuple):
@@ -34,6 +35,26 @@ def rounds(count, communicator):
         yield Round(first, min(world_size, count - first), first + rank if first + rank < count else None)
 
 
+def join(folds, before=()):
+    """Join the collectives of the others' forwards and then backwards, where this rank has no micro-batch in a round.
+
+    folds: the GradientFolds of the models, in the order of the forwards and of the backwards. before: models that are
+    run forward first.
+    """
+    for model in before:
+        gather_layers(model.weights)
+    for fold in folds:
+        fold.join_forward()
+    for fold in folds:
+        fold.join_backward()
+
+
+def gather_layers(weights):
+    """Gather the layers of Weights, where these are in parts, as a forward does."""
+    for index in range(len(weights.layers)):
+        weights.layer(index)
+
+
 class GradientFold:
     """The fold of one model's gradients.
 
@@ -49,30 +70,30 @@ class GradientFold:
         # The second half of the fold that is under way, or None.
         self._finish = None
 
-    def begin(self, round_, before=()):
-        """Begin a round; before: models that the other ranks run forward first, in a round in which this one has none.
-
-        A rank without a micro-batch joins the collectives of a fold by layers, and of layers in parts: it contributes
-        no gradient.
-        """
+    def begin(self, round_):
+        """Begin a round."""
         self._round = round_
-        if round_.own is not None:
-            return
-        if self.is_by_layer:
-            self.optimizer.take_part(self.grads, self.add_part, [each.weights for each in before])
-            self.finish()
-        elif self.shards is not None:
-            self._gather_layers([each.weights for each in before])
 
-    def _gather_layers(self, before):
-        """Gather layers as a forward of each of `before`, and forward and backward of a policy with an adapter, do."""
-        for weights in (*before, self.shards):
-            for index in range(len(weights.layers)):
-                weights.layer(index)
+    def join_forward(self):
+        """Gather layers in parts as a forward does."""
+        if self.shards is not None:
+            gather_layers(self.shards)
+
+    def join_backward(self):
+        """Join the collectives of a backward, those of a fold by layers and of layers in parts, with no gradient."""
         # As the others do before their backward.
         self.finish()
-        for index in reversed(range(len(self.shards.layers))):
-            self.shards.layer(index)
+        layers = [] if self.shards is None else self.shards.layers
+        if not self.is_by_layer:
+            for index in reversed(range(len(layers))):
+                self.shards.layer(index)
+            return
+        for index, parts in update_order(self.grads):
+            if layers and index not in (BEFORE, AFTER):
+                self.shards.layer(index)
+            for part in parts:
+                self.add_part(*part)
+        self.finish()
 
     def add_part(self, start, gradient):
         """Begin to add gradient (n,), of the elements from `start` on, after finishing the part before."""

@@ -13,13 +13,15 @@ A rank that is killed leaves a folder without its name, which the next start rem
 
 import os
 import secrets
+import shutil
 import time
 
 from rlnumba import checkpoint
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.tensor_file import create_tensors, open_tensors, open_to_write
 from rlnumba.model.transformer import host_copy, save_model
-from rlnumba.model.weights import create_weights
+from rlnumba.model.weights import create_weights, files_of, remove_others
+from rlnumba.parallel.layer_shards import LayerShards
 from rlnumba.parallel.zero import Part
 
 CREATED = ".created"
@@ -171,6 +173,34 @@ def fill(partial, parts, communicator):
                 tensors[name].write(descriptor, values, first)
         if number == 0:
             communicator.saving()
+
+
+def has_parts(model):
+    """Whether what is saved of a model is in parts, of which each rank has one."""
+    return model.adapter is None and isinstance(model.weights, LayerShards)
+
+
+def save_parts(model, folder, tokenizer, heads, communicator):
+    """Write what save_model does, of a model that has_parts.
+
+    All ranks call this, and each writes the values of its part; files that a folder has are replaced when all are
+    complete. Raises UserError and OSError.
+    """
+    partial, files = folder.parent / f".{folder.name}.partial", files_of(model.weights, heads=heads)
+    if communicator.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        save_model(model, partial, tokenizer, heads=heads, write_weights=create_weights)
+    communicator.barrier()
+    names = set().union(*files.values())
+    fill(partial, [part for part in model.weights.parts() if part[0] in names], communicator)
+    communicator.barrier()
+    if communicator.rank == 0:
+        for path in sorted(path for path in partial.rglob("*") if path.is_file()):
+            new = folder / path.relative_to(partial)
+            new.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, new)
+        remove_others(folder, files)
+        shutil.rmtree(partial)
 
 
 def mark(path, text):

@@ -25,7 +25,6 @@ import numpy as np
 from rlnumba.checkpoint import ArrayPart
 from rlnumba.errors import UserError
 from rlnumba.kernels.nn import reduce
-from rlnumba.model.layer_gradients import AFTER, BEFORE, update_order
 from rlnumba.optim import DEFAULTS, Optimizer
 from rlnumba.runtime import device, memory
 
@@ -114,20 +113,6 @@ class ShardedOptimizer(Optimizer):
         upper = min(start + len(gradient), self.part.stop)
         own = slice(lower - self.part.start, upper - self.part.start) if lower < upper else slice(0)
         return self.communicator.begin_fold(gradient, self.grads.flat[own], lower - start, count, is_first)
-
-    def take_part(self, grads, fold_part, before=()):
-        """Join the collectives of a round without a micro-batch: fold as the ranks that have one, and gather layers.
-
-        before: Weights with which the others do a forward first.
-        """
-        for weights in (*before, self.model_weights):
-            for index in range(len(weights.layers)):
-                weights.layer(index)
-        for index, parts in update_order(grads):
-            if index not in (BEFORE, AFTER):
-                self.model_weights.layer(index)
-            for part in parts:
-                fold_part(*part)
 
     def step(self, learning_rate):
         """The same as Optimizer.step, after which all ranks have all weights."""

@@ -12,6 +12,7 @@ from rlnumba.model.lora import adapter_of_run, is_adapter, load_adapter
 from rlnumba.model.quantized.weights import weights_in
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
+from rlnumba.model.weights import Weights
 from rlnumba.parallel.layer_shards import LayerShards, QuantizedLayerShards
 from rlnumba.runs.policy import Policy
 from rlnumba.runs.run_folder import log_kernels
@@ -64,11 +65,24 @@ def weights_of(run, communicator, is_trained=True):
     """The Weights to make of a run's policy, or of its reference, which is not trained, nor is the base of an adapter:
     those of layers in parts with deploy.zero_stage 3, on several ranks, and those of a quantised base with
     [quantization], which may be in parts, too."""
-    if run.deploy.zero_stage != 3 or communicator is None or communicator.world_size == 1:
+    if not _has_parts(run, communicator):
         return weights_in(run.quantization)
     if run.quantization is not None:
         return partial(QuantizedLayerShards, communicator=communicator, quantization=run.quantization)
     return partial(LayerShards, communicator=communicator, is_trained=is_trained and run.lora is None)
+
+
+def weights_of_critic(run, communicator, is_trained=True):
+    """The Weights to make of a critic's own model, which [lora] and [quantization] are not for. is_trained: False for
+    the base of a critic that is an adapter."""
+    if not _has_parts(run, communicator):
+        return Weights
+    return partial(LayerShards, communicator=communicator, is_trained=is_trained)
+
+
+def _has_parts(run, communicator):
+    """Whether layers are in parts."""
+    return run.deploy.zero_stage == 3 and communicator is not None and communicator.world_size > 1
 
 
 def _checkpoint(folder, has_adapter):

@@ -33,7 +33,7 @@ from rlnumba.model.layer_gradients import backward_and_update
 from rlnumba.model.router_loss import RouterLosses
 from rlnumba.model.transformer import Tape, packed_attention
 from rlnumba.optim import AdamWConfig, Optimizer
-from rlnumba.parallel.gradient_fold import GradientFold, rounds
+from rlnumba.parallel.gradient_fold import GradientFold, join, rounds
 from rlnumba.parallel.layer_shards import LayerOptimizer, LayerShards, SlicedLayers
 from rlnumba.parallel.zero import Part, ShardedOptimizer
 from rlnumba.runs.gradients import Gradients
@@ -145,7 +145,8 @@ class Policy:
 
         batches: a sequence of all of them, the same on every rank, in the order in which their gradients are added.
         The block of the loop adds the gradient of one micro-batch. others: further Policies, to whose gradients it
-        adds, too. before: models that the block runs forward first.
+        adds, too: it runs this one forward and then the others, and then backward in the same order. before: models
+        that the block runs forward first.
         """
         self.num_micro_batches = len(batches)
         if self.communicator is None:
@@ -161,8 +162,10 @@ class Policy:
                 for function in self.before_micro_batch:
                     function()
             for policy in policies:
-                policy.fold.begin(round_, before)
-            if round_.own is not None:
+                policy.fold.begin(round_)
+            if round_.own is None:
+                join([policy.fold for policy in policies], before)
+            else:
                 for policy in policies:
                     policy.micro_batch = round_.own
                     if policy.folds_layers and not round_.is_first:

@@ -20,7 +20,7 @@ from rlnumba.errors import CommunicationError, SharedError, UserError
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.transformer import save_model
 from rlnumba.parallel.launch import stop_requested
-from rlnumba.parallel.saving import SharedSaver
+from rlnumba.parallel.saving import SharedSaver, has_parts, save_parts
 from rlnumba.reporting.files import RUN_FILES, make_folder, remove_temporaries, write_config
 from rlnumba.reporting.folder_lock import owned
 from rlnumba.reporting.metrics import MetricsWriter
@@ -405,12 +405,19 @@ class RunFolder:
         """Write final/, a Hugging Face folder of the model, or of that of the best step with load_best_model_at_end.
 
         The checkpoint of the last step has been begun, unless the run has none. heads: those that are written, by
-        default all.
+        default all. All ranks call this.
         """
         best = self.callbacks.state.best_global_step if self.run.train.load_best_model_at_end else None
+        if has_parts(model):
+            # Rank 0 alone has it.
+            best = self.communicator.objects(best)[0]
         if best is None and (heads not in (None, model.config.heads) or self.run.train.save_strategy == "no"):
             self.save_model(model, "final", tokenizer, heads)
-            return
+        else:
+            self._finish_as_checkpoint(best)
+
+    def _finish_as_checkpoint(self, best):
+        """Make final/ of the checkpoint of the best step, or for None of the last one."""
         self.saver.wait()
         with self._written("final"):
             # Faster than another copy of the device's memory.
@@ -419,11 +426,14 @@ class RunFolder:
             log(f"the best {self.callbacks.metric} is {self.callbacks.state.best_metric:.6g}, of step {best}")
 
     def save_model(self, model, name, tokenizer, heads=None):
-        """Write a Hugging Face folder `name` in this one. Raises UserError naming it."""
+        """Write a Hugging Face folder `name` in this one; all ranks call this. Raises UserError naming it."""
         # Values in the memory of the host may still be written.
         device.synchronize()
         with self._written(name):
-            save_model(model, self.path / name, tokenizer, heads=heads)
+            if has_parts(model):
+                save_parts(model, self.path / name, tokenizer, heads, self.communicator)
+            else:
+                save_model(model, self.path / name, tokenizer, heads=heads)
 
     @contextmanager
     def _written(self, name):
@@ -448,11 +458,13 @@ class ReadFolder(RunFolder):
         """A writer that is used as the MetricsWriter and writes nothing."""
         return _NoWriter()
 
-    def finish(self, model, tokenizer, heads=None):
-        """Nothing: rank 0 saves."""
+    def _finish_as_checkpoint(self, best):
+        """Nothing: rank 0 copies."""
 
     def save_model(self, model, name, tokenizer, heads=None):
-        """Nothing: rank 0 saves."""
+        """Write this rank's part of a model that is in parts; rank 0 saves any other."""
+        if has_parts(model):
+            super().save_model(model, name, tokenizer, heads)
 
 
 class _NoWriter:

@@ -42,9 +42,10 @@ from rlnumba.kernels.rl.ppo_rewards import ppo_rewards
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.model.heads import BothHeads, ValueHead
 from rlnumba.model.hub import find_model, read_config
+from rlnumba.model.lora import is_adapter
 from rlnumba.model.transformer import load_model
 from rlnumba.optim import learning_rate_at
-from rlnumba.runs.loading import load_policy
+from rlnumba.runs.loading import load_policy, weights_of_critic
 from rlnumba.runs.micro_batch import MicroBatch, costliest_first
 from rlnumba.runs.planning.planned import Models
 from rlnumba.runs.policy import LateMetrics, Policy, epoch_order
@@ -68,7 +69,8 @@ def load(run, folder):
     if run.critic.shared:
         return ActorCritic(policy, None, run), tokenizer
     source, config = find_model(run.critic.model or run.model), policy.model.config
-    model = load_model(source, policy.model.dtype.name, SCORE_HEAD)
+    kind = weights_of_critic(run, folder.communicator, is_trained=not is_adapter(source))
+    model = load_model(source, policy.model.dtype.name, SCORE_HEAD, make_weights=kind)
     if model.config.vocab_size != config.vocab_size:
         raise ConfigError(
             f"critic.model {source} has {model.config.vocab_size} token ids and model {run.model} {config.vocab_size}: "
@@ -90,7 +92,8 @@ def save_final(folder, actor, tokenizer):
 
     A critic on the policy's trunk is the trunk with the value head.
     """
-    actor.policy.gather_adapter()
+    for each in filter(None, (actor.policy, actor.critic)):
+        each.gather_adapter()
     folder.finish(actor.model, tokenizer, LM_HEAD)
     critic = actor.model if actor.critic is None else actor.critic.model
     folder.save_model(critic, "final/critic", tokenizer, SCORE_HEAD)
@@ -170,8 +173,9 @@ class ActorCritic:
         """The state for a checkpoint besides the policy's weights, as Policy.state_dict."""
         critic = None
         if self.critic is not None:
-            weights = self.critic.host_part(self.critic.model.trained.flat)
-            critic = {"weights": weights, "optimizer": self.critic.optimizer.state_dict()}
+            trained = self.critic.model.trained
+            own = self.critic.host_part(trained.flat, trained.first, trained.size)
+            critic = {"weights": own, "optimizer": self.critic.optimizer.state_dict()}
         return {"policy": self.policy.state_dict(), "critic": critic, "scores": vars(self.score_moments)}
 
     def load_state_dict(self, state):
@@ -181,11 +185,12 @@ class ActorCritic:
         saved, critic = state["critic"], self.critic
         fits = (saved is None) == (critic is None)
         if critic is not None and fits:
-            fits = saved["weights"].shape == critic.model.trained.flat.shape
+            fits = saved["weights"].shape == (critic.model.trained.size,)
         if not fits:
             raise UserError("the checkpoint's critic is not that of the configuration: was [critic] changed?")
         if critic is not None:
-            copy_to_device([(critic.model.trained.flat, saved["weights"])])
+            spans = critic.model.trained.spans()
+            copy_to_device([(array, saved["weights"][first : first + len(array)]) for first, array in spans])
             critic.optimizer.load_state_dict(saved["optimizer"])
 
 
@@ -312,7 +317,7 @@ def evaluate_tokens(actor, rollouts):
         actor.values(batch, buffer.values[tokens[k]])
     if policy.communicator is not None:
         own = [[device.to_host(array[each]) for array in written] for each in policy.own(tokens)]
-        for each, arrays in zip(tokens, policy.of_all_micro_batches(own), strict=True):
+        for each, arrays in zip(tokens, policy.of_all_micro_batches(own, len(tokens)), strict=True):
             for array, found in zip(written, arrays, strict=True):
                 array[each] = device.asarray(found)
     if policy.reference is None:

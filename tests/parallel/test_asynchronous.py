@@ -369,6 +369,21 @@ def test_two_ranks_train_an_adapter_by_ppo_with_the_completions_of_one_engine(tm
     assert trained_completions(run) == trained_completions(expected)
 
 
+@pytest.mark.usefixtures("quick_starts")
+@pytest.mark.parametrize("shared", [False, True], ids=["own critic", "shared trunk"])
+def test_two_ranks_with_parts_of_policy_and_critic_have_the_result_of_one(tmp_path, shared):
+    """Of three micro-batches, so that a rank has none in the second round."""
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "global_batch_size": 12}
+    train = sizes | {"num_mini_batches": 1, "max_steps": 3, "learning_rate": 1e-3}
+    expected, run = (
+        ppo_run_of(tmp_path / "1", shared, 0, train),
+        ppo_run_of(tmp_path / "2", shared, 1, train, max_staleness=0),
+    )
+    run_ppo(expected)
+    train_on_ranks(with_deploy(run, num_train_gpus=2, zero_stage=3), False)
+    assert finals_of_ppo(run) == finals_of_ppo(expected)
+
+
 def test_a_checkpoint_has_the_groups_that_are_not_trained_on(tmp_path):
     sizes, data = {"save_steps": 1, "max_steps": 6, "eval_steps": 3}, {"eval": str(tmp_path / "prompts.jsonl")}
     run = run_of(tmp_path / "run", train=sizes, data=data, max_staleness=2)

@@ -122,6 +122,13 @@ CASES = {
         {"dynamic_sampling": True, "over_sampling_batch_size": 5, "reward": "one_for_even"},
         (2,),
     ),
+    "ppo, zero 3": ("ppo", {"zero_stage": 3, "gradient_checkpointing": True}, (2, 4)),
+    "ppo, zero 3, shared": ("ppo", {"zero_stage": 3, "critic": {"shared": True}, "learning_rate": 1e-4}, (2,)),
+    "ppo, zero 3, lora": (
+        "ppo",
+        {"zero_stage": 3, "lora": dataclasses.replace(LORA, lora_dropout=0.0), "learning_rate": 1e-3},
+        (2,),
+    ),
     "ppo": ("ppo", {"use_score_scaling": True}, (2, 4)),
     "ppo, shared": ("ppo", {"critic": {"shared": True}, "top_k": 20}, (2,)),
     "grpo, lora": ("grpo", {"lora": dataclasses.replace(LORA, lora_dropout=0.0), "num_iterations": 2}, (2,)),

@@ -197,6 +197,11 @@ CASES = {
     "ppo": {"use_score_scaling": True, "kl_coef": 0.0},
     "ppo, shared": {"critic": {"shared": True}, "max_tokens_per_micro_batch": 100, "whiten_rewards": True},
     "ppo, lora, filtered": {"lora": LORA, "top_k": 20, "entropy_coef": 0.01, "critic": {"learning_rate": 1e-3}},
+    "ppo, zero 3, evaluation": {"zero_stage": 3, **EVALUATES, **LEARNS},
+    "ppo, zero 3, shared": {"zero_stage": 3, "critic": {"shared": True}, "max_tokens_per_micro_batch": 100},
+    "ppo, zero 3, lora": {"zero_stage": 3, "lora": LORA, "entropy_coef": 0.01, **LEARNS},
+    "ppo, zero 3, nf4, shared": {"zero_stage": 3, **NF4, "critic": {"shared": True}, "kl_coef": 0.0, **LEARNS},
+    "ppo, cut, zero 3": cut(zero_stage=3, **LEARNS),
     "sft, per device": (WITHOUT_GLOBAL | {"gradient_accumulation_steps": 2}, WITHOUT_GLOBAL),
     "grpo, per device": (
         WITHOUT_GLOBAL | {"gradient_accumulation_steps": 2, "steps_per_generation": 2},
@@ -208,6 +213,7 @@ ON_TWO = ["sft", "dpo", "grpo", "grpo, dynamic sampling", "ppo", "sft, per devic
 # On two ranks there is none left for one of them in the last round of DPO's three micro-batches.
 ON_TWO += ["sft, zero 3, lora, evaluation", "dpo, zero 3, lora", "grpo, zero 3, lora, evaluation"]
 ON_TWO += ["dpo, zero 3, int8", "grpo, zero 3, nf4, evaluation"]
+ON_TWO += ["ppo, zero 3, evaluation", "ppo, zero 3, shared", "ppo, zero 3, lora"]
 CUT = [case for case in CASES if ", cut" in case]
 ON_THREE = [case for case in CASES if case not in CUT and not case.endswith("per device")]
 ON_FOUR = ["sft", "grpo", "grpo, dynamic sampling", "sft, zero 3", "dpo, zero 3"]
@@ -255,8 +261,8 @@ def test_the_files_of_one_rank_where_layers_are_folded_one_by_one(tmp_path):
 
 @pytest.mark.usefixtures("quick_starts")
 def test_runs_go_on_with_another_number_of_ranks(tmp_path):
-    """Of GRPO in the middle of a generation; of KTO on one rank with other weights on it than before; of an adapter
-    with its base in parts or whole."""
+    """Of GRPO in the middle of a generation; of KTO and of PPO, with its critic, on one rank with other weights on it
+    than before; of an adapter with its base in parts or whole."""
     options = {
         "kto": {"zero_stage": 3},
         "sft": {},
@@ -264,7 +270,7 @@ def test_runs_go_on_with_another_number_of_ranks(tmp_path):
         "grpo": {"generation_batch_size": 32, "zero_stage": 3, "beta": 0.1, **MOVING},
         "rloo": {"generation_batch_size": 32},
         "grpo, cut": {"generation_batch_size": 32},
-        "ppo": {},
+        "ppo": {"zero_stage": 3},
         "sft, lora": {"lora": LORA, "zero_stage": 3},
         "grpo, lora": {"generation_batch_size": 32, "lora": LORA, "zero_stage": 3},
         "sft, lora, nf4": {"zero_stage": 3, **NF4},

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlnumba import checkpoint, cli
-from rlnumba.config import DeployConfig, LoraConfig, SFTConfig, load_run, to_toml
+from rlnumba.config import DeployConfig, SFTConfig, load_run, to_toml
 from rlnumba.errors import ConfigError, RankError
 from rlnumba.model.blocks.attention import Attention
 from rlnumba.model.blocks.mlp import Mlp
@@ -19,7 +19,7 @@ from rlnumba.runs.ranks import train_on_ranks
 from rlnumba.trainers.sft import run_sft
 from tests import processes
 from tests.parallel.test_launch import children_of, ended, wait_until
-from tests.trainers.runs import metrics_of, ppo_run, sft_run
+from tests.trainers.runs import metrics_of, sft_run
 
 # Micro-batches of a step: five, so that no number of ranks divides them.
 BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 10}
@@ -120,27 +120,16 @@ def test_one_gpu_is_needed_for_the_optimizer_in_the_backward(tmp_path):
         run_of(tmp_path, 2, **options)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (
-            {"make": ppo_run},
-            "deploy.zero_stage 3 is not for ppo, whose ranks have all weights of policy and critic: use 2",
-        ),
-    ],
-)
-def test_layers_in_parts_have_limits(tmp_path, options, message):
-    make, sections = options.pop("make", sft_run), {k: options.pop(k) for k in ("lora", "quantization") if k in options}
-    with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(make(tmp_path, **options), deploy=DeployConfig(zero_stage=3), **sections)
-
-
-def test_an_adapter_in_parts_is_saved_without_a_checkpoint(tmp_path):
-    """final/ of all parameters is made of one."""
-    run = dataclasses.replace(sft_run(tmp_path, save_strategy="no"), lora=LoraConfig())
-    assert dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=2, zero_stage=3)).num_ranks == 2
-    with pytest.raises(ConfigError, match="makes `final/` of a checkpoint"):
-        dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=2, zero_stage=3), lora=None)
+@pytest.mark.usefixtures("quick_starts")
+def test_layers_in_parts_are_saved_without_a_checkpoint(tmp_path):
+    """Each rank writes its part into final/, as no checkpoint is there to be copied."""
+    options = {"save_strategy": "no", "learning_rate": 1e-3}
+    one, two = (run_of(tmp_path / str(count), count, zero_stage=3, **options) for count in (1, 2))
+    expected, found = train(one), train(two)
+    assert [*expected[0]] == ["final/model.safetensors"] and found == expected
+    assert sorted(path.name for path in (tmp_path / "2" / "final").iterdir()) == sorted(
+        path.name for path in (tmp_path / "1" / "final").iterdir()
+    )
 
 
 @pytest.mark.usefixtures("quick_starts")

@@ -374,11 +374,6 @@ def test_what_is_refused_of_ppo(tmp_path):
     message = r"async.queue_maxsize \(8\) .*, train.per_device_train_batch_size x gradient_accumulation_steps \(16\)$"
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(run, asynchronous=AsyncConfig(queue_maxsize=8))
-    deploy = DeployConfig(num_train_gpus=2, num_infer_gpus=1, zero_stage=3)
-    with pytest.raises(ConfigError, match="deploy.zero_stage 3 is not for ppo, .*: use 2"):
-        dataclasses.replace(run, asynchronous=AsyncConfig(), deploy=deploy)
-    with pytest.raises(ConfigError, match="deploy.zero_stage 3 is not for ppo, .*: use 2"):
-        dataclasses.replace(run, deploy=DeployConfig(zero_stage=3))
 
 
 def test_the_section_in_a_file(tmp_path):

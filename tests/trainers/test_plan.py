@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlnumba import cli
-from rlnumba.config import AsyncConfig, DeployConfig, LoraConfig, QuantizationConfig, to_toml
+from rlnumba.config import AsyncConfig, CriticConfig, DeployConfig, LoraConfig, QuantizationConfig, to_toml
 from rlnumba.errors import UserError
 from rlnumba.kernels.attention.sm90_backward import backward_nbytes
 from rlnumba.kernels.logprob import ops as logprob
@@ -306,6 +306,9 @@ def test_ranks_take_what_was_planned(tmp_path, monkeypatch):
     runs["grpo, adapter"] = dataclasses.replace(
         runs["grpo, gathered"], lora=LoraConfig(r=4), output_dir=str(tmp_path / "adapter" / "run")
     )
+    for name, options in (("gathered", {}), ("shared, gathered", {"critic": CriticConfig(shared=True)})):
+        folder = str(tmp_path / f"ppo-{name}" / "run")
+        runs[f"ppo, {name}"] = dataclasses.replace(runs["ppo"], deploy=gathers, output_dir=folder, **options)
     runs["grpo, base in 4 bits"] = dataclasses.replace(
         runs["grpo, adapter"],
         quantization=QuantizationConfig(type="nf4", group_size=16),
@@ -337,7 +340,7 @@ def test_ranks_take_what_was_planned(tmp_path, monkeypatch):
                     found[name][region] = max(found[name][region], plan.regions[region])
             assert_taken(plan, found[name])
             assert ("kv" in plan.regions) == (not name.endswith("parts") and name != "sft")
-            copies = name.startswith("grpo, ") and name not in ("grpo, parts", "grpo, ahead")
+            copies = name.startswith(("grpo, ", "ppo, ")) and name not in ("grpo, parts", "grpo, ahead")
             assert ("rollout weights" in plan.regions) == copies
 
 

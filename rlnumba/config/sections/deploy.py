@@ -31,7 +31,7 @@ class DeployConfig(Section):
         2,
         "What the training GPUs share (OpenRLHF): 2: gradients and the optimizer's state; 3: the layers' weights, too, "
         "for models that are too large otherwise, with [lora] those of the frozen base; GPUs that also generate gather "
-        "them for each rollout. The result is the same. 3 is not for `ppo`, whose critic is whole.",
+        "them for each rollout. The result is the same.",
         choices=(2, 3),
     )
     launcher: str = key(

@@ -16,8 +16,7 @@ from rlnumba.errors import UserError
 from rlnumba.model.config import LM_HEAD, ModelConfig
 from rlnumba.model.lora import Adapter, lora_of_run
 from rlnumba.model.transformer import Transformer
-from rlnumba.model.weights import Weights
-from rlnumba.runs.loading import weights_of
+from rlnumba.runs.loading import weights_of, weights_of_critic
 from rlnumba.runs.policy import Policy
 from rlnumba.runtime import signals
 from rlnumba.trainers import rollout
@@ -201,7 +200,8 @@ def make_policies(config, dtype, run, step, communicator=None):
     if run.train.structured_outputs:
         policy.grammar = EveryToken(config.vocab_size)
     if step.models.critic is not None:
-        model = Transformer(step.models.critic, Weights(step.models.critic, dtype))
+        kind = weights_of_critic(run, communicator)
+        model = Transformer(step.models.critic, kind(step.models.critic, dtype))
         critic = MeasuredPolicy(model, run.train, communicator=communicator)
         critic.arena = policy.arena
     return policy, critic

@@ -116,9 +116,6 @@ class DistillRun(AheadRun):
             raise ConfigError("train.lmbda below 1 takes completions of rows: not with tools, an environment or tasks")
         if self.train.seq_kd and self.train.lmbda < 1:
             self._check_seq_kd()
-        if len(self.teacher.folders) > 1 and self.deploy.zero_stage == 3:
-            # Ranks gather the layers of one teacher together.
-            raise ConfigError("teacher.models: several teachers of rlnumba distill need deploy.zero_stage below 3")
         if not self.teacher.folders and self.teacher.prompt_column is None:
             raise MissingKey("teacher.model", ", or teacher.prompt_column: what the model itself sees as the teacher")
         if self.teacher.prompt_column is not None and (self.has_episodes or self.rollout.func is not None):

@@ -140,13 +140,13 @@ class Policy:
         if self.communicator is not None and self.model.adapter is not None and "master" in self.optimizer.state:
             self.model.adapter.master = self.optimizer.gathered("master")
 
-    def each_micro_batch(self, batches, others=(), before=()):
+    def each_micro_batch(self, batches, others=(), models_before=lambda of_round: ()):
         """Iterate over those of a step's micro-batches that this rank computes: every R-th, with R ranks.
 
         batches: a sequence of all of them, the same on every rank, in the order in which their gradients are added.
         The block of the loop adds the gradient of one micro-batch. others: further Policies, to whose gradients it
-        adds, too: it runs this one forward and then the others, and then backward in the same order. before: models
-        that the block runs forward first.
+        adds, too: it runs this one forward and then the others, and then backward in the same order. models_before:
+        called with the list of the `round_of` a micro-batch, the models whose layers the block gathers first, in order.
         """
         self.num_micro_batches = len(batches)
         if self.communicator is None:
@@ -164,7 +164,8 @@ class Policy:
             for policy in policies:
                 policy.fold.begin(round_)
             if round_.own is None:
-                join([policy.fold for policy in policies], before)
+                of_round = batches[round_.first : round_.first + round_.count]
+                join([policy.fold for policy in policies], models_before(of_round))
             else:
                 for policy in policies:
                     policy.micro_batch = round_.own
@@ -178,6 +179,12 @@ class Policy:
                 if policy is not self:
                     policy.begin_gradients()
         self.fold.finish()
+
+    def round_of(self, batches, index):
+        """Those of a step's micro-batches that the ranks compute at the same time as number `index`, in order."""
+        world_size = 1 if self.communicator is None else self.communicator.world_size
+        first = index // world_size * world_size
+        return batches[first : first + world_size]
 
     def begin_gradients(self):
         """To be called before a micro-batch writes gradients: those of the one before are added up, then zero."""

@@ -25,6 +25,7 @@ from rlnumba.kernels.logprob.divergence import DivergenceForm, HeadInput
 from rlnumba.kernels.logprob.listed import ListedLogits
 from rlnumba.model.heads import DivergenceHead
 from rlnumba.model.transformer import Transformer
+from rlnumba.parallel.gradient_fold import gather_layers
 from rlnumba.runs.loading import load_policy
 from rlnumba.runs.micro_batch import TargetBatch
 from rlnumba.runs.planning.planned import Models
@@ -81,6 +82,13 @@ def teacher_of(policy, part):
     return policy.reference if policy.teachers is None else policy.teachers.models[part.teachers[0]]
 
 
+def gathered_teachers(policy, of_round):
+    """The teachers whose layers ranks gather together in a round, of [(index, Rollouts)] that they compute at the same
+    time: a tuple of Transformers, in the order in which each rank gathers them; empty where layers are not in parts."""
+    teachers = [teacher_of(policy, part) for _, part in of_round] if policy.shards_layers else []
+    return tuple(dict.fromkeys(each for each in teachers if isinstance(each, Transformer)))
+
+
 def parts_of_one_teacher(part):
     """Rollouts cut by their teachers, each in the order of its sequences: list of Rollouts."""
     found = np.unique(part.teachers)
@@ -122,21 +130,19 @@ def train_step(policy, micro_batches, learning_rate):
     num_tokens = max(sum(part.num_active for part in micro_batches), 1)
     readings, listings = [], listings_of_step(policy, micro_batches)
     policy.zero_grad(learning_rate)
-    # Where layers are gathered there is one teacher.
-    first = teacher_of(policy, micro_batches[0])
-    before = [first] if isinstance(first, Transformer) else []
-    for index, part in policy.each_micro_batch(list(enumerate(micro_batches)), before=before):
-        teacher = teacher_of(policy, part)
+    numbered = list(enumerate(micro_batches))
+    for index, part in policy.each_micro_batch(numbered, models_before=partial(gathered_teachers, policy)):
+        teacher, gathered = teacher_of(policy, part), gathered_teachers(policy, policy.round_of(numbered, index))
         dloss = part.loss_mask / np.float32(num_tokens)
         batch = part.micro_batch().with_arrays(targets={"dloss": dloss} | listings.get(index, {}))
         if index in listings:
-            readings.append(policy.run_training(divergence_step, batch, OUTPUTS))
+            readings.append(policy.run_training(divergence_step, batch, OUTPUTS, gathered))
         elif len(part.teacher_ids):
             own = part.with_teacher_prompts()
             seen = TargetBatch.of(own.token_ids, own.row_lengths, own.targets)
-            readings.append(policy.run_training(divergence_step, batch, OUTPUTS, teacher, seen, pads=False))
+            readings.append(policy.run_training(divergence_step, batch, OUTPUTS, gathered, teacher, seen, pads=False))
         else:
-            readings.append(policy.run_training(divergence_step, batch, OUTPUTS, teacher))
+            readings.append(policy.run_training(divergence_step, batch, OUTPUTS, gathered, teacher))
     info = policy.step(learning_rate)
 
     def read():
@@ -150,14 +156,19 @@ def train_step(policy, micro_batches, learning_rate):
     return LateMetrics(read)
 
 
-def divergence_step(policy, batch, results, teacher=None, seen=None):
-    """Forward, loss and backward of a DeviceBatch. teacher: None where its likeliest tokens are among the arrays; seen:
-    the TargetBatch of the teacher, where it is another."""
+def divergence_step(policy, batch, results, gathered, teacher=None, seen=None):
+    """Forward, loss and backward of a DeviceBatch. gathered: gathered_teachers of its round. teacher: None where its
+    likeliest tokens are among the arrays; seen: the TargetBatch of the teacher, where it is another."""
+    at = gathered.index(teacher) if teacher in gathered else len(gathered)
+    for model in gathered[:at]:
+        gather_layers(model.weights)
     if teacher is None:
         predictions = ListedLogits(batch.arrays["listed_places"], batch.arrays["listed_logits"])
     else:
         hidden = policy.hidden_rows(teacher, batch.targets if seen is None else seen)
         predictions = HeadInput(hidden, teacher.lm_head)
+    for model in gathered[at + 1 :]:
+        gather_layers(model.weights)
     head = DivergenceHead(predictions, DivergenceForm(policy.temperature, *policy.train.divergence_form))
     policy.forward_backward(batch.targets, batch.arrays["dloss"], results["divergence"], head=head)
 

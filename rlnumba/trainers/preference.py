@@ -68,7 +68,7 @@ def optimizer_step(loss, learning_rate):
     policy = loss.policy
     policy.zero_grad(learning_rate)
     before = [] if policy.reference is None else [policy.reference]
-    for part in policy.each_micro_batch(loss.micro_batches(), before=before):
+    for part in policy.each_micro_batch(loss.micro_batches(), models_before=lambda of_round: before):
         with policy.scope():
             # ids -> log-probs -> loss -> gradients
             forward, dlogprobs = loss.forward(part)

@@ -37,14 +37,22 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """The folder of a bfloat16 model with the tokenizer of another one, which has the first of its ids."""
-    folder = tmp_path_factory.mktemp("model")
-    save_model(make_model("bfloat16", **SIZES), folder)
+def folder_of_model(folder, **options):
+    """The folder, with a bfloat16 model and the tokenizer of another one, which has the first of its ids."""
+    save_model(make_model("bfloat16", **SIZES, **options), folder)
     for path in MODEL.glob("tokenizer*"):
         shutil.copy(path, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return folder_of_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return folder_of_model(tmp_path_factory.mktemp("teacher"), seed=1)
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +130,7 @@ CASES = {
         {"dynamic_sampling": True, "over_sampling_batch_size": 5, "reward": "one_for_even"},
         (2,),
     ),
+    "distill, zero 3, several": ("distill", {"zero_stage": 3, "beta": 0.5, "learning_rate": 1e-4}, (2,)),
     "ppo, zero 3": ("ppo", {"zero_stage": 3, "gradient_checkpointing": True}, (2, 4)),
     "ppo, zero 3, shared": ("ppo", {"zero_stage": 3, "critic": {"shared": True}, "learning_rate": 1e-4}, (2,)),
     "ppo, zero 3, lora": (
@@ -136,8 +145,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_files_of_one_rank(tmp_path, model, case):
+def test_the_files_of_one_rank(tmp_path, model, teacher, case):
     kind, options, counts = CASES[case]
+    if "several" in case:
+        options = options | {"teacher": {"models": {"a": str(model), "b": str(teacher)}}}
     expected = train(kind, run_of(kind, tmp_path / "1", model, **options))
     assert len(expected[0]) >= 3 and len(expected[1]) >= 3
     for count in counts:

@@ -13,7 +13,8 @@ import pytest
 from rlnumba.config import DeployConfig, LoraConfig, QuantizationConfig, SFTConfig, TeacherConfig
 from rlnumba.errors import ConfigError, RankError
 from rlnumba.kernels.nn import reduce
-from rlnumba.model.lora import Adapter
+from rlnumba.model.config import SCORE_HEAD
+from rlnumba.model.lora import Adapter, save_adapter
 from rlnumba.model.transformer import load_model
 from rlnumba.parallel import launch, zero
 from rlnumba.parallel.communicator import check_equal
@@ -22,6 +23,7 @@ from rlnumba.runs import gradients
 from rlnumba.runs.policy import Policy
 from rlnumba.runs.ranks import facts_of, train_on_ranks
 from tests.close import assert_same_bits
+from tests.model.test_lora import random_adapter
 from tests.parallel import in_threads
 from tests.parallel.test_training import BATCH, files_of
 from tests.trainers.runs import (
@@ -37,6 +39,7 @@ from tests.trainers.runs import (
     reward_run,
     rloo_run,
     sft_run,
+    with_column,
     with_completions,
 )
 
@@ -67,11 +70,17 @@ def run_of(
         if teacher:
             run = dataclasses.replace(run, teacher=TeacherConfig(**teacher))
     elif kind == "distill":
-        run = with_completions(distill_run(folder, **GROUPS | options))
+        run = distill_run(folder, **GROUPS | options)
     elif kind == "reward":
         run = reward_run(folder, **PAIRS | options)
     else:
         run = preference_run(kind, folder, **PAIRS | options)
+    has_teachers = kind in ("grpo", "distill") and run.teacher.models
+    if kind == "distill" or has_teachers:
+        run = with_completions(run)
+    if has_teachers:
+        # Of five rows those of three are one teacher's.
+        run = with_column(run, "teacher", lambda row: "aabab"[int(row["answer"]) % 5])
     deploy = DeployConfig(num_train_gpus=num_ranks, zero_stage=zero_stage, tensor_parallel_size=tensor_parallel_size)
     run = dataclasses.replace(run, deploy=deploy, lora=lora, quantization=quantization)
     return run if model is None else dataclasses.replace(run, model=str(model))
@@ -113,6 +122,15 @@ def untied_model(folder):
         shutil.copytree(GOLDEN / "models" / "qwen3_untied", folder)
         for path in MODEL.glob("tokenizer*"):
             shutil.copy(path, folder)
+    return folder
+
+
+def adapter_that_scores(folder):
+    """The folder of an adapter with a score head."""
+    if not folder.exists():
+        adapter = random_adapter(load_model(MODEL, heads=SCORE_HEAD), r=4).adapter
+        adapter.base = str(MODEL)
+        save_adapter(adapter, folder)
     return folder
 
 
@@ -187,6 +205,8 @@ CASES = {
     "grpo, zero 3, nf4, evaluation": {
         "zero_stage": 3, **NF4, "beta": 0.1, "num_iterations": 2, "generation_batch_size": 32, **EVALUATES, **LEARNS
     },
+    "distill, zero 3, several": {"zero_stage": 3, "max_tokens_per_micro_batch": 100, "learning_rate": 1e-2},
+    "grpo, zero 3, several": {"zero_stage": 3, "learning_rate": 1e-3},
     "distill, zero 3, int8": {"zero_stage": 3, **INT8, "beta": 0.5, "learning_rate": 1e-2},
     "rloo, cut, evaluation": cut(**EVALUATES, **LEARNS),
     "grpo, cut, lora": cut(lora=LORA, num_iterations=2, generation_batch_size=32, **LEARNS),
@@ -201,6 +221,7 @@ CASES = {
     "ppo, zero 3, shared": {"zero_stage": 3, "critic": {"shared": True}, "max_tokens_per_micro_batch": 100},
     "ppo, zero 3, lora": {"zero_stage": 3, "lora": LORA, "entropy_coef": 0.01, **LEARNS},
     "ppo, zero 3, nf4, shared": {"zero_stage": 3, **NF4, "critic": {"shared": True}, "kl_coef": 0.0, **LEARNS},
+    "ppo, zero 3, critic of an adapter": {"zero_stage": 3, **LEARNS},
     "ppo, cut, zero 3": cut(zero_stage=3, **LEARNS),
     "sft, per device": (WITHOUT_GLOBAL | {"gradient_accumulation_steps": 2}, WITHOUT_GLOBAL),
     "grpo, per device": (
@@ -213,7 +234,8 @@ ON_TWO = ["sft", "dpo", "grpo", "grpo, dynamic sampling", "ppo", "sft, per devic
 # On two ranks there is none left for one of them in the last round of DPO's three micro-batches.
 ON_TWO += ["sft, zero 3, lora, evaluation", "dpo, zero 3, lora", "grpo, zero 3, lora, evaluation"]
 ON_TWO += ["dpo, zero 3, int8", "grpo, zero 3, nf4, evaluation"]
-ON_TWO += ["ppo, zero 3, evaluation", "ppo, zero 3, shared", "ppo, zero 3, lora"]
+ON_TWO += ["ppo, zero 3, evaluation", "ppo, zero 3, shared", "ppo, zero 3, lora", "ppo, zero 3, critic of an adapter"]
+ON_TWO += ["distill, zero 3, several"]
 CUT = [case for case in CASES if ", cut" in case]
 ON_THREE = [case for case in CASES if case not in CUT and not case.endswith("per device")]
 ON_FOUR = ["sft", "grpo", "grpo, dynamic sampling", "sft, zero 3", "dpo, zero 3"]
@@ -232,7 +254,11 @@ def runs_of_cases(cases, folder, num_ranks):
         if "untied" in case:
             options = options | {"model": untied_model(folder / "model")}
         kind = case.partition(",")[0]
-        if kind == "distill":
+        if case.endswith("critic of an adapter"):
+            options = options | {"critic": {"model": str(adapter_that_scores(folder / "critic"))}}
+        if "several" in case:
+            options = options | {"teacher": {"models": {"a": str(MODEL), "b": str(untied_model(folder / "model"))}}}
+        elif kind == "distill":
             options = options | {"teacher": {"model": str(untied_model(folder / "model"))}}
         runs.append((kind, run_of(kind, place, num_ranks, **options)))
     return runs

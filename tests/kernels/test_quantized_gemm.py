@@ -210,6 +210,14 @@ def test_those_who_multiply_widen_where_that_is_faster():
     assert [warpgroups(m, 4096, 12_288, "fp8", False) for m in (1, 16, 64)] == [0, 0, 1]
 
 
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("n, k", [(6144, 4096), (4096, 4096), (4096, 12_288)])
+def test_copies_of_a_reduced_tile_that_are_under_way(form, n, k):
+    """One block adds up x A^T of 64 rows in a chain of copies: it has as many panels under way as other warps would."""
+    config = packed_config(64, n, k, form, FORMATS[form].group_size, 132, ("bfloat16", False, True, False, True))
+    assert config.warpgroups == 1 and config.stages * config.reducing_panels >= 10
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize("element", [BF16, F16])
 @pytest.mark.parametrize("form", FORMATS)

@@ -34,6 +34,8 @@ LEVELS_BYTES = 16 * 32 * 4
 # Rows of the weight of a wgmma; the bytes of B' in a stage for a warpgroup that widens its weight in registers.
 WARPGROUP_ROWS = 64
 PART_BYTES = WARPGROUP_ROWS * LINE
+# Panels of a stage of a tile of A' beside warpgroups that widen in registers.
+MOST_REDUCING_PANELS = 2
 # Elements between the rows of float32 through which a tile of C^T becomes one of C.
 EXCHANGE_PADDING = 4
 
@@ -152,7 +154,7 @@ class PackedGemmConfig(NamedTuple):
         """Bytes of the widened weight, or of a low rank's, in a stage."""
         if self.warpgroups:
             # Of the low rank alone, or of a tile of A'.
-            return self.warpgroups * PART_BYTES if self.low_rank else 0
+            return max(self.warpgroups, self.reducing_panels) * PART_BYTES if self.low_rank else 0
         return self.panels * self.columns * LINE
 
     @property
@@ -177,8 +179,8 @@ class PackedGemmConfig(NamedTuple):
 
     @property
     def reducing_panels(self):
-        """Panels of a stage of a tile of A', which has a warpgroup's columns: those that there is room for."""
-        return min(self.panels, 1 << self.warpgroups.bit_length() - 1) if self.warpgroups else self.panels
+        """Panels of a stage of a tile of A', which has a warpgroup's columns."""
+        return min(self.panels, MOST_REDUCING_PANELS) if self.warpgroups else self.panels
 
     @property
     def a_at(self):
@@ -320,14 +322,15 @@ def packed_config(m, n, k, form, group_size, sm_count, epilogue):
     in their registers: _warpgroups_in_registers.
     """
     rows = next(count for count in ROW_COUNTS if m <= count)
-    has_residual, swiglu = epilogue[2:4]
+    has_residual, swiglu, low_rank = epilogue[2:5]
     widths = (64, 32) if rows <= 16 else (64, 32, 16)
     # 64 rows by 64 columns with a residual have more values than a thread has registers.
     if swiglu or has_residual and rows == 64:
         widths = (32, 16)
     width = next((width for width in widths if -(-n // width) > FEWEST_BUSY * sm_count), widths[-1])
     warpgroups, part_columns = _warpgroups_in_registers(width, rows, n, form, swiglu, sm_count)
-    for panels in (4, 2) if warpgroups else ():
+    # Stages of two panels have more of a tile of A' under way, whose sum over K is a chain of copies.
+    for panels in ((2,) if low_rank and warpgroups == 1 else (4, 2)) if warpgroups else ():
         constants = warpgroups, part_columns, panels, STEPS // 16
         config = config_in_registers(constants, rows, n, form, group_size, epilogue)
         if is_possible(config) and has_turns(config, k):

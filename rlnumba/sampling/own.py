@@ -236,7 +236,7 @@ class RankedSampler(Sampler):
     def update_weights(self, version):
         """This rank's weights are of this version now. Raises SharedError for an error before the last `collect`."""
         self._check()
-        self.own.update_weights(version)
+        self._guarded(lambda: self.own.update_weights(version))
 
     def settle(self):
         """Complete all groups that have begun, on all ranks, which call this together. Raises SharedError."""

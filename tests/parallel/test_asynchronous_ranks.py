@@ -184,20 +184,27 @@ def test_a_rank_waits_no_longer_for_the_others_than_an_operation_may_take(monkey
     assert first == second >= 9
 
 
-def failing(wait_s):
+def failing(*_):
     raise UserError("a tool is gone")
 
 
 def fail(communicator, where):
     """The error of each rank, of which the last one's engine fails."""
     sampler, *_ = sampler_with_groups(communicator, {})
-    if communicator.rank:
+    if communicator.rank and where == "in flight":
+        sampler.own.episodes.engine.synchronize = failing
+    elif communicator.rank:
         sampler.own.poll = failing
     with pytest.raises(SharedError) as raised:
         if where == "take":
             led(communicator, sampler.poll, sampler.serve)
         elif where == "evaluation":
             sampler.settle()
+        elif where == "in flight":
+            sampler.before_update()
+            sampler.update_weights(1)
+            sampler.share()
+            led(communicator, sampler.poll, sampler.serve)
         else:
             sampler.before_micro_batch()
             sampler.before_update()
@@ -206,7 +213,7 @@ def fail(communicator, where):
     return str(raised.value)
 
 
-@pytest.mark.parametrize("where", ["take", "training", "evaluation"])
+@pytest.mark.parametrize("where", ["take", "training", "evaluation", "in flight"])
 def test_an_error_of_a_rank_is_raised_by_all_in_the_same_place(where):
     assert in_threads.run(fail, 2, where) == ["a tool is gone"] * 2
 

@@ -31,7 +31,7 @@ TEXT_TOKENS = 64
 # The parts that vLLM's sleep lets go of, as its wake_up names them.
 SLEEPERS = "weights", "kv_cache"
 ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
-# Arguments of vLLM's LLM and its generate: how that is said here. None, False, and one GPU are no request.
+# Arguments of vLLM's LLM and its generate: how that is said here. None, False, one GPU and NO_REQUEST are no request.
 LLM_ELSEWHERE = {
     "tensor_parallel_size": "one process has the whole model; `rlnumba generate --tp` cuts it",
     "data_parallel_size": "one process has one model; `rlnumba generate --num-gpus` has several",
@@ -39,6 +39,7 @@ LLM_ELSEWHERE = {
     "seed": "it is of a SamplingParams",
     "kv_cache_dtype": "the KV cache has the model's dtype",
 }
+NO_REQUEST = {"seed": (None, 0), "kv_cache_dtype": (None, False, "auto")}
 # Others that need nothing here: models are read by rlnumba itself, from safetensors; ranks have no bound.
 LLM_WITHOUT_EFFECT = ("trust_remote_code", "max_cpu_loras", "max_lora_rank")
 GENERATE_ELSEWHERE = {
@@ -68,6 +69,8 @@ class LLM:
             base, adapter = find_base(model)
             tokenizer = tokenizer or (adapter and Tokenizer.from_folder(adapter)) or Tokenizer.from_folder(base)
             model = load_model(adapter or base, None if dtype == "auto" else dtype)
+        elif dtype not in (None, "auto", model.dtype.name):
+            raise ConfigError(f"LLM: dtype {shown(dtype)} is for a folder, and the model has weights of {model.dtype}")
         self.adapter_ids = {name: index for index, name in enumerate(adapters or ())}
         if adapters:
             model = with_adapters(model, adapters.values())
@@ -278,7 +281,7 @@ def _engine_config(config, keys):
     refuse_unknown("LLM", keys, {*ENGINE_KEYS, *LLM_ELSEWHERE, *LLM_WITHOUT_EFFECT, *own_names})
     own = {name: value for name, value in keys.items() if name in ENGINE_KEYS}
     for name, value in keys.items():
-        if name in LLM_ELSEWHERE and value not in (None, False, 1):
+        if name in LLM_ELSEWHERE and value not in NO_REQUEST.get(name, (None, False, 1)):
             raise TypeError(f"LLM takes no {name}: {LLM_ELSEWHERE[name]}")
     if own and config is not None:
         raise TypeError(f"LLM: config and {', '.join(own)} are both given")

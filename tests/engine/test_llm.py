@@ -987,7 +987,8 @@ FOLDER = Path(__file__).parent.parent / "golden" / "tiny-qwen3"
 
 def test_forms_of_vllm_and_nano_vllm():
     """What their READMEs show: a text alone, dicts, one SamplingParams or one each, the attributes of an output."""
-    llm = LLM(model=str(FOLDER), tokenizer=str(FOLDER), enforce_eager=True, tensor_parallel_size=1, dtype="auto")
+    defaults = {"tensor_parallel_size": 1, "dtype": "auto", "seed": 0, "kv_cache_dtype": "auto"}
+    llm = LLM(model=str(FOLDER), tokenizer=str(FOLDER), enforce_eager=True, **defaults)
     assert llm.engine.config == EngineConfig(enforce_eager=True)
     params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=4, seed=3)
     text = "what is 3+4? "
@@ -1036,12 +1037,17 @@ def test_wrong_forms_are_named():
         (lambda: llm.generate("a", use_tqmd=False), "generate has no use_tqmd; did you mean use_tqdm?"),
         (lambda: llm.generate("a", SamplingParams())[0]["logprobs"], r"an output has \['text'\] and \['token_ids'\]"),
         (lambda: LLM(FOLDER, tensor_parallel_size=2), "LLM takes no tensor_parallel_size: .*rlnumba generate --tp"),
+        (lambda: LLM(FOLDER, seed=1), "LLM takes no seed: it is of a SamplingParams"),
+        (lambda: LLM(FOLDER, kv_cache_dtype="fp8"), "LLM takes no kv_cache_dtype: the KV cache has the model's dtype"),
         (lambda: LLM(FOLDER, max_model_length=8), "LLM has no max_model_length; did you mean max_model_len?"),
         (lambda: LLM(FOLDER, config=EngineConfig(), max_model_len=8), "config and max_model_len are both given"),
     ):
         with pytest.raises(TypeError, match=message):
             call()
     assert not llm.engine.has_unfinished
+    with pytest.raises(ConfigError, match="^LLM: dtype 'float16' is for a folder, .* weights of float32$"):
+        LLM(make_model(), dtype="float16")
+    assert LLM(make_model(), dtype="float32").model.dtype == np.float32
 
 
 def test_chat(tmp_path):

@@ -5,7 +5,7 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 from rlnumba.engine.adapters import LoRARequest
-from rlnumba.engine.llm import LLM, chat_prompts, text_and_prompt
+from rlnumba.engine.llm import LLM, asked_adapters, chat_prompts, text_and_prompt
 from rlnumba.engine.requests.streams import Streams
 from rlnumba.engine.sequence import SamplingParams
 
@@ -33,9 +33,13 @@ class AsyncLLM:
         Raises as LLM.generate does, at the first step of the iteration.
         """
         number, queue = next(self._numbers), asyncio.Queue()
+        if not isinstance(sampling_params, SamplingParams | None):
+            raise TypeError(
+                f"generate: sampling_params must be SamplingParams, got {type(sampling_params).__qualname__}"
+            )
         params = sampling_params or SamplingParams()
         text, prompt = text_and_prompt(number, prompt)
-        adapter = lora_request if adapter is None else adapter
+        adapter = asked_adapters(adapter, {"lora_request": lora_request})
         # Its place is there before the first output. Whatever ends this early, the request is dropped after it is
         # submitted: the engine's thread does one after the other.
         self._queues[number] = queue

@@ -131,7 +131,7 @@ class LLM:
         """
         engine = self.engine
         texts, prompts, params, adapter_ids = self._requests(
-            prompts, _params(params, others), _adapters(adapters, others)
+            prompts, _params(params, others), asked_adapters(adapters, others)
         )
         total, episodes, outputs = sum(p.n for p in params), Episodes(engine), []
         bar = progress_bar(others.get("use_tqdm"), total)
@@ -201,7 +201,7 @@ class LLM:
         iterator is closed, all requests are dropped. Raises as generate does, PromptError for the first damaged prompt.
         """
         texts, prompts, params, adapter_ids = self._requests(
-            prompts, _params(params, others), _adapters(adapters, others)
+            prompts, _params(params, others), asked_adapters(adapters, others)
         )
         streams = Streams(self.engine)
         try:
@@ -305,7 +305,7 @@ def _params(params, others):
     return params
 
 
-def _adapters(adapters, others):
+def asked_adapters(adapters, others):
     """The adapters of a call of generate: `adapters`, or vLLM's keyword for it."""
     if others.get("lora_request") is not None:
         if adapters is not None:

@@ -11,6 +11,7 @@ import pytest
 
 from rlnumba import AsyncLLM
 from rlnumba.engine import LLM, PromptError, SamplingParams
+from rlnumba.engine.adapters import LoRARequest
 from rlnumba.engine.episodes import GroupRequest
 from rlnumba.engine.requests.streams import OpenRequest, Streams
 from rlnumba.engine.sequence import StepOutput
@@ -116,6 +117,19 @@ def test_a_task_that_is_cancelled_while_its_request_is_submitted_drops_it(monkey
     asyncio.run(cancelled())
     llm.shutdown()
     assert not llm.llm.engine.has_unfinished and not llm._streams.open
+
+
+def test_wrong_arguments_of_a_coroutine_are_those_of_generate():
+    llm, lora = AsyncLLM(FOLDER), LoRARequest("a", 1, "folder")
+    for keys, line in (
+        ({"sampling_params": {"n": 2}}, "sampling_params must be SamplingParams, got dict"),
+        ({"adapter": "a", "lora_request": lora}, "adapters and lora_request are the same, and both are given"),
+        ({"adapter": 1}, "an adapter is a name or a LoRARequest, .* got int"),
+    ):
+        with pytest.raises(TypeError, match=f"^generate: {line}"):
+            asyncio.run(anext(llm.generate("a", **keys)))
+    llm.shutdown()
+    assert not llm._queues
 
 
 def test_a_damaged_prompt_ends_alone():

@@ -132,7 +132,8 @@ def round_function(count, element):
 
 @functools.cache
 def row_functions(dim, element, access, tap_access):
-    """(load, store, load_taps, activations, inverse_length): the device functions of a head's channels in a lane."""
+    """(load, store, load_taps, convolve, activations, inverse_length): the device functions of a head's channels in a
+    lane."""
     width, zero = lane_width(dim), np.float32(0.0)
     load, store = vector_access(width, access)
     load_four, _ = vector_access(TAPS, tap_access)
@@ -145,14 +146,19 @@ def row_functions(dim, element, access, tap_access):
             load_four(conv[channel + i], 0, taps, i * TAPS)
 
     @device_function
-    def activations(window, taps, values):
-        """values = the activations of the token of the window's row 3, after three rows before it."""
+    def convolve(window, taps, values):
+        """values = the convolution, rounded, of the token of the window's row 3, after three rows before it."""
         for i in range(width):
             total = cuda.fma(taps[4 * i], window[i], zero)
             for tap in range(1, TAPS):
                 total = cuda.fma(taps[4 * i + tap], window[tap * width + i], total)
             values[i] = total
         round_values(values)
+
+    @device_function
+    def activations(window, taps, values):
+        """values = the activations of the same token."""
+        convolve(window, taps, values)
         for i in range(width):
             values[i] = values[i] * sigmoid(values[i])
         round_values(values)
@@ -165,7 +171,7 @@ def row_functions(dim, element, access, tap_access):
             squares = cuda.fma(values[i], values[i], squares)
         return inverse_sqrt(warp_sum(squares if lane * width < dim else zero) + EPS)
 
-    return load, store, load_taps, activations, inverse_length
+    return load, store, load_taps, convolve, activations, inverse_length
 
 
 @device_function
@@ -181,7 +187,7 @@ def head_function(heads, element, is_value, is_paged, access, tap_access):
     width, query_scale, zero = lane_width(dim), np.float32(heads.key_dim**-0.5), np.float32(0.0)
     rows, columns, first_value = TAPS - 1 + AHEAD, heads.columns, 2 * key_heads
     window_size, taps_size = rows * width, TAPS * width
-    load, store, load_taps, activations, inverse_length = row_functions(dim, element, access, tap_access)
+    load, store, load_taps, _, activations, inverse_length = row_functions(dim, element, access, tap_access)
     any_value = is_value or heads.key_dim == heads.value_dim
 
     @device_function

@@ -118,7 +118,7 @@ def head_gradient_function(heads, element, is_value, access, tap_access):
     width, query_scale, zero, one = lane_width(dim), np.float32(heads.key_dim**-0.5), np.float32(0.0), np.float32(1.0)
     columns, first_value, taps_size = heads.columns, 2 * key_heads, TAPS * width
     rows, window_size, ahead_size = TAPS - 1 + NEXT, (TAPS - 1 + NEXT) * width, NEXT * width
-    load, store, load_taps, _, _ = row_functions(dim, element, access, tap_access)
+    load, store, load_taps, convolve, _, _ = row_functions(dim, element, access, tap_access)
     round_values = round_function(width, element)
     any_value = is_value or heads.key_dim == heads.value_dim
 
@@ -134,12 +134,7 @@ def head_gradient_function(heads, element, is_value, access, tap_access):
     @device_function
     def compute_du(window, taps, douts, du, values, sigmoids, unit, owned):
         """du of the token of the window's row 3; values, sigmoids: scratch."""
-        for i in range(width):
-            total = cuda.fma(taps[4 * i], window[i], zero)
-            for tap in range(1, TAPS):
-                total = cuda.fma(taps[4 * i + tap], window[tap * width + i], total)
-            du[i] = total
-        round_values(du)
+        convolve(window, taps, du)
         for i in range(width):
             sigmoids[i] = sigmoid(du[i])
             values[i] = du[i] * sigmoids[i]

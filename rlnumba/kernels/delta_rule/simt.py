@@ -56,13 +56,19 @@ def state_blocks(start, resumed_at):
 
 
 @device_function
-def as_operand(value, operands):
-    """A float32 rounded to the dtype of `operands`, as float32; saturates, but for NaN."""
+def saturated(value):
+    """A float32 within the range of float16, but for NaN."""
     if value > LARGEST_OPERAND:
         value = LARGEST_OPERAND
     if value < -LARGEST_OPERAND:
         value = -LARGEST_OPERAND
-    return widen(narrow(value, operands))
+    return value
+
+
+@device_function
+def as_operand(value, operands):
+    """A float32 rounded to the dtype of `operands`, as float32; saturates, but for NaN."""
+    return widen(narrow(saturated(value), operands))
 
 
 @device_function

@@ -23,6 +23,7 @@ from rlnumba.kernels.delta_rule.tensor_tiles import (
     convert_function,
     copy_function,
     fragment_functions,
+    multiply_keys_function,
     store_rows,
 )
 from rlnumba.kernels.ptx import sm80
@@ -59,27 +60,15 @@ pack, unpack = cvt_pack("bfloat16"), cvt_unpack("bfloat16")
 @functools.cache
 def weights_functions(is_alone):
     """(keep_products, make_gradients): of the block's weights and their gradients, 16 rows and 32 columns of a warp."""
-    load_a, _, load_b, _ = fragment_functions(PITCH)
+    load_a, _, _, _ = fragment_functions(PITCH)
     _, load_a_trans, _, load_b_trans = fragment_functions(COLUMNS_PITCH)
-    multiply, multiply_halves = sm80.mma("bfloat16"), sm80.mma("float16")
-
-    @device_function
-    def multiply_keys(acc, base, rows, first, column, lane):
-        """acc (16, 32) = rows of q or k times keys."""
-        a, b = cuda.local.array(4, np.int32), cuda.local.array(4, np.int32)
-        for i in range(16):
-            acc[i] = ZERO
-        for step in range(DIM // 16):
-            load_a(a, base + i32(rows), first, i32(step * 16), lane)
-            for n in range(2):
-                load_b(b, base + i32(K), i32(column + i32(n * 16)), i32(step * 16), lane)
-                multiply_halves(acc, 8 * n, a, 0, b, 0)
+    multiply, multiply_keys = sm80.mma("bfloat16"), multiply_keys_function(32)
 
     @device_function
     def keep_products(products, base, rows, first, column, lane):
         """products = those of multiply_keys: q . k on the diagonal and below, k . k, transposed, above it."""
         acc = cuda.local.array(16, np.float32)
-        multiply_keys(acc, base, rows, first, column, lane)
+        multiply_keys(acc, base, rows, K, first, column, lane)
         for half in range(2):
             t = i32(first + (lane >> i32(2)) + i32(8 * half))
             for n in range(4):
@@ -111,8 +100,8 @@ def weights_functions(is_alone):
         outputs, errors = cuda.local.array(16, np.float32), cuda.local.array(16, np.float32)
         doutput, derror = cuda.local.array(16, np.float32), cuda.local.array(16, np.float32)
         if is_alone:
-            multiply_keys(outputs, base, Q, first, column, lane)
-            multiply_keys(errors, base, K, first, column, lane)
+            multiply_keys(outputs, base, Q, K, first, column, lane)
+            multiply_keys(errors, base, K, K, first, column, lane)
         multiply_rows(doutput, derror, base, first, column, lane)
         for half in range(2):
             t = i32(first + (lane >> i32(2)) + i32(8 * half))
@@ -234,7 +223,7 @@ copy_tile, copy_columns = copy_function(DIM, THREADS), copy_function(BLOCK, THRE
 
 @device_function
 def start_key_copies(base, tokens, block_bounds, key_head, thread):
-    """q and k of a block, (first token, tokens), and of a key head."""
+    """Start the copies of q and k of a block, (first token, tokens), and of a key head."""
     (first, count), key_heads = block_bounds, i32(tokens.k.shape[1])
     offset, row_bytes = (i64(first) * key_heads + key_head) * (2 * DIM), key_heads * i32(2 * DIM)
     copy_tile(base + i32(Q), address_of(tokens.q) + offset, row_bytes, count, thread)
@@ -243,7 +232,7 @@ def start_key_copies(base, tokens, block_bounds, key_head, thread):
 
 @device_function
 def start_value_copies(base, of_tokens, dout, vectors, values, block, block_bounds, head, thread):
-    """Two groups of a block and value head: do, r, z and the vectors; both states."""
+    """Start the copies of a block and value head, in two groups: do, r, z and the vectors; both states."""
     (first, count), heads = block_bounds, i32(dout.shape[1])
     offset, row_bytes = (i64(first) * heads + head) * (2 * DIM), heads * i32(2 * DIM)
     copy_tile(base + i32(DO), address_of(dout) + offset, row_bytes, count, thread)
@@ -425,7 +414,7 @@ def delta_rule_block_backward_kernel(is_alone):
             for i in range(32):
                 acc[i] += other[i]
             cuda.syncthreads()
-            # All have left do, r, z, the vectors and the states.
+            # All threads have read do, r, z, the vectors and the states.
             if not is_last:
                 start_value_copies(base, vectors_place, dout, vectors, values, block, (t, count), following, thread)
             add_rows(acc, base, DM, False, K, first, column, lane)

@@ -254,7 +254,7 @@ wait_for_copies = sm80.cp_async_wait_group(0)
 
 @device_function
 def start_copies(stage, tokens, values, vectors, weights, where, is_backward, thread):
-    """The tiles of a block; values: v or dout, of which the grid's block has COLUMNS columns."""
+    """Start the copies of a block's tiles; values: v or dout, of which the grid's block has COLUMNS columns."""
     first, count, index, head, key_head, column = where
     heads, key_heads = i32(values.shape[1]), i32(tokens.k.shape[1])
     offset = (i64(first) * key_heads + key_head) * (2 * DIM)
@@ -291,14 +291,14 @@ def delta_rule_chains_kernel(dout, tokens, cu_seqlens, vectors, weights, values)
     for i in range(STATE_COUNT):
         state[i] = ZERO
     stage = base
-    # One turn more, of which the copies alone are the first block's.
-    for turn in range(i32(blocks + i32(1))):
-        if turn > 0:
+    # Iteration i starts the copies of block i and computes block i - 1.
+    for iteration in range(i32(blocks + i32(1))):
+        if iteration > 0:
             wait_for_copies()
             cuda.syncthreads()
-        following = stage if turn == 0 else (base + i32(STAGE) if stage == base else base)
-        if turn < blocks:
-            block = i32(blocks - i32(1) - i32(turn)) if is_backward else i32(turn)
+        following = stage if iteration == 0 else (base + i32(STAGE) if stage == base else base)
+        if iteration < blocks:
+            block = i32(blocks - i32(1) - i32(iteration)) if is_backward else i32(iteration)
             first = i32(begin + block * i32(BLOCK))
             where = (
                 first, min(i32(end - first), i32(BLOCK)), i32(begin // i32(BLOCK)) + b + block, head, key_head, column,
@@ -307,8 +307,8 @@ def delta_rule_chains_kernel(dout, tokens, cu_seqlens, vectors, weights, values)
                 start_copies(following, tokens, dout, vectors, weights, where, True, thread)
             else:
                 start_copies(following, tokens, tokens.v, vectors, weights, where, False, thread)
-        if turn > 0:
-            block = i32(blocks - i32(turn)) if is_backward else i32(turn - i32(1))
+        if iteration > 0:
+            block = i32(blocks - i32(iteration)) if is_backward else i32(iteration - i32(1))
             row = (i64(i32(begin // i32(BLOCK)) + b + block) * heads + head) * DIM + column + warp * i32(16)
             if is_backward:
                 convert_keys(stage + i32(K), thread)

@@ -10,8 +10,6 @@ leaves of a value by the time of another. It is computed in float32, a column in
 order. P and X are operands, float16 and bounded; X, transposed, lies above the diagonal of P.
 """
 
-import functools
-
 import numpy as np
 
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK, SUB_BLOCK
@@ -24,7 +22,7 @@ from rlnumba.kernels.delta_rule.tensor_tiles import (
     ZERO,
     add_log_decays,
     copy_function,
-    fragment_functions,
+    multiply_keys_function,
 )
 from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.instruction import address_of
@@ -56,54 +54,35 @@ pack = cvt_pack("float16")
 load_float, store_float = load_function("f"), store_function("f")
 
 
-@functools.cache
-def weights_functions():
-    """(multiply_keys, store_outputs, store_errors): the device functions of a warp's 16 rows of P and of M."""
-    load_a, _, load_b, _ = fragment_functions(PITCH)
-    multiply = sm80.mma("float16")
+@device_function
+def store_outputs(of_queries, base, sums, warp, lane):
+    """P of a warp's 16 rows, to shared memory; of_queries: q k^T, then P."""
+    for half in range(2):
+        t = i32(i32(warp * i32(16)) + (lane >> i32(2)) + i32(8 * half))
+        total = sums[t]
+        for n in range(8):
+            j, at = i32(i32(8 * n) + ((lane & i32(3)) << i32(1))), 4 * n + 2 * half
+            for i in range(2):
+                decay = decay_between(total, sums[j + i]) if j + i <= t else ZERO
+                of_queries[at + i] = decay * of_queries[at + i] if j + i <= t else ZERO
+            word = pack(of_queries[at], of_queries[at + 1])
+            store_word(base + i32(WEIGHTS) + t * i32(WEIGHT_PITCH) + j * i32(2), word)
 
-    @device_function
-    def multiply_keys(acc, base, rows, warp, lane):
-        """acc (16, 64) = rows of a tile, q or k, times keys."""
-        a, b = cuda.local.array(4, np.int32), cuda.local.array(4, np.int32)
-        for i in range(32):
-            acc[i] = ZERO
-        for step in range(DIM // 16):
-            load_a(a, base + i32(rows), i32(warp * i32(16)), i32(step * 16), lane)
-            for n in range(4):
-                load_b(b, base + i32(K), i32(n * 16), i32(step * 16), lane)
-                multiply(acc, 8 * n, a, 0, b, 0)
 
-    @device_function
-    def store_outputs(of_queries, base, sums, warp, lane):
-        """P, to shared memory."""
-        for half in range(2):
-            t = i32(i32(warp * i32(16)) + (lane >> i32(2)) + i32(8 * half))
-            total = sums[t]
-            for n in range(8):
-                j, at = i32(i32(8 * n) + ((lane & i32(3)) << i32(1))), 4 * n + 2 * half
-                for i in range(2):
-                    decay = decay_between(total, sums[j + i]) if j + i <= t else ZERO
-                    of_queries[at + i] = decay * of_queries[at + i] if j + i <= t else ZERO
-                word = pack(of_queries[at], of_queries[at + 1])
-                store_word(base + i32(WEIGHTS) + t * i32(WEIGHT_PITCH) + j * i32(2), word)
-
-    @device_function
-    def store_errors(of_keys, base, sums, beta, warp, lane):
-        """M, and M B transposed, to shared memory, where k and q were."""
-        for half in range(2):
-            t = i32(i32(warp * i32(16)) + (lane >> i32(2)) + i32(8 * half))
-            total = sums[t]
-            for n in range(8):
-                j, at = i32(i32(8 * n) + ((lane & i32(3)) << i32(1))), 4 * n + 2 * half
-                for i in range(2):
-                    decay = decay_between(total, sums[j + i]) if j + i < t else ZERO
-                    of_keys[at + i] = decay * of_keys[at + i] if j + i < t else ZERO
-                    place = base + i32(SCALED) + i32(j + i32(i)) * i32(LINE) + t * i32(4)
-                    store_float(place, beta[j + i] * of_keys[at + i])
-                store_pair(base + i32(ROWS) + t * i32(LINE) + j * i32(4), of_keys[at], of_keys[at + 1])
-
-    return multiply_keys, store_outputs, store_errors
+@device_function
+def store_errors(of_keys, base, sums, beta, warp, lane):
+    """M of a warp's 16 rows, and M B transposed, to shared memory, where k and q were; of_keys: k k^T, then M."""
+    for half in range(2):
+        t = i32(i32(warp * i32(16)) + (lane >> i32(2)) + i32(8 * half))
+        total = sums[t]
+        for n in range(8):
+            j, at = i32(i32(8 * n) + ((lane & i32(3)) << i32(1))), 4 * n + 2 * half
+            for i in range(2):
+                decay = decay_between(total, sums[j + i]) if j + i < t else ZERO
+                of_keys[at + i] = decay * of_keys[at + i] if j + i < t else ZERO
+                place = base + i32(SCALED) + i32(j + i32(i)) * i32(LINE) + t * i32(4)
+                store_float(place, beta[j + i] * of_keys[at + i])
+            store_pair(base + i32(ROWS) + t * i32(LINE) + j * i32(4), of_keys[at], of_keys[at + 1])
 
 
 @device_function
@@ -142,8 +121,7 @@ def solve_column(base, column, start):
         first = i32(first + i32(SUB_BLOCK))
 
 
-copy_tile = copy_function(DIM, THREADS)
-multiply_keys, store_outputs, store_errors = weights_functions()
+copy_tile, multiply_keys = copy_function(DIM, THREADS), multiply_keys_function(BLOCK)
 wait_for_copies = sm80.cp_async_wait_group(0)
 
 
@@ -176,12 +154,12 @@ def delta_rule_inverse_kernel(tokens, bounds, vectors, weights):
     wait_for_copies()
     cuda.syncthreads()
     # Addresses that these steps have in common would be kept, in too many registers.
-    multiply_keys(acc, base, Q, warp, lane)
+    multiply_keys(acc, base, Q, K, i32(warp * i32(16)), i32(0), lane)
     base, thread = opaque(shared), opaque(thread)
     lane, warp = thread & i32(31), thread >> i32(5)
     store_outputs(acc, base, sums, warp, lane)
     base, lane = opaque(shared), opaque(lane)
-    multiply_keys(acc, base, K, warp, lane)
+    multiply_keys(acc, base, K, K, i32(warp * i32(16)), i32(0), lane)
     cuda.syncthreads()
     base, lane = opaque(shared), opaque(lane)
     store_errors(acc, base, sums, beta, warp, lane)

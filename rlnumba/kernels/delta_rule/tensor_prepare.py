@@ -1,7 +1,7 @@
 """The first warpgroup of the gated delta rule on tensor cores: tiles, log decays, M and P; its constants, work items.
 
 tensor_forward.py has the kernel. What is made here does not need the state, so it is ready before the other warpgroup
-asks for it: on Hopper it is made while that one computes the block before, and tiles are copied a block earlier still.
+reads it: on Hopper it is made while that one computes the block before, and tiles are copied a block earlier still.
 """
 
 import functools
@@ -209,6 +209,12 @@ def packed_load_function(config):
     return load_tiles
 
 
+@device_function
+def place_of(row, block, pair):
+    """The place in a tile of two numbers of a row."""
+    return i32(row * i32(LINE) + ((i32(block) ^ row) & i32(7)) * i32(16) + pair * i32(4))
+
+
 @functools.cache
 def triangle_function():
     """The device function that stores what store_weights of prepare_function does, but for blocks of zeros."""
@@ -218,11 +224,6 @@ def triangle_function():
         """The sum of a line's token."""
         even, odd = load_pair(Address(sums + (line & i32(-2)) * i32(4)))
         return odd if line & i32(1) else even
-
-    @device_function
-    def place_of(row, block, pair):
-        """The place in a tile of two numbers of a row."""
-        return i32(row * i32(LINE) + ((i32(block) ^ row) & i32(7)) * i32(16) + pair * i32(4))
 
     @device_function
     def store_weights(of_keys, of_queries, sums, m_tile, p_tile, diagonal, warp, lane):
@@ -248,7 +249,7 @@ def triangle_function():
                         row, index, of_row = i32(line + half * 8), block * 4 + half * 2, second if half else first
                         for i in range(2):
                             column = i32(i32(block * 8 + i) + pair * i32(2))
-                            # Of a later token the difference is positive: no product with its exponential.
+                            # The difference to a later token is positive, and its exponential may be inf: no product.
                             difference = of_row - (odd if i else even) if column <= row else f32(0.0)
                             decay = exp2(difference * LOG2_E)
                             m, p = of_keys[index + i] * decay, of_queries[index + i] * decay
@@ -310,14 +311,14 @@ def prepare_function(config):
                 of_row = second if half else first
                 for i in range(2):
                     column, index = i32(i32(block * 8 + i) + pair * i32(2)), block * 4 + half * 2 + i
-                    # Of a later token the difference is positive: no product with its exponential.
+                    # The difference to a later token is positive, and its exponential may be inf: no product.
                     difference = of_row - (odd if i else even) if column <= row else f32(0.0)
                     decay = exp2(difference * LOG2_E)
                     m, p = of_keys[index] * decay, of_queries[index] * decay
                     of_keys[index] = -m if column < row else f32(0.0)
                     of_queries[index] = p if column <= row else f32(0.0)
                 index = block * 4 + half * 2
-                place = i32(row * i32(LINE) + ((i32(block) ^ row) & i32(7)) * i32(16) + pair * i32(4))
+                place = place_of(row, block, pair)
                 store_word(Address(m_tile + place), pack_operands(of_keys[index], of_keys[index + 1]))
                 store_word(Address(p_tile + place), pack_operands(of_queries[index], of_queries[index + 1]))
                 if i32(block // 2) == warp:
@@ -336,7 +337,7 @@ def prepare_function(config):
 
     @device_function
     def prepare_block(base, item, index, thread):
-        """M, P and decays of the item's block number `index`, whose tiles have been asked for."""
+        """M, P and decays of the item's block number `index`, whose copies have been started."""
         warp, lane = i32(thread >> i32(5)), i32(thread & i32(31))
         if is_deferred:
             stage, to = stage_of(index, tiles), stage_of(index, prepared)
@@ -381,8 +382,8 @@ def prepare_function(config):
             fence_proxy_async()
 
     @device_function
-    def prepare_in_turn(tokens, cache, base, item, thread):
-        """All blocks of an item, each when the other warpgroup has left the one before it."""
+    def prepare_between(tokens, cache, base, item, thread):
+        """All blocks of an item, each after the other warpgroup has read the one before it."""
         index = i32(0)
         while index < item.blocks:
             load_tiles(tokens, cache, base, item, index, i32(0), thread)
@@ -407,7 +408,7 @@ def prepare_function(config):
             named_barrier_sync(HANDOVER, 2 * WARPGROUP)
             index = i32(index + i32(1))
             if index < item.blocks:
-                # The consumer has left the block before the last: its stages are free.
+                # The other warpgroup has read the block before the last: its stages are free.
                 following = i32(index + i32(1))
                 if following < item.blocks:
                     if is_deferred:
@@ -417,4 +418,4 @@ def prepare_function(config):
                 cp_async_commit_group()
                 prepare_block(base, item, index, thread)
 
-    return prepare_ahead if is_sm90 else prepare_in_turn
+    return prepare_ahead if is_sm90 else prepare_between

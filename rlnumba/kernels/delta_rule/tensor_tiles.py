@@ -12,6 +12,7 @@ from rlnumba.kernels.delta_rule.arithmetic import BLOCK
 from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.shared_memory import load_words, store_function, store_words
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function, shuffle_xor, sync_warp
+from rlnumba.runtime.device import cuda
 
 i32, f32 = np.int32, np.float32
 
@@ -55,6 +56,30 @@ def fragment_functions(pitch):
         sm80.ldmatrix_fragment_trans(words, 0, address + column * i32(2))
 
     return load_a, load_a_trans, load_b, load_b_trans
+
+
+@functools.cache
+def multiply_keys_function(columns):
+    """The device function of 16 lines of a tile of q or k times `columns` keys, float16."""
+    load_a, _, load_b, _ = fragment_functions(PITCH)
+    multiply = sm80.mma("float16")
+
+    @device_function
+    def multiply_keys(acc, base, rows, keys, first, column, lane):
+        """acc (16, columns) = lines of a tile from `first` on times those of another from `column` on.
+
+        rows, keys: constants, the bytes between base and the tiles.
+        """
+        a, b = cuda.local.array(4, np.int32), cuda.local.array(4, np.int32)
+        for i in range(columns // 2):
+            acc[i] = ZERO
+        for step in range(DIM // 16):
+            load_a(a, base + i32(rows), first, i32(step * 16), lane)
+            for n in range(columns // 16):
+                load_b(b, base + i32(keys), i32(column + i32(n * 16)), i32(step * 16), lane)
+                multiply(acc, 8 * n, a, 0, b, 0)
+
+    return multiply_keys
 
 
 @functools.cache

@@ -39,11 +39,10 @@ from rlnumba.kernels.delta_rule.decode.products import (
     load_global_words,
     load_state_rows,
     products_functions,
-    saturated,
     store_global_words,
 )
 from rlnumba.kernels.delta_rule.input_rows import TAPS, DeltaRuleHeads, accesses_of, gates_of, row_functions
-from rlnumba.kernels.delta_rule.simt import decay_between, state_blocks
+from rlnumba.kernels.delta_rule.simt import decay_between, saturated, state_blocks
 from rlnumba.kernels.nn.swiglu import sigmoid
 from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.instruction import address_of
@@ -140,7 +139,7 @@ def delta_rule_decode_kernel(heads, element, accesses):
     key_heads, value_heads, channels, gates = heads.key_heads, heads.value_heads, heads.channels, heads.gates
     at_once, columns, held = min(accesses[0], 4) // 2, heads.columns, HELD // 2
     ratio, keys, query_scale = value_heads // key_heads, key_heads * DIM, f32(DIM**-0.5)
-    _, _, _, activations, inverse_length = row_functions(DIM, element, accesses[0], accesses[2])
+    _, _, _, _, activations, inverse_length = row_functions(DIM, element, accesses[0], accesses[2])
     score_tokens, read_state, finish = products_functions()
     fold = fold_function()
     wait_for_copies = sm80.cp_async_wait_group(0)

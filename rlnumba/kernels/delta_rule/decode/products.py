@@ -15,8 +15,8 @@ import functools
 
 import numpy as np
 
-from rlnumba.kernels.delta_rule.arithmetic import BLOCK, LARGEST_OPERAND, LOW_SCALE, SUB_BLOCK, VALUE_SCALE
-from rlnumba.kernels.delta_rule.simt import decay_between
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK, LOW_SCALE, SUB_BLOCK, VALUE_SCALE
+from rlnumba.kernels.delta_rule.simt import decay_between, saturated
 from rlnumba.kernels.delta_rule.tensor_products import pack_operands
 from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.shared_memory import load_function, store_function, store_words
@@ -52,16 +52,6 @@ ZERO = f32(0.0)
 
 load_global_words, store_global_words = load_function("rr", "global", "l"), store_function("rr", "global", "l")
 load_shared_words = load_function("rr")
-
-
-@device_function
-def saturated(value):
-    """A float32 within the range of float16, but for NaN."""
-    if value > LARGEST_OPERAND:
-        value = LARGEST_OPERAND
-    if value < -LARGEST_OPERAND:
-        value = -LARGEST_OPERAND
-    return value
 
 
 def rows_function(load):

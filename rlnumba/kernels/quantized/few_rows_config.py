@@ -17,17 +17,17 @@ ROW_COUNTS = (8, 16, 32, 64)
 MOST_ROWS = ROW_COUNTS[-1]
 # Steps of the reduction of the smallest stage, of which K is a multiple.
 LEAST_STEPS = 2 * STEPS
-# What a warp loads at once: 16 bytes a lane.
+# Bytes that a warp loads at once, 16 a lane.
 WARP_LOAD_BYTES = 512
 # Bytes of packed weights that a block has under way, some more than memory's speed times its latency.
 BYTES_AHEAD = 40 * 1024
-# Panels of A that a block has under way where its stages have nothing else.
+# Panels of A that a block has under way where its stages have A alone.
 PANELS_AHEAD = 16
 # Warpgroups of a wide tile, half of whose rows of the weight are gate's.
 WIDE_WARPGROUPS = 3
-# The share of SMs that a tile's width leaves busy at least, and warps that widen.
+# The least share of SMs that a tile's width leaves busy, and the most warps that widen.
 FEWEST_BUSY, MOST_WARPS = 0.6, 8
-# What a tile of experts costs beside its columns, as columns: finding it, and the first stage and last of a pipeline.
+# The cost of a tile of experts beside its columns, in columns: finding it, and filling and draining the pipeline.
 TILE_COLUMNS_OVERHEAD = 8
 # nf4's levels, each for 32 lanes.
 LEVELS_BYTES = 16 * 32 * 4
@@ -49,10 +49,10 @@ class PackedGemmConfig(NamedTuple):
     two; whole_tiles: whether a tile of C, for SwiGLU either half, has whole tiles of the format, or else halves.
     grouped: whether rows are those of experts (grouped.py). reduces: the kernel computes the first matrix of the low
     rank (gemm/reduction.py). swapped: wgmma computes C^T, from 64 rows of the weight and all of A, both in shared
-    memory, of which it then reads less; else A comes from registers. teams: of `warps` warps, which widen stages in
-    turn. warpgroups: those that multiply, each columns / warpgroups rows of the weight, which it widens in registers
-    for C^T: swapped, without `warps`; 0: one, beside warps that widen. wgmma_steps: of 16 values of the reduction, 1, 2
-    or 4, that it widens and multiplies at once. The other fields are those of Sm90GemmConfig.
+    memory, of which it then reads less; else A comes from registers. teams: of `warps` warps, each of which widens
+    every teams-th stage. warpgroups: that multiply, each columns / warpgroups rows of the weight, which it widens in
+    registers for C^T: swapped, without `warps`; 0: one, beside warps that widen. wgmma_steps: of 16 values of the
+    reduction, 1, 2 or 4, that a warpgroup widens and multiplies at once. The other fields are those of Sm90GemmConfig.
     """
 
     form: str
@@ -255,12 +255,12 @@ def is_possible(config):
     )
     # Where a tile has less than wgmma's 64 rows of the weight, it reads panels that follow, and at last A and the next
     # stage, as rows of products that no thread reads.
-    turned = not config.swapped or config.columns in (16, 32, 64)
-    return even and turned and config.tile_columns % config.segment_rows == 0
+    reads_within = not config.swapped or config.columns in (16, 32, 64)
+    return even and reads_within and config.tile_columns % config.segment_rows == 0
 
 
 def _is_possible_in_registers(config):
-    """is_possible, where the warps that multiply widen the weight."""
+    """Whether is_possible, where the warps that multiply widen the weight."""
     part, copies = config.part, config.columns // config.segment_rows * (1 if config.whole_tiles else config.panels)
     # As many as there are lanes.
     fits = copies <= 32
@@ -318,8 +318,8 @@ def packed_config(m, n, k, form, group_size, sm_count, epilogue):
     Tiles of 64, 32 or 16 columns, for SwiGLU of 32 or 16 of gate and up each: the widest for most SMs. H100, int4, 1
     row by 6144 x 4096: 9.2 us with 64, 11.1 with 32. C^T and two teams that widen: 24.9 us for gate-up of Qwen3-8B,
     with one team 26.2, C with A in shared memory 31.8 and in registers 33.4. Up to 16 rows gain nothing from 16
-    columns: H200, 1, 16, 64 rows by 1024 x 3072 5.2, 5.0, 6.3 us, with 32 3.8, 4.6, 7.3. Where those who multiply widen
-    in their registers: _warpgroups_in_registers.
+    columns: H200, 1, 16, 64 rows by 1024 x 3072 5.2, 5.0, 6.3 us, with 32 3.8, 4.6, 7.3. _warpgroups_in_registers has
+    the measurements of warps that multiply and also widen.
     """
     rows = next(count for count in ROW_COUNTS if m <= count)
     has_residual, swiglu, low_rank = epilogue[2:5]

@@ -1070,10 +1070,11 @@ def test_chat(tmp_path):
         LLM(make_model()).chat(messages)
 
 
-def test_a_prompt_without_numbers_leaves_the_others_theirs():
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 2}, {"prompt_logprobs": 3}], ids=["nothing", "tokens", "prompt"])
+def test_a_prompt_without_numbers_leaves_the_others_theirs(asked):
     """Where its caller asks for them: also those that were begun, or have some completions, when it failed."""
     prompts = [[5, 6], [5, 7], [6, 5, 9], [8], [7, 7]]
-    params = [SamplingParams(n=2, max_tokens=length, seed=3) for length in (2, 9, 9, 30, 5)]
+    params = [SamplingParams(n=2, max_tokens=length, seed=3, **asked) for length in (2, 9, 9, 30, 5)]
     whole = make_model(tie_word_embeddings=False)
     config = EngineConfig(max_num_seqs=6)
     expected = LLM(whole, config=config).generate(prompts, params)

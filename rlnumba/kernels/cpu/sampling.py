@@ -191,8 +191,8 @@ def top_logprobs(logits, temperature, thresholds, token_ids, counts, out):
         threshold = np.float32(thresholds[b] if len(thresholds) else -np.inf)
         lse, count = _kept_lse(row, divisor, threshold), min(counts[b], listed, len(row))
         out[b, 0] = 1 + (row > row[token]).sum() + (row[:token] == row[token]).sum()
-        # Sorted are those alone that may be among the likeliest.
-        members = np.flatnonzero(row >= (np.partition(row, -count)[-count] if count else np.inf))
+        # Sorted are those alone that may be among the likeliest; NaN, of a damaged prompt, compares as neither.
+        members = np.flatnonzero(~(row < (np.partition(row, -count)[-count] if count else np.inf)))
         ids = members[np.argsort(-row[members], kind="stable")][:count]
         out[b, 2 : 2 + count] = ids
         places = [1, *range(2 + listed, 2 + listed + count)]

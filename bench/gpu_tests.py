@@ -7,9 +7,9 @@
 
 A part is one pytest with a process a core, at most sixteen, since most of its time goes to compiling; "peer" has four,
 which share two GPUs. A part's result is FOLDER/PART.json: the commit, the GPU, the counts, the failures, and a digest
-of the part's tests and of every module that they import, directly or through others. The page, bench/results/gpu-
-tests.md, is of the sources of this checkout: results of other ones are refused, and a part whose sources are those of
-an earlier commit need not run again. The exit code is 1 if a test failed or a part did not end.
+of the part's tests and of every module that they import, directly or through others. The page,
+bench/results/gpu-tests.md, is of the sources of this checkout: results of other ones are refused, and a part whose
+sources are those of an earlier commit need not run again. The exit code is 1 if a test failed or a part did not end.
 """
 
 import argparse

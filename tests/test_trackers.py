@@ -92,6 +92,19 @@ def test_a_run_and_its_resumption(tmp_path, runs, monkeypatch):
     assert [call[1] for call in runs[2].calls if call[0] == "log"] == [3]
 
 
+def test_steps_that_are_taken_anew_are_another_run_of_wandb(tmp_path, runs):
+    """W&B drops what is logged for a step below its last one."""
+    run = sft_run(tmp_path / "run", max_steps=3, save_steps=1, report_to=["wandb"])
+    run_sft(run)
+    # Nothing came after this step.
+    run_sft(run, resume=3)
+    run_sft(run, resume=1)
+    first, same, other = (recorded.calls[0][2]["id"] for recorded in runs)
+    assert first == same != other
+    assert [call[1] for call in runs[2].calls if call[0] == "log"] == [2, 3]
+    assert (tmp_path / "run" / "earlier-1" / "wandb_id").read_text() == first
+
+
 def test_a_run_that_fails_says_so(tmp_path, runs):
     with pytest.raises(ZeroDivisionError), MetricsWriter(tmp_path, 3, report_to=["wandb"]) as writer:
         writer.log(1, {"loss": 1})

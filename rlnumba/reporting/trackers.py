@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 
 from rlnumba.errors import UserError
+from rlnumba.reporting.files import replacing
 
 PACKAGES = {"tensorboard": ("tensorboardX", "tensorboard"), "wandb": ("wandb",), "trackio": ("trackio",)}
 PROJECT = "rlnumba"
@@ -92,7 +93,8 @@ class _Wandb:
 
         path = folder / "wandb_id"
         if not path.exists():
-            path.write_text(uuid.uuid4().hex[:8])
+            with replacing(path) as file:
+                file.write(uuid.uuid4().hex[:8])
         project = project or os.environ.get("WANDB_PROJECT", PROJECT)
         settings = {"name": run_name, "dir": str(folder), "id": path.read_text(), "resume": "allow"}
         try:

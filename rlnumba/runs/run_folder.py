@@ -302,7 +302,9 @@ class RunFolder:
             copied = [
                 self.path / name for name in ("metrics.jsonl", "completions.jsonl", "tokens.jsonl", "completions")
             ]
-            target = self._archive([*later, *self.path.glob("final")], [path for path in copied if path.exists()])
+            # W&B takes no step twice: the run that goes on with other steps is another one there.
+            gone = [path for name in ("final", "wandb_id") if (path := self.path / name).exists()]
+            target = self._archive([*later, *gone], [path for path in copied if path.exists()])
             log(f"{self.path}: what came after step {self.step} is now in {target}")
 
     def _archive(self, moved, copied=()):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+import time
 import types
 
 import pytest
@@ -67,6 +68,21 @@ def test_tensorboard_has_every_metric_of_every_step(tmp_path):
         for step in (1, 2)
         for name, value in (("loss", 0.5 / step), ("memory/engine_activations", 3.0))
     }
+
+
+def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for start_step, scale in ((0, 1.0), (3, 10.0)):
+        tracker = trackers._TensorBoard(tmp_path, start_step)
+        for step in range(start_step + 1, start_step + 6):
+            tracker.log(step, {"loss": scale * step, "memory/engine activations": 3.0})
+        tracker.close(False)
+        # Files are read in the order of their names, which begin with the second.
+        time.sleep(1.1)
+    found = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [(each.step, each.value) for each in found.Scalars("loss")] == [
+        *((1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0), (6, 60.0), (7, 70.0), (8, 80.0))
+    ]
 
 
 def test_a_run_and_its_resumption(tmp_path, runs, monkeypatch):

@@ -7,6 +7,7 @@ and configured by their own environment variables (WANDB_MODE, WANDB_PROJECT, TR
 import contextlib
 import importlib.util
 import os
+import time
 import uuid
 from pathlib import Path
 
@@ -50,19 +51,28 @@ def _tensorboard(folder, start_step):
         # TensorBoard hides the former values of steps that a resumed run repeats.
         return [_TensorBoardX(SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None))]
     with contextlib.suppress(ImportError):
-        from tensorboard.summary import Writer
-
-        return [_TensorBoard(Writer(str(folder)))]
+        return [_TensorBoard(folder, start_step)]
     return []
 
 
 class _TensorBoard:
-    def __init__(self, writer):
-        self.writer = writer
+    """By tensorboard itself, as torch writes it: the Writer that it offers cannot hide steps that are repeated."""
+
+    def __init__(self, folder, start_step):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.writer, self.event, self.summary = EventFileWriter(str(folder)), Event, Summary
+        if start_step:
+            self._add(start_step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def _add(self, step, **content):
+        self.writer.add_event(self.event(wall_time=time.time(), step=step, **content))
 
     def log(self, step, metrics):
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
+        values = [self.summary.Value(tag=name, simple_value=number) for name, number in metrics.items()]
+        self._add(step, summary=self.summary(value=values))
 
     def close(self, failed):
         self.writer.close()

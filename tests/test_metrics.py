@@ -9,7 +9,7 @@ import pytest
 
 from rlnumba.config import load_run
 from rlnumba.errors import UserError
-from rlnumba.reporting import files, metrics
+from rlnumba.reporting import files, metrics, plots
 from rlnumba.reporting.files import cut_back, read_metrics, replacing
 from rlnumba.reporting.metrics import MetricsWriter
 from rlnumba.reporting.plots import plot, plot_apart, smooth
@@ -227,6 +227,25 @@ def test_plot(tmp_path):
         picture = image.imread(tmp_path / name)
         assert picture.shape[0] > 300 and picture.shape[1] > 900 and picture.std() > 0.05
     assert not list(tmp_path.glob(".*"))
+
+
+def test_runs_of_one_name_have_names_that_differ(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(plots, "_draw", lambda axis, runs, *arguments: found.append([name for name, _ in runs]))
+    for parent in ("a", "b"):
+        (tmp_path / parent / "run").mkdir(parents=True)
+        (tmp_path / parent / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    plot([tmp_path / "a" / "run", tmp_path / "b" / "run"], tmp_path / "two.png")
+    assert found == [["a/run", "b/run"]]
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_that_are_no_numbers_are_left_out(tmp_path):
+    odd = [1.0, "text", [1.0], None, 10**400, 1e308, -1e308, float("inf")]
+    rows = [{"step": step, "loss": value, "grad_norm": value} for step, value in enumerate(odd, start=1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot([tmp_path], tmp_path / "odd.png")
+    np.testing.assert_array_equal(plots._series(rows, "loss")[1], [1.0] + [np.nan] * 7)
 
 
 def test_another_process_draws_the_same(tmp_path):

@@ -171,6 +171,15 @@ def cut_back(path, step):
                 new.write(line if line.endswith("\n") else line + "\n")
 
 
+def names_of(paths):
+    """Names of folders: the ends of their absolute paths, as short as they differ from each other: list of str."""
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
 def read_metrics(run_dir):
     """The lines of run_dir/metrics.jsonl: list of dicts. An incomplete last line is skipped.
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from rlnumba.config.keys import LARGEST_FLOAT32
 from rlnumba.errors import UserError
-from rlnumba.reporting.files import read_metrics
+from rlnumba.reporting.files import names_of, read_metrics
 
 # (metric, title, whether its axis is logarithmic); the first MOST_PANELS that a run has are drawn.
 PANELS = (
@@ -60,10 +61,14 @@ def smooth(values, window):
 
 
 def _series(rows, name):
-    """(steps, values) of one metric, NaN for null: two float arrays."""
+    """(steps, values) of one metric, NaN for null and for what is no number, or none that float32 holds, as a picture
+    needs: two float arrays."""
     pairs = [(row["step"], row[name]) for row in rows if name in row]
     steps = np.array([step for step, _ in pairs], float)
-    return steps, np.array([np.nan if value is None else value for _, value in pairs], float)
+    values = [
+        value if isinstance(value, int | float) and abs(value) < LARGEST_FLOAT32 else np.nan for _, value in pairs
+    ]
+    return steps, np.array(values, float)
 
 
 def plot_apart(run_dirs, output):
@@ -82,7 +87,8 @@ def plot(run_dirs, output):
 
     Raises UserError naming a missing or damaged file, or an output that cannot be written.
     """
-    runs = [(Path(folder).resolve().name, read_metrics(folder)) for folder in run_dirs]
+    names = names_of([Path(folder).resolve() for folder in run_dirs])
+    runs = [(name, read_metrics(folder)) for name, folder in zip(names, run_dirs, strict=True)]
 
     def found(panels):
         return [p for p in panels if any(np.isfinite(_series(rows, p[0])[1]).any() for _, rows in runs)]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlnumba.errors import ConfigError, missing
 from rlnumba.reporting import folder_lock
+from rlnumba.reporting.files import names_of
 from rlnumba.serve.watch.metrics import MetricColumns
 from rlnumba.serve.watch.step_lines import Span, StepLines
 
@@ -41,12 +42,8 @@ def find_runs(folders):
 
 
 def named(paths):
-    """{name: path}: the ends of absolute paths, as short as they differ from each other."""
-    for length in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return dict(zip(names, paths, strict=True))
+    """{name: path} of the folders of runs."""
+    return dict(zip(names_of(paths), paths, strict=True))
 
 
 class Runs:

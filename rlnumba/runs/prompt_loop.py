@@ -37,7 +37,7 @@ from rlnumba.parallel.tensor_parallel import TensorParallel, follow, load_shard
 from rlnumba.reporting.stderr import log
 from rlnumba.rewards import TrainingProgress
 from rlnumba.runs import evaluation, kept_data
-from rlnumba.runs.planning.planned import Step, invented_rollouts, longest_completions
+from rlnumba.runs.planning.planned import Step, invented_rollouts, lengths_with_most_rows, longest_completions
 from rlnumba.runs.prompt_run import (
     check_stops_of,
     eval_params,
@@ -155,16 +155,26 @@ class TrainerOnPrompts(NamedTuple):
         be."""
         prompts, prompt, length = longest_completions(planner, run)
         rows = self.completions_at_once(run.train, length)
-        longest = invented_rollouts(run.train, [prompt], length - prompt, rows)
-        if run.train.generation.replays_experts:
-            sizes = len(planner.config.mixture_layers), planner.config.num_experts_per_tok
-            longest.routed_experts = np.full((len(longest.token_ids), *sizes), -1, np.int16)
+
+        def invented(prompts):
+            completion = min(run.train.max_completion_length, length - min(prompts))
+            found = invented_rollouts(run.train, prompts, completion, rows)
+            if run.train.generation.replays_experts:
+                sizes = len(planner.config.mixture_layers), planner.config.num_experts_per_tok
+                found.routed_experts = np.full((len(found.token_ids), *sizes), -1, np.int16)
+            return found
 
         def rehearse(policy, critic, rollouts, every_form):
             return self.rehearse(run, policy, critic, rollouts, every_form)
 
         def calls(policy, critic):
-            return rehearse(policy, critic, longest, True)
+            yield from rehearse(policy, critic, invented([prompt]), True)
+            sharing = policy.prefix_sharing(policy.model, critic and critic.model)
+            if sharing is not None:
+                lengths, _ = planner.prompts(run.data.max_prompt_length)
+                others = lengths_with_most_rows(lengths, run.train, length, rows, sharing)
+                if (others != prompt).any():
+                    yield from rehearse(policy, critic, invented(others), False)
 
         sequences = rows
         if run.train.max_tokens_per_micro_batch is not None:

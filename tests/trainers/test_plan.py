@@ -22,6 +22,8 @@ from rlnumba.model.blocks import projection
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.lora import Adapter
 from rlnumba.model.shard import Shard
+from rlnumba.model.tokenizer import Tokenizer
+from rlnumba.model.transformer import load_model
 from rlnumba.model.weights import write_json
 from rlnumba.parallel import launch
 from rlnumba.runs.micro_batch import target_bucket_of
@@ -140,6 +142,36 @@ def test_completions_that_share_their_prompt_take_what_was_planned(tmp_path, mon
     monkeypatch.setattr(Policy, "_hidden", noted)
     assert_planned(run, run_grpo)
     assert tuple(map(max, zip(*computed, strict=True))) == taken[0].largest[:3]
+
+
+@pytest.mark.parametrize("kind", ["a reference that moves", "a critic", "a critic on the trunk"])
+def test_a_run_writes_what_was_planned(tmp_path, kind):
+    if kind == "a reference that moves":
+        run = grpo_run(tmp_path / "run", max_steps=1, beta=0.1, sync_ref_model=True, ref_model_sync_steps=1)
+        run_grpo(run)
+    else:
+        run = ppo_run(tmp_path / "run", max_steps=1)
+        run = dataclasses.replace(run, critic=CriticConfig(shared=kind != "a critic"))
+        run_ppo(run)
+    found = Planner(run, False, 16 * GIB).plan()
+    for name, planned_bytes in (("checkpoints/step-1", found.checkpoint), ("final", found.final)):
+        written = sum(path.stat().st_size for path in (tmp_path / "run" / name).rglob("*.safetensors"))
+        assert abs(written - planned_bytes) <= 0.1 * written, f"{name}: {planned_bytes} planned, {written} written"
+
+
+def test_prompts_that_share_less_than_the_longest_take_what_was_planned(tmp_path):
+    """Of a prompt one token shorter than the longest, which ends with a whole prefix, a group computes the last tokens
+    for each completion."""
+    run = with_prompts_that_differ(grpo_run(tmp_path / "run", max_steps=8))
+    tokenizer, multiple = Tokenizer.from_folder(MODEL), load_model(MODEL).prefix_sharing.multiple
+    rows = [json.loads(line) for line in pathlib.Path(run.data.train).read_text().splitlines()]
+    for index, row in enumerate(rows):
+        whole = 2 * multiple + (index == 0)
+        while len(tokenizer.encode(row["prompt"])) < whole:
+            row["prompt"] += "?"
+        assert len(tokenizer.encode(row["prompt"])) == whole
+    pathlib.Path(run.data.train).write_text("\n".join(map(json.dumps, rows)))
+    assert_planned(run, run_grpo)
 
 
 def logits_bytes(rows, run, at_once=0, is_filtered=False):

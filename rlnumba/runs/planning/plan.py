@@ -19,6 +19,8 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
 from rlnumba import data
 from rlnumba.engine.blocks.block_manager import blocks_needed
 from rlnumba.engine.blocks.cache_size import BLOCK_SIZE, CPU_CACHE_BYTES, GPU_MARGIN_BYTES
@@ -368,10 +370,10 @@ def _generate(planner, dtype, run, prompts, communicator=None):
         full, rest = divmod(seqs, n)
         # The rest that is no whole group may be of two.
         sizes = [n] * full + [rest - rest // 2, rest // 2][: min(rest, 2)]
-        _, common = planner.prompts(run.data.max_prompt_length)
+        lengths, common = planner.prompts(run.data.max_prompt_length)
         steps = sizes, [1] * REPORTED_PROMPTS
         tokens = min(
-            tokens, max(_first_steps(engine, prompts, each, common, config.has_linear_attention) for each in steps)
+            tokens, max(_first_steps(engine, lengths, each, common, config.has_linear_attention) for each in steps)
         )
     limit = longest_sequence(config, engine)
     # With "auto" other devices have no steps with drafts.
@@ -410,18 +412,31 @@ def drawn_at_once(planner, run, prompts):
     return sorted(lengths * epochs, reverse=True)[: count * len(prompts) : run.num_ranks], 1, 1
 
 
-def _first_steps(engine, prompts, sizes, common, has_states):
-    """Tokens of the largest step that begins groups of so many completions of prompts of these lengths, which have so
-    many first tokens in common. has_states: whether a sequence resumes at states of linear attention alone."""
-    caching, found = engine.enable_prefix_caching, [0, 0]
-    for length, size in zip(prompts, sizes, strict=False):
-        # Full blocks of the first prompt, with which the others begin; its states are not there before the step ends.
-        shares = caching and found[0] and not has_states
-        cached = min(common, length - 1) // BLOCK_SIZE * BLOCK_SIZE if shares else 0
-        steps = steps_of_group(length, size, BLOCK_SIZE, caching, has_states)
+def _first_steps(engine, lengths, sizes, common, has_states):
+    """Tokens of the largest step that begins groups of so many completions each.
+
+    lengths: those of all prompts, of which the groups have those that make most tokens; common: their first tokens in
+    common. has_states: whether a sequence resumes at states of linear attention alone.
+    """
+    caching, found = engine.enable_prefix_caching, []
+    unique, counts = np.unique(lengths, return_counts=True)
+    # Several epochs of few prompts.
+    counts *= -(-len(sizes) // len(lengths))
+
+    def tokens(length, size, index):
         # Completions that began in the first step have a token in the second.
-        for index, tokens in enumerate((*steps, size)[:2]):
-            found[index] += tokens - (0 if index else cached)
+        return (*steps_of_group(length, size, BLOCK_SIZE, caching, has_states), size)[index]
+
+    for index in range(2):
+        order = np.argsort([-tokens(length, sizes[0], index) for length in unique.tolist()], kind="stable")
+        chosen, total = np.repeat(unique[order], counts[order]).tolist(), 0
+        for number, (length, size) in enumerate(zip(chosen, sizes, strict=False)):
+            # Full blocks of the first prompt, with which the others begin; its states are not there before the step
+            # ends.
+            shares = caching and number and index == 0 and not has_states
+            cached = min(common, length - 1) // BLOCK_SIZE * BLOCK_SIZE if shares else 0
+            total += tokens(length, size, index) - cached
+        found.append(total)
     return max(found)
 
 

@@ -84,6 +84,20 @@ def invented_rollouts(train, prompt_lengths, completion_length, rows):
     )
 
 
+def lengths_with_most_rows(lengths, train, limit, rows, sharing):
+    """The lengths of the prompts of `rows` completions that have the most rows in a micro-batch: (rows,), those of a
+    group one after the other. They need not be the longest.
+
+    What a group shares ends at a multiple of the rule's tokens, and what is left of the prompt each completion has for
+    itself. lengths: those of all prompts; limit: tokens of the longest sequence; sharing: PrefixRule.
+    """
+    lengths, size = np.minimum(np.sort(lengths)[::-1], limit - 1), train.generation.num_completions_each
+    completions = np.minimum(train.max_completion_length, limit - lengths)
+    of_groups = size * (lengths + completions) - (size - 1) * sharing.limits(lengths)
+    most = np.argsort(-of_groups, kind="stable")[: -(-rows // size)]
+    return np.resize(np.repeat(lengths[most], size), rows)
+
+
 class EveryToken:
     """A GrammarReplay in which all tokens are allowed."""
 
@@ -130,9 +144,9 @@ class MeasuredPolicy(Policy):
 
 class Taken(NamedTuple):
     """Findings of take_step. trained: how many parameters this rank updates, of the policy and of a critic, a list.
-    checkpoint: the bytes of these and of their state, which are copied to the host; final: the bytes of the policy's
-    alone. folds_layers: Policy's. shares: whether micro-batches may share prefixes. largest: BatchSizes. graph_tokens:
-    the most of a micro-batch that may become a graph.
+    checkpoint: the bytes of these, of their state, and of a reference that moves, which are copied to the host; final:
+    the bytes of what is trained alone. folds_layers: Policy's. shares: whether micro-batches may share prefixes.
+    largest: BatchSizes. graph_tokens: the most of a micro-batch that may become a graph.
     """
 
     trained: list
@@ -172,7 +186,11 @@ def take_step(config, dtype, run, step, communicator=None):
     trained = [each.weights.flat.shape[0] for each in optimizers]
     shares = policy.prefix_sharing(policy.model, critic and critic.model) is not None
     largest = functools.reduce(BatchSizes.most, (each.largest for each in policies))
-    final = policy.optimizer.weights.flat.nbytes
+    # PPO writes its critic, too; one on the policy's trunk is the trunk once more.
+    final = sum(each.weights.flat.nbytes for each in optimizers) * len(policy.model.config.heads)
+    if policy.reference is not None and run.train.reference_move is not None:
+        weights = policy.reference.weights
+        nbytes += weights.size * weights.flat.dtype.itemsize // run.num_ranks
     return Taken(trained, nbytes, final, policy.folds_layers, shares, largest, policy.graphs.max_tokens)
 
 

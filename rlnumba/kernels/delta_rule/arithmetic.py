@@ -39,6 +39,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlnumba.kernels.checks import F32, I32, check, check_all, check_bounds
+
 BLOCK, SUB_BLOCK = 64, 16
 # Of v, w and S where operands are float16.
 VALUE_SCALE = np.float32(2.0**-4)
@@ -113,3 +115,25 @@ class StateCache(NamedTuple):
     key_rows: object
     value_rows: object
     decay_sums: object
+
+
+def check_places(op, sequences, count):
+    """Raise ValueError unless context_lens, slots and resumed_at of StateSequences have `count` sequences."""
+    places = {"context_lens": sequences.context_lens, "slots": sequences.slots, "resumed_at": sequences.resumed_at}
+    check_all(op, (count,), I32, **places)
+
+
+def check_state(op, sequences, cache, dims, operand):
+    """B, the number of StateSequences, or ValueError where they or the StateCache have other shapes or dtypes.
+
+    dims: (HK, HV, K, V); operand: the operands' dtype.
+    """
+    (key_heads, heads, key_dim, value_dim), dtypes = dims, (operand,)
+    count = check_bounds(op, "cu_seqlens", sequences.cu_seqlens)
+    check_places(op, sequences, count)
+    check(op, "state_tables", sequences.state_tables, (count, None), I32)
+    check(op, "states", cache.states, (None, heads, planes_of(operand), key_dim, value_dim), dtypes)
+    slots, *_ = check(op, "key_rows", cache.key_rows, (None, BLOCK, key_heads, key_dim), dtypes)
+    check(op, "value_rows", cache.value_rows, (slots, BLOCK, heads, value_dim), dtypes)
+    check(op, "decay_sums", cache.decay_sums, (slots, BLOCK, heads), F32)
+    return count

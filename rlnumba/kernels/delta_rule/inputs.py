@@ -23,13 +23,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all, check_bounds, unused
+from rlnumba.kernels.checks import F32, FLOATS, check, check_all, check_bounds, unused
 from rlnumba.kernels.delta_rule.arithmetic import (
     BLOCK,
     LEAST_LOG_DECAY,
     LOG2_E,
     StateSequences,
     Tokens,
+    check_places,
     operand_dtype,
 )
 from rlnumba.kernels.delta_rule.input_rows import (
@@ -336,9 +337,7 @@ def delta_rule_inputs(projected, weights, heads, sequences, tokens, cache=None, 
     if cache is not None:
         check(op, "rows", cache.rows, (None, None, heads.channels), (projected.dtype,))
         check(op, "page_rows", cache.page_rows, (None, TAPS - 1, heads.channels), (projected.dtype,))
-        sequence_count = len(sequences.cu_seqlens) - 1
-        places = {"context_lens": sequences.context_lens, "slots": sequences.slots, "resumed_at": sequences.resumed_at}
-        check_all(op, (sequence_count,), I32, **places)
+        check_places(op, sequences, len(sequences.cu_seqlens) - 1)
     if device.name() == "cpu":
         x = projected[:, : heads.channels]
         taps = _packed_taps(x, sequences.cu_seqlens, prefixes) if cache is None else _paged_taps(x, sequences, cache)

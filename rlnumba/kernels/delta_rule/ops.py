@@ -18,7 +18,7 @@ head in ascending order. Source: Yang et al. 2024, Gated Delta Networks, section
 from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all, check_bounds, check_chunks
 from rlnumba.kernels.cpu import delta_rule as cpu
 from rlnumba.kernels.delta_rule import simt, simt_backward, tensor, tensor_backward
-from rlnumba.kernels.delta_rule.arithmetic import BLOCK, operand_dtype, planes_of
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK, check_state, operand_dtype
 from rlnumba.runtime import device, dispatch
 
 MAX_HEAD_DIM = 256
@@ -99,16 +99,9 @@ def paged_delta_rule(tokens, sequences, cache, out):
     (N, HV, V) of q's dtype is written. Raises ValueError for other shapes, dtypes or layouts.
     """
     op = "paged_delta_rule"
-    _, key_heads, heads, key_dim, value_dim = _check_tokens(op, tokens)
-    count, operand = check_bounds(op, "cu_seqlens", sequences.cu_seqlens), (tokens.q.dtype,)
-    places = {"context_lens": sequences.context_lens, "slots": sequences.slots, "resumed_at": sequences.resumed_at}
-    check_all(op, (count,), I32, **places)
-    check(op, "state_tables", sequences.state_tables, (count, None), I32)
-    check(op, "states", cache.states, (None, heads, planes_of(tokens.q.dtype), key_dim, value_dim), operand)
-    slots, *_ = check(op, "key_rows", cache.key_rows, (None, BLOCK, key_heads, key_dim), operand)
-    check(op, "value_rows", cache.value_rows, (slots, BLOCK, heads, value_dim), operand)
-    check(op, "decay_sums", cache.decay_sums, (slots, BLOCK, heads), F32)
-    check(op, "out", out, tokens.v.shape, operand)
+    _, *dims = _check_tokens(op, tokens)
+    check_state(op, sequences, cache, dims, tokens.q.dtype)
+    check(op, "out", out, tokens.v.shape, (tokens.q.dtype,))
     if device.name() == "cpu":
         cpu.paged_delta_rule(tokens, sequences, cache, out)
     elif (family := _family(tokens)) == "simt":

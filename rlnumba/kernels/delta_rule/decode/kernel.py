@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.checks import F32, I32, address, check, check_all, check_bounds
-from rlnumba.kernels.delta_rule.arithmetic import BLOCK, SUB_BLOCK, VALUE_SCALE, planes_of
+from rlnumba.kernels.checks import F32, address, check, check_all
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK, SUB_BLOCK, VALUE_SCALE, check_state
 from rlnumba.kernels.delta_rule.decode.products import (
     CHUNK,
     COLUMNS,
@@ -372,14 +372,7 @@ def delta_rule_decode(projected, weights, norm, heads, sequences, cache, conv, o
     check(op, "conv", weights.conv, (heads.channels, TAPS), dtype)
     check_all(op, (heads.value_heads,), dtype, a_log=weights.a_log, dt_bias=weights.dt_bias)
     check(op, "norm", norm_weight, (DIM,), dtype)
-    count = check_bounds(op, "cu_seqlens", sequences.cu_seqlens)
-    places = {"context_lens": sequences.context_lens, "slots": sequences.slots, "resumed_at": sequences.resumed_at}
-    check_all(op, (count,), I32, **places)
-    check(op, "state_tables", sequences.state_tables, (count, None), I32)
-    check(op, "states", cache.states, (None, heads.value_heads, planes_of(np.float16), DIM, DIM), operand)
-    slots, *_ = check(op, "key_rows", cache.key_rows, (None, BLOCK, heads.key_heads, DIM), operand)
-    check(op, "value_rows", cache.value_rows, (slots, BLOCK, heads.value_heads, DIM), operand)
-    check(op, "decay_sums", cache.decay_sums, (slots, BLOCK, heads.value_heads), F32)
+    count = check_state(op, sequences, cache, (heads.key_heads, heads.value_heads, DIM, DIM), operand[0])
     _, ring, _ = check(op, "rows", conv.rows, (None, None, heads.channels), dtype)
     if ring < TAPS:
         raise ValueError(f"{op}: a slot of rows must have {TAPS} rows or more, got {ring}")

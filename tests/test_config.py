@@ -325,6 +325,12 @@ def test_keys_belong_to_trainers_in_python_too():
     [
         ("sft", {"train.eval_steps": "5"}, "train.eval_steps has no effect: it needs data.eval"),
         ("sft", {"train.eval_steps": "5", "data.eval": "e.jsonl"}, None),
+        ("sft", {"train.save_steps": "5", "train.save_strategy": "epoch"}, "it needs train.save_strategy = steps"),
+        (
+            "sft",
+            {"train.metric_for_best_model": "loss", "data.eval": "e.csv"},
+            "it needs a value as train.load_best_model_at_end or train.early_stopping_patience",
+        ),
         ("sft", {"train.packing_strategy": "wrapped"}, "train.packing_strategy has no effect: it needs train.packing"),
         ("grpo", {"train.vespo_k_pos": "3"}, "train.vespo_k_pos has no effect: it needs train.loss_type = vespo"),
         ("grpo", {"train.vespo_k_pos": "3", "train.loss_type": "vespo"}, None),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rlnumba.config.data import DataConfig
-from rlnumba.config.keys import REQUIRED, Section, and_list, check_keys, check_owners, key
+from rlnumba.config.keys import REQUIRED, KeyCondition, Section, and_list, check_keys, check_owners, key
 from rlnumba.config.lora import LoraConfig, QuantizationConfig
 from rlnumba.config.sections.deploy import DeployConfig
 from rlnumba.errors import ConfigError, MissingKey
@@ -102,6 +102,7 @@ class EngineConfig(Section):
 RECOMPUTE_MODULES = ("norm", "rope", "swiglu")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 NAMED_RUNS = ("train.report_to", ("wandb", "trackio"))
+OF_THE_BEST = KeyCondition(("train.load_best_model_at_end", "train.early_stopping_patience"), "a value", bool)
 
 
 class ReferenceMove(NamedTuple):
@@ -200,7 +201,7 @@ class TrainConfig(Section):
         "also none to resume from. `final/` is written in any case.",
         choices=("no", "steps", "epoch"),
     )
-    save_steps: int = key(500, "Steps between two checkpoints.", minimum=1)
+    save_steps: int = key(500, "Steps between two checkpoints.", minimum=1, needs=("train.save_strategy", ("steps",)))
     save_total_limit: int | None = key(None, "Checkpoints kept, the newest; None: all.", minimum=1)
     save_only_model: bool = key(False, "Checkpoints hold the model alone, without the state that --resume needs.")
     eval_strategy: str | None = key(
@@ -227,10 +228,10 @@ class TrainConfig(Section):
     load_best_model_at_end: bool = key(False, "`final/` is the best evaluated model, not the last; its step is saved.")
     metric_for_best_model: str | None = key(
         None, "A metric of the evaluation, `eval_` may be left out; None: the reward, or the loss where there is none.",
-        needs="data.eval",
+        needs=OF_THE_BEST,
     )  # fmt: skip
     greater_is_better: bool | None = key(
-        None, "For that metric; None: false for names that end in `loss`.", needs="data.eval"
+        None, "For that metric; None: false for names that end in `loss`.", needs=OF_THE_BEST
     )
     early_stopping_patience: int | None = key(
         None, "Stop after this many evaluations without a better metric; None: never.", minimum=1

@@ -119,7 +119,8 @@ too where tensorboardX is installed. The metrics have TRL's names:
 | `time/generate`, `time/reward`, `time/advantage`, `time/logprob` | completions; the wait for rewards; the batch |
 | `time/train`, `time/eval` | the optimizer step, and the evaluation after it |
 | `time/log`, `time/save` | metrics and callbacks; the copy for the checkpoint of the step before |
-| `perf/throughput`, `perf/generation_tokens_per_s` | tokens a second: trained on, generated |
+| `perf/throughput` | tokens trained on a second of `step_time`, of rows a second of `time/train` |
+| `perf/generation_tokens_per_s` | tokens generated a second of `time/generate` |
 | `memory/weights` and others, `perf/peak_memory` | peak bytes by [region](memory.md), and of all together but `host` |
 | `eval_loss`, `eval_reward`, ... | the same of `data.eval`; with rewards also [`eval_pass@k`](running.md#evaluation) |
 

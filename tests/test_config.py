@@ -325,7 +325,6 @@ def test_keys_belong_to_trainers_in_python_too():
     [
         ("sft", {"train.eval_steps": "5"}, "train.eval_steps has no effect: it needs data.eval"),
         ("sft", {"train.eval_steps": "5", "data.eval": "e.jsonl"}, None),
-        ("sft", {"train.save_steps": "5", "train.save_strategy": "epoch"}, "it needs train.save_strategy = steps"),
         (
             "sft",
             {"train.metric_for_best_model": "loss", "data.eval": "e.csv"},

@@ -201,7 +201,7 @@ class TrainConfig(Section):
         "also none to resume from. `final/` is written in any case.",
         choices=("no", "steps", "epoch"),
     )
-    save_steps: int = key(500, "Steps between two checkpoints.", minimum=1, needs=("train.save_strategy", ("steps",)))
+    save_steps: int = key(500, "Steps between two checkpoints.", minimum=1)
     save_total_limit: int | None = key(None, "Checkpoints kept, the newest; None: all.", minimum=1)
     save_only_model: bool = key(False, "Checkpoints hold the model alone, without the state that --resume needs.")
     eval_strategy: str | None = key(

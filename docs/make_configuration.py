@@ -11,6 +11,7 @@ from rlnumba.config.keys import (
     Section,
     and_list,
     keys_of,
+    needs_of,
     needs_text,
     sections_of,
     split_optional,
@@ -163,10 +164,8 @@ def _shown_limits(metadata):
 def _shown_conditions(metadata):
     """Which trainers read a key, and what it has no effect without."""
     owners = f" For {and_list(Run.trainers_that(metadata['of']))}." if "of" in metadata else ""
-    if "needs" not in metadata:
-        return owners
-    needs = metadata["needs"]
-    return owners + (f" Needs {needs}." if isinstance(needs, KeyCondition) else f" Needs `{needs_text(needs)}`.")
+    needs = [str(each) if isinstance(each, KeyCondition) else f"`{needs_text(each)}`" for each in needs_of(metadata)]
+    return owners + (f" Needs {' and '.join(needs)}." if needs else "")
 
 
 def _owners():

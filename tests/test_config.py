@@ -23,7 +23,7 @@ from rlnumba.config import (
     load_run,
     to_toml,
 )
-from rlnumba.config.keys import KeyCondition, keys_of, sections_of
+from rlnumba.config.keys import KeyCondition, keys_of, needs_of, sections_of
 from rlnumba.config.runs import RUNS
 from rlnumba.config.schema import Run
 from rlnumba.errors import ConfigError
@@ -325,6 +325,15 @@ def test_keys_belong_to_trainers_in_python_too():
     [
         ("sft", {"train.eval_steps": "5"}, "train.eval_steps has no effect: it needs data.eval"),
         ("sft", {"train.eval_steps": "5", "data.eval": "e.jsonl"}, None),
+        ("sft", {"train.eval_steps": "5", "data.eval": "e.jsonl", "train.eval_strategy": "steps"}, None),
+        *(
+            (
+                "sft",
+                {"train.eval_steps": "5", "data.eval": "e.jsonl", "train.eval_strategy": strategy},
+                "train.eval_steps has no effect: it needs steps or no value as train.eval_strategy\n",
+            )
+            for strategy in ("no", "epoch")
+        ),
         (
             "sft",
             {"train.metric_for_best_model": "loss", "data.eval": "e.csv"},
@@ -366,8 +375,7 @@ def test_conditions_name_keys_that_there_are():
         sections = {section: keys_of(of, run_class) for section, of in sections_of(run_class).items()}
         for keys in sections.values():
             for name, f in keys.items():
-                if "needs" in f.metadata:
-                    needs = f.metadata["needs"]
+                for needs in needs_of(f.metadata):
                     of_one = (needs if isinstance(needs, str) else needs[0],)
                     for each in needs.keys if isinstance(needs, KeyCondition) else of_one:
                         section, _, needed = each.partition(".")

@@ -57,8 +57,8 @@ def key(default, doc, **limits):
     limits: those of LIMITS, `choices` (tuple; of a list, of each element), `nonempty` (bool), `words` (dict of other
     spellings, in lower case), `single` (bool: one string stands for a list of it), `of` (the name of a constant of Run
     that is true for the trainers that read it; by default all read it that have the section), `needs` (a key
-    "section.name" that must be set, such a key and the values that it may have, or a KeyCondition, without which this
-    key has no effect).
+    "section.name" that must be set, such a key and the values that it may have, a KeyCondition, or a list of these,
+    without each of which this key has no effect).
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, list | dict):
@@ -283,13 +283,18 @@ def without_effect(run):
     """["section.name has no effect: it needs ..."] of the keys of a Run that others keep from acting: list of str."""
     found, attributes = [], section_fields(type(run))
     for section, name, f in set_keys(run):
-        needed = f.metadata.get("needs")
-        if needed is None:
-            continue
-        keys, is_met = _condition(needed)
-        if not any(map(is_met, (_value_of(run, attributes, each) for each in keys))):
-            found.append(f"{section}.{name} has no effect: it needs {needs_text(needed)}")
+        for needed in needs_of(f.metadata):
+            keys, is_met = _condition(needed)
+            if not any(map(is_met, (_value_of(run, attributes, each) for each in keys))):
+                found.append(f"{section}.{name} has no effect: it needs {needs_text(needed)}")
+                break
     return found
+
+
+def needs_of(metadata):
+    """The conditions that a key needs, all of them: list, empty for a key without any."""
+    needs = metadata.get("needs", [])
+    return needs if isinstance(needs, list) else [needs]
 
 
 def _condition(needs):

@@ -102,6 +102,7 @@ class EngineConfig(Section):
 RECOMPUTE_MODULES = ("norm", "rope", "swiglu")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 NAMED_RUNS = ("train.report_to", ("wandb", "trackio"))
+AT_STEPS = KeyCondition(("train.eval_strategy",), "steps or no value", (None, "steps").__contains__)
 OF_THE_BEST = KeyCondition(("train.load_best_model_at_end", "train.early_stopping_patience"), "a value", bool)
 
 
@@ -211,8 +212,9 @@ class TrainConfig(Section):
         choices=("no", "steps", "epoch"),
     )
     eval_steps: int | None = key(
-        None, "Steps between evaluations on `data.eval`; None: only at the end.", minimum=1, needs="data.eval"
-    )
+        None, "Steps between evaluations on `data.eval`; None: only at the end.", minimum=1,
+        needs=["data.eval", AT_STEPS],
+    )  # fmt: skip
     report_to: list[str] = key(
         ["auto"],
         "Where metrics go besides metrics.jsonl: `tensorboard`, `wandb`, `trackio`, a list of them, `all` or `none`; "

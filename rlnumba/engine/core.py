@@ -405,8 +405,12 @@ class Engine:
 
         K and V of the old weights are dropped. Running sequences keep their tokens and compute them again, so that the
         next ones are those of an engine that never had other weights; with keep_cache they keep K and V, too, and
-        nothing is computed again, but their log-probs are those of no single version. Raises as `step` does.
+        nothing is computed again, but their log-probs are those of no single version. Raises as `step` does, and
+        ValueError for a version that does not grow with keep_cache: the blocks that these sequences fill next are
+        cached under the version that they began with, where requests of that version would find them.
         """
+        if keep_cache and version <= self.policy_version:
+            raise ValueError(f"update_weights with keep_cache: version {version} must be above {self.policy_version}")
         self.synchronize()
         self.context.wait_for(current())
         # The base of an adapter that is trained stays as it is, and a copy of the adapter does not.

@@ -217,6 +217,18 @@ def test_new_tokens_concatenate_to_the_completions(model):
         assert streamed[key] == list(zip(completion.token_ids, completion.logprobs, strict=True))
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_cache_that_is_kept_needs_a_version_that_grows(version):
+    """Later blocks of running sequences would be found by requests that begin with the same version."""
+    engine = make_engine(SHARED.model)
+    engine.update_weights(3)
+    with pytest.raises(ValueError, match=f"^update_weights with keep_cache: version {version} must be above 3$"):
+        engine.update_weights(version, keep_cache=True)
+    engine.update_weights(version)
+    engine.update_weights(version + 1, keep_cache=True)
+    assert engine.policy_version == version + 1
+
+
 @pytest.mark.parametrize("steps", [1, 2, 9])
 def test_after_new_weights_tokens_are_those_of_a_fresh_engine(steps):
     """The tokens there are keep version 0, and the rest is what the new weights sample after the same prefix."""

@@ -437,6 +437,12 @@ def _refuse_unsupported(raw, model_type, source):
         raise UserError(f"{source}: hidden_act {activation!r} is not supported (supported: silu)")
     if raw.get("quantization_config") is not None:
         check_config(raw["quantization_config"], source)
+    if not get(raw, "is_causal", bool, source, True):
+        raise UserError(
+            f"{source}: is_causal False is not supported (attention to later tokens, as of embedding models)"
+        )
+    if raw.get("per_layer_config"):
+        raise UserError(f"{source}: per_layer_config is not supported (layers that differ from the others)")
     for key in ("n_routed_experts",) if model_type in MIXTURES else (*NUM_EXPERTS, "n_routed_experts"):
         if raw.get(key):
             raise UserError(f"{source}: {key} {raw[key]} is not supported (mixture of experts)")

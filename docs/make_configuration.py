@@ -66,7 +66,8 @@ blocks of each file of weights.
 In `output_dir`: `config.toml`, the resolved configuration; `metrics.jsonl`, a line for each optimizer step;
 `completions.jsonl` (GRPO, RLOO, PPO, distillation), a line for each completion; `curves.png`; `checkpoints/step-N/`
 and, at the end, `final/`, both Hugging Face folders (PPO's critic is in `final/critic/`). TensorBoard files are written
-too where tensorboardX is installed. The metrics have TRL's names:
+too where tensorboardX is installed. `unfinished` is there from the beginning of a run, or its resumption, to its end:
+beside it, `final/` is of an earlier end. The metrics have TRL's names:
 
 | metric | meaning |
 | --- | --- |

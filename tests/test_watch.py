@@ -16,7 +16,7 @@ import pytest
 
 from rlnumba import cli
 from rlnumba.errors import ConfigError
-from rlnumba.reporting.files import cut_back
+from rlnumba.reporting.files import UNFINISHED, cut_back, note_unfinished
 from rlnumba.serve.watch.metrics import MetricColumns
 from rlnumba.serve.watch.run_view import Runs, RunView, find_runs, named
 from rlnumba.serve.watch.step_lines import Span, StepLines
@@ -208,6 +208,9 @@ def test_state_of_a_run(run):
     assert view.state() == "stopped" and view.trainer() == "grpo"
     (run / "final").mkdir()
     assert view.state() == "finished" and view.described()["finished"] and view.described()["steps"] == 3
+    note_unfinished(run)
+    assert view.state() == "stopped" and not view.described()["finished"], "it was resumed after that end"
+    (run / UNFINISHED).unlink()
     lock = run / "run.lock"
     lock.write_text(f"{os.getpid()}@{socket.gethostname()}\n")
     assert view.state() == "running" and not view.described()["finished"]

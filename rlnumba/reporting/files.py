@@ -12,9 +12,11 @@ from rlnumba.config import to_toml
 from rlnumba.data.values import as_json
 from rlnumba.errors import ConfigError, UserError
 
+# A file that a run writes in its folder when it begins or is resumed, and removes at its end, after final/.
+UNFINISHED = "unfinished"
 # Files and folders that a run writes in its own folder.
 RUN_FILES = (
-    *("config.toml", "metrics.jsonl", "completions.jsonl", "tokens.jsonl", "completions"),
+    *(UNFINISHED, "config.toml", "metrics.jsonl", "completions.jsonl", "tokens.jsonl", "completions"),
     *("checkpoints", "final", "curves.png", "tensorboard", "wandb", "wandb_id"),
 )
 
@@ -124,6 +126,12 @@ def write_config(run, environment):
     header = [f"# {name} {' '.join(value.split())}\n" for name, value in environment.items() if value]
     with replacing(Path(run.output_dir) / "config.toml") as file:
         file.writelines([*header, "\n", to_toml(run)])
+
+
+def note_unfinished(folder):
+    """Writes the file by which a run that has not ended is known, also where an earlier final/ is there."""
+    with replacing(Path(folder) / UNFINISHED) as file:
+        file.write("The run has not ended: a final/ beside this file is not complete, or is of an earlier end.\n")
 
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)

@@ -21,7 +21,14 @@ from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.model.transformer import save_model
 from rlnumba.parallel.launch import stop_requested
 from rlnumba.parallel.saving import SharedSaver, has_parts, save_parts
-from rlnumba.reporting.files import RUN_FILES, make_folder, remove_temporaries, write_config
+from rlnumba.reporting.files import (
+    RUN_FILES,
+    UNFINISHED,
+    make_folder,
+    note_unfinished,
+    remove_temporaries,
+    write_config,
+)
 from rlnumba.reporting.folder_lock import owned
 from rlnumba.reporting.metrics import MetricsWriter
 from rlnumba.reporting.stderr import log, silence
@@ -270,6 +277,7 @@ class RunFolder:
             self._archive_later_steps()
         # From here on the folder is this run's.
         self._moved_early = {}
+        note_unfinished(self.path)
         write_config(self.run, environment() | {"trainer": self.run.trainer})
         train = self.run.train
         printed = train.log_completions, train.num_completions_to_print
@@ -344,13 +352,16 @@ class RunFolder:
         """If a signal or any error ends the block, call save(), which saves the last complete step, last_step().
 
         Not where the weights are between two steps (policy.is_updating). When the block has ended, all checkpoints of
-        one process are on the disk. With several ranks, an error of one ends the blocks of all; the step is saved where
-        it is the last complete one of all, and none ends before rank 0 has written.
+        one process are on the disk; without an error the run has ended, and its folder says so. With several ranks, an
+        error of one ends the blocks of all; the step is saved where it is the last complete one of all, and none ends
+        before rank 0 has written.
         """
         with signals.handled():
             try:
                 yield
                 self.saver.wait()
+                if self.is_first_rank:
+                    (self.path / UNFINISHED).unlink(missing_ok=True)
             except checkpoint.CheckpointError:
                 raise
             except BaseException as error:

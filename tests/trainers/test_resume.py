@@ -17,15 +17,19 @@ from rlnumba.engine.core import Engine
 from rlnumba.errors import UserError
 from rlnumba.model.transformer import load_model
 from rlnumba.optim import Optimizer
+from rlnumba.reporting.files import UNFINISHED
+from rlnumba.runs.callbacks import TrainerCallback, given
 from rlnumba.runs.run_folder import RunFolder
 from rlnumba.runtime import device
+from rlnumba.serve.watch.run_view import RunView
 from rlnumba.trainers import sft
 from rlnumba.trainers.dpo import run_dpo
 from rlnumba.trainers.grpo import run_grpo
 from rlnumba.trainers.kto import run_kto
+from rlnumba.trainers.ppo import run_ppo
 from rlnumba.trainers.sft import run_sft
 from tests import processes
-from tests.trainers.runs import MODEL, grpo_run, metrics_of, preference_run, sft_run
+from tests.trainers.runs import MODEL, grpo_run, metrics_of, ppo_run, preference_run, sft_run
 
 # So that most checkpoints lie inside of a generation.
 FOUR_STEPS_A_GENERATION = {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 1}
@@ -365,6 +369,27 @@ def test_checkpoints_of_the_model_alone_cannot_be_resumed(tmp_path):
     assert load_model(folder).weights.flat.tobytes() == load_model(tmp_path / "run" / "final").weights.flat.tobytes()
     with pytest.raises(UserError, match="step-2: holds the model alone"):
         run_sft(run, resume=True)
+
+
+@pytest.mark.parametrize("kind", ["sft", "ppo"])
+def test_a_resumed_run_is_finished_once_it_has_ended_again(tmp_path, kind):
+    make, train = {"sft": (sft_run, run_sft), "ppo": (ppo_run, run_ppo)}[kind]
+    path = tmp_path / "run"
+    unfinished, final = path / UNFINISHED, path / "final"
+    train(make(path, max_steps=1))
+    assert final.is_dir() and not unfinished.exists() and RunView(path).state() == "finished"
+    states = []
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            states.append((state.global_step, final.is_dir(), unfinished.exists()))
+            raise KeyboardInterrupt
+
+    with given([Stops()]), pytest.raises(KeyboardInterrupt):
+        train(make(path, max_steps=3), resume=True)
+    assert states == [(2, True, True)] and RunView(path).state() == "stopped"
+    train(make(path, max_steps=3), resume=True)
+    assert not unfinished.exists() and RunView(path).state() == "finished"
 
 
 def test_files_that_a_killed_process_was_replacing_go(tmp_path):

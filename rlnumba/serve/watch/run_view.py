@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlnumba.errors import ConfigError, missing
 from rlnumba.reporting import folder_lock
-from rlnumba.reporting.files import names_of
+from rlnumba.reporting.files import UNFINISHED, names_of
 from rlnumba.serve.watch.metrics import MetricColumns
 from rlnumba.serve.watch.step_lines import Span, StepLines
 
@@ -101,10 +101,11 @@ class RunView:
         return None
 
     def state(self):
-        """ "running", "finished" with a final model, or "stopped": str."""
+        """ "running", "finished" with a final model, or "stopped", also where that is of an earlier end: str."""
         if self._is_owned():
             return "running"
-        return "finished" if (self.path / "final").is_dir() else "stopped"
+        has_ended = (self.path / "final").is_dir() and not (self.path / UNFINISHED).exists()
+        return "finished" if has_ended else "stopped"
 
     def _is_owned(self):
         """Whether run.lock names a process that may be there: any of another host may be. The lock is not tried, which

@@ -27,9 +27,10 @@ import numpy as np
 
 from rlnumba.errors import UserError
 from rlnumba.model.config_values import read_json
+from rlnumba.model.lora import check_other_kind, is_adapter
 from rlnumba.model.tensor_file import read_arrays, write_tensors
 from rlnumba.model.transformer import host_copy, save_model
-from rlnumba.model.weights import write_json
+from rlnumba.model.weights import remove_others, write_json
 
 STATE = "trainer_state.json"
 ARRAYS = "trainer_state*.safetensors"
@@ -274,7 +275,11 @@ def _check(path, expected):
 
 
 def copy_model(folder, target):
-    """Copy the model of a checkpoint, without the trainer's state, to the folder `target`. Raises OSError."""
+    """Copy the model of a checkpoint, or its adapter, without the trainer's state, to the folder `target`.
+
+    Weight files of an earlier model that are not among its own go. Raises OSError, and UserError as save_model.
+    """
+    check_other_kind(target, is_adapter(folder))
     target.mkdir(parents=True, exist_ok=True)
     # The tokenizer's further chat templates are in a folder of their own.
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -284,6 +289,8 @@ def copy_model(folder, target):
             partial = new.with_name(f"{new.name}.partial")
             shutil.copy(path, partial)
             os.replace(partial, new)
+    if not is_adapter(folder):
+        remove_others(target, [path.name for path in folder.glob("model*.safetensors")])
 
 
 def load(folder):

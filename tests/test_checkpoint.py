@@ -102,6 +102,18 @@ def test_ended_between_the_two_renames_of_a_step_it_keeps_the_one_of_before(mode
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
 
 
+def test_a_copied_model_is_not_mixed_with_an_earlier_one(model, tmp_path, monkeypatch):
+    one, out = checkpoint.save(tmp_path / "one", 1, model, None, None), tmp_path / "out"
+    other = load_model(GOLDEN / "models" / "llama3", "float32")
+    other.weights.flat[...] *= np.float32(2)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 20_000)
+    several = checkpoint.save(tmp_path / "several", 1, other, None, None)
+    for folder, expected in ((one, model), (several, other), (one, model)):
+        checkpoint.copy_model(folder, out)
+        assert_same_bits(load_model(out, "float32").weights.flat, expected.weights.flat)
+        assert sorted(path.name for path in out.glob("model*")) == sorted(path.name for path in folder.glob("model*"))
+
+
 def test_large_arrays_have_files_of_their_own(model, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 100)
     state = {name: np.full(size, i, np.float32) for i, (name, size) in enumerate({"a": 10, "b": 10, "c": 90}.items())}

@@ -76,7 +76,7 @@ def merge(model, adapter, output, dtype, quantization):
     check_output(output, {})
     log_device()
     from rlnumba.model.hub import find_model
-    from rlnumba.model.lora import is_adapter
+    from rlnumba.model.lora import check_other_kind, is_adapter
     from rlnumba.model.lora import merge as merge_weights
     from rlnumba.model.quantized.weights import set_values, weights_in
     from rlnumba.model.transformer import load_model, save_model
@@ -88,6 +88,7 @@ def merge(model, adapter, output, dtype, quantization):
         raise UserError(f"--adapter: {adapter_folder} has no adapter_config.json, or is a model")
     if Path(output).resolve() in (folder.resolve(), adapter_folder.resolve()):
         raise UserError(f"--output: {output} is the folder of the {'adapter' if is_adapter(output) else 'base'}")
+    check_other_kind(output, saves_adapter=False)
     with new_folder(output):
         _, _, config, tokenizer = open_model(adapter, model)
         transformer = load_model(adapter_folder, "float32", config.heads, base=folder)

@@ -326,6 +326,17 @@ def is_adapter(folder):
     return (Path(folder) / CONFIG).exists() and not (Path(folder) / "config.json").exists()
 
 
+def check_other_kind(folder, saves_adapter):
+    """Raise UserError if a folder has an adapter and a model is to be saved there, or the other way round.
+
+    transformers would apply the one to the other, and is_adapter find the model alone.
+    """
+    if saves_adapter and (Path(folder) / "config.json").exists():
+        raise UserError(f"{folder}: a model is there, which would be read instead of the adapter; name another folder")
+    if not saves_adapter and (Path(folder) / CONFIG).exists():
+        raise UserError(f"{folder}: an adapter is there, which would be applied to the model; name another folder")
+
+
 def read_adapter_config(folder):
     """(contents of adapter_config.json, path or hub id of its base or None). UserError for what is not LoRA's."""
     path = Path(folder) / CONFIG
@@ -470,9 +481,11 @@ def _lora_keys(raw, config, path):
 def save_adapter(adapter, folder, heads=None):
     """Write adapter_config.json and adapter_model.safetensors, as PEFT does, in float32.
 
-    heads: those of the model that is saved, by default all; without "score" that head is left out.
+    heads: those of the model that is saved, by default all; without "score" that head is left out. Raises UserError for
+    a folder with a model.
     """
     folder, lora, heads = Path(folder), adapter.lora, heads or adapter.config.heads
+    check_other_kind(folder, saves_adapter=True)
     # A host_copy waits for no device work: another thread may be capturing a graph, which that would end.
     tensors = dict(adapter.tensors(device.to_host(adapter.values).astype(np.float32, copy=False)))
     tensors = {name: view.reshape(shape_in_file(name, view)) for name, view in tensors.items()}

@@ -33,7 +33,7 @@ from rlnumba.model.blocks.low_rank import Dropout, LoraContext, projection_numbe
 from rlnumba.model.config import LM_HEAD
 from rlnumba.model.config_values import read_json
 from rlnumba.model.hub import find_base, find_model, read_config
-from rlnumba.model.lora import load_adapter, save_adapter
+from rlnumba.model.lora import check_other_kind, load_adapter, save_adapter
 from rlnumba.model.quantized.weights import weights_in
 from rlnumba.model.router_loss import RouterTerm
 from rlnumba.model.shard import WHOLE
@@ -477,9 +477,10 @@ def save_model(model, folder, tokenizer=None, dtype=None, heads=None, write_weig
 
     heads: those that are written, by default all; with both, transformers loads the causal language model. A model
     with an adapter is written as PEFT's folder of the adapter instead. write_weights: create_weights, to write no
-    values yet.
+    values yet. Raises UserError for a model where an adapter is, and the other way round.
     """
     folder = Path(folder)
+    check_other_kind(folder, model.adapter is not None)
     folder.mkdir(parents=True, exist_ok=True)
     if model.adapter is not None:
         save_adapter(model.adapter, folder, heads)

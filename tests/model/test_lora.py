@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+from rlnumba.checkpoint import copy_model
 from rlnumba.config import EngineConfig, LoraConfig, SFTConfig
 from rlnumba.engine import check
 from rlnumba.engine.check import check_agreement
@@ -17,6 +18,7 @@ from rlnumba.model import lora
 from rlnumba.model.blocks.block import MODULES
 from rlnumba.model.blocks.low_rank import Dropout, LoraContext
 from rlnumba.model.lora import Adapter, load_adapter, merge
+from rlnumba.model.quantized.convert import quantize_checkpoint
 from rlnumba.model.transformer import Tape, host_copy, load_model, pack, packed_attention, save_model, score
 from rlnumba.model.weights import open_tensors
 from rlnumba.runs.policy import Policy
@@ -431,6 +433,28 @@ def test_a_copy_is_saved_without_the_device(tmp_path, monkeypatch):
     copied = host_copy(random_adapter(load_model(MODEL, "float32")))
     monkeypatch.setattr(device, "synchronize", lambda: 1 / 0)
     save_model(copied, tmp_path)
+
+
+def test_a_folder_has_a_model_or_an_adapter(tmp_path):
+    """Of both, transformers applies the adapter to the model, and the model alone would be read here."""
+    model = load_model(MODEL)
+    adapter = random_adapter(load_model(MODEL))
+    folders = {"model": tmp_path / "model", "adapter": tmp_path / "adapter"}
+    for kind, saved in (("model", model), ("adapter", adapter)):
+        # Twice the same is the later one.
+        save_model(saved, folders[kind])
+        save_model(saved, folders[kind])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for words, folder, call in (
+        ("a model is there", folders["model"], lambda: save_model(adapter, folders["model"])),
+        ("a model is there", folders["model"], lambda: copy_model(folders["adapter"], folders["model"])),
+        ("an adapter is there", folders["adapter"], lambda: save_model(model, folders["adapter"])),
+        ("an adapter is there", folders["adapter"], lambda: copy_model(folders["model"], folders["adapter"])),
+        ("an adapter is there", folders["adapter"], lambda: quantize_checkpoint(MODEL, folders["adapter"], "int8")),
+    ):
+        with pytest.raises(UserError, match=f"^{folder}: {words}"):
+            call()
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_what_is_saved_is_float32(tmp_path):

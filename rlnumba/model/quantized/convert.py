@@ -13,6 +13,7 @@ from rlnumba.errors import UserError
 from rlnumba.kernels.quantized.formats import FORMATS
 from rlnumba.model.config_values import read_json
 from rlnumba.model.hub import read_config
+from rlnumba.model.lora import check_other_kind
 from rlnumba.model.quantized.checkpoint import KEY, config_of, tensors_of
 from rlnumba.model.quantized.weights import check_group_size, quantized_names
 from rlnumba.model.tensor_file import write_tensors
@@ -38,6 +39,7 @@ def quantize_checkpoint(folder, output, name, group_size=None):
     experts.
     """
     folder, output, form = Path(folder), Path(output), FORMATS[name]
+    check_other_kind(output, saves_adapter=False)
     raw, config = read_json(folder / "config.json"), read_config(folder)
     if raw.get(KEY) is not None:
         raise UserError(f"{folder}: the checkpoint is quantised already")

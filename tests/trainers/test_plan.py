@@ -28,7 +28,7 @@ from rlnumba.model.weights import write_json
 from rlnumba.parallel import launch
 from rlnumba.runs.micro_batch import target_bucket_of
 from rlnumba.runs.planning import plan, planned
-from rlnumba.runs.planning.plan import Planner
+from rlnumba.runs.planning.plan import Planner, amount
 from rlnumba.runs.planning.savings import advise, savings, with_changes
 from rlnumba.runs.planning.text import describe
 from rlnumba.runs.policy import Policy
@@ -154,9 +154,16 @@ def test_a_run_writes_what_was_planned(tmp_path, kind):
         run = dataclasses.replace(run, critic=CriticConfig(shared=kind != "a critic"))
         run_ppo(run)
     found = Planner(run, False, 16 * GIB).plan()
-    for name, planned_bytes in (("checkpoints/step-1", found.checkpoint), ("final", found.final)):
-        written = sum(path.stat().st_size for path in (tmp_path / "run" / name).rglob("*.safetensors"))
+    for name, planned_bytes, files in (
+        ("checkpoints/step-1", found.checkpoint, "*.safetensors"),
+        ("checkpoints/step-1", found.model, "model.safetensors"),
+        ("final", found.final, "*.safetensors"),
+    ):
+        written = sum(path.stat().st_size for path in (tmp_path / "run" / name).rglob(files))
         assert abs(written - planned_bytes) <= 0.1 * written, f"{name}: {planned_bytes} planned, {written} written"
+    saved = dataclasses.replace(run, train=dataclasses.replace(run.train, save_only_model=True))
+    (line,) = [each for each in describe(Planner(saved, False, 16 * GIB), found) if each.startswith("disk, checkpoint")]
+    assert line.split()[2:4] == amount(found.model).split()
 
 
 def test_prompts_that_share_less_than_the_longest_take_what_was_planned(tmp_path):

@@ -77,9 +77,10 @@ class Plan:
 
     notes: {name: what the bytes follow from}. tokens: the largest micro-batch's. extra: {name: bytes} of the GPU that
     no region counts. host: bytes of pinned host memory. checkpoint: bytes of the host's memory while a checkpoint is
-    written, and of the disk; of several ranks the part of each. final: bytes of the disk for the trained model alone.
-    takes_turns: whether training and generation never need their regions at once. least_kv: bytes of the KV cache
-    below which the longest sequence does not fit.
+    written, and of the disk; of several ranks the part of each. final: bytes of the disk for what is trained alone, and
+    a critic; model: for the policy, as a checkpoint of train.save_only_model has it. takes_turns: whether training and
+    generation never need their regions at once. least_kv: bytes of the KV cache below which the longest sequence does
+    not fit.
     """
 
     regions: dict
@@ -91,6 +92,7 @@ class Plan:
     takes_turns: bool = False
     least_kv: int = 0
     final: int = 0
+    model: int = 0
 
     @property
     def phases(self):
@@ -225,7 +227,8 @@ class Planner:
         # Between micro-batches the engine needs its memory, too; and arrays of the cpu device are not lent.
         is_interleaved = run.generates_beside and not run.deploy.num_infer_gpus
         lends = has_engine and self.on_gpu and not is_interleaved and run.engine.enable_sleep_mode is not False
-        return Plan(regions, notes, tokens, extra, host, taken.checkpoint, bool(lends), least_kv, taken.final)
+        written = {"checkpoint": taken.checkpoint, "final": taken.final, "model": taken.model}
+        return Plan(regions, notes, tokens, extra, host, takes_turns=bool(lends), least_kv=least_kv, **written)
 
     def _operators(self, dtype, step, taken, most_rows):
         """Bytes of the operators' own arrays in a micro-batch of at most so many rows of a Step; to be called within

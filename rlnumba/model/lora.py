@@ -59,8 +59,11 @@ READ = (
 WITHOUT_EFFECT = ("peft_version", "inference_mode", "auto_mapping", "megatron_core", "qalora_group_size")
 # PEFT's target_modules of the architectures here where a configuration has none.
 PEFT_TARGET_MODULES = ("q_proj", "v_proj")
-# Values of the other keys that mean that an option is off, besides null, false and empty ones.
+# Values of the other keys that mean that an option is off, besides null, false and empty ones; how the weights of an
+# adapter that is on the disk began has no effect any more.
 OFF = {"bias": ("none",), "init_lora_weights": (True, "gaussian"), "revision": ("main",)}
+# Of an adapter that is to be made: A and B begin as Adapter.new has them.
+OFF_IN_NEW = OFF | {"init_lora_weights": (True,)}
 
 
 class Module(NamedTuple):
@@ -357,7 +360,9 @@ def lora_of_peft(peft_config):
         ) from None
     # Members of its enums are strings; sets have no order.
     raw = {key: sorted(value) if isinstance(value, set) else value for key, value in raw.items()}
-    _check_keys(raw, "peft_config")
+    _check_keys(raw, "peft_config", OFF_IN_NEW)
+    if raw.get("init_lora_weights") is False:
+        raise UserError("peft_config: init_lora_weights false is not supported")
     of_experts = raw.get("target_parameters") or []
     names = raw["target_modules"] or (() if of_experts else PEFT_TARGET_MODULES)
     keys = {name: raw[name] for name in ("r", "lora_alpha", "lora_dropout", "use_rslora") if name in raw}
@@ -365,14 +370,16 @@ def lora_of_peft(peft_config):
     return LoraConfig(**keys, target_parameters=list(of_experts))
 
 
-def _check_keys(raw, where):
+def _check_keys(raw, where, off=OFF):
     """Raise UserError for what is not LoRA's, or not supported, in the keys of a configuration of PEFT."""
     if raw.get("peft_type") != "LORA":
         raise UserError(f"{where}: peft_type {raw.get('peft_type')!r} is not supported (supported: 'LORA')")
     if not SCORE_NAMES.issuperset(_modules_to_save(raw)):
         raise UserError(f"{where}: modules_to_save {json.dumps(raw['modules_to_save'])} is not supported")
     for key, value in raw.items():
-        if key not in (*READ, *WITHOUT_EFFECT) and value and value not in OFF.get(key, ()):
+        # The number 0 is a value, such as the only one of layers_to_transform.
+        is_empty = not value and (value is False or not isinstance(value, int | float))
+        if key not in (*READ, *WITHOUT_EFFECT) and not is_empty and value not in off.get(key, ()):
             raise UserError(f"{where}: {key} {json.dumps(value, default=str)} is not supported")
 
 

@@ -314,6 +314,7 @@ def folder(tmp_path):
         ("rank_pattern", {"q_proj": 2}, 'rank_pattern {"q_proj": 2} is not supported'),
         ("init_lora_weights", "pissa", 'init_lora_weights "pissa" is not supported'),
         ("layers_to_transform", [0], "layers_to_transform [0] is not supported"),
+        ("layers_to_transform", 0, "layers_to_transform 0 is not supported"),
         ("an_option_of_tomorrow", 3, "an_option_of_tomorrow 3 is not supported"),
         ("peft_type", "IA3", "peft_type 'IA3' is not supported"),
         ("r", 0, "lora.r must be at least 1, got 0"),

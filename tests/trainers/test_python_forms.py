@@ -310,8 +310,14 @@ def test_peft_config(tmp_path):
         ),
     ):
         assert SFTTrainer(MODEL, train_dataset=ROWS, peft_config=given).run.lora == expected
-    with pytest.raises(UserError, match="peft_config: use_dora true is not supported"):
-        SFTTrainer(MODEL, train_dataset=ROWS, peft_config=PeftConfig(use_dora=True))
+    for key, value, shown in (
+        ("use_dora", True, "true"),
+        ("layers_to_transform", 0, "0"),
+        ("init_lora_weights", "gaussian", '"gaussian"'),
+        ("init_lora_weights", False, "false"),
+    ):
+        with pytest.raises(UserError, match=f"^peft_config: {key} {shown} is not supported$"):
+            SFTTrainer(MODEL, train_dataset=ROWS, peft_config=PeftConfig(**{key: value}))
     with pytest.raises(
         TypeError, match="peft_config must be a LoraConfig, a dict of its keys, or PEFT's LoraConfig; got"
     ):

@@ -66,8 +66,15 @@ async def judge(completions, **columns):
             os._exit(7)
         if text == "block":
             time.sleep(60)
+        if text == "leave":
+            raise SystemExit(3)
+        if text == "cancel":
+            raise asyncio.CancelledError
         return float(len(text))
     return await asyncio.gather(*map(ask, completions))
+
+async def pid_of_async(completions, **columns):
+    return pid(completions)
 
 def slow(completions, **columns):
     time.sleep(0.3 * len(completions))
@@ -205,6 +212,17 @@ def test_short_calls_are_sent_together(rewards, monkeypatch, bad, sizes):
     groups += [submit(made, texts) for texts in (["a"], ["bb", "cc"], [bad], ["dddd"], ["e"])]
     np.testing.assert_array_equal(made.collect(groups).values[:, 0], [3, 1, 2, 2, np.nan, 4, 1])
     assert sent == sizes
+
+
+@pytest.mark.parametrize("bad", ["leave", "cancel"])
+def test_what_ends_a_task_ends_no_loop(rewards, bad):
+    """No call waits for its time limit, nor has the process another one after it."""
+    made = rewards("judge", "pid_of_async", timeout=30.0, reward_errors="skip")
+    (before,) = made.collect([submit(made, ["a"])]).values[:, 1]
+    started = time.monotonic()
+    scores = made.collect([submit(made, ["aa", bad]), submit(made, ["b"])])
+    np.testing.assert_array_equal(scores.values, [[2, before], [np.nan, before], [1, before]])
+    assert time.monotonic() - started < 20 and scores.errors == {"judge": 1}
 
 
 @pytest.mark.parametrize("bad", ["hang", "exit", "block"])

@@ -315,6 +315,18 @@ async def blocks(completions, **columns):
     time.sleep(60)
 
 
+def cancels(completions, **columns):
+    raise asyncio.CancelledError
+
+
+async def cancels_later(completions, **columns):
+    raise asyncio.CancelledError
+
+
+async def exits_later(completions, **columns):
+    raise SystemExit(3)
+
+
 class NoFloat(numbers.Real, metaclass=type("Unchecked", (ABCMeta,), {"__call__": lambda cls: object.__new__(cls)})):
     """A number of a user that cannot be converted, nor printed."""
 
@@ -512,6 +524,9 @@ FAILURES = [
     (backtracks, "reward backtracks did not return within 0.2 s"),
     (awaits, "reward awaits did not return within 0.2 s"),
     (blocks, "reward blocks did not return within 0.2 s"),
+    (cancels, "reward cancels raised CancelledError"),
+    (cancels_later, "reward cancels_later raised CancelledError"),
+    (exits_later, "reward exits_later raised SystemExit: 3"),
 ]
 
 

@@ -19,13 +19,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from rlnumba.errors import UserError
-from rlnumba.rewards.calling import TimeUp
+from rlnumba.rewards.calling import TimeUp, run_until_stopped
 
 # Seconds that an interrupted call has to end.
 GRACE_S = 5.0
@@ -216,7 +216,7 @@ class EventLoop:
 
     def __init__(self, name):
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True, name=name)
+        self._thread = threading.Thread(target=run_until_stopped, args=(self.loop,), daemon=True, name=name)
         self._thread.start()
 
     def interrupt(self):
@@ -289,6 +289,9 @@ class ToolCaller:
             outcome, _ = await self._in_thread(function, worker, timeout_s)
         if isinstance(outcome, TimeUp):
             raise TimeoutError
+        if isinstance(outcome, asyncio.CancelledError):
+            # Of a task of the user's: raised here, asyncio's would cancel the Future.
+            raise CancelledError(*outcome.args)
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
@@ -420,7 +423,7 @@ class ToolCaller:
             try:
                 outcome = convert(await function())
             except BaseException as error:  # a user's code may raise anything
-                outcome = TimeUp() if isinstance(error, asyncio.CancelledError) else error
+                outcome = error
             done.set_result(outcome)
 
         users.loop.call_soon_threadsafe(lambda: started.set_result(users.loop.create_task(run())))

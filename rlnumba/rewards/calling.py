@@ -370,8 +370,11 @@ class Call:
         return self.function(**_accepted_keywords(self.function, self.keywords))
 
     async def awaited(self):
-        """The result of a coroutine function."""
-        return await self()
+        """The result of a coroutine function, or the SystemExit that it raised, which would end the event loop."""
+        try:
+            return await self()
+        except SystemExit as error:
+            return error
 
     def answer(self, result, timeout_s):
         """The Answer of what the call returned, or of the exception that it raised."""
@@ -436,6 +439,10 @@ def _accepted_keywords(function, keywords):
     return {p.name: keywords[p.name] for p in parameters if p.name in keywords}
 
 
+# What a user's code may raise. A CancelledError is one of a task of its own: no task is around a call in a thread.
+USERS_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
+
+
 class TimeUp(BaseException):
     """A reward's timeout; not an Exception, so that a reward's own `except Exception` does not catch it."""
 
@@ -484,6 +491,16 @@ def _in_event_loop():
     return True
 
 
+def run_until_stopped(loop):
+    """Run an event loop up to its `stop`, also beyond a SystemExit of a task, which asyncio raises here as well."""
+    while True:
+        try:
+            loop.run_forever()
+            return
+        except (SystemExit, KeyboardInterrupt, TimeUp):
+            pass
+
+
 def call_with_timeout(call, seconds, in_thread=False):
     """The result of call(), or the exception it raised; a TimeoutError after `seconds`. in_thread: in a new thread."""
     results = []
@@ -491,7 +508,7 @@ def call_with_timeout(call, seconds, in_thread=False):
     def work():
         try:
             results.append(call())
-        except (Exception, SystemExit) as error:  # a user's code: any error is reported under the function's name
+        except USERS_ERRORS as error:  # any error is reported under the function's name
             results.append(error)
 
     if in_main_thread() and not in_thread:

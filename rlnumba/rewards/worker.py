@@ -11,7 +11,7 @@ import queue
 import threading
 from multiprocessing.connection import Connection
 
-from rlnumba.rewards.calling import Call, call_with_timeout
+from rlnumba.rewards.calling import USERS_ERRORS, Call, call_with_timeout, run_until_stopped
 from rlnumba.rewards.loading import resolve
 from rlnumba.rewards.workers import pack_answers
 
@@ -40,7 +40,7 @@ def main(descriptor):
     except (EOFError, OSError):
         return  # the trainer has ended meanwhile
     calls, loop, lock = queue.SimpleQueue(), asyncio.new_event_loop(), threading.Lock()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+    threading.Thread(target=run_until_stopped, args=(loop,), daemon=True).start()
 
     def reply(number, calls, answers):
         try:
@@ -59,7 +59,7 @@ def main(descriptor):
     async def wait(number, call, timeout_s):
         try:
             result = await asyncio.wait_for(call.awaited(), timeout_s * call.size)
-        except (Exception, SystemExit) as error:  # a user's code
+        except USERS_ERRORS as error:
             result = error
         reply(number, [call], [call.answer(result, timeout_s)])
 

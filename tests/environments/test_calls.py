@@ -123,6 +123,21 @@ async def fails_later():
     raise ValueError("late")
 
 
+def cancels():
+    raise asyncio.CancelledError("gone")
+
+
+async def cancels_later():
+    raise asyncio.CancelledError("gone")
+
+
+async def exits_in_a_task():
+    async def leave():
+        raise SystemExit(3)
+
+    await asyncio.create_task(leave())
+
+
 def returns_coroutine():
     return add_later(1, 2)
 
@@ -133,6 +148,9 @@ def returns_coroutine():
         (fails, {}, "'k'"),
         (exits, {}, "3"),
         (fails_later, {}, "late"),
+        (cancels, {}, "gone"),
+        (cancels_later, {}, "gone"),
+        (exits_in_a_task, {}, "3"),
         (Unprintable, {}, "no text"),
         (add, {"a": 1}, "add() missing 1 required positional argument: 'b'"),
         (add, {"a": 1, "b": 2, "c": 3}, "add() got an unexpected keyword argument 'c'"),

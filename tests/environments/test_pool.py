@@ -151,6 +151,19 @@ class Failing:
             pass
 
 
+class Leaving:
+    """Methods that raise what is no Exception, as sys.exit() and asyncio do."""
+
+    def reset(self):
+        raise SystemExit(2)
+
+    async def get_reward(self):
+        raise asyncio.CancelledError("gone")
+
+    def close(self):
+        raise asyncio.CancelledError("gone, too")
+
+
 def refuses():
     raise RuntimeError("no server")
 
@@ -164,6 +177,19 @@ def test_failures_name_the_class_and_the_method(caller):
         instance.get_reward().result(5)
     with pytest.raises(EnvironmentFailure, match=r"^environment: refuses\(\) raised RuntimeError: no server$"):
         pool.take("g").result(5)
+
+
+def test_what_is_no_exception_is_a_failure_all_the_same(caller):
+    instance = EnvironmentPool({"f": Leaving}, caller, 5.0).take("f").result(5)
+    for method, said in [
+        (lambda: instance.reset({}, 0, "e"), r"Leaving.reset\(\) raised SystemExit: 2"),
+        (instance.get_reward, r"Leaving.get_reward\(\) raised CancelledError: gone"),
+        (instance.close, r"Leaving.close\(\) raised CancelledError: gone, too"),
+    ]:
+        with pytest.raises(EnvironmentFailure, match=said):
+            method().result(5)
+    # The loop that keeps the limits goes on.
+    assert caller.run(lambda: 3, None, 5.0).result(5) == 3
 
 
 def test_required_parameters():

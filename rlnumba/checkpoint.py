@@ -29,8 +29,10 @@ from rlnumba.errors import UserError
 from rlnumba.model.config_values import read_json
 from rlnumba.model.lora import check_other_kind, is_adapter
 from rlnumba.model.tensor_file import read_arrays, write_tensors
+from rlnumba.model.tokenizer import remove_other_tokenizer
 from rlnumba.model.transformer import host_copy, save_model
 from rlnumba.model.weights import remove_others, write_json
+from rlnumba.reporting.files import copy_over
 
 STATE = "trainer_state.json"
 ARRAYS = "trainer_state*.safetensors"
@@ -277,7 +279,8 @@ def _check(path, expected):
 def copy_model(folder, target):
     """Copy the model of a checkpoint, or its adapter, without the trainer's state, to the folder `target`.
 
-    Weight files of an earlier model that are not among its own go. Raises OSError, and UserError as save_model.
+    Files of an earlier model's weights and tokenizer that are not among its own go. Raises OSError, and UserError as
+    save_model.
     """
     check_other_kind(target, is_adapter(folder))
     target.mkdir(parents=True, exist_ok=True)
@@ -286,9 +289,8 @@ def copy_model(folder, target):
         if path.name != STATE and not path.match(ARRAYS):
             new = target / path.relative_to(folder)
             new.parent.mkdir(exist_ok=True)
-            partial = new.with_name(f"{new.name}.partial")
-            shutil.copy(path, partial)
-            os.replace(partial, new)
+            copy_over(path, new)
+    remove_other_tokenizer(target, folder)
     if not is_adapter(folder):
         remove_others(target, [path.name for path in folder.glob("model*.safetensors")])
 

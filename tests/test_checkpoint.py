@@ -114,6 +114,17 @@ def test_a_copied_model_is_not_mixed_with_an_earlier_one(model, tmp_path, monkey
         assert sorted(path.name for path in out.glob("model*")) == sorted(path.name for path in folder.glob("model*"))
 
 
+def test_a_copied_tokenizer_is_not_mixed_with_an_earlier_one(model, tokenizer, tmp_path):
+    folder, out = checkpoint.save(tmp_path / "run", 1, model, tokenizer, None), tmp_path / "out"
+    out.mkdir()
+    (out / "chat_template.jinja").write_text("another one's")
+    checkpoint.copy_model(folder, out)
+    assert Tokenizer(out).templates == tokenizer.templates
+    (out / "chat_template.jinja").write_text("own")
+    checkpoint.copy_model(checkpoint.save(tmp_path / "run", 2, model, None, None), out)
+    assert Tokenizer(out).templates["default"] == "own"
+
+
 def test_large_arrays_have_files_of_their_own(model, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 100)
     state = {name: np.full(size, i, np.float32) for i, (name, size) in enumerate({"a": 10, "b": 10, "c": 90}.items())}

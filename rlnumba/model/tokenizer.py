@@ -6,6 +6,7 @@ Source: transformers 5, utils/chat_template_utils.py and tokenization_utils_base
 """
 
 import json
+import os
 import re
 from datetime import datetime
 from pathlib import Path
@@ -128,21 +129,23 @@ class Tokenizer:
 
     def _read_files(self):
         """{path in the folder: content} of the files that make up this tokenizer."""
-        present = [self.folder / name for name in FILES if (self.folder / name).exists()]
-        files = present + sorted((self.folder / TEMPLATE_FOLDER).glob("*.jinja"))
         try:
-            return {file.relative_to(self.folder): file.read_bytes() for file in files}
+            return {name: (self.folder / name).read_bytes() for name in tokenizer_files(self.folder)}
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
     def save(self, folder):
-        """Write the files that this tokenizer was made of to a folder."""
+        """Write the files that this tokenizer was made of to a folder, in which those of another one are replaced."""
         for name, content in self._files.items():
             target = Path(folder) / name
             target.parent.mkdir(parents=True, exist_ok=True)
             # In the folder that they came from, others may be reading them.
             if not (target.exists() and target.read_bytes() == content):
-                target.write_bytes(content)
+                # A symbolic link is replaced: what it leads to, as in the hub's cache, is another model's.
+                partial = target.with_name(f"{target.name}.partial")
+                partial.write_bytes(content)
+                os.replace(partial, target)
+        _remove(folder, self._files)
 
     @property
     def chat_template(self):
@@ -321,6 +324,29 @@ class Tokenizer:
             raise UserError(f"{self.folder}: chat template: {' '.join(str(error).split())}") from None
         except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
             raise UserError(f"{self.folder}: chat template: {type(error).__name__}: {error}") from None
+
+
+def tokenizer_files(folder):
+    """The files of a folder's tokenizer, as paths in the folder: list."""
+    folder = Path(folder)
+    found = [folder / name for name in FILES if (folder / name).exists()]
+    return [path.relative_to(folder) for path in [*found, *sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))]]
+
+
+def remove_other_tokenizer(folder, source):
+    """Remove the files of another tokenizer than that of the folder `source`, whose own have been copied.
+
+    A chat template or special tokens that are left there would count.
+    """
+    own = tokenizer_files(source)
+    if Path("tokenizer.json") in own:
+        _remove(folder, own)
+
+
+def _remove(folder, kept):
+    for name in tokenizer_files(folder):
+        if name not in kept:
+            (Path(folder) / name).unlink()
 
 
 def _settings(folder):

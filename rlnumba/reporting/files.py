@@ -111,6 +111,14 @@ def replacing(path):
             os.unlink(temporary)
 
 
+def copy_over(source, target):
+    """Copy a file to the path `target`, which is replaced as a whole, and a symbolic link itself. Raises OSError."""
+    target = Path(target)
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.copy(source, partial)
+    os.replace(partial, target)
+
+
 def remove_temporaries(folder):
     """Remove the files with which a process that was killed was replacing RUN_FILES of a run's folder, which may be as
     large as these."""

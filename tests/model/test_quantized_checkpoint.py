@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from functools import partial
 
 import numpy as np
@@ -19,6 +20,7 @@ from rlnumba.model.quantized.checkpoint import check_config, config_of, joined
 from rlnumba.model.quantized.checkpoint import tensors_of as tensors_in
 from rlnumba.model.quantized.weights import QuantizedWeights, quantized_names
 from rlnumba.model.tensor_file import open_tensors, write_tensors
+from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model, pack, score
 from rlnumba.runtime import device
 from rlnumba.trainers.sft import run_sft
@@ -179,6 +181,17 @@ def test_an_earlier_model_of_the_folder_goes(tmp_path, monkeypatch):
         assert left == wanted and (len(list((tmp_path / name).glob("*.safetensors"))) > 1) == (name == "int8")
         found, expected = load_model(tmp_path / "one"), load_model(tmp_path / name)
         assert_same_bits(found.weights.flat, expected.weights.flat)
+
+
+def test_a_tokenizer_is_copied_whole(tmp_path):
+    """With its named chat templates, and without those of one that was there."""
+    folder, output = shutil.copytree(MODEL, tmp_path / "model"), tmp_path / "written"
+    for path in (folder / "additional_chat_templates" / "tool_use.jinja", output / "chat_template.jinja"):
+        path.parent.mkdir()
+        path.write_text("tools")
+    convert.quantize_checkpoint(folder, output, "int8", 16)
+    assert Tokenizer(output).templates == Tokenizer(folder).templates
+    assert "tool_use" in Tokenizer(output).templates
 
 
 @pytest.mark.parametrize("form", ["its own", "the other"])

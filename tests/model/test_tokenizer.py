@@ -236,6 +236,23 @@ def test_saving_where_it_came_from_changes_nothing(tmp_path):
     assert Tokenizer(tmp_path / "b").special_tokens == tokenizer.special_tokens
 
 
+def test_a_saved_tokenizer_takes_the_place_of_another(tokenizer, tmp_path):
+    """No file of the other counts, and none that a link leads to is written, as in the hub's cache."""
+    (tmp_path / "cache").mkdir()
+    found = tmp_path / "model"
+    (found / "additional_chat_templates").mkdir(parents=True)
+    others = ("chat_template.jinja", "additional_chat_templates/rag.jinja", "special_tokens_map.json")
+    for name in (*others, "tokenizer.json", "tokenizer_config.json"):
+        other = tmp_path / "cache" / pathlib.Path(name).name
+        other.write_text("{}")
+        (found / name).symlink_to(other)
+    tokenizer.save(found)
+    saved = Tokenizer(found)
+    assert saved.templates == tokenizer.templates and saved.special_tokens == tokenizer.special_tokens
+    assert {path.read_text() for path in (tmp_path / "cache").iterdir()} == {"{}"}
+    assert not [name for name in others if (found / name).exists()]
+
+
 @pytest.mark.parametrize("name", ["qwen3-tokenizer", "smollm2"])
 def test_chats_of_released_models(name, samples):
     folder = samples / "models" / name

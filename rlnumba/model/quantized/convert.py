@@ -4,7 +4,6 @@ Experts that are one tensor of a layer become a matrix each, by the names that o
 llm-compressor, which vLLM opens.
 """
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from rlnumba.model.lora import check_other_kind
 from rlnumba.model.quantized.checkpoint import KEY, config_of, tensors_of
 from rlnumba.model.quantized.weights import check_group_size, quantized_names
 from rlnumba.model.tensor_file import write_tensors
+from rlnumba.model.tokenizer import remove_other_tokenizer, tokenizer_files
 from rlnumba.model.weights import (
     METADATA,
     SHARD_BYTES,
@@ -26,6 +26,7 @@ from rlnumba.model.weights import (
     write_index,
     write_json,
 )
+from rlnumba.reporting.files import copy_over
 
 # The formats that are written: compressed-tensors has none of fp8 with groups.
 WRITTEN = ("nf4", "int4", "int8")
@@ -65,12 +66,20 @@ def quantize_checkpoint(folder, output, name, group_size=None):
         named[file] = found
     write_index(output, named)
     remove_others(output, named)
-    for path in folder.iterdir():
-        if path.is_file() and not path.name.startswith("model") and path.suffix not in (".safetensors", ".bin", ".pt"):
-            shutil.copyfile(path, output / path.name)
+    _copy_others(folder, output)
     others = _left_out(stored, names)
     write_json(output / "config.json", {**raw, KEY: config_of(form, group_size, config.dtype, others)})
     return bool(config.mixture_layers)
+
+
+def _copy_others(folder, output):
+    """Copy the files that are not weights, such as those of a tokenizer, whose place in `output` they take."""
+    files = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith("model")]
+    names = {path.relative_to(folder) for path in files if path.suffix not in (".safetensors", ".bin", ".pt")}
+    for name in sorted({*names, *tokenizer_files(folder)}):
+        (output / name).parent.mkdir(exist_ok=True)
+        copy_over(folder / name, output / name)
+    remove_other_tokenizer(output, folder)
 
 
 def _left_out(stored, names):

@@ -92,6 +92,21 @@ def test_what_a_function_does_to_its_arguments_stays_there():
     assert score(clears, still_there, prompts=prompts, columns=columns).values[:, 1].tolist() == [33.0] * 3
     assert columns == {"answer": [7, 8, 9]}
 
+    def rewrites(completions, answer):
+        completions[0][0]["content"] = ""
+        answer[0]["cases"].pop()
+        return [float(len(each["cases"])) for each in answer]
+
+    def reads(completions, answer):
+        return [
+            len(own[0]["content"]) + 10.0 * len(each["cases"]) for own, each in zip(completions, answer, strict=True)
+        ]
+
+    # One row of several completions, whose values have lists of their own.
+    columns = {"answer": [{"cases": [1, 2]}] * 3}
+    assert score(rewrites, reads, prompts=prompts, columns=columns).values.tolist() == [[1, 23], [2, 29], [2, 36]]
+    assert columns == {"answer": [{"cases": [1, 2]}] * 3}
+
 
 def test_metrics_are_means_over_all_groups():
     def counts(completions, log_metric):

@@ -1,8 +1,17 @@
-"""Any value as JSON has it."""
+"""Any value as JSON has it, and copies of such values."""
 
 import math
 
 import numpy as np
+
+
+def own_copy(value):
+    """A value of JSON with lists and dicts of its own; what else stands in them is the same as before."""
+    if type(value) is list:
+        return [own_copy(item) if type(item) in (list, dict) else item for item in value]
+    if type(value) is dict:
+        return {key: own_copy(item) for key, item in value.items()}
+    return value
 
 
 def as_json(value, keeps_nan=False):

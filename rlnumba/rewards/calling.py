@@ -16,7 +16,6 @@ functions are awaited together, in one event loop for the whole run, so that the
 
 import asyncio
 import contextlib
-import copy
 import inspect
 import math
 import numbers
@@ -36,6 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.data.files import LARGEST
+from rlnumba.data.values import own_copy
 from rlnumba.errors import UserError, shown
 from rlnumba.rewards.workers import Answer, Workers
 
@@ -351,11 +351,14 @@ class Call:
     def __init__(self, function, name, keywords, size):
         self.function, self.name, self.size = function, name, size
         self.extra, self.metrics = {}, {}
-        self.keywords = {**keywords, "log_extra": self._log_extra, "log_metric": self._log_metric}
-        # A copy for each: prompts are used again, one by several completions, and a function may modify its arguments.
-        self.keywords["prompts"] = [copy.deepcopy(prompt) for prompt in keywords.get("prompts", ())]
+        # A copy for each: rows are used again, one by several completions, completions by the next function and the
+        # log, and a function may modify its arguments.
+        self.keywords = {name: own_copy(value) for name, value in keywords.items() if name != "completion_ids"}
+        self.keywords |= {"log_extra": self._log_extra, "log_metric": self._log_metric}
         ids = keywords.get("completion_ids", ())
-        self.keywords["completion_ids"] = [each.tolist() if isinstance(each, np.ndarray) else each for each in ids]
+        self.keywords["completion_ids"] = [
+            each.tolist() if isinstance(each, np.ndarray) else list(each) for each in ids
+        ]
 
     def _log_extra(self, column, values):
         values = list(values)

@@ -112,7 +112,7 @@ class Judge:
         if self.config.structured_outputs != "none":
             try:
                 found = json.loads(answer)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return None
             return found.get(name) if isinstance(found, dict) else None
         found = pattern.findall(answer)
@@ -123,7 +123,7 @@ class Judge:
         low, high = self.config.scale
         try:
             value = (float(score) - low) / (high - low)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return None
         return value if 0 <= value <= 1 else None
 

@@ -383,6 +383,13 @@ def test_answers_of_another_form():
         judges.answer_of(b"<html>")
 
 
+@pytest.mark.parametrize("answer", ['{"score": 1' + "0" * 400 + "}", "[" * 5000, '{"score": [1]}', '{"score": NaN}'])
+def test_what_is_no_score_is_none(answer):
+    table = {"url": "http://127.0.0.1:1/v1", "rubric": RUBRIC, "structured_outputs": "openai"}
+    judge = judges.Judge(JudgeConfig.of("short", table))
+    assert judge._value(judge._verdict(answer, "score", judges.SCORE)) is None
+
+
 def test_an_answer_may_have_no_text():
     for message in ({"content": None}, {"content": ""}, {}):
         assert judges.answer_of(json.dumps({"choices": [{"message": message}]})) == ("", NO_USAGE)

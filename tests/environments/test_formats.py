@@ -102,8 +102,11 @@ def test_a_rendered_call_is_the_same_call(format):
         ('<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>', "", ["too large"]),
         ('<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>', "", ["half of a character"]),
         (f'<tool_call>{{"name": "f", "arguments": {"[" * 100_000}</tool_call>', "", ["too deep"]),
+        (f'<tool_call>{{"name": "f", "arguments": {"[" * 500}{"]" * 500}}}</tool_call>', "", ["too deep"]),
         (f'<tool_call>{{"name": "f", "arguments": {"1" * 5_000}}}</tool_call>', "", ["integer"]),
         ('<tool_call>{"name": "f"} and more</tool_call>', "", ["text after"]),
+        # Many lists beside each other are not deep.
+        ('<tool_call>{"name": "f", "arguments": ' + str([[]] * 99) + "}</tool_call>", "", [ToolCall("f", [[]] * 99)]),
         # No name, no object; arguments of another type fail when the call is executed.
         ('<tool_call>{"name": 3}</tool_call>', "", ["no name"]),
         ("<tool_call></tool_call>", "", ["not JSON"]),

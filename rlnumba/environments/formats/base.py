@@ -197,6 +197,21 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+# Lists and objects in one another that a call may have: what copies, sends and logs it later goes one deeper for each.
+DEEPEST = 64
+
+
+def _check_depth(value):
+    """Raise ValueError for more than DEEPEST lists and objects in one another."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inside = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [item for items in inside for item in items]
+        if not inside:
+            return
+    raise ValueError("not JSON: too deep")
+
+
 def _check_characters(text, value):
     """Raise ValueError for half of a surrogate pair, which an escape can make, and which has no UTF-8."""
     if "\\u" in text and _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
@@ -217,6 +232,8 @@ def read_json_at(text, start):
     try:
         value, end = _DECODER.raw_decode(text, start)
         _check_characters(text[start:end], value)
+        if text.count("[", start, end) + text.count("{", start, end) > DEEPEST:
+            _check_depth(value)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg}") from None
     except RecursionError:

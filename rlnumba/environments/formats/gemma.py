@@ -6,7 +6,7 @@
 
 import re
 
-from rlnumba.environments.formats.base import TaggedFormat, dereferenced, typed_value, types_of
+from rlnumba.environments.formats.base import DEEPEST, TaggedFormat, dereferenced, typed_value, types_of
 from rlnumba.environments.formats.lark import quoted
 from rlnumba.environments.formats.turn import ToolCall
 
@@ -14,7 +14,6 @@ BEGIN = re.compile(r"\s*call:\s*([^\s{}]+)\s*\{")
 SPACE = re.compile(r"\s*")
 # A value without quotes, and a key.
 BARE, KEY = re.compile(r"[^,\[\]{}]+"), re.compile(r"[^,:\[\]{}]+")
-DEEPEST = 64
 
 
 class Gemma(TaggedFormat):

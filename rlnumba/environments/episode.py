@@ -224,7 +224,12 @@ class Episode:
 
         if not isinstance(turn.stop_reason, str):
             return parse(text)
-        begin = text.rfind(turn.stop_reason)
+        # It ends with the last token; earlier ones may be there within min_tokens.
+        before = len(agents.tokenizer.decode(ids[:-1], skip_special_tokens=False))
+        begin = text.find(turn.stop_reason, max(before - len(turn.stop_reason) + 1, 0))
+        if begin < 0:
+            # With a special token in it, which the engine's text is without.
+            return parse(text)
         found, whole = parse(text[:begin]), parse(text[: begin + len(turn.stop_reason)])
         # A stop string may be the end of a call.
         return whole if len(whole.calls) > len(found.calls) else found

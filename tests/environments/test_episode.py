@@ -156,6 +156,23 @@ def test_what_ends_a_turn_is_not_in_its_text(tokenizer):
     agents.close()
 
 
+@pytest.mark.parametrize(
+    "text, stop, content",
+    [
+        ("one two one", "one", "one two "),  # the first one was within min_tokens
+        (f"{call()} END", "END", ""),
+        ("say foo<tools>bar", "foobar", "say foo<tools>bar"),  # the engine's text has no special tokens
+    ],
+)
+def test_a_stop_string_is_cut_where_it_has_ended_the_turn(tokenizer, text, stop, content):
+    agents = agents_with(tokenizer, [multiply])
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    turn = Completion(ids, [-0.5] * len(ids), "stop", "", [3] * len(ids), stop_reason=stop)
+    parsed = episode_of(agents)._parse(turn, [5, *ids])
+    assert parsed.content == content and len(parsed.calls) == text.count("multiply")
+    agents.close()
+
+
 def test_a_tokenizer_whose_turns_have_no_end(tokenizer):
     other = copy.copy(tokenizer)
     other.special_tokens = tokenizer.special_tokens | {"eos_token": "1"}

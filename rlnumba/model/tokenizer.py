@@ -99,10 +99,10 @@ class Tokenizer:
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             what = "added_tokens_decoder is " if path.name == "tokenizer_config.json" else ""
             raise UserError(f"{path}: {what}damaged ({error})") from None
-        named = [settings.get(key) for key in SPECIAL_TOKENS]
+        named = list(_named_tokens(settings).values())
         for key in ("additional_special_tokens", "extra_special_tokens"):
-            others = settings.get(key) or []
-            named += others.values() if isinstance(others, dict) else others if isinstance(others, list) else []
+            others = settings.get(key)
+            named += others if isinstance(others, list) else []
         special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
         for token in named:
             text = _text_of(token)
@@ -356,9 +356,22 @@ def _settings(folder):
     return {**settings, **read_json(legacy)} if "added_tokens_decoder" not in settings and legacy.exists() else settings
 
 
+def _named_tokens(settings):
+    """{"eos_token": a token as the settings have it, ...}: those that all tokenizers may have, then the model's own."""
+    own = {
+        key: token
+        for key, token in settings.items()
+        if key.endswith("_token") and (isinstance(token, str) or isinstance(token, dict) and "__type" in token)
+    }
+    for key in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"):
+        others = settings.get(key)
+        own |= others if isinstance(others, dict) else {}
+    return {key: settings.get(key) for key in SPECIAL_TOKENS} | {k: own[k] for k in own if k not in SPECIAL_TOKENS}
+
+
 def _special_tokens(settings):
     """{"eos_token": its text, ...} of a tokenizer's settings: dict."""
-    texts = {key: _text_of(settings.get(key)) for key in SPECIAL_TOKENS}
+    texts = {key: _text_of(token) for key, token in _named_tokens(settings).items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 

@@ -14,6 +14,8 @@ from transformers import AutoTokenizer
 HERE = Path(__file__).parent
 FLAGS = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
 MAP = "special_tokens_map.json"
+NAMES = ("bos_token", "image_token", "eot_token", "add_some_token", "think_token", "boi_token", "extra_special_tokens")
+TEMPLATE = "|".join(f"{{{{ {name} }}}}" for name in NAMES)
 CASES = {
     "added_tokens.json": ({}, {"added_tokens.json": {"<new>": 487, "<other>": 488}}),
     "added_tokens.json with gaps": ({}, {"added_tokens.json": {"<new>": 500, "<other>": 490}}),
@@ -29,6 +31,10 @@ CASES = {
     "a list of extra ones": ({"extra_special_tokens": ["<other>"]}, {}),
     "extra ones with names": ({"extra_special_tokens": {"image_token": "<other>"}}, {}),
     "an eos_token that is new": ({"eos_token": "<new>", "extra_special_tokens": ["<other>"]}, {}),
+    "names that the model's templates read": (
+        {"image_token": "<new>", "eot_token": "c", "add_some_token": True, "think_token": {"content": "a"},
+         "extra_special_tokens": {"boi_token": "<other>", "eot_token": "<|eot_id|>"}, "chat_template": TEMPLATE}, {}
+    ),
 }  # fmt: skip
 TEXTS = ("a<new>b <other>", "<|eot_id|>c<|im_end|>", "<other><new> c")
 
@@ -49,8 +55,12 @@ def recorded(settings, files):
         tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "m")
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
     decoded = [tokenizer.decode(each, skip_special_tokens=True) for each in ids]
+    rendered = {}
+    if "chat_template" in settings:
+        message = {"role": "user", "content": "a"}
+        rendered["rendered"] = tokenizer.apply_chat_template([message], tokenize=False)
     named = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return {"settings": settings, "files": files, "texts": TEXTS, "ids": ids, "decoded": decoded, **named}
+    return {"settings": settings, "files": files, "texts": TEXTS, "ids": ids, "decoded": decoded, **named, **rendered}
 
 
 if __name__ == "__main__":

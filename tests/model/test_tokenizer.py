@@ -108,6 +108,8 @@ def test_tokens_that_other_files_add(name, tmp_path):
     assert [tokenizer.decode(ids) for ids in golden["ids"]] == golden["decoded"]
     assert tokenizer.eos_token_id == end_token_id(tmp_path) == golden["eos_token_id"]
     assert tokenizer.pad_token_id == golden["pad_token_id"]
+    if "rendered" in golden:
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == golden["rendered"]
     (tmp_path / "copy").mkdir()
     tokenizer.save(tmp_path / "copy")
     assert Tokenizer(tmp_path / "copy").encode(golden["texts"][0]) == tokenizer.encode(golden["texts"][0])

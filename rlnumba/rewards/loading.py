@@ -11,6 +11,7 @@ import sys
 import traceback
 import weakref
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -151,15 +152,9 @@ def resolve(spec, judges=MappingProxyType({})):
         judge = find_judge(spec, judges)
         _resolved[judge] = judge.spec
         return judge
-    folder = Path(spec).expanduser()
-    if spec.strip() and spec not in BUILT_IN and folder.is_dir():
-        return ModelFolder(folder)
-    # A file's name may have brackets and dots of its own; its function begins after the first .py: of a name.
-    match = re.fullmatch(r"\s*(.+?\.py:\s*\w+)\s*(\(.*\))?\s*", spec, re.DOTALL)
-    match = match or re.fullmatch(r"\s*([^()]+?)\s*(\(.*\))?\s*", spec, re.DOTALL)
-    if match is None:
-        raise ConfigError(f"rewards.funcs: {spec!r} is not a name, file.py:function or package.module:function")
-    path, call = match.groups()
+    if _is_folder(spec):
+        return ModelFolder(Path(spec).expanduser())
+    path, call = _path_and_call(spec)
     factory = FACTORIES.get(path.removeprefix("get_"))
     function = factory or _find(path)
     if factory or call:
@@ -173,6 +168,34 @@ def resolve(spec, judges=MappingProxyType({})):
     with contextlib.suppress(TypeError):  # an object without a hash
         _resolved[function] = spec
     return function
+
+
+def check_reward(spec, judges=MappingProxyType({})):
+    """Raise what `resolve` raises for a name, a judge, a file or a module that is not there, or for a function that is
+    not in it. The user's module is not imported, because that could take a GPU's memory."""
+    if spec.strip().startswith(JUDGE):
+        find_judge(spec, judges)
+    elif not _is_folder(spec):
+        path, _ = _path_and_call(spec)
+        if path in BUILT_IN or path.removeprefix("get_") in FACTORIES:
+            resolve(spec)
+        else:
+            _check_source(path)
+            check_object(path, "rewards.funcs")
+
+
+def _is_folder(spec):
+    return bool(spec.strip()) and spec not in BUILT_IN and Path(spec).expanduser().is_dir()
+
+
+def _path_and_call(spec):
+    """The parts "file.py:name" and "(key=value, ...)" of a spec, the second None where it has none."""
+    # A file's name may have brackets and dots of its own; its function begins after the first .py: of a name.
+    match = re.fullmatch(r"\s*(.+?\.py:\s*\w+)\s*(\(.*\))?\s*", spec, re.DOTALL)
+    match = match or re.fullmatch(r"\s*([^()]+?)\s*(\(.*\))?\s*", spec, re.DOTALL)
+    if match is None:
+        raise ConfigError(f"rewards.funcs: {spec!r} is not a name, file.py:function or package.module:function")
+    return match.groups()
 
 
 def _call_factory(spec, factory, call):
@@ -192,7 +215,13 @@ def _call_factory(spec, factory, call):
 def _find(path):
     if path in BUILT_IN:
         return BUILT_IN[path]
-    source, _, name = path.rpartition(":" if ":" in path else ".")
+    _check_source(path)
+    return load_object(path, "rewards.funcs")
+
+
+def _check_source(path):
+    """Raise the error of the name of a reward that is not built in and names no file or module."""
+    source, _, _ = path.rpartition(":" if ":" in path else ".")
     if not source and "/" in path:
         raise UserError(f"rewards.funcs: no such folder: {path}")
     if not source:
@@ -201,26 +230,87 @@ def _find(path):
             f"rewards.funcs: no built-in reward is called {path!r}; did you mean {near}? Your own are written "
             "file.py:function or package.module:function"
         )
-    return load_object(path, "rewards.funcs")
 
 
 def load_object(path, key):
     """The object file.py:name or package.module:name. `key` begins an error's message: ConfigError or UserError."""
-    source, _, name = (part.strip() for part in path.rpartition(":" if ":" in path else "."))
-    if not source:
-        raise ConfigError(f"{key}: {path!r} must be file.py:name or package.module:name")
+    source, name = _source_and_name(path, key)
     module = _module_of_file(source, key) if source.endswith(".py") else _module_of_name(source, key)
     if name not in vars(module):
-        functions = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        near = difflib.get_close_matches(name, functions, n=1, cutoff=0)
-        raise ConfigError(f"{key}: {source} has no {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise _no_such_object(source, name, [n for n, value in vars(module).items() if callable(value)], key)
     return vars(module)[name]
 
 
-def _module_of_file(source, key):
+def check_object(path, key):
+    """Raise what `load_object` raises for a file or module that is not there, does not parse or does not define the
+    name, without importing it. What a module makes by other means than a definition, `import` or `=` is taken as there.
+    """
+    source, name = _source_and_name(path, key)
+    file = _file_of(source, key) if source.endswith(".py") else _file_of_module(source, key)
+    if file is None:
+        return
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except SyntaxError as error:
+        raise _import_failed(source, error, key) from error
+    except (OSError, ValueError):
+        return
+    defined, found = [], set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.append(node.name)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.Name | ast.Attribute):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    if name not in found and name not in defined and not found & WAYS_TO_NAME:
+        raise _no_such_object(source, name, defined, key)
+
+
+# Names in a module that may define others which it does not spell.
+WAYS_TO_NAME = {"*", "exec", "eval", "globals", "locals", "vars", "setattr", "__dict__", "modules"}
+
+
+def _source_and_name(path, key):
+    source, _, name = (part.strip() for part in path.rpartition(":" if ":" in path else "."))
+    if not source:
+        raise ConfigError(f"{key}: {path!r} must be file.py:name or package.module:name")
+    return source, name
+
+
+def _no_such_object(source, name, functions, key):
+    near = difflib.get_close_matches(name, [each for each in functions if not each.startswith("_")], n=1, cutoff=0)
+    return ConfigError(f"{key}: {source} has no {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _file_of(source, key):
     path = Path(source).expanduser().resolve()
     if not path.is_file():
         raise UserError(f"{key}: no such file: {source}")
+    return path
+
+
+def _file_of_module(source, key):
+    """The source file of a module that is not imported, None where it cannot be known."""
+    _see_working_folder()
+    first, *others = source.split(".")
+    try:
+        found = importlib.util.find_spec(first)
+    except (ImportError, ValueError):
+        return None
+    if found is None:
+        raise ConfigError(f"{key}: there is no module {source}")
+    name = first
+    for each in others:
+        name, places = f"{name}.{each}", found.submodule_search_locations
+        found = PathFinder.find_spec(name, places) if places else None
+        if found is None:
+            return None
+    return Path(found.origin) if found.origin and found.origin.endswith(".py") else None
+
+
+def _module_of_file(source, key):
+    path = _file_of(source, key)
     # Without what a module's name cannot have: a dot would be one of a package.
     stem = re.sub(r"\W", "_", path.stem)
     module_name = f"rlnumba_reward_{stem}_{abs(hash(str(path)))}"
@@ -240,9 +330,14 @@ def _module_of_file(source, key):
     return module
 
 
-def _module_of_name(source, key):
+def _see_working_folder():
+    """Let modules of the working folder be found."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
+
+
+def _module_of_name(source, key):
+    _see_working_folder()
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:

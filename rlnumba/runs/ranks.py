@@ -12,12 +12,15 @@ from rlnumba.config.keys import Section
 from rlnumba.environments.agents import NOTHING
 from rlnumba.environments.agents import given as given_tools
 from rlnumba.errors import ConfigError, RankError
+from rlnumba.model.hub import find_model, read_config
+from rlnumba.model.lora import lora_of_run
 from rlnumba.parallel.communicator import check_equal
 from rlnumba.parallel.launch import launch
 from rlnumba.parallel.placement import placement
 from rlnumba.parallel.ray_launch import launch_on_nodes
 from rlnumba.reporting.stderr import log
 from rlnumba.rewards import resolve as resolve_reward
+from rlnumba.rewards.loading import check_object, check_reward
 from rlnumba.runs.callbacks import given
 from rlnumba.runs.planning.fit import fit_to_device
 from rlnumba.runs.resolve import resolve
@@ -45,11 +48,28 @@ def train_on_ranks(run, resume, reward_funcs=(), callbacks=(), tools=NOTHING):
     with owner_of(run), last_checkpoint_named(run.output_dir):
         # What each rank would refuse, once kernels are compiled. The memory of their GPUs is theirs to ask for.
         resolve(located(run), device.name() == "cuda", None)
+        check_named(located(run), reward_funcs)
         start_compiling(run)
         if num_nodes > 1:
             return launch_on_nodes(_train, count, num_nodes, *arguments, timeout_s=timeout_s)[0]
         group_size = run.deploy.ranks_of_engine
         return launch(_train, count, *arguments, timeout_s=timeout_s, group_size=group_size, **place)[0]
+
+
+def check_named(run, reward_funcs):
+    """Raise, before anything is compiled, where a reward, a callback or the first adapter is not there, as each rank
+    would. Modules of rewards and callbacks are not imported.
+
+    run: with the paths that its inputs have; reward_funcs: train_on_ranks's.
+    """
+    rewards = getattr(run, "rewards", None)
+    for each in reward_funcs or (() if rewards is None else rewards.funcs):
+        if isinstance(each, str):
+            check_reward(each, {} if rewards is None else rewards.judges)
+    for each in run.train.callbacks:
+        check_object(each, "train.callbacks")
+    if run.lora is not None:
+        lora_of_run(run.lora, read_config(find_model(run.model, weights=False)))
 
 
 @contextmanager

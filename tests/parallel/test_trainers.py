@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import pathlib
+import re
 import shutil
 from functools import partial
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlnumba.config import DeployConfig, LoraConfig, QuantizationConfig, SFTConfig, TeacherConfig
-from rlnumba.errors import ConfigError, RankError
+from rlnumba.errors import ConfigError, RankError, UserError
 from rlnumba.kernels.nn import reduce
 from rlnumba.model.config import SCORE_HEAD
 from rlnumba.model.lora import Adapter, save_adapter
@@ -19,7 +20,7 @@ from rlnumba.model.transformer import load_model
 from rlnumba.parallel import launch, zero
 from rlnumba.parallel.communicator import check_equal
 from rlnumba.reporting import metrics
-from rlnumba.runs import gradients
+from rlnumba.runs import gradients, ranks
 from rlnumba.runs.policy import Policy
 from rlnumba.runs.ranks import facts_of, train_on_ranks
 from tests.close import assert_same_bits
@@ -361,6 +362,46 @@ def test_a_reward_that_fails_ends_the_run_with_its_line(tmp_path):
     with pytest.raises(RankError, match=line):
         train_on_ranks(run_of("grpo", tmp_path / "run", 2, **options), False)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
+
+
+@pytest.mark.parametrize(
+    "section, change, line",
+    [
+        (
+            "rewards",
+            ["accuracy"],
+            "rewards.funcs: no built-in reward is called 'accuracy'; did you mean accuracy_reward",
+        ),
+        ("rewards", ["no/such.py:f"], "rewards.funcs: no such file: no/such.py"),
+        ("rewards", ["mine.py:brevty"], "rewards.funcs: mine.py has no 'brevty'; did you mean brevity?"),
+        ("rewards", ["typo.py:f"], "rewards.funcs: typo.py cannot be imported: SyntaxError: invalid syntax"),
+        ("rewards", ["no_module.inside:f"], "rewards.funcs: there is no module no_module.inside"),
+        ("train", ["mine.py:Reprt"], "train.callbacks: mine.py has no 'Reprt'; did you mean Report?"),
+        ("lora", "nothing", "lora.init: nothing/adapter_config.json: no such file"),
+        # They are there, or may be; the module itself is not run.
+        ("rewards", ["mine.py:brevity", "mine.py:taken(k=1)", "dynamic.py:f", "gsm8k_reward"], None),
+        ("train", ["mine.py:Report", "mine.py:assigned", "json.decoder:JSONDecoder"], None),
+    ],
+)
+def test_what_a_key_names_is_looked_for_before_ranks_begin(tmp_path, monkeypatch, section, change, line):
+    monkeypatch.chdir(tmp_path)
+    mine = ["from os.path import join as taken", "assigned = len", "def brevity(): ...", "class Report: ...", "1 / 0"]
+    for name, text in {"mine": "\n".join(mine), "typo": "def f(:", "dynamic": "globals()['f'] = len"}.items():
+        pathlib.Path(f"{name}.py").write_text(text)
+    begun = []
+    monkeypatch.setattr(ranks, "launch", lambda *arguments, **options: begun.append("ranks") or [None])
+    monkeypatch.setattr(ranks, "start_compiling", lambda run: begun.append("compiler"))
+    run = run_of("grpo", tmp_path / "run", 2)
+    key = {"rewards": "funcs", "train": "callbacks", "lora": "init"}[section]
+    changed = LoraConfig() if section == "lora" else getattr(run, section)
+    run = dataclasses.replace(run, **{section: dataclasses.replace(changed, **{key: change})})
+    if line is None:
+        train_on_ranks(run, False)
+        assert begun == ["compiler", "ranks"]
+        return
+    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+        train_on_ranks(run, False)
+    assert begun == []
 
 
 def test_passes_of_a_generation_are_counted_on_each_gpu(tmp_path):

@@ -33,8 +33,9 @@ def suffix_ids(tokenizer, has_ended, results, template_kwargs=None, schemas=None
     results: messages {"role": "tool", "name": str, "content": str}, at least one; or those of others that answer a turn
     without calls, such as {"role": "user", "content": str}. has_ended: whether the last drawn id is that of
     `check_turns`, mostly the EOS; otherwise the suffix begins with it. template_kwargs, schemas: as for the prompt. A
-    special token that a result spells out is text, so that no tool can end its message and begin another. Raises
-    UserError where eos_token is not special, or where the template does not end a turn with a special token.
+    special token that a result or a name spells out is text, so that neither a tool nor the name of none, which the
+    model has written, can end its message and begin another. Raises UserError where eos_token is not special, or where
+    the template does not end a turn with a special token.
     """
     end, *suffix = _suffix(tokenizer, results, template_kwargs, schemas)
     ids = tokenizer.encode_marked(*suffix)
@@ -49,10 +50,11 @@ def _suffix(tokenizer, results, template_kwargs, schemas):
     if eos not in tokenizer.special_ids:
         raise UserError(f"{tokenizer.folder}: eos_token {eos!r} is not a special token, so no turn can end with it")
     marked, literals = tokenizer.mark_special(results)
-    sentinel = _absent(SENTINEL, [message["content"] for message in marked], schemas)
+    texts = [message[key] for message in marked for key in ("content", "name") if key in message]
+    sentinel = _absent(SENTINEL, texts, schemas)
     turn = {"role": "assistant", "content": sentinel}
     if results[0]["role"] == "tool":
-        call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {"argument": sentinel}}}
+        call = {"type": "function", "function": {"name": marked[0]["name"], "arguments": {"argument": sentinel}}}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     messages = [{"role": "user", "content": "question"}, turn, *marked]
     settings = {"tools": schemas or None, **(template_kwargs or {})}

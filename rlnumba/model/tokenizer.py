@@ -168,13 +168,14 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def mark_special(self, messages):
-        """(the messages with a mark for each special token that their content spells out, {mark: that text}).
+        """(messages with a mark for each special token that content or name spells out, {mark: that text}).
 
         A chat template renders the marks as it does other words, and `encode_marked` makes text of them: so no content
-        can end its own message, as one from outside may try.
+        can end its own message, as one from outside may try, nor can the name of a tool that the model has made up.
         """
         spelled = re.compile("|".join(re.escape(text) for text in sorted(self.special_ids, key=len, reverse=True)))
-        contents = "\n".join(message["content"] for message in messages)
+        texts = [{key: message[key] for key in ("content", "name") if key in message} for message in messages]
+        contents = "\n".join(text for each in texts for text in each.values())
         if not self.special_ids or not spelled.search(contents):
             return messages, {}
         key = "mark"
@@ -185,7 +186,10 @@ class Tokenizer:
         def mark(found):
             return marks.setdefault(found[0], f"{key}{len(marks)}x")
 
-        marked = [message | {"content": spelled.sub(mark, message["content"])} for message in messages]
+        marked = [
+            message | {key: spelled.sub(mark, text) for key, text in each.items()}
+            for message, each in zip(messages, texts, strict=True)
+        ]
         return marked, {mark: text for text, mark in marks.items()}
 
     def encode_marked(self, text, marks):

@@ -7,6 +7,7 @@ from rlnumba.engine.requests.grammars import GrammarReplay
 from rlnumba.engine.requests.structured_outputs import StructuredOutputsParams
 from rlnumba.errors import ConfigError, UserError
 from rlnumba.model.config import LM_HEAD
+from rlnumba.model.config_values import read_json
 from rlnumba.model.hub import find_model
 from rlnumba.model.lora import adapter_of_run, is_adapter, load_adapter
 from rlnumba.model.quantized.weights import weights_in
@@ -14,6 +15,7 @@ from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import load_model
 from rlnumba.model.weights import Weights
 from rlnumba.parallel.layer_shards import LayerShards, QuantizedLayerShards
+from rlnumba.reporting.stderr import log
 from rlnumba.runs.policy import Policy
 from rlnumba.runs.run_folder import log_kernels
 
@@ -41,6 +43,7 @@ def load_policy(run, folder, reference=False, temperature=1.0, heads=LM_HEAD, he
         model = load_model(source, train.dtype, heads, head_init, run.seed, make_weights=kind)
         model.adapter = _adapter(run, folder, model.weights, source)
     log_kernels(model.dtype)
+    _log_dropout(source)
     tokenizer = Tokenizer.from_folder(source)
     before = None
     if reference:
@@ -51,6 +54,16 @@ def load_policy(run, folder, reference=False, temperature=1.0, heads=LM_HEAD, he
     policy.grammar = grammar_replay(train, tokenizer, model.config)
     policy.rollout_is_quantized = run.rollout_is_quantized
     return policy, tokenizer
+
+
+def _log_dropout(folder):
+    """Warn of a dropout in a model's config.json, which transformers would apply in training."""
+    path = folder / "config.json"
+    keys = read_json(path)
+    if isinstance(keys.get("text_config"), dict):
+        keys = keys["text_config"]
+    if keys.get("attention_dropout"):
+        log(f"warning: {path}: attention_dropout {keys['attention_dropout']} is not applied in training")
 
 
 def grammar_replay(train, tokenizer, config):

@@ -1,6 +1,8 @@
 """SFT against torch's 50-step curves, and the invariants of its arithmetic."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from rlnumba.model.transformer import load_model
 from rlnumba.optim import learning_rate_at
 from rlnumba.runs import policy as policy_module
 from rlnumba.runs import run_folder
+from rlnumba.runs.loading import load_policy
 from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device, memory
 from rlnumba.trainers import sft
@@ -270,3 +273,14 @@ def test_targets_are_the_next_tokens(rng):
     assert batch.rows.tolist() == [0, 5, 6]
     assert batch.target_ids.tolist() == [6, 11, 12]
     assert batch.cu_seqlens.tolist() == [0, 3, 4, 8]
+
+
+def test_a_dropout_that_is_not_applied_is_named(tmp_path, capsys):
+    path = shutil.copytree(MODEL, tmp_path / "model") / "config.json"
+    keys = json.loads(path.read_text())
+    run, found = replace(sft_run(tmp_path / "run"), model=str(path.parent)), []
+    for rate in (0.0, 0.1):
+        path.write_text(json.dumps(keys | {"attention_dropout": rate}))
+        load_policy(run, run_folder.RunFolder(run, False))
+        found.append(f"warning: {path}: attention_dropout 0.1 is not applied in training" in capsys.readouterr().err)
+    assert found == [False, True]

@@ -315,10 +315,20 @@ def test_what_is_refused(tmp_path, capsys):
     groups = config_of(FORMATS["int8"], None, "bfloat16")
     with pytest.raises(UserError, match=r"^x: group_0 has weights by groups, and group_size is None$"):
         check_config(groups, "x")
-    activations = config_of(FORMATS["int8"], 128, "bfloat16")
-    activations["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
-    with pytest.raises(UserError, match=r"^x: group_0 quantises activations, too"):
-        check_config(activations, "x")
+    for key in ("input_activations", "output_activations"):
+        activations = config_of(FORMATS["int8"], 128, "bfloat16")
+        activations["config_groups"]["group_0"][key] = {"num_bits": 8}
+        with pytest.raises(UserError, match=r"^x: group_0 quantises activations, too"):
+            check_config(activations, "x")
+    rotated = config_of(FORMATS["int8"], 128, "bfloat16") | {"transform_config": {"config_groups": {"u": {}}}}
+    with pytest.raises(UserError, match=r"^x: compressed-tensors' transform_config, .*, is not read$"):
+        check_config(rotated, "x")
+    for other, message in (
+        ("int4", "quantization_config must be an object, got 'int4'"),
+        (groups | {"config_groups": {"a": None}}, "config_groups must be an object of objects, got {'a': None}"),
+    ):
+        with pytest.raises(UserError, match=f"^x: {re.escape(message)}$"):
+            check_config(other, "x")
     base = str(tmp_path / "base")
     assert cli.run(["quantize", "--model", str(MODEL), "--output", base, "--group-size", "32"]) == 0
     assert read_config(base).dtype == read_config(MODEL).dtype

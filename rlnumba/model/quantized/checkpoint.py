@@ -102,6 +102,8 @@ class StoredCodes:
 
 def check_config(quantization, source):
     """Raise UserError, naming the file, for the quantization_config of a checkpoint that is not read."""
+    if not isinstance(quantization, dict):
+        raise UserError(f"{source}: quantization_config must be an object, got {quantization!r}")
     method = quantization.get("quant_method")
     if method == BITSANDBYTES and quantization.get("bnb_4bit_quant_type") == "nf4":
         return
@@ -116,7 +118,11 @@ def check_config(quantization, source):
         )
     if quantization.get("format") not in FORMATS_OF_COMPRESSED:
         raise UserError(f"{source}: compressed-tensors' format {quantization.get('format')!r} is not read")
+    if quantization.get("transform_config"):
+        raise UserError(f"{source}: compressed-tensors' transform_config, of rotations in the model, is not read")
     groups = quantization.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise UserError(f"{source}: config_groups must be an object of objects, got {groups!r}")
     if len(groups) != 1:
         raise UserError(f"{source}: quantization_config has {len(groups)} config_groups; those with one are read")
     for name, group in groups.items():
@@ -128,7 +134,7 @@ def check_config(quantization, source):
         size = weights.get("group_size")
         if weights["strategy"] == "group" and not (isinstance(size, int) and size > 0):
             raise UserError(f"{source}: {name} has weights by groups, and group_size is {size!r}")
-        if group.get("input_activations"):
+        if group.get("input_activations") or group.get("output_activations"):
             raise UserError(f"{source}: {name} quantises activations, too; only those with 16-bit activations are read")
 
 

@@ -18,7 +18,7 @@ from rlnumba.data.prompts import encode_prompt
 from rlnumba.environments.calls import CallResult, ToolRun, error_content, in_unicode
 from rlnumba.environments.formats import THINK, MalformedCall, TurnStream, opens_think, think_tags_of
 from rlnumba.environments.formats.turn import parse_turn
-from rlnumba.environments.pool import EnvironmentFailure
+from rlnumba.environments.pool import EnvironmentFailure, connection_errors
 from rlnumba.environments.transcript import ITERATIONS, LENGTH, MALFORMED, OVERFLOW, STOP, Transcript
 from rlnumba.environments.turns import suffix_ids
 from rlnumba.errors import UserError, shown
@@ -98,11 +98,19 @@ class Episode:
     async def __call__(self, rollout):
         """Play one rollout: its Transcript."""
         agents, row = self.agents, self.row
-        transcript, instance, taken = Transcript(row.prompt), None, None
+        transcript, instance, taken = Transcript(row.prompt, environment=row.environment), None, None
         try:
             if agents.has_environments:
                 taken = agents.pool.take(row.environment)
-                instance = await rollout.wait(taken)
+                try:
+                    instance = await rollout.wait(taken)
+                except EnvironmentFailure as error:
+                    if agents.rewards_read_environments or not isinstance(error.__cause__, connection_errors()):
+                        raise
+                    # As a connection that is lost later, so that a server which begins again ends no run. Functions
+                    # that read environments would have none.
+                    await draw_nothing(rollout, transcript)
+                    return transcript
                 transcript.class_name = instance.class_name
                 transcript.environment = row.environment or instance.class_name
             context = await self._reset(rollout, instance, transcript)

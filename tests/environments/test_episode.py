@@ -479,6 +479,27 @@ class Remote:
         return value
 
 
+def test_a_server_that_is_away_for_a_while_costs_its_rollouts_alone(tokenizer):
+    class Connecting(Remote):
+        away = False
+
+        def __init__(self):
+            if Connecting.away:
+                raise ConnectionRefusedError("no server")
+
+    agents = agents_with(tokenizer, factories={None: Connecting})
+    lost_one, _ = play(tokenizer, episode_of(agents, {"lost_at": "reset"}, ""), ["x"])
+    Connecting.away = True
+    # The next rollout needs a new instance.
+    unmade, _ = play(tokenizer, episode_of(agents, {}, ""), ["x"])
+    Connecting.away = False
+    other, _ = play(tokenizer, episode_of(agents, {}, ""), ["end"])
+    lost, back = unmade.episode.value, other.episode.value
+    assert lost_one.episode.value.is_lost and lost.is_lost and lost.reward is None and lost.turns == 1
+    assert not back.is_lost and back.reward == 1.0
+    agents.close()
+
+
 @pytest.mark.parametrize(
     "lost_at, texts, turns",
     [

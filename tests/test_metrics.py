@@ -156,6 +156,18 @@ def test_whatever_rewards_log_is_written(tmp_path, capfd):
     assert table["mixed"] == ["1", '"a"'] and table["odd"] == ["{2}", None] and table["half"] == ['"\\ud800"', '"b"']
 
 
+@pytest.mark.parametrize("arguments", [{}, {"x": {}}, {"x": 10**30}])
+def test_calls_of_any_arguments_are_written(tmp_path, arguments):
+    """Such as those of a tool without any, for which Parquet has no type."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    with MetricsWriter(tmp_path, total_steps=1, log_completions=True) as writer:
+        writer.completions(1, [completion(1) | {"completion": turns}])
+    table = parquet.read_table(tmp_path / "completions" / "completions_00001.parquet").to_pydict()
+    assert json.loads(table["completion"][0]) == turns
+
+
 def test_a_failed_block_leaves_the_old_file(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text("old")

@@ -205,8 +205,12 @@ def _write_parquet(path, rows):
     def column(name):
         values = [row.get(name) for row in rows]
         try:
-            return pyarrow.array(values)
-        except (pyarrow.ArrowException, UnicodeEncodeError):  # mixed types, or text that has no UTF-8
+            found = pyarrow.array(values)
+            # Parquet has no object without a key, as the arguments of a call of a tool without any are.
+            pyarrow.parquet.write_table(pyarrow.table({name: found[:0]}), pyarrow.BufferOutputStream())
+            return found
+        # Mixed types, text that has no UTF-8, or integers beyond 64 bits.
+        except (pyarrow.ArrowException, UnicodeEncodeError, OverflowError):
             return pyarrow.array([json.dumps(value) for value in values])
 
     prompts = [row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"]) for row in rows]

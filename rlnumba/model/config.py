@@ -394,7 +394,7 @@ def _heads(raw, source):
 def _text_config(raw, source):
     """The keys of the text model: raw itself, or its text_config where it is one of vision and language."""
     outer = raw.get("model_type")
-    if outer not in WITH_TEXT_CONFIG:
+    if not isinstance(outer, str) or outer not in WITH_TEXT_CONFIG:
         return raw
     inner = raw.get("text_config")
     if not isinstance(inner, dict):
@@ -446,7 +446,7 @@ def _refuse_unsupported(raw, model_type, source):
     for key in ("n_routed_experts",) if model_type in MIXTURES else (*NUM_EXPERTS, "n_routed_experts"):
         if raw.get(key):
             raise UserError(f"{source}: {key} {raw[key]} is not supported (mixture of experts)")
-    kinds = raw.get("layer_types") or []
+    kinds = [] if raw.get("layer_types") is None else raw["layer_types"]
     if not isinstance(kinds, list):
         raise UserError(f"{source}: layer_types must be a list, got {kinds!r}")
     supported = LAYER_TYPES_OF.get(model_type, LAYER_TYPES[:1])

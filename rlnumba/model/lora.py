@@ -374,7 +374,7 @@ def _check_keys(raw, where, off=OFF):
     """Raise UserError for what is not LoRA's, or not supported, in the keys of a configuration of PEFT."""
     if raw.get("peft_type") != "LORA":
         raise UserError(f"{where}: peft_type {raw.get('peft_type')!r} is not supported (supported: 'LORA')")
-    if not SCORE_NAMES.issuperset(_modules_to_save(raw)):
+    if not all(isinstance(name, str) and name in SCORE_NAMES for name in _modules_to_save(raw)):
         raise UserError(f"{where}: modules_to_save {json.dumps(raw['modules_to_save'])} is not supported")
     for key, value in raw.items():
         # The number 0 is a value, such as the only one of layers_to_transform.
@@ -470,7 +470,7 @@ def _lora_keys(raw, config, path):
     if not (isinstance(of_experts, list) and all(isinstance(t, str) for t in of_experts)):
         raise UserError(f"{path}: target_parameters must be a list of strings, got {of_experts!r}")
     targets = raw.get("target_modules") or ([] if of_experts else None)
-    if targets is None or not (isinstance(targets, str) or all(isinstance(t, str) for t in targets)):
+    if not isinstance(targets, str | list) or not all(isinstance(t, str) for t in targets):
         raise UserError(
             f"{path}: target_modules must be a string or a list of strings, got {raw.get('target_modules')!r}"
         )

@@ -108,7 +108,10 @@ class Tokenizer:
             text = _text_of(token)
             if isinstance(text, str) and text and text not in special:
                 special.add(text)
-                self.backend.add_special_tokens([_added_token(token, special=True)])
+                try:
+                    self.backend.add_special_tokens([_added_token(token, special=True)])
+                except TypeError as error:
+                    raise UserError(f"{self.folder}: the special token {text!r} is damaged ({error})") from None
 
     def _templates(self, settings, path):
         """{name: template}: chat_template.jinja and its folder of named ones, else tokenizer_config.json's."""

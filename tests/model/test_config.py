@@ -137,6 +137,8 @@ def test_a_missing_key_is_named(key, tmp_path):
         ({"quantization_config": {"bits": 4}}, "is not read: only nf4 of bitsandbytes"),
         ({"num_experts": 8}, "num_experts 8 is not supported"),
         ({"is_causal": False}, "is_causal False is not supported"),
+        ({"layer_types": 0}, "layer_types must be a list, got 0"),
+        ({"model_type": []}, "model_type must be str, got []"),
         ({"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
         ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "layer_types": None}, "window 9"),

@@ -309,6 +309,8 @@ def folder(tmp_path):
     "key, value, message",
     [
         ("modules_to_save", ["lm_head"], 'modules_to_save ["lm_head"] is not supported'),
+        ("modules_to_save", [[1]], "modules_to_save [[1]] is not supported"),
+        ("target_modules", True, "target_modules must be a string or a list of strings, got True"),
         ("bias", "all", 'bias "all" is not supported'),
         ("use_dora", True, "use_dora true is not supported"),
         ("rank_pattern", {"q_proj": 2}, 'rank_pattern {"q_proj": 2} is not supported'),

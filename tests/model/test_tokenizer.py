@@ -78,6 +78,9 @@ def test_special_tokens(tokenizer, tmp_path):
     assert tokenizer.encode(tokenizer.special_tokens["bos_token"], add_special_tokens=False) == [3]
     named = edited(tmp_path / "a", eos_token={"content": "<|eot_id|>"}, bos_token=None)
     assert named.eos_token_id == 6 and "bos_token" not in named.special_tokens
+    damaged = {"content": "e", "lstrip": "x"}
+    with pytest.raises(UserError, match=f"^{tmp_path / 'c'}: the special token 'e' is damaged"):
+        edited(tmp_path / "c", extra_special_tokens={"image_token": damaged})
     # What only tokenizer_config.json calls special is one, and a token that only it knows is added.
     added = {"487": {"content": "<new>", "lstrip": False, "rstrip": False, "special": True, "normalized": False}}
     odd = edited(tmp_path / "b", eos_token="e", added_tokens_decoder=added, additional_special_tokens=["f"])

@@ -813,6 +813,13 @@ def test_functions_of_one_name_are_numbered():
     assert numbered(["f", "f", "f_2"]) == ["f", "f_3", "f_2"]
 
 
+def test_rows_of_several_files_have_their_own_answer_column():
+    """A row has None in the columns that only others of its generation have."""
+    columns = {"solution": [None, "4", None], "answer": ["3", None, None]}
+    assert functions.gsm8k_reward(["#### 3", "#### 4", "#### 5"], **columns) == [1.0, 1.0, 0.0]
+    assert functions.reference_answers(columns) == ["3", "4", None]
+
+
 def test_a_missing_answer_names_the_columns_of_the_data():
     columns = {"log_metric": print, "topic": ["x"], "prompts": ["p"], "difficulty": [1], "trainer_state": None}
     with pytest.raises(UserError, match=r"^needs a column .*; the data has: topic, difficulty$"):

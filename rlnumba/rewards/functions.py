@@ -27,10 +27,14 @@ ANSWER_COLUMNS = ("solution", "answer", "ground_truth", "final_answer")
 
 
 def reference_answers(columns):
-    """The first answer column: list. Raises UserError naming the columns if there is none."""
-    for name in ANSWER_COLUMNS:
-        if name in columns:
-            return columns[name]
+    """The value of each row in the first answer column that it has, None without any: list.
+
+    A row has None in a column that only others of its generation have. Raises UserError naming the columns if none is
+    an answer column.
+    """
+    found = [columns[name] for name in ANSWER_COLUMNS if name in columns]
+    if found:
+        return [next((value for value in row if value is not None), None) for row in zip(*found, strict=True)]
     keywords = ("prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
     seen = ", ".join(name for name in columns if name not in keywords) or "none"
     raise UserError(f"needs a column {', '.join(ANSWER_COLUMNS[:-1])} or {ANSWER_COLUMNS[-1]}; the data has: {seen}")

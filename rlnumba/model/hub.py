@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from rlnumba.errors import MissingModel, UserError, missing
 from rlnumba.model.config import ModelConfig
-from rlnumba.model.lora import adapter_heads, is_adapter, read_adapter_config
+from rlnumba.model.lora import CONFIG, adapter_heads, is_adapter, read_adapter_config
 from rlnumba.model.tokenizer import end_token_id
+from rlnumba.reporting.stderr import log
 
 
 def find_model(path_or_hub_id, weights=True):
@@ -43,6 +45,8 @@ def find_base(path_or_hub_id, base=None):
     if not is_adapter(folder):
         if base is not None:
             raise UserError(f"{folder}: not an adapter folder, so it has no base")
+        if (folder / CONFIG).exists():
+            _report_adapter(folder)
         return folder, None
     if base is None:
         base = read_adapter_config(folder)[1]
@@ -53,6 +57,12 @@ def find_base(path_or_hub_id, base=None):
         except UserError as error:
             raise UserError(f"{folder}: its base cannot be found: {error}; give the base (--base)") from None
     return find_model(base), folder
+
+
+@cache
+def _report_adapter(folder):
+    """Say once that a model is used without the adapter in its folder, which transformers would apply."""
+    log(f"warning: {folder}: the model is used without the adapter that is there, too ({CONFIG})")
 
 
 def read_config(folder, adapter_folder=None):

@@ -438,6 +438,15 @@ def test_a_copy_is_saved_without_the_device(tmp_path, monkeypatch):
     save_model(copied, tmp_path)
 
 
+def test_an_adapter_beside_a_model_is_reported_once(tmp_path, capsys):
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    shutil.copytree(golden_adapter("qv_rslora"), folder, dirs_exist_ok=True)
+    assert load_model(folder).adapter is None and load_model(folder).adapter is None
+    assert capsys.readouterr().err.count(f"warning: {folder}: the model is used without the adapter") == 1
+    load_model(MODEL)
+    assert "without the adapter" not in capsys.readouterr().err
+
+
 def test_a_folder_has_a_model_or_an_adapter(tmp_path):
     """Of both, transformers applies the adapter to the model, and the model alone would be read here."""
     model = load_model(MODEL)

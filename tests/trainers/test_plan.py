@@ -166,6 +166,18 @@ def test_a_run_writes_what_was_planned(tmp_path, kind):
     assert line.split()[2:4] == amount(found.model).split()
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_several_ranks_write_what_one_does(tmp_path, stage):
+    """Also of a model that is so small that the first rank has all of it."""
+    lines = {}
+    for num_ranks in (1, 2, 4):
+        run = sft_run(tmp_path / "run", max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+        run = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=num_ranks, zero_stage=stage))
+        planner = Planner(run, False, 16 * GIB)
+        lines[num_ranks] = [line for line in describe(planner, planner.plan()) if line.startswith("disk")]
+    assert len(lines[1]) == 2 and lines[1] == lines[2] == lines[4]
+
+
 def test_prompts_that_share_less_than_the_longest_take_what_was_planned(tmp_path):
     """Of a prompt one token shorter than the longest, which ends with a whole prefix, a group computes the last tokens
     for each completion."""

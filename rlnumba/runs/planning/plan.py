@@ -78,9 +78,9 @@ class Plan:
     notes: {name: what the bytes follow from}. tokens: the largest micro-batch's. extra: {name: bytes} of the GPU that
     no region counts. host: bytes of pinned host memory. checkpoint: bytes of the host's memory while a checkpoint is
     written, and of the disk; of several ranks the part of each. final: bytes of the disk for what is trained alone, and
-    a critic; model: for the policy, as a checkpoint of train.save_only_model has it. takes_turns: whether training and
-    generation never need their regions at once. least_kv: bytes of the KV cache below which the longest sequence does
-    not fit.
+    a critic; model: for the policy, as a checkpoint of train.save_only_model has it; num_parts: how often
+    the disk has these three, for all ranks. takes_turns: whether training and generation never need their regions at
+    once. least_kv: bytes of the KV cache below which the longest sequence does not fit.
     """
 
     regions: dict
@@ -93,6 +93,7 @@ class Plan:
     least_kv: int = 0
     final: int = 0
     model: int = 0
+    num_parts: float = 1
 
     @property
     def phases(self):
@@ -227,7 +228,12 @@ class Planner:
         # Between micro-batches the engine needs its memory, too; and arrays of the cpu device are not lent.
         is_interleaved = run.generates_beside and not run.deploy.num_infer_gpus
         lends = has_engine and self.on_gpu and not is_interleaved and run.engine.enable_sleep_mode is not False
-        written = {"checkpoint": taken.checkpoint, "final": taken.final, "model": taken.model}
+        written = {
+            "checkpoint": taken.checkpoint,
+            "final": taken.final,
+            "model": taken.model,
+            "num_parts": taken.num_parts,
+        }
         return Plan(regions, notes, tokens, extra, host, takes_turns=bool(lends), least_kv=least_kv, **written)
 
     def _operators(self, dtype, step, taken, most_rows):

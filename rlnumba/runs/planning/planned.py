@@ -145,15 +145,17 @@ class MeasuredPolicy(Policy):
 class Taken(NamedTuple):
     """Findings of take_step. trained: how many parameters this rank updates, of the policy and of a critic, a list.
     checkpoint: the bytes of these, of their state, and of a reference that moves, which are copied to the host; final:
-    the bytes of what is trained alone; model: those of the policy with all its heads. folds_layers: Policy's. shares:
-    whether micro-batches may share prefixes. largest: BatchSizes. graph_tokens: the most of a micro-batch that may
-    become a graph.
+    the bytes of what is trained alone; model: those of the policy with all its heads. num_parts: by what these
+    three are multiplied for all ranks, of a small model less than their number. folds_layers: Policy's. shares: whether
+    micro-batches may share prefixes. largest: BatchSizes. graph_tokens: the most of a micro-batch that may become a
+    graph.
     """
 
     trained: list
     checkpoint: int
     final: int
     model: int
+    num_parts: float
     folds_layers: bool
     shares: bool
     largest: BatchSizes
@@ -194,7 +196,10 @@ def take_step(config, dtype, run, step, communicator=None):
         weights = policy.reference.weights
         nbytes += weights.size * weights.flat.dtype.itemsize // run.num_ranks
     model = policy.optimizer.weights.flat.nbytes
-    return Taken(trained, nbytes, final, model, policy.folds_layers, shares, largest, policy.graphs.max_tokens)
+    num_parts = sum(each.model.trained.size for each in policies) / max(sum(trained), 1)
+    return Taken(
+        trained, nbytes, final, model, num_parts, policy.folds_layers, shares, largest, policy.graphs.max_tokens
+    )
 
 
 def make_policies(config, dtype, run, step, communicator=None):

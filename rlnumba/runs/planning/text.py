@@ -35,8 +35,8 @@ def describe(planner, plan):
 
 def _describe_disk(run, plan):
     """The lines about what a run writes: list of str."""
-    train, final = run.train, plan.final * run.num_ranks
-    checkpoint = (plan.model if train.save_only_model else plan.checkpoint) * run.num_ranks
+    train, final = run.train, plan.final * plan.num_parts
+    checkpoint = (plan.model if train.save_only_model else plan.checkpoint) * plan.num_parts
     kept = "all are kept" if train.save_total_limit is None else f"the newest {train.save_total_limit} are kept"
     limit = f"{kept} (train.save_total_limit)"
     return [

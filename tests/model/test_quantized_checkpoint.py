@@ -282,6 +282,14 @@ def test_parts_of_compressed_tensors_that_do_not_fit(tmp_path, change, group, me
         read(tmp_path / "x", arrays, quantization)
 
 
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[]"])
+def test_a_damaged_state_of_nf4_is_named(tmp_path, content):
+    state = f"{NAME}.quant_state.bitsandbytes__nf4"
+    arrays = {NAME: np.zeros((64, 1), np.uint8), state: np.frombuffer(content, np.uint8)}
+    with pytest.raises(UserError, match=f"{re.escape(state)} is not a JSON object$"):
+        read(tmp_path / "x", arrays, {})
+
+
 def test_what_is_refused(tmp_path, capsys):
     def fails(message, *arguments, code=1):
         capsys.readouterr()

@@ -173,7 +173,13 @@ def _in_blocks(found, name, quantization, source):
 def _in_nf4(found, name, source):
     """Make one tensor of X.weight and what bitsandbytes has of it, of which `name` is the quant_state, in {name: Stored
     or StoredCodes}."""
-    weight, state = name.partition(QUANT_STATE)[0], json.loads(bytes(found.pop(name).read()))
+    weight = name.partition(QUANT_STATE)[0]
+    try:
+        state = json.loads(bytes(found.pop(name).read()))
+    except ValueError:
+        state = None
+    if not isinstance(state, dict):
+        raise UserError(f"{source}: {name} is not a JSON object")
     parts = {part: found.pop(f"{weight}.{part}") for part in OF_NF4 if f"{weight}.{part}" in found}
     needed = {"quant_type", "blocksize", "shape"}
     if "nested_absmax" in parts:

@@ -41,8 +41,8 @@ POLL_S = 0.1
 REPORT_S = 4.0
 # Seconds in which all ranks can end by themselves after a signal has ended one of them.
 ENDING_S = 10.0
-# Seconds in which a process that has closed its connection is gone.
-EXIT_S = 1.0
+# Seconds for which the others' reports wait until a process that has closed its connection is gone.
+EXIT_S = 4.0
 
 
 class Failure(NamedTuple):
@@ -226,7 +226,7 @@ class Ranks:
                     self._failures[rank] = failure
             except (EOFError, OSError):
                 process = self._processes[rank]
-                # The driver may keep a process that was killed until another rank's kernels have ended.
+                # Not without a limit: what it had of a GPU is given back first.
                 process.join(EXIT_S)
                 if rank not in self._results and rank not in self._failures:
                     self._failures[rank] = Failure(how_ended(process.exitcode), 1, is_reported=False)

@@ -3,8 +3,9 @@
 A thread looks at flags in the host's memory that the GPU sets after the operations. When one is not set in time, the
 process ends: its main thread may be inside of the driver, where nothing else ends it.
 
-The thread never calls the driver. A copy from the GPU into memory that is not pinned waits inside of it for the
-stream's work, and calls of other threads wait with it: a watchdog that asks for an event would hang, too.
+The thread never calls the driver, because calls of two threads may wait for each other there. One that asked for
+events, and destroyed those that had happened, stood still for ever while the main thread waited inside of the driver in
+a copy to memory that is not pinned (docs/log.md).
 """
 
 import threading

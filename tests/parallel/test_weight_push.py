@@ -306,7 +306,10 @@ def test_a_process_that_takes_no_weights_ends_the_push(running):
 
 
 def test_memory_that_cannot_be_written_ends_the_run_with_one_line(running, monkeypatch):
+    # Once both processes have offered their memory, also where this test is the first one.
     running.push()
+    running.submit(2)
+    running.wait(2)
     monkeypatch.setattr(inference, "END_S", 0.1)
     process = running.engines.processes[0]
     with monkeypatch.context() as patch:

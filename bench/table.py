@@ -53,6 +53,9 @@ GENERATION_SHARE, TRAINING_SHARE, OTHERS_S = 0.45, 0.4, 0.1
 PEER_LAYER_S, PEER_SHARE = 1.1e-3, 0.2
 # A cell that takes longer than its estimate by this is ended.
 PATIENCE = 2.5
+# A cell whose step takes longer warms up with completions of so many tokens: what a first step compiles, captures and
+# allocates besides is then a small part of the next.
+LONG_STEP_S, WARMUP_TOKENS = 10, 64
 
 
 def cells_of(options):
@@ -67,15 +70,25 @@ def cells_of(options):
     return [cell for cell in cells if any(fnmatch.fnmatch(cell.name, pattern) for pattern in options.cells)]
 
 
+def step_s(cell, rates):
+    """Seconds of a step of a cell, about."""
+    return generation_s(cell, rates) / GENERATION_SHARE + training_s(cell, rates) / TRAINING_SHARE + OTHERS_S
+
+
+def warmup_tokens_of(cell, rates):
+    """Tokens of a completion in a cell's steps that are not counted: int, None for as many as in the others."""
+    return WARMUP_TOKENS if step_s(cell, rates) > LONG_STEP_S else None
+
+
 def estimate_s(cell, options, rates, peer=None):
     """Seconds that a cell takes, about, where its model is written and its kernels are compiled."""
-    generate, train = generation_s(cell, rates), training_s(cell, rates)
     if peer:
         layers = SHAPES[cell.shape]["num_hidden_layers"]
-        step = max(generate / GENERATION_SHARE, cell.length * layers * PEER_LAYER_S) + train / PEER_SHARE
-        return START_S + 1.2 * step
-    step = generate / GENERATION_SHARE + train / TRAINING_SHARE + OTHERS_S
-    return START_S + (options.warmup + options.steps) * step
+        generate = max(generation_s(cell, rates) / GENERATION_SHARE, cell.length * layers * PEER_LAYER_S)
+        return START_S + 1.2 * (generate + training_s(cell, rates) / PEER_SHARE)
+    tokens = warmup_tokens_of(cell, rates)
+    warmup = options.warmup if tokens is None else options.warmup * tokens / cell.length
+    return START_S + (warmup + options.steps) * step_s(cell, rates)
 
 
 def model_s(cell):
@@ -174,14 +187,16 @@ class Table:
         write_prompts(folder / "prompts.jsonl", cell.groups * steps, cell.prompt)
         return folder
 
-    def measured(self, name, folder, keys, seconds):
-        """What a process of its own measures of a cell: dict, {"failed": why} after a failure or too many seconds."""
+    def measured(self, name, folder, seconds, *arguments):
+        """What a process of its own measures of a cell: dict, {"failed": why} after a failure or too many seconds.
+
+        arguments: further ones of table_cell.py, str.
+        """
         output, options = self.scratch / "output.json", self.options
         output.unlink(missing_ok=True)
-        command = [sys.executable, "bench/table_cell.py", name, str(folder), str(output), "--keys", json.dumps(keys)]
+        command = [sys.executable, "bench/table_cell.py", name, str(folder), str(output), *arguments]
         for each in ("device", "dtype", "warmup", "steps", "gpu_memory_utilization"):
             command += [f"--{each.replace('_', '-')}", str(getattr(options, each))]
-        command += ["--peer", options.peer] if options.peer and name != CEILINGS else []
         run = Run(name, command, self.scratch / "log.txt", seconds)
         try:
             while not run.has_ended():
@@ -207,12 +222,16 @@ class Table:
         print(f"{cell.name}: about {estimate + writes:.0f} s of {left:.0f}; {planned.keys}", flush=True)
         started = time.monotonic()
         folder = self.scratch / "planned" if self.options.peer else self.write_inputs(cell)
-        found = self.measured(
-            cell.name, folder, planned.keys, left - writes if is_first else min(PATIENCE * estimate, left)
-        )
+        tokens = warmup_tokens_of(cell, self.rates)
+        arguments = ["--peer", self.options.peer] if self.options.peer else ["--keys", json.dumps(planned.keys)]
+        if tokens is not None and not self.options.peer:
+            arguments += ["--warmup-tokens", str(tokens)]
+        seconds = left - writes if is_first else min(PATIENCE * estimate, left)
+        found = self.measured(cell.name, folder, seconds, *arguments)
         found |= {"wall_s": time.monotonic() - started}
         if not self.options.peer:
             found |= {"keys": planned.keys, "activations": planned.line, "planned_gib": planned.needed / 2**30}
+            found |= {} if tokens is None else {"warmup_tokens": tokens}
         self.record(cell.name, self.kind, found)
         said = found.get("failed") or f"{statistics.median(found['seconds']['step_time']):.3f} s a step"
         print(f"{cell.name}: {said}, after {found['wall_s']:.0f} s", flush=True)
@@ -222,7 +241,7 @@ class Table:
         """All cells that are not done, fit and have the time: how many are left for want of time."""
         try:
             if self.machine.nbytes is not None and not self.is_done(CEILINGS, "gpu"):
-                self.record(CEILINGS, "gpu", self.measured(CEILINGS, self.scratch, {}, 120))
+                self.record(CEILINGS, "gpu", self.measured(CEILINGS, self.scratch, 120))
             todo = [cell for cell in cells if self.options.again or not self.is_done(cell.name, self.kind)]
             todo.sort(key=self.order)
             left = 0

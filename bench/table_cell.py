@@ -105,21 +105,39 @@ def plan_cell(cell, folder, options, gpu_bytes):
     return found
 
 
-def train_rank(communicator, run):
-    """What each rank does: all steps, and nothing of what follows the last one."""
+def train_rank(communicator, run, warmup, warmup_tokens):
+    """What each rank does: all steps, and nothing of what follows the last one.
+
+    warmup_tokens: of the completions of the first `warmup` steps; None: as many as of the others.
+    """
 
     def end(loop):
         loop.generations.close()
         loop.writer.flush()
 
-    with patch.object(prompt_loop.PromptLoop, "_finish", end):
+    course_of = prompt_loop.course_of
+
+    def shortened(*arguments):
+        course = course_of(*arguments)
+
+        def params_of(step, index):
+            params = course.params_of(step, index)
+            return params if step >= warmup else dataclasses.replace(params, max_tokens=warmup_tokens)
+
+        return course if warmup_tokens is None else course._replace(params_of=params_of)
+
+    with patch.object(prompt_loop.PromptLoop, "_finish", end), patch.object(prompt_loop, "course_of", shortened):
         run_grpo(run, communicator=communicator)
 
 
-def measure(cell, folder, options, keys):
-    """{"seconds": {phase: of each step, a list}, "gib": of each GPU, "difference": nats} of a cell."""
+def measure(cell, folder, options, keys, warmup_tokens=None):
+    """{"seconds": {phase: of each step, a list}, "gib": of each GPU, "difference": nats} of a cell.
+
+    warmup_tokens: of a completion in the steps that are not counted; None: as many as in the others.
+    """
     run = run_of_cell(cell, folder, options, keys)
-    launch(train_rank, run.num_ranks, run.resolved(), **placement(run.num_ranks, "--gpus"))
+    warmup = options.warmup, warmup_tokens
+    launch(train_rank, run.num_ranks, run.resolved(), *warmup, **placement(run.num_ranks, "--gpus"))
     rows = [json.loads(line) for line in (Path(run.output_dir) / "metrics.jsonl").read_text().splitlines()]
     rows = rows[options.warmup :]
     names = ["step_time", *sorted(name for name in rows[-1] if name.startswith("time/"))]
@@ -156,6 +174,7 @@ def main():
     parser.add_argument("output", type=Path)
     parser.add_argument("--keys", type=json.loads, default={}, help="of [train], as JSON")
     parser.add_argument("--peer", choices=("transformers", "trl"))
+    parser.add_argument("--warmup-tokens", type=int, help="of completions in steps that are not counted, if not all")
     add_options(parser)
     options = parser.parse_args()
     if options.peer:
@@ -164,8 +183,8 @@ def main():
         found = table_peer.measure(Cell.of(options.cell), options.folder, options)
     else:
         device.select(options.device)
-        is_cell = options.cell != CEILINGS
-        found = measure(Cell.of(options.cell), options.folder, options, options.keys) if is_cell else ceilings()
+        arguments = options.folder, options, options.keys, options.warmup_tokens
+        found = ceilings() if options.cell == CEILINGS else measure(Cell.of(options.cell), *arguments)
     options.output.write_text(json.dumps(found))
 
 

@@ -16,10 +16,11 @@ A step draws completions in groups of {generations}, all at their full length, f
 in bfloat16, and takes one optimizer step on them. "all" trains all parameters, with float32 master weights unless the
 column "how" says otherwise, "lora" an adapter of rank {rank} of all linear layers. Sampling and training are those of
 every run: their log-probs are the same bits, and "difference" is the largest one that was found, in nats. Seconds are
-medians of the steps after the first; a cell that was measured several times on a kind of GPU has all of them. "Rest" is
-what is neither generation nor training: rewards, advantages, and writing the metrics. "Tokens/s" are tokens of
-completions a second, over the whole step. GiB are a GPU's at most. "Peer" is the same step in torch on the same kind of
-GPU, on one; [below](#what-is-missing) is what has not been measured.
+medians of the steps after the first, whose completions are short where a step takes long ("how" says so); a cell that
+was measured several times on a kind of GPU has all of them. "Rest" is what is neither generation nor training: rewards,
+advantages, and writing the metrics. "Tokens/s" are tokens of completions a second, over the whole step. GiB are a GPU's
+at most. "Peer" is the same step in torch on the same kind of GPU, on one; [below](#what-is-missing) is what has not
+been measured.
 
 In brackets: the share of the phase that its physical floor takes. In generation that is each prompt's computation
 once, and weights, KV and states read once a decode step, or the arithmetic where it takes longer; in training 6 FLOP a
@@ -91,7 +92,8 @@ def columns_of(cell, timed, step, rates):
     columns += [f"{max(each['gib'] for each in timed):.1f}", f"{max(each['difference'] for each in timed):.2g}"]
     kept = (last.get("activations") or "").split(": ")[:2]
     keys = ", ".join(f"{key} = {value}" for key, value in last["keys"].items() if key != "max_tokens_per_micro_batch")
-    return [*columns, "; ".join(filter(None, [": ".join(kept), keys]))]
+    short = f"after a step of {last['warmup_tokens']} tokens" if "warmup_tokens" in last else None
+    return [*columns, "; ".join(filter(None, [": ".join(kept), keys, short]))]
 
 
 def peer_of(cell, peers, step):

@@ -25,7 +25,7 @@ def table(imported, monkeypatch):  # noqa: F811
     module, taken = imported("table"), []
     monkeypatch.setattr(module, "in_own_process", lambda function, folder, *rest: folder.mkdir())
 
-    def measured(self, name, folder, keys, seconds):
+    def measured(self, name, folder, seconds, *arguments):
         taken.append(name)
         if name == module.CEILINGS:
             return {"bytes_per_s": 2e12, "flop_per_s": 5e14}
@@ -180,6 +180,27 @@ def test_a_cell_is_a_run_of_grpo(imported, tmp_path):  # noqa: F811
     }.items()  # fmt: skip
     assert not (tmp_path / "run" / "final").exists()
     assert isinstance(options, argparse.Namespace)
+    # The same with a short first step: of the second one alone.
+    shutil.rmtree(tmp_path / "run")
+    found = cells.measure(cell, tmp_path, options, {"max_tokens_per_micro_batch": 128}, 4)
+    assert found["difference"] == 0.0 and len(found["seconds"]["step_time"]) == 1
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["completions/mean_length"] for row in rows] == [4, 8]
+
+
+def test_long_steps_follow_a_short_one(table, imported, tmp_path, monkeypatch):  # noqa: F811
+    module, _ = table
+    cells, rates = imported("table_cell"), imported("table_floor").Rates()
+    short, long = (cells.Cell("qwen3-0.6b", "all", 64, 128, 512, 1), cells.Cell("qwen3-8b", "all", 256, 128, 2048, 1))
+    assert module.warmup_tokens_of(short, rates) is None and module.warmup_tokens_of(long, rates) == 64
+    options = module.arguments_of([str(tmp_path), "--steps", "1"])
+    assert module.estimate_s(long, options, rates) < module.START_S + 1.1 * module.step_s(long, rates)
+    monkeypatch.setattr(module, "LONG_STEP_S", 0)
+    assert module.main([str(tmp_path), *OPTIONS, "--cells", "*_all_*"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [line["warmup_tokens"] for line in lines] == [64]
+    assert module.main([str(tmp_path), *OPTIONS, "--page", "--page-folder", str(tmp_path)]) == 0
+    assert "after a step of 64 tokens" in (tmp_path / "table.md").read_text()
 
 
 def test_the_largest_kernels_of_a_step(imported):  # noqa: F811

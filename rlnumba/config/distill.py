@@ -86,6 +86,10 @@ class DistillRun(AheadRun):
     teacher: TeacherConfig = TeacherConfig()
 
     @property
+    def teacher_draws(self):
+        return self.train.seq_kd and self.train.lmbda < 1
+
+    @property
     def given_limit(self):
         return self.train.max_completion_length if self.train.lmbda < 1 and not self.train.seq_kd else None
 
@@ -114,7 +118,7 @@ class DistillRun(AheadRun):
             )
         if self.train.lmbda < 1 and (self.has_episodes or self.data.train is None):
             raise ConfigError("train.lmbda below 1 takes completions of rows: not with tools, an environment or tasks")
-        if self.train.seq_kd and self.train.lmbda < 1:
+        if self.teacher_draws:
             self._check_seq_kd()
         if not self.teacher.folders and self.teacher.prompt_column is None:
             raise MissingKey("teacher.model", ", or teacher.prompt_column: what the model itself sees as the teacher")
@@ -129,8 +133,6 @@ class DistillRun(AheadRun):
             raise ConfigError("train.log_token_values has importance ratios, of which rlnumba distill has none")
 
     def _check_seq_kd(self):
-        """The engine of the teacher has its memory in turn with the model's own, and all of the teacher's weights."""
-        if self.deploy.zero_stage == 3:
-            raise ConfigError("train.seq_kd draws with whole weights of the teacher: deploy.zero_stage must be below 3")
+        """Raise ConfigError where the teacher's engine cannot have its memory in turn with the model's own."""
         if self.engine.enable_sleep_mode is False:
             raise ConfigError("train.seq_kd needs engine.enable_sleep_mode: the teacher's engine has that memory")

@@ -403,6 +403,11 @@ class Run:
         """Whether completions are drawn by copies of the weights in 8 bits: bool."""
         return False
 
+    @property
+    def teacher_draws(self):
+        """Whether a teacher draws completions, in an engine of its own: bool."""
+        return False
+
     def resolved(self):
         """This run as its loop, plan and kernel list read it; a resolved run's is itself.
 

@@ -54,7 +54,7 @@ def load(run, folder):
     """(Policy, Tokenizer) of a run, with its teachers, without which the policy's reference is one."""
     policy, tokenizer = load_policy(run, folder, not run.teacher.folders, run.train.temperature)
     load_teachers(run, policy, folder.communicator)
-    if run.train.seq_kd:
+    if run.teacher_draws:
         policy.teacher_engines = TeacherEngines(run.engine, policy, tokenizer)
     return policy, tokenizer
 

@@ -48,8 +48,7 @@ def check_teachers(run):
     weights."""
     if not (run.teacher.folders or run.compares_heads):
         return
-    draws = run.compares_heads and run.train.seq_kd and run.train.lmbda < 1
-    if draws and run.generates_beside and not run.deploy.num_infer_gpus:
+    if run.teacher_draws and run.generates_beside and not run.deploy.num_infer_gpus:
         raise ConfigError(
             "train.seq_kd: with [async] the model's own engine keeps its memory, and the teacher's has none: set "
             "deploy.num_infer_gpus"
@@ -190,7 +189,8 @@ def set_teacher_prompts(run, samples, tokenizer):
 class TeacherEngines:
     """Engines of a run's teachers, or of the policy's reference where it has none, on each rank: they draw completions.
 
-    An engine is made for the first completions that its teacher draws, and lends its memory after each generation.
+    An engine is made for the first completions that its teacher draws, and lends its memory after each generation. Of a
+    teacher in parts every rank gathers all layers for that time (parallel/gathered_weights.py).
     """
 
     def __init__(self, config, policy, tokenizer):
@@ -214,7 +214,9 @@ class TeacherEngines:
         communicator, drawn = self.policy.communicator, {}
         rank, size = (0, 1) if communicator is None else (communicator.rank, communicator.world_size)
         own = range(rank, len(groups), size)
-        for teacher in sorted({groups[i][0].teacher for i in own}):
+        # Layers in parts are gathered by all ranks, those without a completion of the teacher, too.
+        of_teachers = range(len(groups)) if self.policy.shards_layers else own
+        for teacher in sorted({groups[i][0].teacher for i in of_teachers}):
             chosen = [i for i in own if groups[i][0].teacher == teacher]
             outputs = self._generate(teacher, [prompts[i] for i in chosen], [params[i] for i in chosen], version)
             drawn |= dict(zip(chosen, outputs, strict=True))
@@ -238,6 +240,7 @@ class TeacherEngines:
             params = [replace(each, allowed_token_ids=tuple(range(own_vocab))) for each in params]
         # What moves the reference may be under way on the device.
         llm.update_weights(version)
+        llm.wake()
         outputs = llm.generate(prompts, params)
         llm.sleep()
         return [[(each.array("token_ids"), each.text) for each in output.completions] for output in outputs]

@@ -131,6 +131,11 @@ CASES = {
         (2,),
     ),
     "distill, zero 3, several": ("distill", {"zero_stage": 3, "beta": 0.5, "learning_rate": 1e-4}, (2,)),
+    "distill, zero 3, several, taught": (
+        "distill",
+        {"zero_stage": 3, "lmbda": 0.3, "seq_kd": True, "learning_rate": 1e-4},
+        (2,),
+    ),
     "ppo, zero 3": ("ppo", {"zero_stage": 3, "gradient_checkpointing": True}, (2, 4)),
     "ppo, zero 3, shared": ("ppo", {"zero_stage": 3, "critic": {"shared": True}, "learning_rate": 1e-4}, (2,)),
     "ppo, zero 3, lora": (

@@ -208,6 +208,8 @@ CASES = {
     },
     "distill, zero 3, several": {"zero_stage": 3, "max_tokens_per_micro_batch": 100, "learning_rate": 1e-2},
     "grpo, zero 3, several": {"zero_stage": 3, "learning_rate": 1e-3},
+    "distill, zero 3, several, taught": {"zero_stage": 3, "lmbda": 0.3, "seq_kd": True, **LEARNS},
+    "distill, zero 3, taught": {"zero_stage": 3, **NF4, "lmbda": 0.0, "seq_kd": True, **LEARNS},
     "distill, zero 3, int8": {"zero_stage": 3, **INT8, "beta": 0.5, "learning_rate": 1e-2},
     "rloo, cut, evaluation": cut(**EVALUATES, **LEARNS),
     "grpo, cut, lora": cut(lora=LORA, num_iterations=2, generation_batch_size=32, **LEARNS),
@@ -236,7 +238,7 @@ ON_TWO = ["sft", "dpo", "grpo", "grpo, dynamic sampling", "ppo", "sft, per devic
 ON_TWO += ["sft, zero 3, lora, evaluation", "dpo, zero 3, lora", "grpo, zero 3, lora, evaluation"]
 ON_TWO += ["dpo, zero 3, int8", "grpo, zero 3, nf4, evaluation"]
 ON_TWO += ["ppo, zero 3, evaluation", "ppo, zero 3, shared", "ppo, zero 3, lora", "ppo, zero 3, critic of an adapter"]
-ON_TWO += ["distill, zero 3, several"]
+ON_TWO += ["distill, zero 3, several", "distill, zero 3, several, taught"]
 CUT = [case for case in CASES if ", cut" in case]
 ON_THREE = [case for case in CASES if case not in CUT and not case.endswith("per device")]
 ON_FOUR = ["sft", "grpo", "grpo, dynamic sampling", "sft, zero 3", "dpo, zero 3"]

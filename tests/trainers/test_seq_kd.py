@@ -13,8 +13,11 @@ from rlnumba.errors import ConfigError
 from rlnumba.model.config import ModelConfig
 from rlnumba.model.tokenizer import Tokenizer
 from rlnumba.model.transformer import Transformer, load_model, save_model
-from rlnumba.model.weights import Weights
+from rlnumba.model.weights import ROLLOUT_REGION, Weights
+from rlnumba.parallel import launch
+from rlnumba.runs.planning.plan import Planner
 from rlnumba.runs.prompt_run import generation_params
+from rlnumba.runtime import memory
 from rlnumba.sampling.samples import derived_seed
 from rlnumba.trainers.distill import run_distill
 from tests.parallel import in_threads
@@ -109,9 +112,11 @@ def test_a_completion_fits_behind_the_prompt_of_the_model(tmp_path):
 
 
 def test_a_moving_teacher_draws_with_its_weights_of_now(tmp_path):
-    """A run whose teacher moves goes on with the same bits; its second generation is not that of one that stays."""
+    """A run whose teacher moves goes on with the same bits, also in parts; its second generation is not that of one
+    that stays."""
     moves = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0, "learning_rate": 0.02}
     settings = {"lmbda": 0.0, "seq_kd": True, "max_steps": 2, "save_steps": 1, "learning_rate": 0.02}
+    settings |= {"global_batch_size": 16, "gradient_accumulation_steps": 1}
     texts = []
     for name, keys in (("stays", {}), ("moves", moves)):
         run = with_demonstrations(distill_run(tmp_path / name, {"prompt_column": "shown"}, **settings | keys))
@@ -122,6 +127,9 @@ def test_a_moving_teacher_draws_with_its_weights_of_now(tmp_path):
     shutil.rmtree(tmp_path / "moves" / "checkpoints" / "step-2")
     run_distill(run, resume=True)
     assert hash_of(run) == expected
+    parts = on_two_ranks(replace(run, deploy=DeployConfig(zero_stage=3)), tmp_path / "parts")
+    in_threads.run(lambda communicator: run_distill(parts.resolved(), communicator=communicator), 2)
+    assert hash_of(parts) == expected
 
 
 def test_a_teacher_with_more_rows_in_its_head(tmp_path):
@@ -154,6 +162,26 @@ def test_inference_processes_draw_for_the_model_alone(tmp_path, teacher):
     assert texts and all(texts)
 
 
+def gathered_bytes(communicator, run):
+    """Bytes of the layers that this rank's engines have gathered in a run."""
+    with memory.separate_report() as regions:
+        run_distill(run.resolved(), communicator=communicator)
+    return regions[ROLLOUT_REGION][1]
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_the_plan_has_what_a_teacher_in_parts_gathers(tmp_path, teacher):
+    """Two teachers that draw, of which the first is larger, and the model itself for the report at the end."""
+    settings = {"lmbda": 0.0, "seq_kd": True, "max_steps": 1, "global_batch_size": 8, "gradient_accumulation_steps": 1}
+    run = distill_run(tmp_path / "run", {"models": {"a": teacher, "b": str(MODEL)}}, **settings)
+    run = with_column(run, "teacher", lambda row: "ab"[int(row["answer"]) % 2])
+    run = on_two_ranks(replace(run, deploy=DeployConfig(zero_stage=3)), tmp_path / "parts")
+    planned = {on_gpu: Planner(run, on_gpu, 16 << 30).plan().regions[ROLLOUT_REGION] for on_gpu in (False, True)}
+    assert launch(gathered_bytes, 2, run, timeout_s=120) == [planned[False]] * 2
+    # A GPU has those of one engine at a time.
+    assert planned[True] < planned[False]
+
+
 def test_what_is_refused(tmp_path, teacher):
     def run(keys=None, **parts):
         made = distill_run(tmp_path / "run", {"model": teacher}, **{"lmbda": 0.5, "seq_kd": True} | (keys or {}))
@@ -163,7 +191,6 @@ def test_what_is_refused(tmp_path, teacher):
     note = "train.seq_kd has no effect: it needs a number below 1 as train.lmbda"
     assert note in without_effect(run({"lmbda": 1.0})) and note not in without_effect(run())
     for parts, message in (
-        ({"deploy": DeployConfig(num_train_gpus=2, zero_stage=3)}, r"deploy\.zero_stage must be below 3"),
         ({"engine": EngineConfig(enable_sleep_mode=False)}, r"train\.seq_kd needs engine\.enable_sleep_mode"),
     ):
         with pytest.raises(ConfigError, match=message):

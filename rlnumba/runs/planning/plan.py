@@ -154,6 +154,10 @@ class Planner:
             shards_layers = run.deploy.zero_stage == 3 and communicator is not None
             has_engine = step.prompts and not (shards_layers and run.deploy.num_infer_gpus)
             workspace = _generate(self, dtype, run, step.prompts, communicator) if has_engine else 0
+            for_teachers = []
+            if run.teacher_draws and shards_layers:
+                configs = step.models.teachers or [self.config]
+                for_teachers = [_gathered_bytes(run, config, dtype, communicator) for config in configs]
             operators, of_graphs = (
                 self._operators(dtype, step, taken, most) for most in (taken.largest.rows, taken.graph_tokens)
             )
@@ -171,6 +175,10 @@ class Planner:
             twice = "" if run.lora is not None else " twice"
             notes["weights"] += f": 1/{run.num_ranks} of all{twice}, and a layer, embedding and head"
             notes["reference"] = f"1/{run.num_ranks} of all, and a layer, embedding and head"
+        if for_teachers:
+            # Engines draw one after the other; arrays of the cpu device are not lent.
+            together = max if self.on_gpu else sum
+            regions[COPIES] = together([regions.get(COPIES, 0), *for_teachers])
         if COPIES in regions:
             form = run.engine.quantization
             copied = f"linear layers in {form}" if run.rollout_is_quantized else "all layers, gathered"
@@ -400,6 +408,12 @@ def _generate(planner, dtype, run, prompts, communicator=None):
     if blocks is None:
         blocks = int(planner.total_bytes * engine.gpu_memory_utilization) // runner.block_bytes
     return runner.workspace_bytes(blocks * BLOCK_SIZE, engine.enforce_eager)
+
+
+def _gathered_bytes(run, config, dtype, communicator):
+    """Bytes of the layers that an engine of a model in parts gathers. To be called within shapes_only."""
+    weights = weights_of(run, communicator, is_trained=False)(config, dtype, region=SHARED)
+    return with_gathered(Transformer(config, weights)).weights.own_bytes
 
 
 def drawn_at_once(planner, run, prompts):

@@ -421,18 +421,6 @@ class AheadRun(PromptRun):
             return self.deploy.update_weights_transport
         return "peer" if gpu_bytes and 4 * nbytes <= gpu_bytes and not self.keeps_old_versions else "shm"
 
-    def _check_draws_on_ranks(self):
-        """Raise ConfigError where ranks cannot draw while they train."""
-        for name, value, usual, why in (
-            ("tensor_parallel_size", self.deploy.tensor_parallel_size, 1, "the engine of ranks that train is whole"),
-            ("zero_stage", self.deploy.zero_stage, 2, "ranks that draw while they train have all weights"),
-        ):
-            if value != usual:
-                raise ConfigError(
-                    f"[async] with deploy.{name} {value or 'auto'} needs GPUs that generate, as {why}: "
-                    "deploy.num_infer_gpus must be at least 1"
-                )
-
     def _check_async(self):
         train, deploy = self.train.on_ranks(self.num_ranks), self.deploy
         if self.keeps_old_versions and deploy.update_weights_transport == "peer":
@@ -445,8 +433,11 @@ class AheadRun(PromptRun):
                 f"train.sampling_mask_replay needs completions of the weights that are trained: async.max_staleness "
                 f"must be 0, got {self.asynchronous.max_staleness}"
             )
-        if self.draws_on_ranks:
-            self._check_draws_on_ranks()
+        if self.draws_on_ranks and deploy.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"[async] with deploy.tensor_parallel_size {deploy.tensor_parallel_size or 'auto'} needs GPUs that "
+                "generate, as the engine of ranks that train is whole: deploy.num_infer_gpus must be at least 1"
+            )
         if self.asynchronous.queue_maxsize < train.rollout_batch_size:
             raise ConfigError(
                 f"async.queue_maxsize ({self.asynchronous.queue_maxsize}) must be at least the completions of a "

@@ -266,8 +266,9 @@ class PromptLoop:
             self.rewards.start()
             folder.compare_sources(self.rewards, agents)
         self.policy, self.tokenizer = algorithm.load(run, folder)
-        # Whether rank 0 cannot draw alone.
-        self.draws_together = is_in_parts(self.policy.model.weights) or run.deploy.cuts_rollout
+        # Whether rank 0 cannot draw alone: where ranks draw ahead of training, each has all weights for it.
+        has_part = is_in_parts(self.policy.model.weights) or run.deploy.cuts_rollout
+        self.draws_together = has_part and not run.draws_on_ranks
         if is_in_parts(self.policy.model.weights) and run.deploy.num_infer_gpus:
             self.llm = LLMOnProcesses(self.policy.model, self.tokenizer, run.engine, run.asynchronous)
         else:

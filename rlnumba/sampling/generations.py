@@ -150,6 +150,8 @@ class Generations:
         if self.engine is not None:
             self.engine.end()
         self.ranks.sleep()
+        if self.ranked is not None:
+            self.ranked.wake()
         return value
 
     def _led(self, function, shared):

@@ -12,6 +12,8 @@ Several ranks that draw ahead of training have one such sampler each, and togeth
     optimizer step    without in-flight updates each engine completes what it has; the ranks meet every ROUND_S seconds
                       completions -> rank 0; then the groups that the new weights begin -> ranks
 
+Weights in parts (deploy.zero_stage 3) are gathered by all ranks after an update; each engine keeps them until the next.
+
 All engines do as many steps before an update, so which weights sample a token does not depend on timing. It does not
 depend on the number of ranks either, as long as no completion waits for room in its engine, and no engine has launched
 a step ahead when the weights change (engine.async_scheduling).
@@ -155,6 +157,12 @@ class RankedSampler(Sampler):
 
     def start(self, version):
         self.own.start(version)
+        self.wake()
+
+    def wake(self):
+        """Let this rank's engine have its memory and the weights as they are: ranks that have these in parts gather
+        them. All ranks call this together, and what each does between two such calls gathers nothing."""
+        self.own.episodes.engine.wake()
 
     @property
     def stats(self):
@@ -234,9 +242,11 @@ class RankedSampler(Sampler):
         self._guarded(self.own.before_update)
 
     def update_weights(self, version):
-        """This rank's weights are of this version now. Raises SharedError for an error before the last `collect`."""
+        """The weights are of this version now, on all ranks, which call this together. Raises SharedError for an error
+        before the last `collect`."""
         self._check()
         self._guarded(lambda: self.own.update_weights(version))
+        self.wake()
 
     def settle(self):
         """Complete all groups that have begun, on all ranks, which call this together. Raises SharedError."""

@@ -378,8 +378,9 @@ def test_ranks_take_what_was_planned(tmp_path, monkeypatch):
     # Three groups of four, of which one rank has two.
     sizes = {"per_device_train_batch_size": 6, "global_batch_size": 12}
     run = grpo_run(tmp_path / "ahead", num_prompts=10, **sizes, **steps)
-    deploy = DeployConfig(num_train_gpus=2)
-    runs["grpo, ahead"] = dataclasses.replace(run, deploy=deploy, asynchronous=AsyncConfig(max_staleness=0))
+    for name, deploy in (("ahead", DeployConfig(num_train_gpus=2)), ("ahead, gathered", gathers)):
+        options = {"asynchronous": AsyncConfig(max_staleness=0), "output_dir": str(tmp_path / name / "run")}
+        runs[f"grpo, {name}"] = dataclasses.replace(run, deploy=deploy, **options)
     run = preference_run("dpo", tmp_path / "dpo", per_device_train_batch_size=4, global_batch_size=8, **steps)
     runs["dpo, parts"] = dataclasses.replace(run, deploy=DeployConfig(num_train_gpus=2, zero_stage=3))
     for rank, found in enumerate(launch(taken_on_rank, 2, runs, timeout_s=120)):

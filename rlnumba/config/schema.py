@@ -448,12 +448,11 @@ class Run:
         raise MissingKey("data.train")
 
     def _check_cut_rollout(self):
-        """Raise ConfigError for copies of the weights, and bases, that ranks do not cut for their rollout."""
-        refused = {"[quantization]": self.quantization, "engine.quantization": self.rollout_is_quantized}
-        for name in filter(refused.get, refused):
+        """Raise ConfigError for copies of the weights, which ranks do not cut for their rollout."""
+        if self.rollout_is_quantized:
             raise ConfigError(
                 f"deploy.tensor_parallel_size ({self.deploy.tensor_parallel_size}) without deploy.num_infer_gpus cuts "
-                f"weights of 16 and 32 bits: not with {name}"
+                "the weights that are trained: not with engine.quantization, which makes copies of them"
             )
 
     def refuse_ranks(self, key):

@@ -56,6 +56,10 @@ class SlicedLayers:
         self.gather_layer(index, self._buffer[: self.gathered_size(index)])
         return self.layers[index]
 
+    def is_sliced(self, parameter):
+        """Whether this rank has a slice alone of a Parameter: of a matrix of a layer."""
+        raise NotImplementedError
+
     def gathered_size(self, index):
         """Elements of a layer's matrices, and of the padding that makes all ranks' slices as long: int."""
         return self.communicator.world_size * len(self._slices[index])
@@ -115,10 +119,13 @@ class LayerShards(SlicedLayers, Weights):
     def whole_bytes(self):
         return self.size * self.dtype.itemsize
 
+    def is_sliced(self, parameter):
+        return parameter.decays and parameter.layer is not None
+
     def views_in(self, array, firsts):
         views = {}
         for p in self.parameters:
-            if p.decays and p.layer is not None:
+            if self.is_sliced(p):
                 at = p.offset - self._layers[p.layer][0] + firsts[p.layer]
                 views[p.name] = array[at : at + p.size].reshape(p.shape)
         return views
@@ -200,6 +207,9 @@ class QuantizedLayerShards(SlicedLayers, QuantizedWeights):
     def nbytes(self):
         """Bytes of all that this rank has."""
         return self.flat.nbytes + self._sliced_bytes
+
+    def is_sliced(self, parameter):
+        return parameter.name in self.quantized
 
     @property
     def whole_bytes(self):

@@ -7,11 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlnumba.config import AsyncConfig, DeployConfig, EngineConfig, LoraConfig, QuantizationConfig
+from rlnumba.config import AsyncConfig, DeployConfig, EngineConfig, QuantizationConfig
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.engine.runner import Runner
 from rlnumba.errors import CommunicationError, ConfigError, DeviceError, RankError, UserError
-from rlnumba.model.shard import Shard
+from rlnumba.kernels.quantized.formats import FORMATS, unpack_codes, unpack_scales
+from rlnumba.kernels.quantized.ops import QuantizedWeight
+from rlnumba.model.quantized import rows
+from rlnumba.model.quantized.weights import weights_in
+from rlnumba.model.shard import Range, Shard
 from rlnumba.model.transformer import load_model, save_model
 from rlnumba.parallel import launch
 from rlnumba.parallel.cut_weights import CutWeights
@@ -38,6 +42,8 @@ MODELS = {
     "tied": (lambda: make_model(**WIDE), (), 2),
     "untied": (lambda: make_model(**WIDE, tie_word_embeddings=False), (), 3),
     "adapter": (lambda: make_model(**WIDE), OF_WIDE, 3),
+    # Rows of o and down that are whole tiles of a base in few bits.
+    "tiles": (lambda: make_model(**WIDE | {"hidden_size": 128}), (), 2),
     "hybrid": (lambda: load_model(GOLDEN / "qwen3_5"), ("all-linear",), 2),
     "mixture": (lambda: load_model(GOLDEN / "qwen3_moe"), (), 2),
     "fused mixture": (lambda: load_model(GOLDEN / "qwen3_5_moe"), (), 2),
@@ -74,6 +80,62 @@ def test_a_rank_reads_its_rows(tmp_path, name):
         of_adapter = cut.own_adapter.nbytes if modules else 0
         assert 0 < cut.own_bytes - of_adapter < 0.5 * model.weights.nbytes
         assert cut.nbytes == sum(view.nbytes for view in cut.views.values())
+
+
+@pytest.mark.parametrize("name, form", [("tiles", "nf4"), ("hybrid", "int8"), ("mixture", "int4"), ("untied", "fp8")])
+def test_a_rank_reads_its_rows_of_a_base_in_few_bits(tmp_path, name, form):
+    """Those that a shard has quantised itself: whole tiles where they lie, others copied, whatever was there before."""
+    make, _, count = MODELS[name]
+    save_model(make(), tmp_path)
+    options = {"make_weights": weights_in(QuantizationConfig(type=form, group_size=8))}
+    model, places = load_model(tmp_path, **options), set()
+    for rank in range(count):
+        shard = Shard(rank, count)
+        cut, expected = CutWeights(model.weights, shard), load_model(tmp_path, shard=shard, **options).weights
+        for _ in range(2):
+            cut.refresh()
+            assert cut.views.keys() == {p.name for p in (*expected.parameters, *expected.quantized.values())}
+            for own, wanted in ((cut.views[key], expected[key]) for key in cut.views):
+                if isinstance(wanted, QuantizedWeight):
+                    assert own.shape == wanted.shape and own.group_size == wanted.group_size
+                    assert_same_bits(own.packed, wanted.packed)
+                    assert_same_bits(own.scales, wanted.scales)
+                else:
+                    assert_same_bits(own, wanted)
+            assert_same_bits(cut.lm_head, expected.lm_head)
+            for own in (cut.views[each.name] for each, _, _ in cut.copied):
+                for array in (own.packed, own.scales) if isinstance(own, QuantizedWeight) else (own,):
+                    array.fill(7)
+        assert cut.nbytes == sum(view.nbytes for view in cut.views.values())
+        copied = {whole.name for whole, _, _ in cut.copied}
+        places |= {each in copied for each in model.weights.quantized}
+    assert places == ({True, False} if name == "tiles" else {True})
+
+
+@pytest.mark.parametrize(
+    "ranges, expected",
+    [
+        ([Range(0, 0, 64)], [(0, 0, 64)]),
+        ([Range(0, 32, 70)], [(0, 32, 64), (64, 96, 6)]),
+        # The source's tile ends first, then that of the copy.
+        ([Range(0, 30, 40)], [(0, 30, 2), (2, 32, 30), (32, 62, 2), (34, 64, 6)]),
+        ([Range(5, 69, 60)], [(5, 69, 27), (32, 96, 32), (64, 128, 1)]),
+    ],
+)
+def test_pieces_of_rows_are_whole_tiles_or_within_one(monkeypatch, ranges, expected):
+    rng, form = np.random.default_rng(0), FORMATS["int8"]
+    source, target = (QuantizedWeight.empty(form, (count, 64), 8, "float32") for count in (192, 96))
+    source.packed[...] = rng.integers(-(2**31), 2**31, source.packed.shape)
+    source.scales[...] = rng.random(source.scales.shape)
+    found, within_tiles = [], rows._within_tiles
+    monkeypatch.setattr(rows, "_within_tiles", lambda *each: found.extend(own := list(within_tiles(*each))) or own)
+    rows.copy_rows(source, target, ranges)
+    assert found == expected
+    (first, at, count), codes = ranges[0], [unpack_codes(each.packed, len(each), 64, form) for each in (source, target)]
+    scales = [unpack_scales(each.scales, len(each)) for each in (source, target)]
+    for whole, own in (codes, scales):
+        assert_same_bits(own[first : first + count], whole[at : at + count])
+        assert not own[:first].any() and not own[first + count :].any()
 
 
 def calls_of_ranks(communicator, max_tokens):
@@ -207,8 +269,7 @@ REFUSED = [
     ),
     (TWO := {"tensor_parallel_size": 2, "num_train_gpus": 2}, {"asynchronous": AsyncConfig()}, r"\[async\] with"),
     (TWO, {"gemm": "cublas"}, r"tensor_parallel_size \(2\) needs gemm = native"),
-    (TWO, {"engine": EngineConfig(quantization="int8")}, "16 and 32 bits: not with engine.quantization"),
-    (TWO, {"lora": LoraConfig(), "quantization": QuantizationConfig()}, r"not with \[quantization\]"),
+    (TWO, {"engine": EngineConfig(quantization="int8")}, "not with engine.quantization, which makes copies"),
 ]
 
 

@@ -123,6 +123,8 @@ CASES = {
         {"zero_stage": 3, "lora": dataclasses.replace(LORA, lora_dropout=0.0), "learning_rate": 1e-2},
         (2,),
     ),
+    "grpo, cut, nf4": ("grpo", {**base_in("nf4"), "num_iterations": 2, "learning_rate": 1e-2}, (2, 4)),
+    "grpo, cut, zero 3, int8": ("grpo", {"zero_stage": 3, **base_in("int8"), "learning_rate": 1e-2}, (2,)),
     "dpo": ("dpo", {}, (2,)),
     "grpo": ("grpo", {}, (2, 4)),
     "grpo, dynamic sampling": (

@@ -215,6 +215,8 @@ CASES = {
     "grpo, cut, lora": cut(lora=LORA, num_iterations=2, generation_batch_size=32, **LEARNS),
     "grpo, cut, zero 3, reference": cut(zero_stage=3, beta=0.1, num_iterations=2, generation_batch_size=32, **MOVING),
     "grpo, cut, zero 3, lora, evaluation": cut(zero_stage=3, lora=LORA, **EVALUATES, **LEARNS),
+    "grpo, cut, nf4, evaluation": cut(**NF4, **EVALUATES, **LEARNS),
+    "rloo, cut, zero 3, int8": cut(zero_stage=3, **INT8, **LEARNS),
     "grpo, cut, dynamic sampling": cut(dynamic_sampling=True, over_sampling_batch_size=5, reward="one_for_even"),
     "ppo, cut": cut(kl_coef=0.0),
     "ppo": {"use_score_scaling": True, "kl_coef": 0.0},

@@ -366,11 +366,16 @@ def test_ranks_take_what_was_planned(tmp_path, monkeypatch):
         output_dir=str(tmp_path / "quantized" / "run"),
     )
     # With one engine of both ranks, each of which has a part of the model.
-    for name, options in (("cut", {}), ("cut, gathered", {"zero_stage": 3}), ("cut, adapter", {})):
+    for name, base, options in (
+        ("cut", "grpo", {}),
+        ("cut, gathered", "grpo", {"zero_stage": 3}),
+        ("cut, adapter", "grpo, adapter", {}),
+        ("cut, base in 4 bits", "grpo, base in 4 bits", {}),
+        ("cut, gathered base in 4 bits", "grpo, base in 4 bits", {"zero_stage": 3}),
+    ):
         deploy = DeployConfig(num_train_gpus=2, tensor_parallel_size=2, **options)
-        lora = LoraConfig(r=4) if name == "cut, adapter" else None
         folder = str(tmp_path / name / "run")
-        runs[f"grpo, {name}"] = dataclasses.replace(runs["grpo"], deploy=deploy, lora=lora, output_dir=folder)
+        runs[f"grpo, {name}"] = dataclasses.replace(runs[base], deploy=deploy, output_dir=folder)
     elsewhere = DeployConfig(num_train_gpus=2, num_infer_gpus=1, zero_stage=3)
     sizes = {"per_device_train_batch_size": 8, "global_batch_size": 16, "beta": 0.1}
     run = grpo_run(tmp_path / "parts", num_prompts=10, **sizes, **steps)

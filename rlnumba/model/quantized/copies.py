@@ -49,8 +49,19 @@ def copies_bytes(config, name, shard=WHOLE):
     """Bytes of the copies of a model, or of its shard, in the format of this name. Raises as group_size_of."""
     form = FORMATS[name]
     group_size = group_size_of(config, form)
-    shapes = [each for p in copied_parameters(config, shard) for each in _shapes(p.shape, form, group_size)]
-    return sum(-(-4 * math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes)
+    return sum(copy_bytes(p.shape, form, group_size) for p in copied_parameters(config, shard))
+
+
+def copy_bytes(shape, form, group_size):
+    """Bytes of an arena that a copy of a matrix, or of a stack of matrices, takes."""
+    return sum(-(-4 * math.prod(each) // ALIGNMENT) * ALIGNMENT for each in _shapes(shape, form, group_size))
+
+
+def empty_copy(arena, shape, form, group_size, dtype):
+    """A QuantizedWeight with undefined codes and scales, in an Arena. The arguments are QuantizedWeight.empty's."""
+    shapes = _shapes(shape, form, group_size)
+    packed, scales = (arena.empty(*each) for each in zip(shapes, ("int32", "float32"), strict=True))
+    return QuantizedWeight(form, packed, scales, shape, dtype)
 
 
 def _shapes(shape, form, group_size):
@@ -85,9 +96,7 @@ class QuantizedCopies(RolloutWeights):
 
     def _allocate(self):
         for p in self.copied:
-            shapes = _shapes(p.shape, self.form, self.group_size)
-            packed, scales = (self.arena.empty(*each) for each in zip(shapes, ("int32", "float32"), strict=True))
-            self.quantized[p.name] = QuantizedWeight(self.form, packed, scales, p.shape, self.dtype)
+            self.quantized[p.name] = empty_copy(self.arena, p.shape, self.form, self.group_size, self.dtype)
         return self.source.views | self.quantized
 
     def _write(self):

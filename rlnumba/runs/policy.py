@@ -403,6 +403,11 @@ class Policy:
 
         return LateMetrics(read)
 
+    def skip_step(self):
+        """End an optimizer step that has nothing to train on: the weights stay as they are, for engines that read them
+        meanwhile, too."""
+        self._begin_update()
+
     def state_dict(self):
         """The state for a checkpoint besides the weights; a reference that does not move is the run's `model`.
 

@@ -103,7 +103,8 @@ class ActorCritic:
     """A policy and its critic in training, and the rollout that they are trained on.
 
     policy: Policy; critic: a Policy whose model has a score head, or None where the policy's has both heads. buffer:
-    RolloutBuffer; experience: the Experience that `generate` made; score_moments: RunningMoments of all scores.
+    RolloutBuffer; experience: the Experience that `generate` made, None of a batch without rewards; score_moments:
+    RunningMoments of all scores.
     """
 
     def __init__(self, policy, critic, run):
@@ -258,7 +259,10 @@ def generate(actor, generations, trainer_state, index, on_policy, clock):
     _, generation = generations.take(trainer_state, clock)
     samples = [sample for sample in generation.samples if not math.isnan(sample.reward)]
     if not samples:
-        raise UserError(f"no completion of step {step + 1} has a reward: every reward function gave None")
+        if run.rewards.reward_errors == "raise":
+            raise UserError(f"no completion of step {step + 1} has a reward: every reward function gave None")
+        actor.experience = None
+        return rollout.Rollouts.of(generation.samples, False), generation, generations.metrics
     # completions -> batch
     with clock.phase("advantage"):
         rollouts = rollout.Rollouts.of(samples, False)
@@ -378,8 +382,12 @@ def objective_metrics(buffer, scores, train):
 
 
 def train_step(actor, micro_batches, learning_rate):
-    """The optimizer steps on the batch that the ActorCritic holds: LateMetrics, means over the steps."""
+    """The optimizer steps on the batch that the ActorCritic holds: LateMetrics, means over the steps. A batch without
+    rewards has none."""
     train, experience, policy = actor.train, actor.experience, actor.policy
+    if experience is None:
+        policy.skip_step()
+        return {"learning_rate": learning_rate}
     # On the device until all steps are done, so that no micro-batch waits for the host.
     steps, infos = [], []
     for epoch in range(train.num_ppo_epochs):

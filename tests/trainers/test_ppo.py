@@ -1,6 +1,7 @@
 """PPO against runs of TRL's own trainer, its invariants, and runs of a few seconds."""
 
 import dataclasses
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 import rlnumba
 from rlnumba import cli
-from rlnumba.config import CriticConfig, DataConfig, LoraConfig, PPOConfig, PPORun, RewardsConfig, load_run
+from rlnumba.config import AsyncConfig, CriticConfig, DataConfig, LoraConfig, PPOConfig, PPORun, RewardsConfig, load_run
 from rlnumba.data import Prompt
 from rlnumba.engine.sequence import Completion
 from rlnumba.errors import ConfigError, UserError
@@ -263,6 +264,28 @@ def test_completions_without_a_reward_are_left_out(tmp_path, monkeypatch):
     (tmp_path / "other" / "rewards_for_tests.py").write_text(none)
     with pytest.raises(UserError, match="no completion of step 1 has a reward: every reward function gave None"):
         ppo.run_ppo(run)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_staleness": 1, "in_flight_weight_updates": False}], ids=["", "async"])
+def test_a_batch_without_rewards_is_left_out_where_errors_are_skipped(tmp_path, options):
+    """The weights stay, the run goes on, and a run that resumes behind it ends alike."""
+    run = ppo_run(tmp_path / "run", "fails_at_step_2", max_steps=5, save_steps=1, use_score_scaling=True)
+    run = dataclasses.replace(run, rewards=dataclasses.replace(run.rewards, reward_errors="skip"))
+    run = dataclasses.replace(run, asynchronous=AsyncConfig(**options) if options else None)
+    ppo.run_ppo(run)
+    rows, expected = rows_without_times(run), hash_of(run)
+    weights = [
+        (tmp_path / "run" / "checkpoints" / f"step-{step}" / "model.safetensors").read_bytes() for step in range(1, 6)
+    ]
+    assert [before == after for before, after in itertools.pairwise(weights)] == [False, True, False, False]
+    failed = "reward_errors/fails_at_step_2"
+    assert [(failed in row, "loss" in row, np.isnan(row["reward"] or np.nan)) for row in rows] == [
+        (number == 2, number != 2, number == 2) for number in range(5)
+    ]
+    for step in (2, 3):
+        ppo.run_ppo(run, resume=step)
+        # Of an asynchronous run some rows are of how long it waited.
+        assert hash_of(run) == expected and (options or rows_without_times(run) == rows), step
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ def rejection_modes(rollout_rs, rollout_rs_threshold):
 
 # Loss types without importance weights: their ratio is to the sampler, or has the correction in it.
 UNCORRECTED = ("vespo", "dppo", "dro")
+# Estimators that compare a reward with others than those of its group.
+ACROSS_GROUPS = ("remax", "rae", "reinforce_plus_plus")
 # Estimators that compare the turns of episodes.
 OF_TURNS = ("gigpo", "hgpo")
 TURNS, GIGPO, HGPO = (("train.advantage_estimator", names) for names in (OF_TURNS, ("gigpo",), ("hgpo",)))
@@ -346,10 +348,10 @@ class GRPOConfig(PolicyLossConfig, GroupConfig, PrefixSharingConfig, RouterLossC
             raise ConfigError(
                 f"train.replay_buffer_size is for advantage_estimator grpo and maxrl, not {self.advantage_estimator}"
             )
-        if self.dynamic_sampling and self.advantage_estimator == "remax":
+        if self.dynamic_sampling and self.advantage_estimator in ACROSS_GROUPS:
             raise ConfigError(
                 "train.dynamic_sampling replaces groups of equal rewards, whose advantages are not 0 with "
-                "advantage_estimator remax: set one of the two"
+                f"advantage_estimator {self.advantage_estimator}: set one of the two"
             )
         if self.over_sampling_batch_size is not None:
             if not self.dynamic_sampling:

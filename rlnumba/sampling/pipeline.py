@@ -366,7 +366,7 @@ class Pipeline:
             return
         prompts = [self.prompts.prompts[drawn.prompt]]
         found = as_generation(prompts, [drawn.completions], scores, self.rewards.weights, None)
-        differs = not is_uniform(found.groups[0], self.run.train.multi_objective_aggregation)
+        differs = not is_uniform(found.groups[0], self.run.train)
         group.content = drawn = replace(drawn, differs=differs)
         if not differs and self._may_draw(drawn):
             group.content = replace(drawn, unused=(*drawn.unused, replace(drawn, unused=())))

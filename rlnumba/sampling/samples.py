@@ -286,13 +286,28 @@ def as_generation(chosen, completions, scores, weights, tokenizer):
     return Generation(groups, scores.errors, scores.metrics)
 
 
-def is_uniform(group, aggregation="sum_then_normalize"):
-    """Whether a group's rewards are all equal, so that its advantages are 0: also True with fewer than two rewards.
+def penalised(rewards, num_tokens, length_penalty, max_completion_length):
+    """rewards (B,) less length_penalty times each completion's share of max_completion_length; num_tokens (B,)."""
+    return rewards - length_penalty * np.asarray(num_tokens) / max_completion_length
 
-    aggregation: with "normalize_then_sum" the rewards of every function are compared, not their sums.
+
+def lengths_and_rewards(samples, train):
+    """(drawn tokens, rewards less the length penalty) of Samples, (B,) each. train: [train] of GRPO."""
+    lengths, rewards = np.array([(sample.completion.num_drawn, sample.reward) for sample in samples]).T
+    return lengths.astype(int), penalised(rewards, lengths, train.length_penalty, train.max_completion_length)
+
+
+def is_uniform(group, train):
+    """Whether the rewards that the advantages of a group compare are all equal, so that these are 0: also True with
+    fewer than two rewards.
+
+    train: [train] of GRPO. With multi_objective_aggregation normalize_then_sum the rewards of every function are
+    compared, not their sums, and with length_penalty what it leaves of them.
     """
-    by_function = aggregation == "normalize_then_sum"
-    values = np.array([sample.values if by_function else [sample.reward] for sample in group])
+    if train.multi_objective_aggregation == "normalize_then_sum":
+        values = np.array([sample.values for sample in group])
+    else:
+        values = lengths_and_rewards(group, train)[1][:, None]
     known = [column[~np.isnan(column)] for column in values.T]
     return all(len(column) < 2 or column.min() == column.max() for column in known)
 

@@ -52,11 +52,6 @@ class StepAdvantages(NamedTuple):
     group_sizes: np.ndarray
 
 
-def penalised(rewards, num_tokens, length_penalty, max_completion_length):
-    """rewards (B,) less length_penalty times each completion's share of max_completion_length; num_tokens (B,)."""
-    return rewards - length_penalty * np.asarray(num_tokens) / max_completion_length
-
-
 def advantages_of(estimator, rewards, num_generations, num_active, state, baselines=None):
     """Advantages (B,) float64 of rewards (B,), NaN where there is none; a group is num_generations in a row.
 

@@ -86,17 +86,14 @@ def generate(policy, generations, trainer_state, index, on_policy, clock):
     return rollouts, generation, metrics
 
 
-def differs(group, train):
-    """Whether the rewards of a group of Samples do, so that its advantages are not all 0: bool."""
-    return not is_uniform(group, train.multi_objective_aggregation)
-
-
 def groups_that_differ(generation, train):
     """The groups of a Generation that a batch of dynamic sampling has: list.
 
     The last uniform ones fill the batch if too few groups differ in their rewards.
     """
-    groups, uniform = ([each for each in generation.groups if differs(each, train) == kind] for kind in (True, False))
+    groups, uniform = (
+        [each for each in generation.groups if is_uniform(each, train) == kind] for kind in (False, True)
+    )
     return groups + uniform[len(uniform) - (train.generation.num_prompts - len(groups)) :]
 
 

@@ -42,7 +42,7 @@ class ReplayBuffer:
         Those of equal rewards are replaced as far as there are others. step: optimizer steps done; seed: draws them.
         """
         found = [Rollouts.of(group, train.mask_truncated_completions) for group in groups]
-        uniform = [is_uniform(group, train.multi_objective_aggregation) for group in groups]
+        uniform = [is_uniform(group, train) for group in groups]
         drawn = self._draw(sum(uniform), seed)
         for i, entry in zip(np.flatnonzero(uniform).tolist(), drawn, strict=False):
             found[i] = entry.rollouts

@@ -18,8 +18,8 @@ import numpy as np
 from rlnumba.kernels.rl.advantage import group_advantages
 from rlnumba.runs.micro_batch import MicroBatch
 from rlnumba.runtime import device
-from rlnumba.sampling.samples import known_std
-from rlnumba.trainers.estimators import OF_TURNS, advantages_of, anchors_of, penalised, turns_of
+from rlnumba.sampling.samples import known_std, lengths_and_rewards
+from rlnumba.trainers.estimators import OF_TURNS, advantages_of, anchors_of, turns_of
 
 
 def frac_reward_zero_std(groups, train):
@@ -28,7 +28,9 @@ def frac_reward_zero_std(groups, train):
     It is that of their group; of all where scale_rewards is "batch", or multi_objective_aggregation scales all.
     """
     over_all = train.multi_objective_aggregation == "normalize_then_sum"
-    values = np.array([[s.advantage if over_all else s.reward for s in group] for group in groups])
+    values = np.array(
+        [[s.advantage for s in group] if over_all else lengths_and_rewards(group, train)[1] for group in groups]
+    )
     if over_all or train.scale_rewards == "batch":
         values = values.reshape(1, -1)
     return frac_zero_std(values)
@@ -53,7 +55,7 @@ def set_advantages(groups, weights, scale_rewards, aggregation="sum_then_normali
 def set_estimated_advantages(groups, train, state):
     """set_advantages by trainers/estimators.py: with an advantage_estimator or a length_penalty. Writes state."""
     samples = [sample for group in groups for sample in group]
-    lengths, rewards = _lengths_and_rewards(samples, train)
+    lengths, rewards = lengths_and_rewards(samples, train)
     if train.advantage_estimator == "grpo":
         column = device.asarray(rewards[:, None].astype(np.float32))
         found = device.xp().empty(len(samples), np.float32)
@@ -67,7 +69,7 @@ def set_estimated_advantages(groups, train, state):
         active = np.where(masked, 0, lengths)
         baselines = None
         if train.advantage_estimator == "remax":
-            _, baselines = _lengths_and_rewards([sample.baseline for sample in samples], train)
+            _, baselines = lengths_and_rewards([sample.baseline for sample in samples], train)
         advantages = advantages_of(train.advantage_estimator, rewards, len(groups[0]), active, state, baselines)
     for sample, advantage in zip(samples, advantages.tolist(), strict=True):
         sample.advantage = advantage
@@ -112,12 +114,6 @@ def _token_advantages(samples, target_lengths, observes):
         own = found[end - (len(mask) if observes else sample.completion.num_drawn) : end]
         own[mask if observes else slice(None)] += np.repeat(sample.steps.values.astype(np.float32), lengths)
     return found
-
-
-def _lengths_and_rewards(samples, train):
-    """(drawn tokens, rewards less the length penalty) of Samples, (B,) each."""
-    lengths, rewards = np.array([(sample.completion.num_drawn, sample.reward) for sample in samples]).T
-    return lengths.astype(int), penalised(rewards, lengths, train.length_penalty, train.max_completion_length)
 
 
 def ranges_of_tokens(lengths, limit, shared=0):

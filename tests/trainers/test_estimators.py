@@ -10,10 +10,12 @@ from rlnumba.config import AsyncConfig, RolloutConfig
 from rlnumba.engine import LLM, SamplingParams
 from rlnumba.errors import ConfigError
 from rlnumba.runs import prompt_schedule
+from rlnumba.sampling.samples import penalised
 from rlnumba.trainers import grpo
-from rlnumba.trainers.estimators import advantages_of, penalised
+from rlnumba.trainers.estimators import advantages_of
 from rlnumba.trainers.rejection import kept_tokens, mean_correction, reject
 from tests.trainers.runs import MODEL, grpo_config, grpo_run, metrics_of
+from tests.trainers.test_distill import completions_of
 from tests.trainers.test_grpo import golden_policy, golden_rollouts
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, np.nan, 0.5, 0.0, 0.0])
@@ -198,6 +200,11 @@ def test_an_exact_sampler_is_not_rejected():
         ),
         ({"length_penalty": 0.1, "multi_objective_aggregation": "normalize_then_sum"}, "length_penalty needs"),
         ({"advantage_estimator": "remax", "dynamic_sampling": True}, "not 0 with advantage_estimator remax"),
+        ({"advantage_estimator": "rae", "dynamic_sampling": True}, "not 0 with advantage_estimator rae"),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "dynamic_sampling": True},
+            "not 0 with advantage_estimator reinforce_plus_plus: set one",
+        ),
         ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize needs train.rollout_is"),
         (
             {"rollout_is_batch_normalize": True, "rollout_is": "token", "loss_type": "vespo"},
@@ -238,13 +245,23 @@ def test_a_length_penalty_shortens_what_is_rewarded_alike(tmp_path):
         "def length(completion_ids, **k): return [len(ids) for ids in completion_ids]\n"
     )
     grpo.run_grpo(run)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    lines = completions_of(run)
     assert all(line["reward"] == 1.0 for line in lines)
     lengths = np.array([line["length"] for line in lines]).reshape(4, 4)
     advantages = np.array([line["advantage"] for line in lines]).reshape(4, 4)
     r = -lengths / 8
     expected = (r - r.mean(axis=1, keepdims=True)) / (r.std(axis=1, ddof=1, keepdims=True) + 1e-4)
     np.testing.assert_allclose(advantages, expected, atol=1e-4)
+    share = (lengths.std(axis=1) == 0).mean()
+    assert metrics_of(run)[0]["frac_reward_zero_std"] == share
+    # Groups of unequal lengths teach something: dynamic sampling replaces the others alone.
+    dynamic = dataclasses.replace(run.train, dynamic_sampling=True)
+    dynamic = dataclasses.replace(run, train=dynamic, output_dir=str(tmp_path / "dynamic"))
+    grpo.run_grpo(dynamic)
+    groups = np.array([line["length"] for line in completions_of(dynamic)]).reshape(-1, 4)
+    differ, (row,) = groups.std(axis=1) > 0, metrics_of(dynamic)
+    assert differ.sum() == 4 < len(groups) and row["dynamic_sampling/dropped"] == pytest.approx(1 - 4 / len(groups))
+    assert row["frac_reward_zero_std"] == pytest.approx(1 - differ.mean())
 
 
 def test_remax_by_hand():

@@ -85,14 +85,20 @@ def test_advantages_of_samples():
 
 
 def test_uniform_groups():
-    assert is_uniform([sample(0.1)] * 8)
-    assert not is_uniform([sample(0.1), sample(0.2)])
-    assert is_uniform([sample(np.nan), sample(0.2)])
-    assert is_uniform([sample(np.nan), sample(np.nan)])
+    train, decoupled = grpo_config(), grpo_config(multi_objective_aggregation="normalize_then_sum")
+    assert is_uniform([sample(0.1)] * 8, train)
+    assert not is_uniform([sample(0.1), sample(0.2)], train)
+    assert is_uniform([sample(np.nan), sample(0.2)], train)
+    assert is_uniform([sample(np.nan), sample(np.nan)], train)
     # Sums that are equal, of functions that are not: GDPO learns from them.
     opposed = [sample(1.0, values=[1, 0]), sample(1.0, values=[0, 1])]
-    assert is_uniform(opposed) and not is_uniform(opposed, "normalize_then_sum")
-    assert is_uniform([sample(1.0, values=[1, np.nan])] * 2, "normalize_then_sum")
+    assert is_uniform(opposed, train) and not is_uniform(opposed, decoupled)
+    assert is_uniform([sample(1.0, values=[1, np.nan])] * 2, decoupled)
+    # Rewards that are equal, of completions that are not as long.
+    penalised = grpo_config(length_penalty=0.5, max_completion_length=4)
+    short, long = sample(1.0, completion=(5, 1)), sample(1.0, completion=(5, 6, 1))
+    assert is_uniform([short, long], train) and not is_uniform([short, long], penalised)
+    assert is_uniform([short, short], penalised) and is_uniform([short, sample(np.nan, completion=(5,))], penalised)
 
 
 def test_frac_reward_zero_std():

@@ -140,6 +140,19 @@ def load_agents(run, tokenizer):
     return Agents(run, _needed(tokenizer, run, "tools and environments need"), functions, factories)
 
 
+def names_of_agents(run, tools=NOTHING):
+    """[(key, name)] of the tools, factories of environments and rollout function that load_agents finds by a name in
+    this process. tools: the GivenTools that the run is going to have."""
+    with given(tools):
+        if run.rollout.func is not None:
+            named = [("rollout.func", tools.rollout or run.rollout.func)]
+        else:
+            functions, factories = _objects_of(run)
+            named = [("tools.funcs", each) for each in functions]
+            named += [(_factory_key(name), each) for name, each in factories.items()]
+    return [(key, each) for key, each in named if isinstance(each, str) and not each.startswith(PREFIX)]
+
+
 def _check_callable(each, key):
     if not callable(each):
         raise ConfigError(f"{key}: {shown(each)} is a {type(each).__name__}, which cannot be called")

@@ -175,13 +175,20 @@ def check_reward(spec, judges=MappingProxyType({})):
     not in it. The user's module is not imported, because that could take a GPU's memory."""
     if spec.strip().startswith(JUDGE):
         find_judge(spec, judges)
-    elif not _is_folder(spec):
+    elif is_users(spec):
         path, _ = _path_and_call(spec)
-        if path in BUILT_IN or path.removeprefix("get_") in FACTORIES:
-            resolve(spec)
-        else:
-            _check_source(path)
-            check_object(path, "rewards.funcs")
+        _check_source(path)
+        check_object(path, "rewards.funcs")
+    elif not _is_folder(spec):
+        resolve(spec)
+
+
+def is_users(spec):
+    """Whether a reward's name is that of a function of the user's, in a module that has to be imported."""
+    if spec.strip().startswith(JUDGE) or _is_folder(spec):
+        return False
+    path, _ = _path_and_call(spec)
+    return path not in BUILT_IN and path.removeprefix("get_") not in FACTORIES
 
 
 def _is_folder(spec):

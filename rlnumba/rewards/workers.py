@@ -37,7 +37,22 @@ MESSAGE_S = 0.01
 LONGEST_MESSAGE = 1 << 30
 # Errors that keep a process or a thread from starting: too few files, processes, threads, or too little memory.
 CANNOT_START = (OSError, RuntimeError, MemoryError)
-MAIN = "import sys; sys.path[:] = {path!r}; from rlnumba.rewards.worker import main; main({descriptor})"
+MAIN = "import sys; sys.path[:] = {path!r}; from {module} import main; main({descriptor})"
+
+
+def start_process(module, connection, **streams):
+    """The Popen of a process that calls main(file descriptor) of a module, for one end of a Pipe. streams: Popen's."""
+    # The package itself is found last, wherever the trainer found it.
+    path = [*sys.path, str(Path(__file__).parents[2])]
+    code = MAIN.format(path=path, module=module, descriptor=connection.fileno())
+    # In a session of its own: Ctrl-C in a terminal goes to all processes of the trainer's.
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[connection.fileno()],
+        start_new_session=True,
+        **streams,
+    )
 
 
 def num_workers():
@@ -243,17 +258,8 @@ class WorkerProcess:
 
     def _begin(self, specs):
         self.connection, other = Pipe()
-        # The package itself is found last, wherever the trainer found it.
-        path = [*sys.path, str(Path(__file__).parents[2])]
-        code = MAIN.format(path=path, descriptor=other.fileno())
         try:
-            # In a session of its own: Ctrl-C in a terminal goes to all processes of the trainer's.
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[other.fileno()],
-                start_new_session=True,
-            )
+            self.process = start_process("rlnumba.rewards.worker", other)
         finally:
             other.close()
         try:
@@ -285,7 +291,7 @@ class WorkerProcess:
             self.kill()
             answers = future.result()
         if answers is None:
-            reason = self._killed_for or f": its worker process {_how_ended(self.process)}"
+            reason = self._killed_for or f": its worker process {how_ended(self.process)}"
             return Answer(None, f"reward {name}{reason}", failed_call=True, process_ended=True)
         return answers[0]
 
@@ -359,6 +365,7 @@ def _not_started(name, error):
     return _failed(f"reward {name}: its worker process cannot be started: {getattr(error, 'strerror', None) or error}")
 
 
-def _how_ended(process):
+def how_ended(process):
+    """The way in which a process ended, for which this waits: the end of a sentence."""
     code = process.wait()
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

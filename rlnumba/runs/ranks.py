@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from rlnumba import checkpoint
 from rlnumba.config.keys import Section
-from rlnumba.environments.agents import NOTHING
+from rlnumba.environments.agents import NOTHING, names_of_agents
 from rlnumba.environments.agents import given as given_tools
 from rlnumba.errors import ConfigError, RankError
 from rlnumba.model.hub import find_model, read_config
@@ -20,7 +20,8 @@ from rlnumba.parallel.placement import placement
 from rlnumba.parallel.ray_launch import launch_on_nodes
 from rlnumba.reporting.stderr import log
 from rlnumba.rewards import resolve as resolve_reward
-from rlnumba.rewards.loading import check_object, check_reward
+from rlnumba.rewards.imports import check_imports
+from rlnumba.rewards.loading import check_object, check_reward, is_users
 from rlnumba.runs.callbacks import given
 from rlnumba.runs.planning.fit import fit_to_device
 from rlnumba.runs.resolve import resolve
@@ -48,7 +49,7 @@ def train_on_ranks(run, resume, reward_funcs=(), callbacks=(), tools=NOTHING):
     with owner_of(run), last_checkpoint_named(run.output_dir):
         # What each rank would refuse, once kernels are compiled. The memory of their GPUs is theirs to ask for.
         resolve(located(run), device.name() == "cuda", None)
-        check_named(located(run), reward_funcs)
+        check_named(located(run), reward_funcs, tools)
         start_compiling(run)
         if num_nodes > 1:
             return launch_on_nodes(_train, count, num_nodes, *arguments, timeout_s=timeout_s)[0]
@@ -56,20 +57,24 @@ def train_on_ranks(run, resume, reward_funcs=(), callbacks=(), tools=NOTHING):
         return launch(_train, count, *arguments, timeout_s=timeout_s, group_size=group_size, **place)[0]
 
 
-def check_named(run, reward_funcs):
-    """Raise, before anything is compiled, where a reward, a callback or the first adapter is not there, as each rank
-    would. Modules of rewards and callbacks are not imported.
+def check_named(run, reward_funcs, tools=NOTHING):
+    """Raise, before anything is compiled, where a reward, a callback, a tool, an environment, a rollout function or the
+    first adapter is not there, as each rank would, or where a module of theirs cannot be imported.
 
-    run: with the paths that its inputs have; reward_funcs: train_on_ranks's.
+    run: with the paths that its inputs have; the others are train_on_ranks's.
     """
     rewards = getattr(run, "rewards", None)
-    for each in reward_funcs or (() if rewards is None else rewards.funcs):
-        if isinstance(each, str):
-            check_reward(each, {} if rewards is None else rewards.judges)
-    for each in run.train.callbacks:
-        check_object(each, "train.callbacks")
+    funcs = [each for each in reward_funcs or (rewards.funcs if rewards else ()) if isinstance(each, str)]
+    named = [("train.callbacks", each) for each in run.train.callbacks]
+    if run.generates:
+        named += names_of_agents(run, tools)
+    for each in funcs:
+        check_reward(each, rewards.judges)
+    for key, each in named:
+        check_object(each, key)
     if run.lora is not None:
         lora_of_run(run.lora, read_config(find_model(run.model, weights=False)))
+    check_imports([("rewards.funcs", each) for each in funcs if is_users(each)] + named)
 
 
 @contextmanager

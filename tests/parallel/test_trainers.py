@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -382,26 +383,58 @@ def test_a_reward_that_fails_ends_the_run_with_its_line(tmp_path):
         ("rewards", ["no_module.inside:f"], "rewards.funcs: there is no module no_module.inside"),
         ("train", ["mine.py:Reprt"], "train.callbacks: mine.py has no 'Reprt'; did you mean Report?"),
         ("lora", "nothing", "lora.init: nothing/adapter_config.json: no such file"),
-        # They are there, or may be; the module itself is not run.
-        ("rewards", ["mine.py:brevity", "mine.py:taken(k=1)", "dynamic.py:f", "gsm8k_reward"], None),
+        ("tools", ["mine.py:brevty"], "tools.funcs: mine.py has no 'brevty'; did you mean brevity?"),
+        ("environment", "no/such.py:f", "environment.factory: no such file: no/such.py"),
+        ("rollout", "typo.py:f", "rollout.func: typo.py cannot be imported: SyntaxError: invalid syntax"),
+        # Their modules are run, in a process of its own.
+        *(
+            (section, value, f"{key}: late.py cannot be imported: ZeroDivisionError: division by zero (line 2)")
+            for section, key, value in (
+                ("rewards", "rewards.funcs", ["mine.py:brevity", "late.py:f"]),
+                ("train", "train.callbacks", ["late.py:f"]),
+                ("tools", "tools.funcs", ["late.py:f"]),
+                ("environment", "environment.factory", "late.py:f"),
+                ("rollout", "rollout.func", "late.py:f"),
+            )
+        ),
+        ("rewards", ["ends.py:f"], "rewards.funcs: the process that imports ends.py:f ended with exit code 3"),
+        ("rewards", ["mine.py:fails()"], "rewards.funcs: mine.py:fails() raised KeyError: 'a'"),
+        ("rewards", ["mine.py:taken(k=1)"], "rewards.funcs: mine.py:taken(k=1): lru_cache() got an unexpected"),
+        ("rewards", ["mine.py:brevity", "mine.py:taken(maxsize=1)", "dynamic.py:f", "gsm8k_reward"], None),
         ("train", ["mine.py:Report", "mine.py:assigned", "json.decoder:JSONDecoder"], None),
+        ("tools", ["mine.py:brevity"], None),
+        ("environment", "mine.py:Report", None),
+        ("environment", "openenv:http://nowhere", None),
+        ("rollout", "mine.py:brevity", None),
     ],
 )
-def test_what_a_key_names_is_looked_for_before_ranks_begin(tmp_path, monkeypatch, section, change, line):
+def test_what_a_key_names_is_looked_for_before_ranks_begin(tmp_path, monkeypatch, capfd, section, change, line):
     monkeypatch.chdir(tmp_path)
-    mine = ["from os.path import join as taken", "assigned = len", "def brevity(): ...", "class Report: ...", "1 / 0"]
-    for name, text in {"mine": "\n".join(mine), "typo": "def f(:", "dynamic": "globals()['f'] = len"}.items():
+    mine = ["from functools import lru_cache as taken", "assigned = len", "def brevity(): ...", "class Report: ..."]
+    mine += [
+        "def fails(): return {}['a']",
+        "import os",
+        "open('imported', 'a').write(f'{os.getpid()} ')",
+        "print('Hi')",
+    ]
+    texts = {"mine": "\n".join(mine), "typo": "def f(:", "dynamic": "globals()['f'] = len"}
+    texts |= {"late": "def f(): ...\n1 / 0", "ends": "f = len\nimport os; os._exit(3)"}
+    for name, text in texts.items():
         pathlib.Path(f"{name}.py").write_text(text)
     begun = []
     monkeypatch.setattr(ranks, "launch", lambda *arguments, **options: begun.append("ranks") or [None])
     monkeypatch.setattr(ranks, "start_compiling", lambda run: begun.append("compiler"))
     run = run_of("grpo", tmp_path / "run", 2)
-    key = {"rewards": "funcs", "train": "callbacks", "lora": "init"}[section]
+    key = {"rewards": "funcs", "train": "callbacks", "lora": "init", "tools": "funcs"}
+    key = key.get(section) or {"environment": "factory", "rollout": "func"}[section]
     changed = LoraConfig() if section == "lora" else getattr(run, section)
     run = dataclasses.replace(run, **{section: dataclasses.replace(changed, **{key: change})})
     if line is None:
         train_on_ranks(run, False)
         assert begun == ["compiler", "ranks"]
+        imported = pathlib.Path("imported").read_text().split() if "mine" in str(change) else []
+        assert str(os.getpid()) not in imported and len(imported) == ("mine" in str(change))
+        assert capfd.readouterr().out == ""
         return
     with pytest.raises(UserError, match=f"^{re.escape(line)}"):
         train_on_ranks(run, False)

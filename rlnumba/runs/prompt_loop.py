@@ -517,8 +517,7 @@ class PromptLoop:
         self.writer.flush()
         step, data_state, groups = self.complete
         data_state |= {"groups": encoded(groups)} if groups else {}
-        state = {"policy": self.policy.state_dict(), "data": data_state}
-        self.folder.save(step, self.policy.model, self.tokenizer, state)
+        self.folder.save(step, self.policy, self.tokenizer, {"data": data_state})
 
     def _finish(self):
         """Do what comes after the last step: write samples of what was learned, and final/."""

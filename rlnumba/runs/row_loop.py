@@ -249,8 +249,7 @@ def train_on_rows(trainer, folder, policy, tokenizer, schedule, rows, eval_rows)
     def save():
         writer.flush()
         step, tokens, position = complete
-        state = {"policy": policy.state_dict(), "num_tokens": tokens, "position": position}
-        folder.save(step, policy.model, tokenizer, state)
+        folder.save(step, policy, tokenizer, {"num_tokens": tokens, "position": position})
 
     callbacks, control = folder.callbacks, folder.callbacks.control
     with (

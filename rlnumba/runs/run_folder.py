@@ -327,25 +327,35 @@ class RunFolder:
             path.rename(new)
         return target
 
-    def save(self, step, model, tokenizer, state):
+    def save(self, step, policy, tokenizer, others):
         """Begin to write checkpoints/step-N, unless it exists: a step's state is always the same.
 
-        Training may go on when this returns. All ranks call this, each with its parts of arrays. Raises CheckpointError
-        if the checkpoint before could not be written.
+        policy: a Policy or ActorCritic, of which train.save_only_model copies the weights alone; others: what the
+        state has besides, a dict. Training may go on when this returns. All ranks call this, each with its parts of
+        arrays. Raises CheckpointError if the checkpoint before could not be written.
         """
         if step == self.step and self.model_folder is not None:
             return
         train = self.run.train
-        tracked = self.callbacks.state_dict()
-        state = {"trainer": self.run.trainer, **state} | ({"callbacks": tracked} if tracked else {})
+        if train.save_only_model:
+            policy.gather_adapter()
+            state = None
+        else:
+            state = self._state_of(policy, others)
+        best = self.callbacks.state.best_global_step if train.load_best_model_at_end else None
+        self.saver.save(step, policy.model, tokenizer, state, train.save_total_limit, best)
+        self.step, self.model_folder = step, self.path / "checkpoints" / f"step-{step}"
+
+    def _state_of(self, policy, others):
+        """The state of a checkpoint, a dict."""
+        state = {"trainer": self.run.trainer, "policy": policy.state_dict(), **others}
+        if tracked := self.callbacks.state_dict():
+            state["callbacks"] = tracked
         if self.is_first_rank:
             state["run"] = self.digest
         if self.set_aside.moved:
             state["set_aside"] = self.set_aside.moved
-        best = self.callbacks.state.best_global_step if train.load_best_model_at_end else None
-        state = None if train.save_only_model else state
-        self.saver.save(step, model, tokenizer, state, train.save_total_limit, best)
-        self.step, self.model_folder = step, self.path / "checkpoints" / f"step-{step}"
+        return state
 
     @contextmanager
     def kept_after_error(self, policy, save, last_step):

@@ -92,8 +92,7 @@ def save_final(folder, actor, tokenizer):
 
     A critic on the policy's trunk is the trunk with the value head.
     """
-    for each in filter(None, (actor.policy, actor.critic)):
-        each.gather_adapter()
+    actor.gather_adapter()
     folder.finish(actor.model, tokenizer, LM_HEAD)
     critic = actor.model if actor.critic is None else actor.critic.model
     folder.save_model(critic, "final/critic", tokenizer, SCORE_HEAD)
@@ -169,6 +168,11 @@ class ActorCritic:
     @is_updating.setter
     def is_updating(self, value):
         self.policy.is_updating = value
+
+    def gather_adapter(self):
+        """Policy.gather_adapter of both."""
+        for each in filter(None, (self.policy, self.critic)):
+            each.gather_adapter()
 
     def state_dict(self):
         """The state for a checkpoint besides the policy's weights, as Policy.state_dict."""

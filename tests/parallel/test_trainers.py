@@ -158,6 +158,8 @@ CASES = {
     "sft": {},
     "sft, untied": UNTIED,
     "sft, lora": {"lora": LORA},
+    "sft, model alone": {"save_only_model": True},
+    "ppo, lora, model alone": {"lora": LORA, "save_only_model": True},
     "sft, dft and evaluation": DFT,
     "sft, fewer micro-batches than ranks": {"global_batch_size": 4},
     "reward": {"center_rewards_coefficient": 0.01},

@@ -162,8 +162,9 @@ def test_a_run_writes_what_was_planned(tmp_path, kind):
         written = sum(path.stat().st_size for path in (tmp_path / "run" / name).rglob(files))
         assert abs(written - planned_bytes) <= 0.1 * written, f"{name}: {planned_bytes} planned, {written} written"
     saved = dataclasses.replace(run, train=dataclasses.replace(run.train, save_only_model=True))
-    (line,) = [each for each in describe(Planner(saved, False, 16 * GIB), found) if each.startswith("disk, checkpoint")]
-    assert line.split()[2:4] == amount(found.model).split()
+    host, disk = (each for each in describe(Planner(saved, False, 16 * GIB), found) if ", checkpoint" in each)
+    assert host.split()[2:4] == disk.split()[2:4] == amount(found.model).split()
+    assert host.endswith("a copy of the weights while they are written")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

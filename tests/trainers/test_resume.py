@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -306,19 +307,23 @@ def saved_of(path):
 
 def test_a_step_is_saved_once(tmp_path):
     """Its state is always the same, so that a run that ends where it went on keeps the checkpoint that is there."""
-    run, model = sft_run(tmp_path / "run", max_steps=2), load_model(MODEL)
+    run, policy = sft_run(tmp_path / "run", max_steps=2), SimpleNamespace(model=load_model(MODEL), state_dict=lambda: 5)
     folder = RunFolder(run, False)
-    folder.save(0, model, None, {"a": 1})
-    folder.save(0, model, None, {"a": 2})
+    folder.save(0, policy, None, {"a": 1})
+    folder.save(0, policy, None, {"a": 2})
     folder.saver.wait()
     path = tmp_path / "run" / "checkpoints" / "step-0"
-    assert folder.model_folder == path and saved_of(path) == {"trainer": "sft", "a": 1}
-    folder.save(1, model, None, {"a": 3})
+    assert folder.model_folder == path and saved_of(path) == {"trainer": "sft", "policy": 5, "a": 1}
+    folder.save(1, policy, None, {"a": 3})
     assert (folder.step, folder.model_folder.name) == (1, "step-1")
     folder.saver.wait()
     again = RunFolder(run, True)
-    assert (again.step, again.step_chosen, saved_of(again.model_folder)) == (1, False, {"trainer": "sft", "a": 3})
-    again.save(1, model, None, {"a": 4})
+    assert (again.step, again.step_chosen, saved_of(again.model_folder)) == (
+        1,
+        False,
+        {"trainer": "sft", "policy": 5, "a": 3},
+    )
+    again.save(1, policy, None, {"a": 4})
     assert checkpoint.load(again.model_folder)[1]["a"] == 3
     chosen = RunFolder(run, 1)
     assert chosen.step_chosen and chosen.model_folder == again.model_folder
@@ -362,7 +367,9 @@ def test_a_disk_that_becomes_full_ends_the_run_in_one_line(tmp_path):
     assert len(checkpoint.existing(tmp_path / "run" / "earlier-1")) == 3
 
 
-def test_checkpoints_of_the_model_alone_cannot_be_resumed(tmp_path):
+def test_checkpoints_of_the_model_alone_cannot_be_resumed(tmp_path, monkeypatch):
+    """Nor is the state that they lack copied."""
+    monkeypatch.setattr(Optimizer, "state_dict", None)
     run = sft_run(tmp_path / "run", max_steps=2, save_steps=1, save_only_model=True)
     run_sft(run)
     folder = tmp_path / "run" / "checkpoints" / "step-2"

@@ -20,8 +20,10 @@ def describe(planner, plan):
     if plan.host:
         lines.append(f"{'host memory':<20}{amount(plan.host):>12}   moments and master, page-locked")
     part = f"1/{planner.run.num_ranks} of " if planner.run.num_ranks > 1 else ""
-    what = f"a copy of {part}weights, moments and master while they are written"
-    lines.append(f"{'host, checkpoint':<20}{amount(plan.checkpoint):>12}   {what}")
+    only_model = planner.run.train.save_only_model
+    copied, what = (plan.model, "the weights") if only_model else (plan.checkpoint, "weights, moments and master")
+    what = f"a copy of {part}{what} while they are written"
+    lines.append(f"{'host, checkpoint':<20}{amount(copied):>12}   {what}")
     lines += _describe_disk(planner.run, plan)
     lines += _describe_prompts(planner)
     if planner.run.deploy.num_infer_gpus:

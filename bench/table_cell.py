@@ -15,15 +15,21 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 from asynchronous import run_of
+from shapes import SHAPES
 
 from rlnumba.config import DeployConfig, LoraConfig
+from rlnumba.model.config import ModelConfig
+from rlnumba.model.transformer import Transformer
+from rlnumba.model.weights import Weights
 from rlnumba.parallel.launch import launch
 from rlnumba.parallel.placement import placement
 from rlnumba.runs import prompt_loop
-from rlnumba.runs.planning.fit import available_bytes, planned_choice
-from rlnumba.runs.planning.plan import Planner
+from rlnumba.runs.planning.fit import available_bytes, fit_to_device, planned_choice
+from rlnumba.runs.planning.plan import Planner, gpu_properties
 from rlnumba.runtime import device
+from rlnumba.runtime.shapes import shapes_only
 from rlnumba.trainers.grpo import run_grpo
 
 GENERATIONS, RANK = 8, 16
@@ -85,15 +91,35 @@ class Planned(NamedTuple):
     line: str | None
 
 
+def sharing_of(cell, options, on_gpu):
+    """The PrefixRule of a cell's model in training, or None."""
+    config, dtype = ModelConfig.from_dict(SHAPES[cell.shape]), options.dtype
+    with shapes_only(gpu_properties() if on_gpu else None):
+        return Transformer(config, Weights(config, dtype)).prefix_sharing
+
+
+def equal_parts(cell, most, sharing):
+    """Tokens of a micro-batch, so that each GPU of a cell has as many, of whole groups, as far as `most` allows: int.
+
+    sharing: the PrefixRule by which a group's prompt counts once, or None.
+    """
+    shared = 0 if sharing is None else int(sharing.limits(np.array([cell.prompt]))[0])
+    group = shared + GENERATIONS * (cell.prompt - shared + cell.length)
+    for parts in range(cell.gpus, cell.groups + 1, cell.gpus):
+        if (tokens := -(-cell.groups // parts) * group) <= most:
+            return tokens
+    return most
+
+
 def plan_cell(cell, folder, options, gpu_bytes):
     """The Planned of the first keys with which a cell fits GPUs of so many bytes, else of those that need least.
 
     gpu_bytes: None for the cpu device, where everything fits. Nothing is measured; folder/model needs no weights.
     """
-    found = None
+    found, sharing = None, sharing_of(cell, options, gpu_bytes is not None)
     for optimizer in OPTIMIZERS if cell.tuned == "all" else OPTIMIZERS[:1]:
         for tokens in MICRO_BATCHES:
-            keys = optimizer | {"max_tokens_per_micro_batch": tokens}
+            keys = optimizer | {"max_tokens_per_micro_batch": equal_parts(cell, tokens, sharing)}
             run = run_of_cell(cell, folder, options, keys).resolved()
             planner = Planner(run, gpu_bytes is not None, gpu_bytes or 2**36)
             available = available_bytes(gpu_bytes, gpu_bytes) if gpu_bytes else 2**36
@@ -126,6 +152,8 @@ def train_rank(communicator, run, warmup, warmup_tokens):
 
         return course if warmup_tokens is None else course._replace(params_of=params_of)
 
+    # As in every run of several ranks, and as one of a single rank does by itself.
+    run = fit_to_device(run, communicator)
     with patch.object(prompt_loop.PromptLoop, "_finish", end), patch.object(prompt_loop, "course_of", shortened):
         run_grpo(run, communicator=communicator)
 

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from rlnumba.data.prefix_tree import PrefixRule
 from tests.test_bench import imported  # noqa: F401
 
 OPTIONS = "--device cpu --dtype float32 --shapes tiny --prompts 16 --lengths 8 --gpus 1 --completions 16".split()
@@ -186,6 +187,18 @@ def test_a_cell_is_a_run_of_grpo(imported, tmp_path):  # noqa: F811
     assert found["difference"] == 0.0 and len(found["seconds"]["step_time"]) == 1
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["completions/mean_length"] for row in rows] == [4, 8]
+
+
+def test_micro_batches_are_equal_parts_of_a_step(imported):  # noqa: F811
+    cells = imported("table_cell")
+    of = [cells.Cell("qwen3-0.6b", "all", 64, 128, 512, gpus) for gpus in (1, 2)]
+    # 8 groups of 8 completions of 640 tokens, of which a group has 112 once.
+    assert [cells.equal_parts(cell, 40960, None) for cell in of] == [40960, 20480]
+    assert [cells.equal_parts(cell, 40960, PrefixRule(16)) for cell in of] == [34688, 17344]
+    # A group does not fit: as many tokens as there may be. Three parts of three groups at most.
+    assert cells.equal_parts(of[0], 4096, PrefixRule(16)) == 4096
+    assert cells.equal_parts(of[0], 13008, PrefixRule(16)) == 13008
+    assert cells.equal_parts(of[1], 13008, PrefixRule(16)) == 2 * 4336
 
 
 def test_long_steps_follow_a_short_one(table, imported, tmp_path, monkeypatch):  # noqa: F811

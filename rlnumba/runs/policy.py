@@ -36,6 +36,7 @@ from rlnumba.optim import AdamWConfig, Optimizer
 from rlnumba.parallel.gradient_fold import GradientFold, join, rounds
 from rlnumba.parallel.layer_shards import LayerOptimizer, LayerShards, SlicedLayers
 from rlnumba.parallel.zero import Part, ShardedOptimizer
+from rlnumba.reporting.stderr import log
 from rlnumba.runs.gradients import Gradients
 from rlnumba.runs.graphs import MicroBatchGraphs
 from rlnumba.runtime import device, signals
@@ -94,7 +95,7 @@ class Policy:
                 "H200 and no linear attention; `auto` shares prefixes where it can"
             )
         # Those of the optimizer step that each_micro_batch goes through, on all ranks.
-        self.num_micro_batches = 1
+        self.num_micro_batches, self._has_said_who_waits = 1, False
         of_token = model.weights.num_parameters - idle_parameters(model.config)
         # A graph cannot gather layers from other ranks.
         captures = not (self.folds_layers or self.shards_layers)
@@ -179,6 +180,23 @@ class Policy:
                 if policy is not self:
                     policy.begin_gradients()
         self.fold.finish()
+
+    def say_who_waits(self):
+        """Log, once, that the last optimizer step left a quarter of the ranks' time or more unused.
+
+        Micro-batches follow from the run's keys alone, so that runs on any number of ranks have the same sums.
+        """
+        if self.communicator is None or self._has_said_who_waits:
+            return
+        world_size, count = self.communicator.world_size, self.num_micro_batches
+        waiting = -count % world_size
+        if 4 * waiting >= count + waiting:
+            self._has_said_who_waits = True
+            log(
+                f"{count} micro-batch{'es' if count > 1 else ''} of a step for {world_size} ranks: {waiting} of them "
+                f"wait{'s' if waiting == 1 else ''} for the last; a smaller train.max_tokens_per_micro_batch or "
+                "train.per_device_train_batch_size gives each as many"
+            )
 
     def round_of(self, batches, index):
         """Those of a step's micro-batches that the ranks compute at the same time as number `index`, in order."""

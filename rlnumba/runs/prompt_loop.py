@@ -466,6 +466,7 @@ class PromptLoop:
         learning_rate = learning_rate_at(self.run.train, step, self.schedule.total_steps)
         metrics = self.algorithm.train_step(self.policy, micro_batches, learning_rate)
         self._write_completions(step)
+        self.policy.say_who_waits()
         self.policy.move_reference_if_due(step + 1)
         self.complete, self.policy.is_updating = self._completed(step + 1), False
         self.generations.update_weights(step + 1)

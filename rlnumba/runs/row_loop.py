@@ -268,6 +268,7 @@ def train_on_rows(trainer, folder, policy, tokenizer, schedule, rows, eval_rows)
                 chosen = [rows[i] for i in epoch_order(len(rows), train.shuffle_dataset, run.seed, epoch)[positions]]
                 # Signals are held from the update of the weights on.
                 metrics = trainer.train_step(policy, chosen, learning_rate_at(train, step, schedule.total_steps))
+                policy.say_who_waits()
                 policy.move_reference_if_due(step + 1)
                 step_tokens = sum(map(trainer.num_tokens, chosen))
                 device.synchronize()

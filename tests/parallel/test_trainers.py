@@ -361,6 +361,21 @@ def test_a_16_bit_adapter_is_saved_from_all_ranks(monkeypatch, world_size):
         assert_same_bits(own, flat)
 
 
+@pytest.mark.parametrize("count, waiting", [(1, 1), (3, 1), (5, 0), (4, 0)])
+def test_the_first_step_that_leaves_ranks_waiting_is_named(capfd, count, waiting):
+    def steps(communicator):
+        policy = Policy(load_model(MODEL, "float32"), SFTConfig(**BATCH), communicator=communicator)
+        for _ in range(2):
+            policy.num_micro_batches = count
+            policy.say_who_waits()
+
+    in_threads.run(steps, 2)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "for 2 ranks" in line]
+    # In threads, the others are not silent.
+    assert len(lines) == 2 * waiting
+    assert all(re.search(rf"{count} micro-batch(es)? of a step for 2 ranks: 1 of them waits", line) for line in lines)
+
+
 @pytest.mark.usefixtures("quick_starts")
 def test_a_reward_that_fails_ends_the_run_with_its_line(tmp_path):
     """And with a checkpoint of the last complete step, as on one rank."""

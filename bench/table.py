@@ -47,7 +47,7 @@ MAIN = Cell("qwen3-0.6b", "all", 64, 128, 512, 1)
 # For estimates alone: seconds of a process before its first step, where kernels are compiled and where they have been;
 # bytes of weights written or read a second; shares of their floors that generation and training reach; seconds of a
 # step beside these.
-COLD_START_S, START_S, BYTES_PER_S = 60, 20, 1e9
+COLD_START_S, START_S, BYTES_PER_S = 60, 10, 1e9
 GENERATION_SHARE, TRAINING_SHARE, OTHERS_S = 0.45, 0.4, 0.1
 # A decode step of transformers' generate launches kernel by kernel; seconds of a layer, and its share in training.
 PEER_LAYER_S, PEER_SHARE = 1.1e-3, 0.2
@@ -139,6 +139,8 @@ class Table:
         self.results = read_results(options.folders)
         self.deadline = time.monotonic() + options.budget
         self.scratch, self.written = pathlib.Path(tempfile.mkdtemp()), None
+        # Of which shapes and tuned parameters there are kernels.
+        self.compiled = set()
         self.kind = options.peer or "rlnumba"
 
     @property
@@ -171,6 +173,13 @@ class Table:
         # Prompts of one length.
         write_prompts(folder / "prompts.jsonl", 2 * cell.groups, cell.prompt)
         return plan_cell(cell, folder, self.options, self.machine.nbytes)
+
+    def before_start_s(self, cell):
+        """Seconds for what a cell needs that those before have not made, its model and its kernels, about."""
+        if self.options.peer:
+            return 0
+        writes = model_s(cell) if self.written != cell.shape else 0
+        return writes + (0 if (cell.shape, cell.tuned) in self.compiled else COLD_START_S - START_S)
 
     def write_inputs(self, cell):
         """The folder of a cell's model and prompts, in place of those of the cell before."""
@@ -214,20 +223,19 @@ class Table:
     def take(self, cell, planned):
         """Measure a cell that fits, and record it; False if the budget has not the seconds that it takes, about."""
         estimate = estimate_s(cell, self.options, self.rates, self.options.peer)
-        is_first = self.written != cell.shape and not self.options.peer
-        writes = model_s(cell) + COLD_START_S - START_S if is_first else 0
+        before = self.before_start_s(cell)
         left = self.deadline - time.monotonic()
-        if estimate + writes > left:
+        if estimate + before > left:
             return False
-        print(f"{cell.name}: about {estimate + writes:.0f} s of {left:.0f}; {planned.keys}", flush=True)
+        print(f"{cell.name}: about {estimate + before:.0f} s of {left:.0f}; {planned.keys}", flush=True)
         started = time.monotonic()
         folder = self.scratch / "planned" if self.options.peer else self.write_inputs(cell)
         tokens = warmup_tokens_of(cell, self.rates)
         arguments = ["--peer", self.options.peer] if self.options.peer else ["--keys", json.dumps(planned.keys)]
         if tokens is not None and not self.options.peer:
             arguments += ["--warmup-tokens", str(tokens)]
-        seconds = left - writes if is_first else min(PATIENCE * estimate, left)
-        found = self.measured(cell.name, folder, seconds, *arguments)
+        found = self.measured(cell.name, folder, min(PATIENCE * (estimate + before), left), *arguments)
+        self.compiled.add((cell.shape, cell.tuned))
         found |= {"wall_s": time.monotonic() - started}
         if not self.options.peer:
             found |= {"keys": planned.keys, "activations": planned.line, "planned_gib": planned.needed / 2**30}

@@ -49,8 +49,9 @@ MAIN = Cell("qwen3-0.6b", "all", 64, 128, 512, 1)
 # step beside these.
 COLD_START_S, START_S, BYTES_PER_S = 60, 10, 1e9
 GENERATION_SHARE, TRAINING_SHARE, OTHERS_S = 0.45, 0.4, 0.1
-# A decode step of transformers' generate launches kernel by kernel; seconds of a layer, and its share in training.
-PEER_LAYER_S, PEER_SHARE = 1.1e-3, 0.2
+# Of a peer, which imports torch and reads no weights. A decode step of transformers' generate launches kernel by kernel:
+# seconds of a layer, and its share in training.
+PEER_START_S, PEER_LAYER_S, PEER_SHARE = 25, 1.1e-3, 0.2
 # A cell that takes longer than its estimate by this is ended.
 PATIENCE = 2.5
 # A cell whose step takes longer warms up with completions of so many tokens: what a first step compiles, captures and
@@ -85,7 +86,7 @@ def estimate_s(cell, options, rates, peer=None):
     if peer:
         layers = SHAPES[cell.shape]["num_hidden_layers"]
         generate = max(generation_s(cell, rates) / GENERATION_SHARE, cell.length * layers * PEER_LAYER_S)
-        return START_S + 1.2 * (generate + training_s(cell, rates) / PEER_SHARE)
+        return PEER_START_S + 1.2 * (generate + training_s(cell, rates) / PEER_SHARE)
     tokens = warmup_tokens_of(cell, rates)
     warmup = options.warmup if tokens is None else options.warmup * tokens / cell.length
     return START_S + (warmup + options.steps) * step_s(cell, rates)

@@ -19,6 +19,8 @@ from shapes import SHAPES
 RANK = 16
 BATCH = 8
 CLIP = 0.2
+# Tokens of the completions of a step that is not counted.
+SHORT = 8
 
 
 def measure(cell, folder, options):
@@ -29,10 +31,12 @@ def measure(cell, folder, options):
     seconds = take.steps()
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+    if options.peer == "trl":
+        versions += f", trl {importlib.metadata.version('trl')}"
     note = {
         "transformers": f"transformers: a loop of transformers' generate and a training step in torch ({versions}; "
         "bench/table_peer.py), with an optimizer's state of 16 bits, one step after a short one.",
-        "trl": f"trl: TRL's GRPOTrainer with transformers' generate ({versions}), the steps after the first.",
+        "trl": f"trl: TRL's GRPOTrainer with transformers' generate ({versions}), one step after a short one.",
     }[options.peer]
     return {"seconds": seconds, "gib": peak / 2**30, "difference": math.nan, "note": note}
 
@@ -76,8 +80,8 @@ class Loop:
         self.prompts = torch.from_numpy(ids).to(self.device).repeat_interleave(each, 0)
 
     def steps(self):
-        """{phase: [seconds]} of one step, after one whose completions have 8 tokens."""
-        self.step(8)
+        """{phase: [seconds]} of one step, after a short one."""
+        self.step(SHORT)
         return {name: [seconds] for name, seconds in self.step(self.cell.length).items()}
 
     def step(self, length):
@@ -137,7 +141,7 @@ class Trainer:
         self.cell, self.folder, self.options = cell, folder, options
 
     def steps(self):
-        """{"step_time": [seconds]} of the steps after the first; TRL's phases are not apart."""
+        """{"step_time": [seconds]} of one step, after a short one; TRL's phases are not apart."""
         import torch
         from datasets import Dataset
         from transformers import AutoTokenizer, TrainerCallback
@@ -147,6 +151,10 @@ class Trainer:
         on_gpu = torch.cuda.is_available() and self.options.device != "cpu"
 
         class Clock(TrainerCallback):
+            def on_step_begin(self, arguments, state, *rest, **keys):
+                length = SHORT if state.global_step == 0 else cell.length
+                trainer.generation_config.max_new_tokens = trainer.generation_config.min_new_tokens = length
+
             def on_step_end(self, *arguments, **keys):
                 if on_gpu:
                     torch.cuda.synchronize()

@@ -49,8 +49,8 @@ MAIN = Cell("qwen3-0.6b", "all", 64, 128, 512, 1)
 # step beside these.
 COLD_START_S, START_S, BYTES_PER_S = 60, 10, 1e9
 GENERATION_SHARE, TRAINING_SHARE, OTHERS_S = 0.45, 0.4, 0.1
-# Of a peer, which imports torch and reads no weights. A decode step of transformers' generate launches kernel by kernel:
-# seconds of a layer, and its share in training.
+# Of a peer, which imports torch and reads no weights. A decode step of transformers' generate launches kernel by
+# kernel: seconds of a layer, and its share in training.
 PEER_START_S, PEER_LAYER_S, PEER_SHARE = 25, 1.1e-3, 0.2
 # A cell that takes longer than its estimate by this is ended.
 PATIENCE = 2.5

@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 import time
 import types
+from dataclasses import replace
 
 import pytest
 
@@ -119,6 +121,43 @@ def test_steps_that_are_taken_anew_are_another_run_of_wandb(tmp_path, runs):
     assert first == same != other
     assert [call[1] for call in runs[2].calls if call[0] == "log"] == [2, 3]
     assert (tmp_path / "run" / "earlier-1" / "wandb_id").read_text() == first
+
+
+def test_steps_that_are_repeated_are_another_run_of_trackio(tmp_path, runs):
+    """It keeps all that is logged for a step: after a kill, and where --resume.step sets later steps aside."""
+    run = sft_run(tmp_path / "run", max_steps=5, save_steps=2, report_to=["trackio"])
+    run_sft(run)
+    longer = replace(run, train=replace(run.train, max_steps=6))
+    run_sft(longer, resume=True)
+    # A kill behind the checkpoint of step 4.
+    for name in ("step-5", "step-6"):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / name)
+    run_sft(longer, resume=True)
+    run_sft(longer, resume=2)
+    names = [recorded.calls[0][2]["name"] for recorded in runs]
+    assert names == ["run", "run", "run-2", "run-3"]
+    assert [recorded.calls[0][2]["resume"] for recorded in runs] == ["never", "allow", "allow", "allow"]
+    steps = [[call[1] for call in recorded.calls if call[0] == "log"] for recorded in runs]
+    assert steps == [[1, 2, 3, 4, 5], [6], [5, 6], [3, 4, 5, 6]]
+    # A run that starts afresh has the name again.
+    run_sft(run)
+    assert (runs[4].calls[0][2]["name"], runs[4].calls[0][2]["resume"]) == ("run", "never")
+    assert (tmp_path / "run" / "earlier-2" / "trackio_number").read_text() == "3"
+
+
+def test_a_server_that_refuses_leaves_the_lines_that_say_what_is_repeated(tmp_path, runs, monkeypatch):
+    with MetricsWriter(tmp_path, 4, report_to=["trackio"], run_name="run") as writer:
+        for step in (1, 2, 3):
+            writer.log(step, {"loss": step})
+
+    def refuse(**arguments):
+        raise RuntimeError("no key")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="wandb: no key"):
+        patch.setattr(sys.modules["wandb"], "init", refuse)
+        MetricsWriter(tmp_path, 4, 2, report_to=["wandb", "trackio"], run_name="run")
+    MetricsWriter(tmp_path, 4, 2, report_to=["trackio"], run_name="run").close()
+    assert [recorded.calls[0][2]["name"] for recorded in runs] == ["run", "run-2"]
 
 
 def test_a_run_that_fails_says_so(tmp_path, runs):

@@ -17,7 +17,7 @@ UNFINISHED = "unfinished"
 # Files and folders that a run writes in its own folder.
 RUN_FILES = (
     *(UNFINISHED, "config.toml", "metrics.jsonl", "completions.jsonl", "tokens.jsonl", "completions"),
-    *("checkpoints", "final", "curves.png", "tensorboard", "wandb", "wandb_id"),
+    *("checkpoints", "final", "curves.png", "tensorboard", "wandb", "wandb_id", "trackio_number"),
 )
 
 # The files of a model's folder, by the ends of their names.
@@ -172,6 +172,14 @@ def append_lines(file, rows):
         raise OSError(error.errno, error.strerror, file.name) from error
 
 
+def reaches_beyond(path, step):
+    """Whether a JSONL file has lines after `step`; a missing file has none."""
+    if not Path(path).exists():
+        return False
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return any(row.get("step", 0) > step for row in map(_row_of, file) if row is not None)
+
+
 def cut_back(path, step):
     """Removes from a JSONL file the lines after `step` and an incomplete last one; a missing file is no error."""
     path = Path(path)
@@ -179,12 +187,18 @@ def cut_back(path, step):
         return
     with open(path, encoding="utf-8", errors="replace") as old, replacing(path) as new:
         for line in old:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(row, dict) and row.get("step", 0) <= step:
+            row = _row_of(line)
+            if row is not None and row.get("step", 0) <= step:
                 new.write(line if line.endswith("\n") else line + "\n")
+
+
+def _row_of(line):
+    """The object of a line of a JSONL file, or None."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def names_of(paths):

@@ -60,6 +60,8 @@ class MetricsWriter:
         self.total_steps, self.start_step, self.logging_steps = total_steps, start_step, logging_steps
         self.log_completions, self.num_to_print = log_completions, num_to_print
         make_folder(self.folder)
+        # Before the lines are cut, which say whether trackers have later steps.
+        self._trackers = open_trackers(report_to, self.folder, start_step, **tracked)
         for name in ("metrics.jsonl", *ROW_FILES):
             # What a run evaluates before its first step it evaluates again where it goes on from there.
             cut_back(self.folder / name, start_step or -1)
@@ -71,7 +73,6 @@ class MetricsWriter:
         self._background = Background("metrics")
         self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
         self._row_files = {}
-        self._trackers = open_trackers(report_to, self.folder, start_step, **tracked)
         self._console = (LiveConsole if sys.stderr.isatty() else LineConsole)(total_steps, start_step, logging_steps)
         self._draw = plot_apart if draws_apart else plot
         self._plotted_at, self._is_drawn = time.monotonic(), False

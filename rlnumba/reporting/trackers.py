@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 from rlnumba.errors import UserError
-from rlnumba.reporting.files import replacing
+from rlnumba.reporting.files import reaches_beyond, replacing
 
 PACKAGES = {"tensorboard": ("tensorboardX", "tensorboard"), "wandb": ("wandb",), "trackio": ("trackio",)}
 PROJECT = "rlnumba"
@@ -39,7 +39,7 @@ def open_trackers(names, folder, start_step, run_name=None, project=None, config
         elif name == "wandb":
             opened.append(_Wandb(folder, run_name, project, config))
         elif name == "trackio":
-            opened.append(_Trackio(run_name, project, config, start_step > 0))
+            opened.append(_Trackio(folder, start_step, run_name, project, config))
     return opened
 
 
@@ -121,15 +121,31 @@ class _Wandb:
 
 
 class _Trackio:
-    def __init__(self, run_name, project, config, resumed):
+    """One run of trackio for a run and its resumptions, as long as they repeat no step, which trackio would have twice.
+
+    The run that repeats steps is another one there, with a number behind its name, kept in output_dir/trackio_number.
+    """
+
+    def __init__(self, folder, start_step, run_name, project, config):
         import trackio
 
-        resume = "allow" if resumed else "never"
+        resume, number = ("allow" if start_step else "never"), self._number_of(folder, start_step)
+        name = run_name if number == 1 else f"{run_name}-{number}"
         try:
-            self.run = trackio.init(project=project or PROJECT, name=run_name, config=config, resume=resume)
+            self.run = trackio.init(project=project or PROJECT, name=name, config=config, resume=resume)
         # Errors of the server, the account and the network, which have no class in common.
         except Exception as error:
             raise UserError(f"train.report_to: trackio: {' '.join(str(error).split())}") from error
+
+    def _number_of(self, folder, start_step):
+        """The number of the run there: int, one more where lines of metrics.jsonl come after start_step."""
+        path = folder / "trackio_number"
+        number = int(path.read_text()) if start_step and path.exists() else 1
+        if start_step and reaches_beyond(folder / "metrics.jsonl", start_step):
+            number += 1
+        with replacing(path) as file:
+            file.write(str(number))
+        return number
 
     def log(self, step, metrics):
         self.run.log(metrics, step=step)

@@ -1,7 +1,7 @@
 """Keys of a config.json of Gemma 3's text model."""
 
 from rlnumba.errors import UserError
-from rlnumba.model.config_rope import read_partial_rotary_factor, read_rope
+from rlnumba.model.config_rope import one_number, read_partial_rotary_factor, read_rope
 from rlnumba.model.config_values import count, get, positive
 
 # Values of keys that a config.json may lack: those of transformers' class. Google's files leave out most of them.
@@ -22,9 +22,9 @@ GEMMA3_TEXT = {
     "eos_token_id": 1,
     "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
 }
+# Of each kind of layer, the key of its base, and the base of a config without one.
+BASES = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_local_base_freq", 1e4)}
 KINDS = ("sliding_attention", "full_attention")
 # One layer in so many has full attention.
 PATTERN = 6
@@ -102,7 +102,7 @@ def _layer_types(raw, source):
 def _ropes(raw, source):
     """(theta, RopeScaling or None) of the full layers, then of the sliding ones; a flat rope_scaling is the former's.
 
-    rope_theta and rope_local_base_freq count where rope_parameters has no base for a kind.
+    Raises UserError for a base that differs from that of rope_parameters.
     """
     both, scaling = ({} if raw.get(key) is None else raw[key] for key in ("rope_parameters", "rope_scaling"))
     for key, value in (("rope_parameters", both), ("rope_scaling", scaling)):
@@ -112,9 +112,18 @@ def _ropes(raw, source):
         if kind not in KINDS or not isinstance(value, dict | None):
             raise UserError(f"{source}: rope_parameters must have an object for each of {', '.join(KINDS)}, got {both}")
     found, positions = [], count(raw, "max_position_embeddings", source)
-    for kind, base, changed in (("full_attention", "rope_theta", scaling), (KINDS[0], "rope_local_base_freq", {})):
-        own = {key: value for key, value in (both.get(kind) or {}).items() if value is not None}
-        rope = {"rope_theta": positive(raw, base, source), **own, **changed}
+    for kind, changed in (("full_attention", scaling), (KINDS[0], {})):
+        (key, base), own = BASES[kind], both.get(kind) or {}
+        named = {
+            name: positive(keys, each, source, None)
+            for name, keys, each in (
+                (key, raw, key),
+                (f"rope_parameters.{kind}.rope_theta", own, "rope_theta"),
+                ("rope_scaling.rope_theta", changed, "rope_theta"),
+            )
+        }
+        rope = {name: value for name, value in own.items() if value is not None} | changed
+        rope["rope_theta"] = one_number(named, source) or base
         keys = {"model_type": raw["model_type"], "max_position_embeddings": positions, "rope_parameters": rope}
         read_partial_rotary_factor(keys, count(raw, "head_dim", source), False, source)
         found.append(read_rope(keys, source))

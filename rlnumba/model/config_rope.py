@@ -21,9 +21,7 @@ def read_rope(raw, source):
     # rope_scaling goes first where both are written, as in transformers.
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     rope = raw.get(key) or {}
-    parent = raw.get("rope_parameters") or {}
     where = f"{source}: {key}"
-    theta = positive({**raw, **parent, **rope}, "rope_theta", source, 10000.0)
     kind = get(rope, "rope_type", str, where, get(rope, "type", str, where, "default"))
     if kind not in ("default", *ROPE_TYPES):
         raise UserError(f"{where}: rope_type {kind!r} is not supported (supported: default, {', '.join(ROPE_TYPES)})")
@@ -32,7 +30,7 @@ def read_rope(raw, source):
         if field not in known and value is not None:
             raise UserError(f"{where}: {field} is not supported")
     if kind == "default":
-        return theta, None
+        return _theta(raw, source), None
     settings = {field: _scaling_value(rope, field, where) for field in SCALING_FIELDS}
     if kind in ("llama3", "yarn"):
         # A key of the whole model goes first, as in transformers. Without any, the model was trained with all
@@ -43,9 +41,40 @@ def read_rope(raw, source):
         if kind == "yarn" and settings["factor"] is None:
             settings["factor"] = positions / original
     try:
-        return theta, RopeScaling(kind, **{field: value for field, value in settings.items() if value is not None})
+        scaling = RopeScaling(kind, **{field: value for field, value in settings.items() if value is not None})
     except ValueError as error:
         raise UserError(f"{where}: {str(error).removeprefix('rope_scaling: ')}") from None
+    return _theta(raw, source), scaling
+
+
+def _theta(raw, source):
+    """The base of the frequencies, which stands in the config itself, in rope_parameters or in rope_scaling.
+
+    Raises UserError for another one in another of these places, and for one in rope_parameters alone where transformers
+    reads rope_scaling instead.
+    """
+    both, scaling = (raw.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    places = {"rope_theta": raw, "rope_parameters.rope_theta": both, "rope_scaling.rope_theta": scaling}
+    named = {name: positive(keys, "rope_theta", source, None) for name, keys in places.items()}
+    found = one_number(named, source)
+    if found is not None and scaling and named["rope_theta"] is named["rope_scaling.rope_theta"] is None:
+        raise UserError(
+            f"{source}: rope_scaling takes the place of rope_parameters, and lacks their rope_theta {found:g}"
+        )
+    return 10000.0 if found is None else found
+
+
+def one_number(named, source):
+    """The number of keys that are one setting, {name: number or None}; None where none is set. Raises UserError where
+    two differ, of which the version of transformers decides which one it reads."""
+    (first, value), *others = [each for each in named.items() if each[1] is not None] or [(None, None)]
+    for other, own in others:
+        if own != value:
+            raise UserError(
+                f"{source}: {first} is {value:g} and {other} {own:g}, which are one setting, and versions of "
+                "transformers read one or the other: leave the right one"
+            )
+    return value
 
 
 def _scaling_value(rope, field, where):

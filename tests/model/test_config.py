@@ -163,6 +163,17 @@ def test_a_missing_key_is_named(key, tmp_path):
         ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type must be str"),
         ({"layer_types": 3}, "layer_types must be a list"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_theta": 1e4}, "config.json: rope_theta is 10000 and rope_parameters.rope_theta 1e+06, which are one"),
+        (
+            {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+            "rope_theta is 1e+06 and rope_scaling.rope_theta 500000, which are one setting, and versions of",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling takes the place of rope_parameters, and lacks their rope_theta 1e+06",
+        ),
+        ({"rope_theta": "1e4"}, "config.json: rope_theta must be float, got '1e4'"),
+        ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta must be positive, got 0.0"),
         ({"torch_dtype": "float64"}, "dtype 'float64' is not supported"),
     ],
 )

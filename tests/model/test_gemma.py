@@ -126,6 +126,12 @@ REFUSED = [
     ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
     ({"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor 0.5 is not"),
     ({"rope_scaling": 8.0}, "rope_scaling must be an object or null, got 8.0"),
+    ({"rope_theta": 1e6}, "rope_theta is 1e+06 and rope_parameters.full_attention.rope_theta 30000, which are one"),
+    (
+        {"rope_local_base_freq": 1e4},
+        "rope_local_base_freq is 10000 and rope_parameters.sliding_attention.rope_theta 1000, which are one",
+    ),
+    ({"rope_theta": 3e4, "rope_scaling": {"rope_theta": 1e4}}, "rope_theta is 30000 and rope_scaling.rope_theta 10000"),
 ]
 
 

@@ -20,7 +20,8 @@ from harness import copy_gbs, graph_time_us, random_array, time_us
 
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK, StateCache, StateSequences, Tokens
 from rlnumba.kernels.delta_rule.decode.kernel import DecodeOutputs, delta_rule_decode
-from rlnumba.kernels.delta_rule.inputs import ConvCache, DeltaRuleHeads, InputWeights, delta_rule_inputs, empty_tokens
+from rlnumba.kernels.delta_rule.input_rows import DeltaRuleHeads
+from rlnumba.kernels.delta_rule.inputs import ConvCache, InputWeights, delta_rule_inputs, empty_tokens
 from rlnumba.kernels.delta_rule.ops import delta_rule_backward
 from rlnumba.runtime import device
 from rlnumba.runtime.launch import pdl_scope

@@ -5,6 +5,7 @@
     python bench/shared_prefixes.py --trainer kto --batch 16 4 512 128        16 prompts, 4 completions of each
     python bench/shared_prefixes.py --trainer ppo --common 256 --batch 64 1 384 128
     python bench/shared_prefixes.py --shape qwen3-30b-a3b --layers 8          a mixture of experts, no routers' loss
+    python bench/shared_prefixes.py --shape qwen3.5-0.8b                      linear attention
 
 Random tokens, in groups side by side as GRPO has them; the first --common of all prompts are the same. Before a shape
 is timed, log-probs are compared bit for bit (rewards of a reward model, metrics of pairs), and the gradients of a step
@@ -26,6 +27,7 @@ from rlnumba.data import Prompt
 from rlnumba.data.packing import TokenSequence
 from rlnumba.data.pairs import PreferencePair
 from rlnumba.engine.sequence import Completion
+from rlnumba.kernels.delta_rule import ops as delta_rule
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device
@@ -196,6 +198,8 @@ def main():
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
     device.select(arguments.device)
+    # Measured whether or not training on GPUs does it.
+    delta_rule.SHARES_ON_GPUS = True
     heads = {"reward": SCORE_HEAD, "ppo": LM_HEAD + SCORE_HEAD}.get(arguments.trainer, LM_HEAD)
     model = random_model(arguments.shape, arguments.dtype, heads, arguments.layers)
     for batch in arguments.batch or BATCHES:

@@ -117,7 +117,8 @@ class Transformer:
 
         None where they may have none.
         """
-        config, multiples = self.config, [block.prefix_multiple for blocks in self.blocks for block in blocks]
+        config, blocks = self.config, (block for blocks in self.blocks for block in blocks)
+        multiples = [block.prefix_multiple(config, self.dtype) for block in blocks]
         if self.ranks is not None or None in multiples:
             return None
         gqa_ratio = config.num_attention_heads // config.num_key_value_heads

@@ -15,7 +15,8 @@ from rlnumba.kernels.delta_rule.arithmetic import (
 )
 from rlnumba.kernels.delta_rule.decode.kernel import DecodeOutputs, delta_rule_decode
 from rlnumba.kernels.delta_rule.gated_norm import gated_norm
-from rlnumba.kernels.delta_rule.inputs import TAPS, ConvCache, DeltaRuleHeads, InputWeights
+from rlnumba.kernels.delta_rule.input_rows import TAPS, DeltaRuleHeads
+from rlnumba.kernels.delta_rule.inputs import ConvCache, InputWeights
 from rlnumba.kernels.delta_rule.ops import delta_rule
 from rlnumba.runtime import device
 from tests.close import assert_same_bits

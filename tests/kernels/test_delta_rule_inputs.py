@@ -12,10 +12,9 @@ from rlnumba.kernels.delta_rule.gated_norm import (
     gated_norm_backward_ref,
     gated_norm_ref,
 )
+from rlnumba.kernels.delta_rule.input_rows import TAPS, DeltaRuleHeads
 from rlnumba.kernels.delta_rule.inputs import (
-    TAPS,
     ConvCache,
-    DeltaRuleHeads,
     InputWeights,
     delta_rule_inputs,
     delta_rule_inputs_backward,
@@ -24,6 +23,7 @@ from rlnumba.kernels.delta_rule.inputs import (
 )
 from rlnumba.runtime import device
 from tests.close import assert_gradient, assert_same_bits
+from tests.kernels.test_delta_rule import Tree
 
 HEADS, SMALL = DeltaRuleHeads(2, 4, 20, 36), DeltaRuleHeads(1, 2, 3, 33)
 EPS = 1e-6
@@ -100,6 +100,38 @@ def check_inputs_backward(rng, lengths, heads, dtype):
     assert np.isnan(dprojected[:, heads.channels : heads.gates]).all()
     for name, got, want in zip(InputWeights._fields, dweights, expected, strict=True):
         check_close(got, want + 1, dtype, name)
+
+
+def check_prefixes(rng, tree, heads, dtype):
+    """A convolution begins with the parent's last rows: the bits of whole sequences, and sums of their gradients."""
+    projected, weights = random_inputs(rng, tree.num_rows, heads, dtype)
+    tokens = empty_tokens(tree.num_rows, heads, operand_dtype(projected.dtype), projected.dtype)
+    of_sequences = device.asarray(projected), on_device(weights), heads, device.asarray(bounds(tree.own))
+    delta_rule_inputs(*of_sequences, tokens, prefixes=tree.prefixes())
+    for name, got, want in zip(
+        Tokens._fields, tokens, packed(projected[tree.every], weights, heads, tree.lengths), strict=True
+    ):
+        assert_same_bits(device.to_host(got)[tree.every], want, name)
+    gradients = empty_tokens(tree.num_rows, heads, projected.dtype, projected.dtype)
+    gradients = gradients._make(rng.standard_normal(x.shape).astype(x.dtype) for x in gradients)
+    dprojected = device.xp().full(projected.shape, np.nan, projected.dtype)
+    dweights = InputWeights(*(device.xp().zeros(x.shape, np.float32) for x in weights))
+    delta_rule_inputs_backward(on_device(gradients), *of_sequences, dprojected, dweights, tree.prefixes())
+    # Of a row that several whole sequences have, one has the gradient of its tokens.
+    whole = in_float64(gradients)._make(
+        np.asarray(x, np.float64)[tree.every] * tree.is_own.reshape(-1, *[1] * (x.ndim - 1)) for x in gradients
+    )
+    wanted = np.zeros((len(tree.every), heads.columns))
+    arguments = whole, projected[tree.every].astype(np.float64), in_float64(weights), heads, bounds(tree.lengths)
+    expected, dprojected = delta_rule_inputs_backward_ref(*arguments, wanted), device.to_host(dprojected)
+    wanted = tree.summed(wanted)
+    ends = bounds(tree.own)[1:]
+    last = np.concatenate([np.arange(end - TAPS + 1, end) for i, end in enumerate(ends) if i in tree.parents])
+    for what, rows in (("dx", slice(None)), ("dx of the last rows", last)):
+        check_close(dprojected[rows, : heads.channels], wanted[rows, : heads.channels], dtype, what)
+    check_close(dprojected[:, heads.gates :], wanted[:, heads.gates :], dtype, "gates")
+    for name, got, want in zip(InputWeights._fields, dweights, expected, strict=True):
+        check_close(got, want, dtype, name)
 
 
 def check_cuts(rng, lengths, heads, dtype, longest=90):
@@ -189,6 +221,17 @@ def test_numpy_device(rng):
     check_inputs_backward(rng, [1, 2, 0, 70, 5], HEADS, "float32")
     check_cuts(rng, [200, 3, 130], HEADS, "float32")
     check_gated_norm(rng, 70, HEADS, "float32")
+    check_prefixes(rng, Tree.random(rng), HEADS, "float32")
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("heads, dtype", [(SMALL, "bfloat16"), (DeltaRuleHeads(1, 1, 5, 5), "float32")])
+def test_simulator_of_prefixes(rng, monkeypatch, heads, dtype):
+    """More children than warps, of one to four rows; two levels of parents."""
+    monkeypatch.setattr(inputs, "ENOUGH_WARPS", 8)
+    check_prefixes(
+        rng, Tree([64, 1, 2, 3, 64, 4, 1, 2, *[1] * 8, 1], [-1, 0, 0, 0, 0, 4, 4, *[0] * 9, -1]), heads, dtype
+    )
 
 
 @pytest.mark.sim
@@ -247,4 +290,5 @@ def test_gpu(rng, dtype):
         check_inputs(rng, [1, 2, 0, 700, 5, 64], heads, dtype)
         check_inputs_backward(rng, [1, 2, 0, 700, 5, 64], heads, dtype)
         check_gated_norm(rng, 333, heads, dtype)
+        check_prefixes(rng, Tree.random(rng), heads, dtype)
         check_cuts(rng, [300, 3, 130], heads, dtype)

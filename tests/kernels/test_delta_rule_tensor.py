@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.delta_rule import ops, tensor
-from rlnumba.kernels.delta_rule.arithmetic import BLOCK, StateCache, StateSequences, Tokens
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK, PrefixSequences, StateCache, StateSequences, Tokens
 from rlnumba.kernels.delta_rule.tensor_prepare import TensorConfig
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.arguments import tuple_type
@@ -13,11 +13,13 @@ from tests.kernels.test_delta_rule import (
     FORWARD,
     GATES,
     Paged,
+    Tree,
     bounds,
     check_cuts,
     check_forward,
     check_neighbours,
     check_prefix_hits,
+    check_prefixes,
     delta_rule_ref,
     in_float64,
     packed,
@@ -94,17 +96,34 @@ def test_deferred_simulator(rng, monkeypatch, gates):
         assert_same_bits(*in_both_forms(monkeypatch, tokens, lengths))
 
 
-def argument_types():
+# A prompt, one that goes on from it, a completion of each; another prompt.
+SMALL_TREE = Tree([BLOCK, BLOCK, 3, 1, 1], [-1, 0, 1, 0, -1])
+
+
+@pytest.mark.sim
+@pytest.mark.sm90
+@pytest.mark.parametrize("family, fewest", [("sm90", 1 << 30), ("sm90", 0), ("sm80", 1 << 30)])
+def test_simulator_of_prefixes(rng, monkeypatch, family, fewest):
+    if device.name() == "cpu":
+        pytest.skip("needs the simulator or a Hopper GPU")
+    monkeypatch.setitem(ops.IS_SUPPORTED, family, lambda *_: True)
+    monkeypatch.setattr(tensor, "FEWEST_DEFERRED", fewest)
+    with dispatch.forced(family):
+        check_prefixes(rng, SMALL_TREE, "bfloat16", SMALL, "slow")
+
+
+def argument_types(has_prefixes):
     """The types of the kernels' arguments for bfloat16."""
 
     def array(element, dimensions):
         return f"{element}[{':,' * (dimensions - 1)}::1]"
 
     half, single, word = "float16", "float32", "int32"
-    vectors = array(single, 2), array(single, 2)
+    vectors, lengths = (array(single, 2), array(single, 2)), array(word, 1)
+    sequences = tuple_type(StateSequences, lengths, lengths, array(word, 2), lengths, lengths)
     return [
         tuple_type(Tokens, array(half, 3), array(half, 3), array("uint16", 3), *vectors),
-        tuple_type(StateSequences, array(word, 1), array(word, 1), array(word, 2), array(word, 1), array(word, 1)),
+        tuple_type(PrefixSequences, lengths, lengths, word) if has_prefixes else sequences,
         tuple_type(StateCache, array(half, 5), array(half, 4), array(half, 3), array(single, 3)),
         array(half, 3),
     ]
@@ -112,12 +131,15 @@ def argument_types():
 
 @pytest.mark.parametrize("family, architecture", [("sm90", (9, 0, "a")), ("sm80", (8, 0))])
 @pytest.mark.parametrize("form", ["packed", "paged", "deferred"])
-def test_kernels_compile_for_gpus(compile_offline, family, architecture, form):
+@pytest.mark.parametrize("has_prefixes", [False, True], ids=["", "prefixes"])
+def test_kernels_compile_for_gpus(compile_offline, family, architecture, form, has_prefixes):
     """At real dimensions: registers hold the state, and nothing is spilled."""
     if form == "deferred" and family != "sm90":
         pytest.skip("a form on Hopper alone")
-    kernel = tensor.KERNELS[family](TensorConfig(family, 128, "bfloat16", form == "paged", form == "deferred"))
-    troubles = compile_offline(kernel, argument_types(), architecture)
+    if form == "paged" and has_prefixes:
+        pytest.skip("sequences in the cache have no prefixes")
+    config = TensorConfig(family, 128, "bfloat16", form == "paged", form == "deferred", has_prefixes)
+    troubles = compile_offline(tensor.KERNELS[family](config), argument_types(has_prefixes), architecture)
     assert not troubles, "\n".join(troubles)
 
 
@@ -144,6 +166,18 @@ def test_deferred_gpu(rng, monkeypatch, gates):
         assert_same_bits(*in_both_forms(monkeypatch, tokens, lengths))
     check_forward(rng, lengths[:-1], "bfloat16", HEADS, gates)
     check_neighbours(rng, "bfloat16", HEADS)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("family, fewest", [("sm90", 1 << 30), ("sm90", 0), ("sm80", 1 << 30)])
+@pytest.mark.parametrize("gates", ["slow", "fast", "extreme"])
+def test_gpu_of_prefixes(rng, monkeypatch, family, fewest, gates):
+    """Levels of trees, each in both forms; those of whole sequences may have the other one."""
+    monkeypatch.setattr(tensor, "FEWEST_DEFERRED", fewest)
+    with dispatch.forced(family):
+        for heads in (HEADS, (2, 2, 128, 128)):
+            check_prefixes(rng, Tree.random(rng), "bfloat16", heads, gates)
 
 
 @pytest.mark.gpu

@@ -5,13 +5,15 @@ import pytest
 
 from rlnumba.kernels.delta_rule.arithmetic import Tokens
 from rlnumba.kernels.delta_rule.reference import delta_rule_backward_ref
-from rlnumba.kernels.delta_rule.tensor_backward import delta_rule_backward
-from rlnumba.runtime import device
+from rlnumba.kernels.delta_rule.tensor import delta_rule_backward
+from rlnumba.runtime import device, dispatch
 from tests.close import assert_same_bits
 from tests.kernels.test_delta_rule import (
     BACKWARD,
     EXTREME,
+    Tree,
     bounds,
+    check_backward_of_prefixes,
     in_float64,
     on_device,
     random_tokens,
@@ -19,10 +21,10 @@ from tests.kernels.test_delta_rule import (
 )
 
 
-def gradients_of(tokens, dout, lengths):
+def gradients_of(tokens, dout, lengths, prefixes=None):
     xp, kinds = device.xp(), (tokens.v.dtype,) * 3 + (np.float32,) * 2
     found = Tokens(*(xp.full(x.shape, np.nan, kind) for x, kind in zip(tokens, kinds, strict=True)))
-    delta_rule_backward(device.asarray(dout), on_device(tokens), device.asarray(bounds(lengths)), found)
+    delta_rule_backward(device.asarray(dout), on_device(tokens), device.asarray(bounds(lengths)), found, prefixes)
     return Tokens(*map(device.to_host, found))
 
 
@@ -44,6 +46,37 @@ def test_simulator(rng, monkeypatch, length, value_heads):
     """One block of threads goes over all blocks, and over the value heads of a key head."""
     monkeypatch.setattr(device, "sm_count", lambda: 1)
     check(rng, [length], (1, value_heads, 128, 128))
+
+
+def check_a_path(rng, own, heads, gates="mid"):
+    """Sequences each with one child have the bits of the whole one, whose blocks they are."""
+    tokens = random_tokens(rng, sum(own), heads, "bfloat16", gates)
+    dout = rng.standard_normal(tokens.v.shape).astype(tokens.v.dtype)
+    path = Tree(own, range(-1, len(own) - 1))
+    found = gradients_of(tokens, dout, own, path.prefixes())
+    for name, got, want in zip(Tokens._fields, found, gradients_of(tokens, dout, [sum(own)]), strict=True):
+        assert_same_bits(got, want, name)
+
+
+@pytest.mark.sim
+def test_simulator_of_a_path(rng):
+    check_a_path(rng, [64, 64, 2], (1, 1, 128, 128), "slow")
+
+
+@pytest.mark.sim
+def test_simulator_of_a_group(rng):
+    if device.name() == "cpu":
+        pytest.skip("needs the simulator or a GPU")
+    with dispatch.forced("sm80"):
+        check_backward_of_prefixes(rng, Tree([64, 1, 2], [-1, 0, 0]), "bfloat16", (1, 1, 128, 128), "slow", times=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gates", ["slow", "mid", "fast", "extreme"])
+def test_gpu_of_prefixes(rng, gates):
+    for heads in ((2, 2, 128, 128), (2, 6, 128, 128)):
+        check_a_path(rng, [64, 256, 128, 64, 70], heads, gates)
+        check_backward_of_prefixes(rng, Tree.random(rng), "bfloat16", heads, gates)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,11 @@ from rlnumba.data.prefix_tree import PrefixRule
 from rlnumba.engine.sequence import Completion
 from rlnumba.errors import ConfigError
 from rlnumba.kernels.attention import ops
+from rlnumba.kernels.attention.sequences import PackedPrefixes
+from rlnumba.kernels.delta_rule import ops as delta_rule
+from rlnumba.kernels.delta_rule.inputs import empty_tokens
 from rlnumba.kernels.rl.ppo_loss import SUMS, ppo_loss_blocks
+from rlnumba.model.blocks.linear_attention import LinearAttention, heads_of
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.model.hub import read_config
 from rlnumba.model.lora import Adapter
@@ -55,7 +59,8 @@ on_cpu = pytest.mark.skipif(device.name() != "cpu", reason="sequences of float32
 
 def policy_of(model=MODEL, dtype=None, **train):
     config = grpo_config(**{"max_completion_length": 32, "per_device_train_batch_size": 11} | train)
-    return Policy(load_model(model, dtype), config, None, config.temperature)
+    model = model if isinstance(model, Transformer) else load_model(model, dtype)
+    return Policy(model, config, None, config.temperature)
 
 
 def test_what_neighbours_begin_with_is_there_once(rng):
@@ -111,6 +116,23 @@ GEMMA = GOLDEN / "gemma3"
 HYBRID, LONG_GROUPS = GOLDEN / "qwen3_5", [(140, [5, 9, 80]), (70, [17, 3]), (64, [4, 2])]
 
 
+def config_of_128_columns():
+    """The config of HYBRID with heads of linear attention that tensor cores take."""
+    return replace(read_config(HYBRID), linear_key_head_dim=128, linear_value_head_dim=128)
+
+
+def hybrid_of_128_columns(dtype):
+    """A Transformer of that config, of random weights, whose heads remember for hundreds of tokens."""
+    config = config_of_128_columns()
+    weights = Weights.random(config, dtype)
+    for parameter in weights.parameters:
+        if parameter.decays:
+            weights[parameter.name][...] *= 5
+        elif parameter.name.endswith("dt_bias"):
+            weights[parameter.name][...] = -5
+    return Transformer(config, weights)
+
+
 def check_log_probs(rng, model, dtype=None, groups=GROUPS):
     rollouts, found = rollouts_of(rng, groups), []
     for shares in ("never", "always"):
@@ -141,6 +163,13 @@ def test_log_probs_of_a_hybrid_have_the_same_bits(rng):
 @pytest.mark.parametrize("model", MODELS, ids=lambda path: path.name)
 def test_log_probs_have_the_same_bits_on_a_gpu(rng, model):
     check_log_probs(rng, model, "bfloat16")
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+def test_log_probs_of_a_hybrid_have_the_same_bits_on_a_gpu(rng, monkeypatch):
+    monkeypatch.setattr(delta_rule, "SHARES_ON_GPUS", True)
+    check_log_probs(rng, hybrid_of_128_columns("bfloat16"), groups=LONG_GROUPS)
 
 
 @on_cpu
@@ -220,6 +249,38 @@ def test_a_step_of_trees_and_windows_on_a_gpu(rng, tmp_path, system, window, siz
     check_step(rng, model, 2e-2, system, size, "bfloat16")
 
 
+@on_cpu
+def test_a_step_of_a_hybrid(rng):
+    check_step(rng, hybrid_of_128_columns("float32"), 1e-5, 150, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("system", [64, 150])
+def test_a_step_of_a_hybrid_on_a_gpu(rng, monkeypatch, system, size):
+    monkeypatch.setattr(delta_rule, "SHARES_ON_GPUS", True)
+    check_step(rng, hybrid_of_128_columns("bfloat16"), 2e-2, system, size)
+
+
+@on_cpu
+def test_operators_of_linear_attention_are_planned(monkeypatch):
+    """On a GPU, of short completions, each of which has a state's gradient and no more than one block."""
+    config, (count, sequences) = config_of_128_columns(), (2 * (64 + 40 * 3), 82)
+    block, heads, found = LinearAttention(0), heads_of(config), []
+    with shapes_only(device.GPUS["h200"]):
+        bfloat16, empty = device.dtype("bfloat16"), device.xp().empty
+        tokens, gradients = (empty_tokens(count, heads, bfloat16, empty, each) for each in (np.float16, bfloat16))
+        prefixes = PackedPrefixes(*(empty(sequences + i, np.int32) for i in (0, 0, 1)), 64 + 40 * 3)
+        arguments = empty(tokens.v.shape, bfloat16), tokens, empty(sequences + 1, np.int32), gradients, prefixes
+        kind = type(device.xp())
+        monkeypatch.setattr(kind, "empty", lambda _, *sizes: found.append(empty(*sizes)) or found[-1])
+        delta_rule.delta_rule_backward(*arguments)
+        taken = sum(array.nbytes for array in found)
+        sizes = config, "bfloat16", count, sequences
+        assert block.operator_bytes(*sizes) < taken < block.operator_bytes(*sizes, has_prefixes=True)
+
+
 def test_tokens_are_counted_once(rng):
     rollouts = rollouts_of(rng, [(65, [10] * 6), (65, [10] * 6)])
     # Of a prompt of 65 tokens 64 are shared: the first completion has 75 tokens, each further one 11.
@@ -275,10 +336,17 @@ def rules_of_gpus(gpu, *models):
     return rules
 
 
+def rule_of_hybrid(gpu, dtype):
+    """The PrefixRule of hybrid_of_128_columns on a GPU, or None."""
+    config = config_of_128_columns()
+    with shapes_only(device.GPUS[gpu]):
+        return Transformer(config, Weights(config, dtype)).prefix_sharing
+
+
 @on_cpu
 @pytest.mark.parametrize("levels, windows", [(None, None), (2, False), (3, False)])
 def test_what_gpus_share(rng, monkeypatch, levels, windows):
-    """Levels and windows by two constants, no linear attention; what is not shared is computed as without sharing."""
+    """Constants say which levels, windows and linear attention; what is not shared is computed as without sharing."""
     if levels is None:
         levels, windows = 3, True
     else:
@@ -286,7 +354,13 @@ def test_what_gpus_share(rng, monkeypatch, levels, windows):
         monkeypatch.setattr(ops, "PREFIX_WINDOWS", windows)
     rules = rules_of_gpus("h200", HYBRID, MODEL, GEMMA)
     assert rules == [None, PrefixRule(16, levels), PrefixRule(16, levels) if windows else None]
+    assert rule_of_hybrid("h200", "bfloat16") is None
+    monkeypatch.setattr(delta_rule, "SHARES_ON_GPUS", True)
+    assert rule_of_hybrid("h200", "bfloat16") == PrefixRule(64, levels)
+    # The gradient of float16 has no tensor cores.
+    assert rule_of_hybrid("h200", "float16") is None and rules_of_gpus("h200", HYBRID) == [None]
     # No kernels of prefixes for other GPUs.
+    assert rule_of_hybrid("a100", "bfloat16") is None
     assert rules_of_gpus("a100", MODEL, GEMMA) == [None, None]
 
     rollouts = rollouts_of(rng, [(40, [5, 1]), (16, [9, 8]), (33, [12])], system=48)

@@ -32,6 +32,12 @@ Operands (q, k, S, w, M, P, F w) are float32 in a float32 model. In one of 16 bi
 every one of them is bounded (keys have length 1) or scaled, so bfloat16's range is of no use, and float16 has eight
 times its precision. v, w and S are kept times VALUE_SCALE, exactly, so that they overflow at 2^20; an operand
 saturates, so that no later token makes 0 * inf in an earlier row.
+
+Packed sequences may have a prefix in the rows of others (PackedPrefixes), which ends at a multiple of BLOCK tokens, so
+that no block has tokens of two. A sequence then begins with the state behind its parent's last block, as a page has it,
+and its convolution with the parent's last rows. Kernels that need a parent's state are launched once for each level of
+the trees: sequences without a parent, their children, and so on. The gradient of a state is the sum of its children's,
+in ascending order, in a launch after theirs.
 """
 
 import math
@@ -40,6 +46,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rlnumba.kernels.checks import F32, I32, check, check_all, check_bounds
+from rlnumba.kernels.ptx.warp import device_function
+
+i32 = np.int32
 
 BLOCK, SUB_BLOCK = 64, 16
 # Of v, w and S where operands are float16.
@@ -104,6 +113,21 @@ class StateSequences(NamedTuple):
     resumed_at: object
 
 
+class PlainSequences(NamedTuple):
+    """Packed sequences that have all of their rows: cu_seqlens (B + 1,)."""
+
+    cu_seqlens: object
+
+
+class PrefixSequences(NamedTuple):
+    """Packed sequences with prefixes: cu_seqlens (B + 1,), parents (B,) of PackedPrefixes; level: of those to compute,
+    the number of their ancestors."""
+
+    cu_seqlens: object
+    parents: object
+    level: int = i32(0)
+
+
 class StateCache(NamedTuple):
     """Memory of linear attention in one layer.
 
@@ -115,6 +139,12 @@ class StateCache(NamedTuple):
     key_rows: object
     value_rows: object
     decay_sums: object
+
+
+def check_parents(op, cu_seqlens, prefixes):
+    """ValueError unless PackedPrefixes, if there are any, have a parent for each of the sequences."""
+    if prefixes is not None:
+        check(op, "prefixes.parents", prefixes.parents, (len(cu_seqlens) - 1,), I32)
 
 
 def check_places(op, sequences, count):
@@ -137,3 +167,27 @@ def check_state(op, sequences, cache, dims, operand):
     check(op, "value_rows", cache.value_rows, (slots, BLOCK, heads, value_dim), dtypes)
     check(op, "decay_sums", cache.decay_sums, (slots, BLOCK, heads), F32)
     return count
+
+
+@device_function
+def level_of(parents, b):
+    """The number of ancestors of sequence b."""
+    level, parent = i32(0), parents[b]
+    while parent >= 0:
+        level, parent = i32(level + i32(1)), parents[parent]
+    return level
+
+
+@device_function
+def has_children(parents, b):
+    """Whether sequences begin where b ends: the first of its descendants would be the next sequence."""
+    following = i32(b + i32(1))
+    return following < parents.shape[0] and parents[following] == b
+
+
+@device_function
+def next_child(parents, b, child):
+    """The first child of sequence b from sequence `child` on, or -1: its descendants have parents from b on."""
+    while child < parents.shape[0] and parents[child] > b:
+        child = i32(child + i32(1))
+    return child if child < parents.shape[0] and parents[child] == b else i32(-1)

@@ -181,7 +181,7 @@ def gates_of(b, a, a_log, dt_bias, projected):
 
 
 @functools.cache
-def head_function(heads, element, is_value, is_paged, access, tap_access):
+def head_function(heads, element, is_value, is_paged, has_prefixes, access, tap_access):
     """The device function of a head of q or k, or of v, for all tokens of a tile."""
     key_heads, dim = heads.key_heads, heads.value_dim if is_value else heads.key_dim
     width, query_scale, zero = lane_width(dim), np.float32(heads.key_dim**-0.5), np.float32(0.0)
@@ -192,12 +192,15 @@ def head_function(heads, element, is_value, is_paged, access, tap_access):
 
     @device_function
     def load_before(window, projected, sequences, cache, b, t, begin, start, resumed_at, channel):
-        """The three rows before token t of sequence b: packed, of the cache, or zeros before the sequence."""
+        """The three rows before token t of sequence b: packed, its parent's, of the cache, or zeros before it."""
         for tap in range(TAPS - 1):
             row = t - (TAPS - 1) + tap
             before = start + row - begin
             if row >= begin:
                 load(projected, row * columns + channel, window, tap * width)
+            elif has_prefixes and sequences.parents[b] >= 0:
+                of_parent = sequences.cu_seqlens[sequences.parents[b] + 1] + row - begin
+                load(projected, of_parent * columns + channel, window, tap * width)
             elif is_paged and before >= 0:
                 if before < resumed_at:
                     source = sequences.state_tables[b, resumed_at // BLOCK - 1]
@@ -273,14 +276,15 @@ def head_function(heads, element, is_value, is_paged, access, tap_access):
 
 
 @specialize
-def delta_rule_inputs_kernel(heads, element, is_paged, accesses):
-    """The kernel for DeltaRuleHeads (a tuple) of a dtype's name; is_paged: earlier tokens are in a ConvCache."""
+def delta_rule_inputs_kernel(heads, element, is_paged, accesses, has_prefixes=False):
+    """The kernel for DeltaRuleHeads (a tuple) of a dtype's name; is_paged: earlier tokens are in a ConvCache;
+    has_prefixes: for PrefixSequences."""
     heads = DeltaRuleHeads(*heads)
     key_heads, key_dim, value_dim, value_heads = heads.key_heads, heads.key_dim, heads.value_dim, heads.value_heads
     units, keys, gates, columns = 2 * key_heads + value_heads, key_heads * key_dim, heads.gates, heads.columns
     same_dim = key_dim == value_dim
-    of_key = head_function(heads, element, False, is_paged, accesses[0], accesses[2])
-    of_value = head_function(heads, element, True, is_paged, accesses[1], accesses[2])
+    of_key = head_function(heads, element, False, is_paged, has_prefixes, accesses[0], accesses[2])
+    of_value = head_function(heads, element, True, is_paged, has_prefixes, accesses[1], accesses[2])
 
     @cuda.jit
     def delta_rule_inputs_kernel(projected, weights, sequences, cache, tokens, tile):

@@ -16,9 +16,11 @@ u, y and beta are rounded to the model's dtype, as in transformers; q and k are 
     dA_log = sum of dlog_decay log_decay, there too without those      ddt_bias = sum of da
 
 Sums over tokens add the tiles of TOKENS tokens in a fixed order. Source: transformers' Qwen3_5GatedDeltaNet.
+
+A sequence with a prefix has its parent's last rows before its own. dx of a parent's last three rows is the sum over t
+among its own rows, and then its children's.
 """
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -27,43 +29,38 @@ from rlnumba.kernels.checks import F32, FLOATS, check, check_all, check_bounds, 
 from rlnumba.kernels.delta_rule.arithmetic import (
     BLOCK,
     LEAST_LOG_DECAY,
-    LOG2_E,
+    PlainSequences,
+    PrefixSequences,
     StateSequences,
     Tokens,
+    check_parents,
     check_places,
     operand_dtype,
+)
+from rlnumba.kernels.delta_rule.input_gradient import (
+    CHILD_LINES,
+    GATE_LINES,
+    THREADS,
+    TOKENS,
+    delta_rule_inputs_gradient_kernel,
+    gates_gradient_kernel,
+    last_rows_gradient_kernel,
 )
 from rlnumba.kernels.delta_rule.input_rows import (
     EPS,
     LINES,
     TAPS,
-    DeltaRuleHeads,
     accesses_of,
     delta_rule_inputs_kernel,
-    lane_width,
-    log_decay_of,
-    round_function,
-    rounded,
-    row_functions,
-    sequence_of,
 )
 from rlnumba.kernels.nn.elementwise import accumulate
 from rlnumba.kernels.nn.rmsnorm import add_partials
-from rlnumba.kernels.nn.swiglu import sigmoid
-from rlnumba.kernels.ptx.warp import device_function, exp2, inverse_sqrt, narrow, warp_sum, widen
 from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch, specialize
+from rlnumba.runtime.launch import launch
 
 # Rows of a slot of ConvCache where no token is taken back.
 CONV_ROWS = 4
-# Tokens of a tile of the backward, and its threads.
-TOKENS, THREADS = 64, 128
-# Warps of a block of the gates' gradient, and tokens of each.
-GATE_LINES = 8
-GATE_TOKENS = TOKENS // GATE_LINES
-# Rows that its warps load before they use the first: one more takes more registers than four blocks have.
-NEXT = 2
 # Tokens that a warp of the forward takes one after another, whose rows before it loads once, and the warps that must be
 # left for this.
 TILE, ENOUGH_WARPS = 16, 4096
@@ -112,200 +109,6 @@ def store_conv_rows_kernel(projected, sequences, rows):
             rows[sequences.slots[b], row, channel] = projected[t, channel]
 
 
-@functools.cache
-def head_gradient_function(heads, element, is_value, access, tap_access):
-    """The device function of the gradient of a head of q or k, or of v, for the tokens of a tile."""
-    key_heads, dim = heads.key_heads, heads.value_dim if is_value else heads.key_dim
-    width, query_scale, zero, one = lane_width(dim), np.float32(heads.key_dim**-0.5), np.float32(0.0), np.float32(1.0)
-    columns, first_value, taps_size = heads.columns, 2 * key_heads, TAPS * width
-    rows, window_size, ahead_size = TAPS - 1 + NEXT, (TAPS - 1 + NEXT) * width, NEXT * width
-    load, store, load_taps, convolve, _, _ = row_functions(dim, element, access, tap_access)
-    round_values = round_function(width, element)
-    any_value = is_value or heads.key_dim == heads.value_dim
-
-    @device_function
-    def load_gradient(gradients, t, unit, e, douts, at):
-        if any_value and unit >= first_value:
-            load(gradients.v, (t * heads.value_heads + unit - first_value) * dim + e, douts, at)
-        if not is_value and unit < key_heads:
-            load(gradients.q, (t * key_heads + unit) * dim + e, douts, at)
-        if not is_value and key_heads <= unit < first_value:
-            load(gradients.k, (t * key_heads + unit - key_heads) * dim + e, douts, at)
-
-    @device_function
-    def compute_du(window, taps, douts, du, values, sigmoids, unit, owned):
-        """du of the token of the window's row 3; values, sigmoids: scratch."""
-        convolve(window, taps, du)
-        for i in range(width):
-            sigmoids[i] = sigmoid(du[i])
-            values[i] = du[i] * sigmoids[i]
-        round_values(values)
-        scale, removed = one, zero
-        if not is_value and unit < first_value:
-            squares, product = zero, zero
-            for i in range(width):
-                squares, product = cuda.fma(values[i], values[i], squares), cuda.fma(values[i], douts[i], product)
-            inverse = inverse_sqrt(warp_sum(squares if owned else zero) + EPS)
-            scale = inverse * query_scale if unit < key_heads else inverse
-            removed = inverse * inverse * warp_sum(product if owned else zero)
-        for i in range(width):
-            s = sigmoids[i]
-            dy = douts[i] if any_value and unit >= first_value else scale * (douts[i] - values[i] * removed)
-            du[i] = dy * s * (one + du[i] * (one - s))
-
-    @device_function
-    def compute_gradient(projected, conv, cu_seqlens, gradients, dprojected, sums, unit, first_token, first, lane):
-        """Tokens first_token .. first_token + TOKENS - 1, and du of those after them; first: the first channel."""
-        window, taps, douts, pending, du, values, sigmoids = (
-            cuda.local.array(window_size, np.float32),
-            cuda.local.array(taps_size, np.float32),
-            cuda.local.array(ahead_size, np.float32),
-            cuda.local.array(taps_size, np.float32),
-            cuda.local.array(width, np.float32),
-            cuda.local.array(width, np.float32),
-            cuda.local.array(width, np.float32),
-        )
-        owned = lane * width < dim
-        e = lane * width if owned else 0
-        channel, count = first + e, cu_seqlens[cu_seqlens.shape[0] - 1]
-        stop = min(first_token + TOKENS, count)
-        limit = min(stop + TAPS - 1, count)
-        load_taps(conv, channel, taps)
-        begin, end = 0, -1
-        for i in range(taps_size):
-            pending[i], sums[i] = zero, zero
-        for i in range(NEXT):
-            if first_token + i < limit:
-                load(projected, (first_token + i) * columns + channel, window, (TAPS - 1 + i) * width)
-                load_gradient(gradients, first_token + i, unit, e, douts, i * width)
-        for t in range(first_token, stop + TAPS - 1):
-            if t < limit:
-                if t >= end:
-                    b = sequence_of(cu_seqlens, t)
-                    begin, end = cu_seqlens[b], cu_seqlens[b + 1]
-                    for tap in range(TAPS - 1):
-                        row = t - (TAPS - 1) + tap
-                        if row >= begin:
-                            load(projected, row * columns + channel, window, tap * width)
-                        else:
-                            for i in range(width):
-                                window[tap * width + i] = zero
-                compute_du(window, taps, douts, du, values, sigmoids, unit, owned)
-                # pending: dx of this token and of the three before it, as far as they are of its sequence.
-                for back in range(TAPS):
-                    for i in range(width):
-                        if t - back >= begin:
-                            at = back * width + i
-                            pending[at] = cuda.fma(taps[4 * i + TAPS - 1 - back], du[i], pending[at])
-                if t < stop:
-                    for tap in range(TAPS):
-                        for i in range(width):
-                            sums[4 * i + tap] = cuda.fma(du[i], window[tap * width + i], sums[4 * i + tap])
-            if t - (TAPS - 1) >= first_token and owned:
-                store(dprojected, (t - (TAPS - 1)) * columns + channel, pending, (TAPS - 1) * width)
-            for i in range((TAPS - 1) * width):
-                at = taps_size - 1 - i
-                pending[at] = pending[at - width]
-            for i in range(width):
-                pending[i] = zero
-            for i in range((rows - 1) * width):
-                window[i] = window[i + width]
-            for i in range((NEXT - 1) * width):
-                douts[i] = douts[i + width]
-            if t + NEXT < limit:
-                load(projected, (t + NEXT) * columns + channel, window, (rows - 1) * width)
-                load_gradient(gradients, t + NEXT, unit, e, douts, (NEXT - 1) * width)
-
-    return compute_gradient
-
-
-@specialize
-def delta_rule_inputs_gradient_kernel(heads, element, accesses):
-    """The kernel of dx and dconv, for DeltaRuleHeads (a tuple) of a dtype's name."""
-    heads = DeltaRuleHeads(*heads)
-    key_heads, key_dim, value_dim = heads.key_heads, heads.key_dim, heads.value_dim
-    units, keys, same_dim = 2 * key_heads + heads.value_heads, key_heads * key_dim, key_dim == value_dim
-    of_key = head_gradient_function(heads, element, False, accesses[0], accesses[2])
-    of_value = head_gradient_function(heads, element, True, accesses[1], accesses[2])
-    key_width, value_width = lane_width(key_dim), lane_width(value_dim)
-    size = TAPS * max(key_width, value_width)
-
-    @cuda.jit(launch_bounds=(THREADS, 4))
-    def delta_rule_inputs_gradient_kernel(projected, conv, cu_seqlens, gradients, dprojected, partials):
-        """A warp owns a head of q, k or v of a tile of TOKENS tokens; a lane neighbouring channels.
-
-        projected, dprojected and gradients' q, k and v have one axis; partials (tiles, channels * 4) of dconv.
-        """
-        sums = cuda.local.array(size, np.float32)
-        index, lane = cuda.blockIdx.x * LINES + cuda.threadIdx.y, cuda.threadIdx.x
-        tile, unit = index // units, index % units
-        if tile >= partials.shape[0]:
-            return
-        first_token, head = tile * TOKENS, unit - 2 * key_heads
-        if same_dim or head < 0:
-            first, dim, width = unit * key_dim, key_dim, key_width
-            of_key(projected, conv, cu_seqlens, gradients, dprojected, sums, unit, first_token, first, lane)
-        else:
-            first, dim, width = 2 * keys + head * value_dim, value_dim, value_width
-            of_value(projected, conv, cu_seqlens, gradients, dprojected, sums, unit, first_token, first, lane)
-        for i in range(size):
-            if lane * width + i // TAPS < dim and i < TAPS * width:
-                partials[tile, TAPS * (first + lane * width) + i] = sums[i]
-
-    return delta_rule_inputs_gradient_kernel
-
-
-@cuda.jit(launch_bounds=(32 * GATE_LINES, 2))
-def gates_gradient_kernel(projected, weights, gradients, column, dprojected, partials):
-    """db and da, and partials (tiles, 2 HV) of [dA_log | ddt_bias]; column: of the first b.
-
-    A block has 32 value heads of a tile of tokens, a lane each; a warp every GATE_LINES-th token, all of which are
-    loaded at once. The sums go over the tile's tokens in ascending order.
-    """
-    of_decay = cuda.shared.array((TOKENS, 32), np.float32)
-    decays, of_shift = cuda.shared.array((TOKENS, 32), np.float32), cuda.shared.array((TOKENS, 32), np.float32)
-    lane, line, heads = cuda.threadIdx.x, cuda.threadIdx.y, weights.a_log.shape[0]
-    first, zero, one = cuda.blockIdx.x * TOKENS, np.float32(0.0), np.float32(1.0)
-    is_head = cuda.blockIdx.y * 32 + lane < heads
-    head = cuda.blockIdx.y * 32 + lane if is_head else heads - 1
-    stop = min(TOKENS, projected.shape[0] - first)
-    b, a, dbeta, dlog_decay = (
-        cuda.local.array(GATE_TOKENS, np.float32),
-        cuda.local.array(GATE_TOKENS, np.float32),
-        cuda.local.array(GATE_TOKENS, np.float32),
-        cuda.local.array(GATE_TOKENS, np.float32),
-    )
-    for i in range(GATE_TOKENS):
-        t = first + min(i * GATE_LINES + line, stop - 1)
-        b[i], a[i] = widen(projected[t, column + head]), widen(projected[t, column + heads + head])
-        dbeta[i], dlog_decay[i] = gradients.beta[t, head], gradients.log_decay[t, head]
-    a_log, dt_bias = widen(weights.a_log[head]), widen(weights.dt_bias[head])
-    for i in range(GATE_TOKENS):
-        row = i * GATE_LINES + line
-        t, beta = first + row, rounded(sigmoid(b[i]), projected)
-        log_decay, da, a_gradient = log_decay_of(a[i], a_log, dt_bias), zero, zero
-        if log_decay >= LEAST_LOG_DECAY:
-            a_gradient = dlog_decay[i]
-            da = -a_gradient * exp2(a_log * LOG2_E) * sigmoid(a[i] + dt_bias)
-        else:
-            # Where it is bounded it adds nothing.
-            log_decay = zero
-        of_decay[row, lane], decays[row, lane], of_shift[row, lane] = a_gradient, log_decay, da
-        if row < stop and is_head:
-            dprojected[t, column + head] = narrow(dbeta[i] * beta * (one - beta), dprojected)
-            dprojected[t, column + heads + head] = narrow(da, dprojected)
-    cuda.syncthreads()
-    total = zero
-    if line == 0:
-        for row in range(stop):
-            total = cuda.fma(of_decay[row, lane], decays[row, lane], total)
-    if line == 1:
-        for row in range(stop):
-            total += of_shift[row, lane]
-    if line < 2 and is_head:
-        partials[cuda.blockIdx.x, line * heads + head] = total
-
-
 def _check(op, projected, weights, heads, cu_seqlens):
     """N, the number of tokens."""
     tokens, _ = check(op, "projected", projected, (None, heads.columns), FLOATS)
@@ -326,12 +129,16 @@ def delta_rule_inputs(projected, weights, heads, sequences, tokens, cache=None, 
     """The Tokens of packed sequences from their projection; with a ConvCache, of new tokens of sequences in the cache.
 
     projected (N, columns) of a floating dtype; weights: InputWeights; heads: DeltaRuleHeads; sequences: cu_seqlens
-    (B + 1,) int32, or with a cache StateSequences; tokens: Tokens, which are written; prefixes: as delta_rule's, on the
-    cpu device. Raises ValueError for other shapes, dtypes or layouts.
+    (B + 1,) int32, or with a cache StateSequences; tokens: Tokens, which are written; prefixes: PackedPrefixes, or
+    None. Raises ValueError for other shapes, dtypes or layouts.
     """
     op = "delta_rule_inputs"
     if cache is None:
-        sequences = StateSequences(sequences, unused(), unused(2), unused(), unused())
+        check_parents(op, sequences, prefixes)
+        if prefixes is None:
+            sequences = StateSequences(sequences, unused(), unused(2), unused(), unused())
+        else:
+            sequences = PrefixSequences(sequences, prefixes.parents)
     count = _check(op, projected, weights, heads, sequences.cu_seqlens)
     _check_tokens(op, tokens, count, heads, operand_dtype(projected.dtype), projected.dtype)
     if cache is not None:
@@ -349,7 +156,7 @@ def delta_rule_inputs(projected, weights, heads, sequences, tokens, cache=None, 
     units = 2 * heads.key_heads + heads.value_heads
     arrays = projected, tokens.q, tokens.k, tokens.v, cache.rows, cache.page_rows
     accesses = accesses_of(heads, weights.conv, *arrays)
-    kernel = delta_rule_inputs_kernel(tuple(heads), projected.dtype.name, is_paged, accesses)
+    kernel = delta_rule_inputs_kernel(tuple(heads), projected.dtype.name, is_paged, accesses, prefixes is not None)
     tile = min(max(count * units // ENOUGH_WARPS, 1), TILE)
     grid = -(-(-(-count // tile) * units) // LINES)
     flat = tokens._replace(q=tokens.q.reshape(-1), k=tokens.k.reshape(-1), v=tokens.v.reshape(-1))
@@ -367,6 +174,7 @@ def delta_rule_inputs_backward(gradients, projected, weights, heads, cu_seqlens,
     """
     op, dtype = "delta_rule_inputs_backward", projected.dtype
     count = _check(op, projected, weights, heads, cu_seqlens)
+    check_parents(op, cu_seqlens, prefixes)
     _check_tokens(op, gradients, count, heads, dtype, dtype)
     check(op, "dprojected", dprojected, projected.shape, (dtype,))
     if dweights is not None:
@@ -384,10 +192,14 @@ def delta_rule_inputs_backward(gradients, projected, weights, heads, cu_seqlens,
     partials = empty((tiles, TAPS * channels), np.float32)
     gate_partials = empty((tiles, 2 * value_heads), np.float32)
     accesses = accesses_of(heads, weights.conv, projected, dprojected, *gradients[:3])
-    kernel = delta_rule_inputs_gradient_kernel(tuple(heads), dtype.name, accesses)
+    kernel = delta_rule_inputs_gradient_kernel(tuple(heads), dtype.name, accesses, prefixes is not None)
+    sequences = PlainSequences(cu_seqlens) if prefixes is None else PrefixSequences(cu_seqlens, prefixes.parents)
     flat = gradients._replace(q=gradients.q.reshape(-1), k=gradients.k.reshape(-1), v=gradients.v.reshape(-1))
-    arguments = projected.reshape(-1), weights.conv, cu_seqlens, flat, dprojected.reshape(-1), partials
-    launch(kernel, -(-tiles * units // LINES), (32, LINES), *arguments)
+    arguments = projected.reshape(-1), weights.conv, sequences, flat, dprojected.reshape(-1)
+    launch(kernel, -(-tiles * units // LINES), (32, LINES), *arguments, partials)
+    if prefixes is not None:
+        kernel = last_rows_gradient_kernel(tuple(heads), dtype.name, accesses)
+        launch(kernel, (units, len(cu_seqlens) - 1), (32, CHILD_LINES), *arguments)
     grid = tiles, -(-value_heads // 32)
     arguments = projected, weights, gradients, heads.gates, dprojected, gate_partials
     launch(gates_gradient_kernel, grid, (32, GATE_LINES), *arguments)

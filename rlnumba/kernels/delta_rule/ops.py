@@ -15,14 +15,16 @@ The sums run in a fixed order: blocks, and rows of the substitution, from the la
 head in ascending order. Source: Yang et al. 2024, Gated Delta Networks, sections 3.2 and 3.3.
 """
 
-from rlnumba.kernels.checks import F32, FLOATS, I32, check, check_all, check_bounds, check_chunks
+from rlnumba.kernels.checks import F32, FLOATS, check, check_all, check_bounds, check_chunks
 from rlnumba.kernels.cpu import delta_rule as cpu
-from rlnumba.kernels.delta_rule import simt, simt_backward, tensor, tensor_backward
-from rlnumba.kernels.delta_rule.arithmetic import BLOCK, check_state, operand_dtype
+from rlnumba.kernels.delta_rule import simt, simt_backward, tensor
+from rlnumba.kernels.delta_rule.arithmetic import BLOCK, check_parents, check_state, operand_dtype
 from rlnumba.runtime import device, dispatch
 
 MAX_HEAD_DIM = 256
 IS_SUPPORTED = {"sm90": tensor.is_supported, "sm80": tensor.is_supported}
+# Whether training on GPUs shares prefixes through linear attention.
+SHARES_ON_GPUS = False
 
 
 def delta_rule_family(element, key_dim, value_dim):
@@ -50,25 +52,40 @@ def _check_tokens(op, tokens):
     return rows, key_heads, heads, key_dim, value_dim
 
 
-def prefix_multiple():
-    """The tokens of which the length of a prefix (PackedPrefixes) is a multiple; None: operators here take none.
+def prefix_multiple(element, key_dim, value_dim):
+    """The tokens of which the length of a prefix (PackedPrefixes) is a multiple in training; None: it has none.
 
-    The cpu device has them: a sequence begins with the state after its parent's last block, and the gradient of that
-    state is the sum of its children's.
+    The arguments are delta_rule_family's. A sequence begins with the state behind its parent's last block, and the
+    gradient of that state is the sum of its children's.
     """
-    # Arrays without memory stand for those of the cpu device where they stand for no GPU's.
-    is_cpu = device.name() == "cpu" or (device.name() == "shapes" and dispatch.architecture() is None)
-    return BLOCK if is_cpu else None
+    is_shared = is_cpu_device() or SHARES_ON_GPUS
+    return BLOCK if is_shared and takes_prefixes(element, key_dim, value_dim) else None
 
 
-def check_rule_prefixes(op, cu_seqlens, prefixes):
-    """ValueError unless PackedPrefixes, if there are any, are some that operators here take."""
+def takes_prefixes(element, key_dim, value_dim):
+    """Whether operators here take PackedPrefixes, on the cpu device or by the kernels of a GPU: bool."""
+    if is_cpu_device():
+        return True
+    is_tensor = delta_rule_family(element, key_dim, value_dim) != "simt"
+    return is_tensor and tensor.is_gradient_supported(element)
+
+
+def is_cpu_device():
+    """Whether the cpu device computes; arrays without memory stand for its arrays where they stand for no GPU's."""
+    return device.name() == "cpu" or (device.name() == "shapes" and dispatch.architecture() is None)
+
+
+def check_rule_prefixes(op, tokens, cu_seqlens, prefixes):
+    """ValueError unless PackedPrefixes, if there are any, are some that operators here take.
+
+    That lengths are multiples of BLOCK is checked where this does not synchronize with a GPU.
+    """
     if prefixes is None:
         return
-    if prefix_multiple() is None:
-        raise ValueError(f"{op}: prefixes need the cpu device")
-    check(op, "prefixes.parents", prefixes.parents, (len(cu_seqlens) - 1,), I32)
-    if (prefixes.lengths % BLOCK).any():
+    if not takes_prefixes(tokens.v.dtype.name, tokens.k.shape[2], tokens.v.shape[2]):
+        raise ValueError(f"{op}: prefixes need the cpu device, or heads that its tensor-core kernels take, in bfloat16")
+    check_parents(op, cu_seqlens, prefixes)
+    if device.name() in ("cpu", "sim") and (prefixes.lengths % BLOCK).any():
         raise ValueError(f"{op}: lengths of prefixes must be multiples of {BLOCK}")
 
 
@@ -81,7 +98,7 @@ def delta_rule(tokens, cu_seqlens, out, prefixes=None):
     """
     _check_tokens("delta_rule", tokens)
     check_bounds("delta_rule", "cu_seqlens", cu_seqlens)
-    check_rule_prefixes("delta_rule", cu_seqlens, prefixes)
+    check_rule_prefixes("delta_rule", tokens, cu_seqlens, prefixes)
     check("delta_rule", "out", out, tokens.v.shape, (tokens.q.dtype,))
     if device.name() == "cpu":
         cpu.delta_rule(tokens, cu_seqlens, out, prefixes)
@@ -89,7 +106,7 @@ def delta_rule(tokens, cu_seqlens, out, prefixes=None):
         simt.delta_rule(tokens, cu_seqlens, out)
     else:
         check_chunks("delta_rule", q=tokens.q, k=tokens.k, v=tokens.v, out=out)
-        tensor.delta_rule(family, tokens, cu_seqlens, out)
+        tensor.delta_rule(family, tokens, cu_seqlens, out, prefixes)
 
 
 def paged_delta_rule(tokens, sequences, cache, out):
@@ -122,14 +139,14 @@ def delta_rule_backward(dout, tokens, cu_seqlens, gradients, prefixes=None):
     op = "delta_rule_backward"
     rows, _, heads, _, _ = _check_tokens(op, tokens)
     check_bounds(op, "cu_seqlens", cu_seqlens)
-    check_rule_prefixes(op, cu_seqlens, prefixes)
+    check_rule_prefixes(op, tokens, cu_seqlens, prefixes)
     check_all(op, tokens.v.shape, (tokens.v.dtype,), dout=dout, dv=gradients.v)
     check_all(op, tokens.k.shape, (tokens.v.dtype,), dq=gradients.q, dk=gradients.k)
     check_all(op, (rows, heads), F32, dbeta=gradients.beta, dlog_decay=gradients.log_decay)
     if device.name() == "cpu":
         cpu.delta_rule_backward(dout, tokens, cu_seqlens, gradients, prefixes)
-    elif _family(tokens) == "simt" or not tensor_backward.is_supported(tokens.v.dtype.name):
+    elif _family(tokens) == "simt" or not tensor.is_gradient_supported(tokens.v.dtype.name):
         simt_backward.delta_rule_backward(dout, tokens, cu_seqlens, gradients)
     else:
         check_chunks(op, dout=dout, q=tokens.q, k=tokens.k, v=tokens.v, dv=gradients.v)
-        tensor_backward.delta_rule_backward(dout, tokens, cu_seqlens, gradients)
+        tensor.delta_rule_backward(dout, tokens, cu_seqlens, gradients, prefixes)

@@ -1,4 +1,4 @@
-"""The last kernel of tensor_backward.py: dq, dk, dv, dbeta and dlog_decay of all blocks at once.
+"""The last kernel of the gradient on tensor cores: dq, dk, dv, dbeta and dlog_decay of all blocks at once.
 
 A block of threads has a key head: q and k, and their products, serve its value heads, whose dq and dk are added up in
 registers. Two warps have 16 rows of the block, each half of the columns: of the products of tokens, of do r^T and of

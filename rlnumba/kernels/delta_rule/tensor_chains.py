@@ -10,6 +10,8 @@ A warp goes along a chain on its own, for 16 columns of V: it has S^T or dS^T in
 operands, and r^T or z^T the same way, so that nothing goes through shared memory but tiles of tokens. Both chains are
 in one launch, so that one long sequence occupies twice the multiprocessors. S, r and the products are float16 in the
 forward chain, times VALUE_SCALE, and bfloat16 in the other one, whose gradients need the range.
+
+With prefixes S goes from a sequence to its children, and the sum of their dS back to it, in float32.
 """
 
 import functools
@@ -17,7 +19,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.delta_rule.arithmetic import BLOCK, VALUE_SCALE
+from rlnumba.kernels.delta_rule.arithmetic import (
+    BLOCK,
+    VALUE_SCALE,
+    PlainSequences,
+    has_children,
+    level_of,
+    next_child,
+)
 from rlnumba.kernels.delta_rule.tensor_inverse import VECTORS
 from rlnumba.kernels.delta_rule.tensor_products import pack_operands
 from rlnumba.kernels.delta_rule.tensor_tiles import (
@@ -35,8 +44,9 @@ from rlnumba.kernels.ptx import sm80
 from rlnumba.kernels.ptx.instruction import address_of
 from rlnumba.kernels.ptx.shared_memory import load_pair, shared_address
 from rlnumba.kernels.ptx.warp import cvt_pack, cvt_unpack, device_function
+from rlnumba.runtime import device
 from rlnumba.runtime.device import cuda
-from rlnumba.runtime.launch import launch
+from rlnumba.runtime.launch import launch, specialize
 
 i32, i64, f32 = np.int32, np.int64, np.float32
 
@@ -68,6 +78,22 @@ class ChainValues(NamedTuple):
     errors: object
     dstates: object
     z: object
+
+
+class ChainPrefixes(NamedTuple):
+    """Packed sequences with prefixes, and what their chains leave for each other: cu_seqlens (B + 1,), parents (B,).
+
+    level, backward_level: of the sequences whose chain is computed, forwards and backwards. last_states,
+    first_gradients (B, HV, V K / THREADS, THREADS) float32: the accumulators of S behind a
+    sequence with children, and of dS ahead of a child.
+    """
+
+    cu_seqlens: object
+    parents: object
+    level: int
+    backward_level: int
+    last_states: object
+    first_gradients: object
 
 
 @device_function
@@ -272,59 +298,113 @@ def start_copies(stage, tokens, values, vectors, weights, where, is_backward, th
     sm80.cp_async_commit_group()
 
 
-@cuda.jit(launch_bounds=(THREADS, 2))
-def delta_rule_chains_kernel(dout, tokens, cu_seqlens, vectors, weights, values):
-    """A block of threads: (columns of V, value head, sequence and direction, which is the parity).
+@device_function
+def begin_chain(state, sequences, b, head, is_backward, thread):
+    """state = S behind the parent of sequence b, or the sum of dS ahead of its children, or zeros."""
+    part = i32(cuda.blockIdx.x) * i32(STATE_COUNT)
+    if is_backward:
+        child = next_child(sequences.parents, b, i32(b + i32(1)))
+        while child >= 0:
+            for i in range(STATE_COUNT):
+                state[i] += sequences.first_gradients[child, head, part + i, thread]
+            child = next_child(sequences.parents, b, i32(child + i32(1)))
+    else:
+        parent = sequences.parents[b]
+        if parent >= 0:
+            for i in range(STATE_COUNT):
+                state[i] = sequences.last_states[parent, head, part + i, thread]
 
-    vectors and weights: of delta_rule_inverse; values: ChainValues, which are written.
-    """
-    base = shared_address(cuda.shared.array(0, np.uint8))
-    state = cuda.local.array(STATE_COUNT, np.float32)
-    thread = i32(cuda.threadIdx.x) & i32(THREADS - 1)
-    lane, warp = thread & i32(31), thread >> i32(5)
-    column, head, b = i32(cuda.blockIdx.x) * i32(COLUMNS), i32(cuda.blockIdx.y), i32(cuda.blockIdx.z) >> i32(1)
-    is_backward = (i32(cuda.blockIdx.z) & i32(1)) == 0
-    heads = i32(dout.shape[1])
-    key_head = i32(head // i32(heads // i32(tokens.k.shape[1])))
-    begin, end = i32(cu_seqlens[b]), i32(cu_seqlens[b + 1])
-    blocks = i32(i32(end - begin) + i32(BLOCK - 1)) // i32(BLOCK)
-    for i in range(STATE_COUNT):
-        state[i] = ZERO
-    stage = base
-    # Iteration i starts the copies of block i and computes block i - 1.
-    for iteration in range(i32(blocks + i32(1))):
-        if iteration > 0:
-            wait_for_copies()
-            cuda.syncthreads()
-        following = stage if iteration == 0 else (base + i32(STAGE) if stage == base else base)
-        if iteration < blocks:
-            block = i32(blocks - i32(1) - i32(iteration)) if is_backward else i32(iteration)
-            first = i32(begin + block * i32(BLOCK))
-            where = (
-                first, min(i32(end - first), i32(BLOCK)), i32(begin // i32(BLOCK)) + b + block, head, key_head, column,
-            )  # fmt: skip
-            if is_backward:
-                start_copies(following, tokens, dout, vectors, weights, where, True, thread)
-            else:
-                start_copies(following, tokens, tokens.v, vectors, weights, where, False, thread)
-        if iteration > 0:
-            block = i32(blocks - i32(iteration)) if is_backward else i32(iteration - i32(1))
-            row = (i64(i32(begin // i32(BLOCK)) + b + block) * heads + head) * DIM + column + warp * i32(16)
-            if is_backward:
-                convert_keys(stage + i32(K), thread)
-                convert_keys(stage + i32(Q), thread)
-                convert_columns(stage + i32(WEIGHTS), thread)
+
+@device_function
+def end_chain(state, sequences, b, head, is_backward, thread):
+    """Leave S for the children of sequence b, or dS for its parent."""
+    part = i32(cuda.blockIdx.x) * i32(STATE_COUNT)
+    if is_backward:
+        if sequences.parents[b] >= 0:
+            for i in range(STATE_COUNT):
+                sequences.first_gradients[b, head, part + i, thread] = state[i]
+    elif has_children(sequences.parents, b):
+        for i in range(STATE_COUNT):
+            sequences.last_states[b, head, part + i, thread] = state[i]
+
+
+@specialize
+def delta_rule_chains_kernel(has_prefixes):
+    """The kernel; has_prefixes: for ChainPrefixes."""
+
+    @cuda.jit(launch_bounds=(THREADS, 2))
+    def delta_rule_chains_kernel(dout, tokens, sequences, vectors, weights, values):
+        """A block of threads: (columns of V, value head, sequence and direction, which is the parity).
+
+        sequences: PlainSequences or ChainPrefixes; vectors and weights: of delta_rule_inverse; values: ChainValues,
+        which are written.
+        """
+        base = shared_address(cuda.shared.array(0, np.uint8))
+        state = cuda.local.array(STATE_COUNT, np.float32)
+        thread = i32(cuda.threadIdx.x) & i32(THREADS - 1)
+        lane, warp = thread & i32(31), thread >> i32(5)
+        column, head, b = i32(cuda.blockIdx.x) * i32(COLUMNS), i32(cuda.blockIdx.y), i32(cuda.blockIdx.z) >> i32(1)
+        is_backward = (i32(cuda.blockIdx.z) & i32(1)) == 0
+        heads = i32(dout.shape[1])
+        key_head = i32(head // i32(heads // i32(tokens.k.shape[1])))
+        begin, end = i32(sequences.cu_seqlens[b]), i32(sequences.cu_seqlens[b + 1])
+        blocks = i32(i32(end - begin) + i32(BLOCK - 1)) // i32(BLOCK)
+        for i in range(STATE_COUNT):
+            state[i] = ZERO
+        if has_prefixes:
+            if level_of(sequences.parents, b) != (sequences.backward_level if is_backward else sequences.level):
+                return
+            begin_chain(state, sequences, b, head, is_backward, thread)
+        stage = base
+        # Iteration i starts the copies of block i and computes block i - 1.
+        for iteration in range(i32(blocks + i32(1))):
+            if iteration > 0:
+                wait_for_copies()
                 cuda.syncthreads()
-                to, rows = address_of(values.dstates) + row * (2 * DIM), address_of(values.z) + row * (2 * BLOCK)
-                backward_block(state, stage, to, rows, warp, lane)
-            else:
-                to, rows = address_of(values.states) + row * (2 * DIM), address_of(values.errors) + row * (2 * BLOCK)
-                forward_block(state, stage, to, rows, warp, lane)
-        stage = following
+            following = stage if iteration == 0 else (base + i32(STAGE) if stage == base else base)
+            if iteration < blocks:
+                block = i32(blocks - i32(1) - i32(iteration)) if is_backward else i32(iteration)
+                first = i32(begin + block * i32(BLOCK))
+                where = (
+                    first, min(i32(end - first), i32(BLOCK)), i32(begin // i32(BLOCK)) + b + block,
+                    head, key_head, column,
+                )  # fmt: skip
+                if is_backward:
+                    start_copies(following, tokens, dout, vectors, weights, where, True, thread)
+                else:
+                    start_copies(following, tokens, tokens.v, vectors, weights, where, False, thread)
+            if iteration > 0:
+                block = i32(blocks - i32(iteration)) if is_backward else i32(iteration - i32(1))
+                row = (i64(i32(begin // i32(BLOCK)) + b + block) * heads + head) * DIM + column + warp * i32(16)
+                if is_backward:
+                    convert_keys(stage + i32(K), thread)
+                    convert_keys(stage + i32(Q), thread)
+                    convert_columns(stage + i32(WEIGHTS), thread)
+                    cuda.syncthreads()
+                    to, rows = address_of(values.dstates) + row * (2 * DIM), address_of(values.z) + row * (2 * BLOCK)
+                    backward_block(state, stage, to, rows, warp, lane)
+                else:
+                    to, rows = (
+                        address_of(values.states) + row * (2 * DIM),
+                        address_of(values.errors) + row * (2 * BLOCK),
+                    )
+                    forward_block(state, stage, to, rows, warp, lane)
+            stage = following
+        if has_prefixes:
+            end_chain(state, sequences, b, head, is_backward, thread)
+
+    return delta_rule_chains_kernel
 
 
-def delta_rule_chains(dout, tokens, cu_seqlens, prepared, values):
-    """Launch the kernel. prepared: (vectors, weights); values: ChainValues."""
-    grid = DIM // COLUMNS, dout.shape[1], 2 * (len(cu_seqlens) - 1)
-    arguments = dout, tokens, cu_seqlens, *prepared, values
-    launch(delta_rule_chains_kernel, grid, THREADS, *arguments, shared=SHARED_BYTES)
+def delta_rule_chains(dout, tokens, cu_seqlens, prepared, values, prefixes=None):
+    """Launch the kernel. prepared: (vectors, weights); values: ChainValues; prefixes: PackedPrefixes or None."""
+    sequences = len(cu_seqlens) - 1
+    grid, launches = (DIM // COLUMNS, dout.shape[1], 2 * sequences), [PlainSequences(cu_seqlens)]
+    if prefixes is not None:
+        shape, levels = (sequences, dout.shape[1], DIM * DIM // THREADS, THREADS), prefixes.levels
+        carried = [device.xp().empty(shape, np.float32) for _ in range(2)]
+        orders = [(np.int32(i), np.int32(levels - 1 - i)) for i in range(levels)]
+        launches = [ChainPrefixes(cu_seqlens, prefixes.parents, *order, *carried) for order in orders]
+    kernel = delta_rule_chains_kernel(prefixes is not None)
+    for each in launches:
+        launch(kernel, grid, THREADS, dout, tokens, each, *prepared, values, shared=SHARED_BYTES)

@@ -14,7 +14,8 @@ In the substitution a thread has the rows of two columns at four tokens. Two nei
 lanes; it computes both, and the others get them by a shuffle, a word with both columns for each token.
 
 A sequence that begins within a block, over the cache, has the rows of the earlier tokens in the tiles: k from the slot,
-and w where v would be.
+and w where v would be. One with a prefix begins with its parent's state: a parent folds its last block, too, and
+writes the state as a page.
 """
 
 import functools
@@ -22,7 +23,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlnumba.kernels.delta_rule.arithmetic import BLOCK, LOW_SCALE, SUB_BLOCK, VALUE_SCALE
+from rlnumba.kernels.delta_rule.arithmetic import (
+    BLOCK,
+    LOW_SCALE,
+    SUB_BLOCK,
+    VALUE_SCALE,
+    has_children,
+    level_of,
+)
 from rlnumba.kernels.delta_rule.simt import state_blocks
 from rlnumba.kernels.delta_rule.tensor_deferred import item_function
 from rlnumba.kernels.delta_rule.tensor_prepare import (
@@ -387,10 +395,37 @@ def block_function(config):
 
 
 @functools.cache
+def last_state_function(config):
+    """The device function that writes the state behind a sequence's last block, which is whole, for its children."""
+    count, vector, places_of, is_deferred = config.key_dim // 2, BLOCK * 4, places_function(config), config.is_deferred
+    products, first_unscaled = products_of(config.family, config.key_dim), BLOCK // 8 - 2 if config.is_deferred else 0
+    fold, wait_fold = products.fold, products.wait_fold
+    _, round_state, store_state = state_functions(config)
+
+    @device_function
+    def store_last_state(registers, states, base, item, warp, lane):
+        """The rows w are in registers, and the block's tiles in shared memory; states: a page for each sequence."""
+        state, places = registers.state, places_of(base, i32(item.blocks - i32(1)))
+        for eight in range(first_unscaled, BLOCK // 8):
+            scale_rows(registers.w, registers.later_w, places.later, eight, lane)
+        if not is_deferred:
+            _, kept = load_pair(Address(places.kept + i32(vector - 8)))
+            for i in range(count):
+                state[i] = cuda.fma(kept, state[i], f32(0.0))
+        fold(state, registers.later_w, places.k, warp, lane)
+        wait_fold(state, registers.later_w)
+        round_state(state, registers.words)
+        column = i32(item.column + warp * i32(16) + (lane >> i32(2)))
+        store_state(states, item.sequence, item.head, column, state, registers.words, lane)
+
+    return store_last_state
+
+
+@functools.cache
 def forward_function(config):
     """The device function that is the kernel of a TensorConfig."""
     is_paged, is_sm90, is_deferred, count = config.is_paged, config.is_sm90, config.is_deferred, config.key_dim // 2
-    word_count = count // 2
+    word_count, has_prefixes, store_last_state = count // 2, config.has_prefixes, last_state_function(config)
     prepare, compute_block, compute_item = prepare_function(config), block_function(config), None
     if is_deferred:
         store_outputs, _ = output_functions(config)
@@ -408,6 +443,8 @@ def forward_function(config):
             block = i32(state_blocks(start, sequences.resumed_at[b]))
             if block > 0:
                 page = sequences.state_tables[b, block - 1]
+        if has_prefixes:
+            page = sequences.parents[b]
         filled, first = i32(start - block * i32(BLOCK)), i32(begin - start + block * i32(BLOCK))
         blocks = i32((start + (end - begin) - i32(1)) // i32(BLOCK) - block + i32(1))
         key_head = i32(head // (heads // key_heads))
@@ -419,6 +456,9 @@ def forward_function(config):
         begin, end = sequences.cu_seqlens[b], sequences.cu_seqlens[b + 1]
         if begin == end:
             return
+        if has_prefixes:
+            if level_of(sequences.parents, b) != sequences.level:
+                return
         item = item_of(sequences, b, begin, end, out.shape[1], tokens.k.shape[1], out.shape[2])
         if is_paged and sequences.context_lens[b] == 0:
             for i in range(thread, (end - begin) * COLUMNS, 2 * WARPGROUP):
@@ -440,6 +480,9 @@ def forward_function(config):
                 registers.w[i] = i32(0)
             if is_deferred:
                 compute_item(registers, out, base, item, warp, lane)
+                if has_prefixes:
+                    if has_children(sequences.parents, b):
+                        store_last_state(registers, cache.states, base, item, warp, lane)
                 return
             index = i32(0)
             while index < item.blocks:
@@ -452,5 +495,8 @@ def forward_function(config):
                 index = i32(index + i32(1))
                 if not is_sm90:
                     named_barrier_sync(HANDOVER, 2 * WARPGROUP)
+            if has_prefixes:
+                if has_children(sequences.parents, b):
+                    store_last_state(registers, cache.states, base, item, warp, lane)
 
     return compute_forward

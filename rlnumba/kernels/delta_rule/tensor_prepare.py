@@ -42,13 +42,14 @@ DIAGONAL_BYTES = BLOCK * DIAGONAL_STRIDE * 4
 
 class TensorConfig(NamedTuple):
     """Constants of the kernel: family of products, dimension of keys, dtype name of v; whether the state is in the
-    cache; whether tensor_deferred.py has the second warpgroup."""
+    cache; whether tensor_deferred.py has the second warpgroup; whether packed sequences have prefixes."""
 
     family: str
     key_dim: int
     element: str
     is_paged: bool
     is_deferred: bool = False
+    has_prefixes: bool = False
 
     @property
     def is_sm90(self):

@@ -143,7 +143,6 @@ class Attention(Block):
     OUTPUT = "o_proj"
     # The norm, qkv, attention, o.
     LAUNCHES = 4
-    prefix_multiple = PREFIX_MULTIPLE
 
     def matrices(self, config):
         D, q, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
@@ -212,6 +211,9 @@ class Attention(Block):
         qkv_xa = reduce(layer, "qkv", normed, ctx) if saved.xas is None else saved.xas[0]
         dnormed = project_backward(layer, "qkv", dqkv, normed, qkv_xa, w, grads, ctx)
         norm_backward(dnormed, x, w.input_norm, saved.rstd, dx, grads.input_norm, ctx)
+
+    def prefix_multiple(self, config, dtype):
+        return PREFIX_MULTIPLE
 
     def products(self, config):
         return config.hidden_size * self._head_columns(config)

@@ -81,8 +81,6 @@ class Block:
     CACHED: fields of Saved that are the layer's cache where the attention backend has one
     CUT: sizes of config.json that the number of ranks divides; a shard's config has the quotients
     LAUNCHES: kernels of a decode step, each a launch
-    prefix_multiple: sequences may have prefixes in the rows of others (PackedPrefixes), at multiples of so many tokens,
-        with the same outputs; None: they may not
     """
 
     NORM: tuple[str, str]
@@ -92,7 +90,6 @@ class Block:
     LAUNCHES: int
     PROJECTIONS = RECOMPUTED = CACHED = CUT = ()
     QUANTIZED = None
-    prefix_multiple = None
     OPERATORS, STACKS = {}, {}  # noqa: RUF012
 
     def __init__(self, layer):
@@ -126,6 +123,11 @@ class Block:
         written.
         """
         raise NotImplementedError
+
+    def prefix_multiple(self, config, dtype):
+        """Sequences may have prefixes in the rows of others (PackedPrefixes), at multiples of so many tokens, with the
+        same outputs; None: they may not."""
+        return None
 
     def products(self, config):
         """Multiplications of the GEMMs of one token's forward."""

@@ -103,7 +103,6 @@ class Experts(Block):
     STACKS = {"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}  # noqa: RUF012
     OPERATORS = {"normed": "post rmsnorm", "scores": "router", "experts": "choice of experts"}  # noqa: RUF012
     OUTPUT = "experts"
-    prefix_multiple = 1
     # The norm, the router, the choice, the sort, rows in its order, two GEMMs with SwiGLU between them, the sum.
     LAUNCHES = 9
 
@@ -232,6 +231,9 @@ class Experts(Block):
         if by_shared is not None:
             add(dnormed, by_shared, dnormed)
         norm_backward(dnormed, x, w.post_norm, saved.rstd, dx, grads.post_norm, ctx)
+
+    def prefix_multiple(self, config, dtype):
+        return 1
 
     def products(self, config):
         of_expert = 3 * config.hidden_size * config.moe_intermediate_size

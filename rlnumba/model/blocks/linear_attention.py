@@ -14,10 +14,9 @@ import numpy as np
 from rlnumba.kernels.delta_rule.arithmetic import BLOCK, operand_dtype, planes_of
 from rlnumba.kernels.delta_rule.decode.kernel import DecodeOutputs
 from rlnumba.kernels.delta_rule.gated_norm import gated_norm, gated_norm_backward
+from rlnumba.kernels.delta_rule.input_rows import TAPS, DeltaRuleHeads
 from rlnumba.kernels.delta_rule.inputs import (
     CONV_ROWS,
-    TAPS,
-    DeltaRuleHeads,
     InputWeights,
     delta_rule_inputs,
     delta_rule_inputs_backward,
@@ -104,10 +103,6 @@ class LinearAttention(Block):
     OUTPUT = "out_proj"
     # The norm, the projection, the rule with its convolution and the gated norm, the projection to the stream.
     LAUNCHES = 4
-
-    @property
-    def prefix_multiple(self):
-        return prefix_multiple()
 
     def matrices(self, config):
         """in_proj (q | k | v, z, b and a), the convolution's taps, A_log and out_proj, cut by whole heads."""
@@ -211,6 +206,10 @@ class LinearAttention(Block):
         keys = {"linear_num_key_heads x linear_key_head_dim": heads.key_heads * heads.key_dim}
         return keys | {"linear_num_value_heads x linear_value_head_dim": heads.values}
 
+    def prefix_multiple(self, config, dtype):
+        heads = heads_of(config)
+        return prefix_multiple(np.dtype(dtype).name, heads.key_dim, heads.value_dim)
+
     def products(self, config):
         heads = heads_of(config)
         return config.hidden_size * (heads.columns + heads.values)
@@ -229,7 +228,8 @@ class LinearAttention(Block):
     def operator_bytes(self, config, dtype, tokens, sequences, has_prefixes=False):
         heads = heads_of(config)
         blocks = tokens // BLOCK + sequences
-        # The states at the begin of each block and their gradients; errors, rows and dv; dq and dk by value head.
-        states = 2 * blocks * heads.values * heads.key_dim
+        # The states at the begin of each block and their gradients; errors, rows and dv; dq and dk by value head. With
+        # prefixes, the states behind sequences with children, and the gradients ahead of these.
+        states = 2 * (blocks + (sequences if has_prefixes else 0)) * heads.values * heads.key_dim
         rows = tokens * (3 * heads.values + 2 * heads.value_heads * heads.key_dim + heads.channels)
         return np.dtype(np.float32).itemsize * (states + rows)

@@ -63,7 +63,6 @@ class Mlp(Block):
     OUTPUT = "down_proj"
     # The norm, gate and up with SwiGLU, down.
     LAUNCHES = 3
-    prefix_multiple = 1
 
     def matrices(self, config):
         D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -133,6 +132,9 @@ class Mlp(Block):
         gate_up_xa = reduce(layer, "gate_up", normed, ctx) if saved.xas is None else saved.xas[0]
         dnormed = project_backward(layer, "gate_up", dgate_up, normed, gate_up_xa, w, grads, ctx)
         norm_backward(dnormed, x, w.post_norm, saved.rstd, dx, grads.post_norm, ctx)
+
+    def prefix_multiple(self, config, dtype):
+        return 1
 
     def products(self, config):
         return 3 * config.hidden_size * config.intermediate_size

@@ -157,6 +157,10 @@ class ActorCritic:
         critic_info = self.critic.step(critic_learning_rate)
         return LateMetrics(lambda: info | {f"critic/{name}": value for name, value in critic_info.items()})
 
+    def say_who_waits(self):
+        """Policy.say_who_waits, of the last optimizer step."""
+        self.policy.say_who_waits()
+
     def move_reference_if_due(self, step):
         """The reference stands still."""
 

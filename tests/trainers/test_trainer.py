@@ -106,7 +106,7 @@ def test_what_other_processes_cannot_have(tmp_path):
     args = GRPOConfig(output_dir=str(tmp_path), deploy={"num_train_gpus": 2}, **SMALL)
     with pytest.raises(ConfigError, match="num_train_gpus 2: .*<lambda> cannot be sent .*; define it at the top of a"):
         GRPOTrainer(MODEL, lambda completions, **columns: [0.0] * len(completions), args, PROMPTS).train()
-    parts = {"num_train_gpus": 2, "zero_stage": 3}
+    parts = {"num_train_gpus": 2, "tensor_parallel_size": 2}
     args = RLOOConfig(output_dir=str(tmp_path), deploy=parts, asynchronous={}, **SMALL)
     with pytest.raises(ConfigError, match="deploy.num_infer_gpus must be at least 1"):
         RLOOTrainer(MODEL, digits, args, PROMPTS)

@@ -27,7 +27,6 @@ from rlnumba.data import Prompt
 from rlnumba.data.packing import TokenSequence
 from rlnumba.data.pairs import PreferencePair
 from rlnumba.engine.sequence import Completion
-from rlnumba.kernels.delta_rule import ops as delta_rule
 from rlnumba.model.config import LM_HEAD, SCORE_HEAD
 from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device
@@ -198,8 +197,6 @@ def main():
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
     device.select(arguments.device)
-    # Measured whether or not training on GPUs does it.
-    delta_rule.SHARES_ON_GPUS = True
     heads = {"reward": SCORE_HEAD, "ppo": LM_HEAD + SCORE_HEAD}.get(arguments.trainer, LM_HEAD)
     model = random_model(arguments.shape, arguments.dtype, heads, arguments.layers)
     for batch in arguments.batch or BATCHES:

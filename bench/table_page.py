@@ -222,8 +222,10 @@ def picture(cells, results):
                 # Of several measurements the newest.
                 floors = floors_of(cell, own[-1], by_gpu.get(gpu, Rates()))
                 bars.append((f"{cell.name}, {gpu}", cell, medians_of(own[-1]), floors))
-    figure = Figure(figsize=(10, 1.4 + 0.22 * len(bars)), layout="constrained")
+    figure = Figure(figsize=(10, 1.4 + 0.17 * len(bars)), layout="constrained")
     axis = figure.subplots()
+    # Without the share of the height that is left empty above and below by default.
+    axis.set_ylim(-0.7, len(bars) - 0.3)
     for at, (_, cell, medians, floors) in enumerate(bars):
         # A token of each sequence, so that cells of all sizes are one picture.
         begin, scale = 0.0, 1e6 / (cell.completions * cell.length)

@@ -92,7 +92,7 @@ class Policy:
             raise ConfigError(
                 "train.share_prefixes true needs a model of attention, dense MLPs and mixtures of experts, no "
                 "lora.lora_dropout, no loss of routers (router_aux_loss_coef 0), and on a GPU kernels of an H100 or "
-                "H200 and no linear attention; `auto` shares prefixes where it can"
+                "H200, linear attention in bfloat16; `auto` shares prefixes where it can"
             )
         # Those of the optimizer step that each_micro_batch goes through, on all ranks.
         self.num_micro_batches, self._has_said_who_waits = 1, False

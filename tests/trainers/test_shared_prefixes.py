@@ -167,8 +167,7 @@ def test_log_probs_have_the_same_bits_on_a_gpu(rng, model):
 
 @pytest.mark.gpu
 @pytest.mark.sm90
-def test_log_probs_of_a_hybrid_have_the_same_bits_on_a_gpu(rng, monkeypatch):
-    monkeypatch.setattr(delta_rule, "SHARES_ON_GPUS", True)
+def test_log_probs_of_a_hybrid_have_the_same_bits_on_a_gpu(rng):
     check_log_probs(rng, hybrid_of_128_columns("bfloat16"), groups=LONG_GROUPS)
 
 
@@ -258,8 +257,7 @@ def test_a_step_of_a_hybrid(rng):
 @pytest.mark.sm90
 @pytest.mark.parametrize("size", [8, 64])
 @pytest.mark.parametrize("system", [64, 150])
-def test_a_step_of_a_hybrid_on_a_gpu(rng, monkeypatch, system, size):
-    monkeypatch.setattr(delta_rule, "SHARES_ON_GPUS", True)
+def test_a_step_of_a_hybrid_on_a_gpu(rng, system, size):
     check_step(rng, hybrid_of_128_columns("bfloat16"), 2e-2, system, size)
 
 
@@ -346,7 +344,7 @@ def rule_of_hybrid(gpu, dtype):
 @on_cpu
 @pytest.mark.parametrize("levels, windows", [(None, None), (2, False), (3, False)])
 def test_what_gpus_share(rng, monkeypatch, levels, windows):
-    """Constants say which levels, windows and linear attention; what is not shared is computed as without sharing."""
+    """Constants say which levels and windows; what is not shared is computed as without sharing."""
     if levels is None:
         levels, windows = 3, True
     else:
@@ -354,8 +352,6 @@ def test_what_gpus_share(rng, monkeypatch, levels, windows):
         monkeypatch.setattr(ops, "PREFIX_WINDOWS", windows)
     rules = rules_of_gpus("h200", HYBRID, MODEL, GEMMA)
     assert rules == [None, PrefixRule(16, levels), PrefixRule(16, levels) if windows else None]
-    assert rule_of_hybrid("h200", "bfloat16") is None
-    monkeypatch.setattr(delta_rule, "SHARES_ON_GPUS", True)
     assert rule_of_hybrid("h200", "bfloat16") == PrefixRule(64, levels)
     # The gradient of float16 has no tensor cores.
     assert rule_of_hybrid("h200", "float16") is None and rules_of_gpus("h200", HYBRID) == [None]

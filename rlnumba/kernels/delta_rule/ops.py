@@ -23,8 +23,6 @@ from rlnumba.runtime import device, dispatch
 
 MAX_HEAD_DIM = 256
 IS_SUPPORTED = {"sm90": tensor.is_supported, "sm80": tensor.is_supported}
-# Whether training on GPUs shares prefixes through linear attention.
-SHARES_ON_GPUS = False
 
 
 def delta_rule_family(element, key_dim, value_dim):
@@ -58,8 +56,7 @@ def prefix_multiple(element, key_dim, value_dim):
     The arguments are delta_rule_family's. A sequence begins with the state behind its parent's last block, and the
     gradient of that state is the sum of its children's.
     """
-    is_shared = is_cpu_device() or SHARES_ON_GPUS
-    return BLOCK if is_shared and takes_prefixes(element, key_dim, value_dim) else None
+    return BLOCK if takes_prefixes(element, key_dim, value_dim) else None
 
 
 def takes_prefixes(element, key_dim, value_dim):

@@ -1,6 +1,7 @@
 """Where the time of decode steps goes: kernel by kernel on the first GPU, and whether GPUs wait for their host.
 
     python bench/step_timeline.py --gpus 2 --shape qwen3-8b --layers 12 --sequences 64 --context 1024
+    python bench/step_timeline.py --gpus 1 --shape qwen3-0.6b --sequences 64 256 --context 384 --lora 16
 
 Random weights of a shape, cut over --gpus. A row for each kernel of a layer, for what stands before and behind the
 layers, and for each GPU: how many steps were launched after it had ended the one before. Kernels overlap, so a row has
@@ -24,9 +25,10 @@ import shapes
 from report import row
 from tensor_parallel import on_engine
 
-from rlnumba.config import EngineConfig
+from rlnumba.config import EngineConfig, LoraConfig
 from rlnumba.engine import SamplingParams, core
 from rlnumba.engine.runner import MAX_IN_FLIGHT, WHOLE, Runner
+from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
 from rlnumba.parallel.tensor_parallel import on_ranks
 from rlnumba.runtime import device
@@ -66,7 +68,11 @@ def arguments_of(parser):
     parser.add_argument("--layers", type=int, help="of the model; by default those of the shape")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--context", type=int, default=1024, help="tokens of a sequence in the middle of the steps")
-    return parser.parse_args()
+    parser.add_argument("--lora", type=int, help="rank of an adapter of all linear layers, on one GPU")
+    arguments = parser.parse_args()
+    if arguments.lora and arguments.gpus > 1:
+        parser.error("--lora needs --gpus 1")
+    return arguments
 
 
 def write_model(folder, shape, layers):
@@ -103,15 +109,20 @@ def profiled(model, arguments, progress=None):
 
         led = {name: getattr(CountingRunner, name) for name in ("count_anew", "end_count")}
         events = on_engine(model, EngineConfig(max_num_seqs=count), count_then_profile, led) or ()
-        kernels = [
-            (event.start_ns(), event.start_ns() + event.duration_ns(), short_name(event.name()))
-            for event in events
-            if "CUDA" in str(event.device_type())
-        ]
+        kernels = kernels_of(events)
         launches = CountingRunner.counted
         launches = [launches] if model.ranks is None else model.ranks.communicator.objects(launches)
-        found.append((sorted(kernels), launches))
+        found.append((kernels, launches))
     return found
+
+
+def kernels_of(events):
+    """(ns of its start, of its end, name) of each kernel in the events of torch's profiler, in order: list."""
+    return sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns(), short_name(event.name()))
+        for event in events
+        if "CUDA" in str(event.device_type())
+    )
 
 
 def short_name(name):
@@ -121,7 +132,10 @@ def short_name(name):
 def profiled_alone(folder, arguments):
     """`profiled` on one GPU."""
     device.select("cuda")
-    return profiled(load_model(folder), arguments)
+    model = load_model(folder)
+    if arguments.lora:
+        model.adapter = Adapter.new(model.config, LoraConfig(r=arguments.lora), model.dtype.name, "", 0)
+    return profiled(model, arguments)
 
 
 def steps_of(kernels):

@@ -3,6 +3,7 @@
     python bench/table.py FOLDER --list                    all cells, what they need of a GPU and take, about
     python bench/table.py FOLDER --budget 540              the cells that end within so many seconds, the shortest first
     python bench/table.py FOLDER --cells '*_64x*_1gpu'     those of these names
+    python bench/table.py FOLDER --anywhere                those that no kind of GPU has
     python bench/table.py FOLDER --peer transformers       the same steps in torch (table_peer.py), on one GPU
     python bench/table.py FOLDER OTHER ... --page          bench/results/table.md and its picture; needs no GPU
 
@@ -81,15 +82,18 @@ def warmup_tokens_of(cell, rates):
     return WARMUP_TOKENS if step_s(cell, rates) > LONG_STEP_S else None
 
 
-def estimate_s(cell, options, rates, peer=None):
-    """Seconds that a cell takes, about, where its model is written and its kernels are compiled."""
+def estimate_s(cell, options, rates, peer=None, measured_s=None):
+    """Seconds that a cell takes, about, where its model is written and its kernels are compiled.
+
+    measured_s: of a step of the cell, where it has been measured; not a peer's.
+    """
     if peer:
         layers = SHAPES[cell.shape]["num_hidden_layers"]
         generate = max(generation_s(cell, rates) / GENERATION_SHARE, cell.length * layers * PEER_LAYER_S)
         return PEER_START_S + 1.2 * (generate + training_s(cell, rates) / PEER_SHARE)
     tokens = warmup_tokens_of(cell, rates)
     warmup = options.warmup if tokens is None else options.warmup * tokens / cell.length
-    return START_S + (warmup + options.steps) * step_s(cell, rates)
+    return START_S + (warmup + options.steps) * (measured_s or step_s(cell, rates))
 
 
 def model_s(cell):
@@ -150,12 +154,17 @@ class Table:
         found = [each for each in self.results if each["cell"] == CEILINGS and each["gpu"] == self.machine.name]
         return Rates(found[-1]["bytes_per_s"], found[-1]["flop_per_s"]) if found else Rates()
 
-    def is_done(self, name, kind):
-        """Whether a cell has a result on this kind of GPU."""
-        return any(
-            each["cell"] == name and each["kind"] == kind and each["gpu"] == self.machine.name and "failed" not in each
-            for each in self.results
-        )
+    def results_of(self, name, kind, anywhere=False):
+        """A cell's results that did not fail, on this kind of GPU, or on any: list of dict."""
+        of_cell = (each for each in self.results if each["cell"] == name and each["kind"] == kind)
+        good = (each for each in of_cell if "failed" not in each)
+        return [each for each in good if anywhere or each["gpu"] == self.machine.name]
+
+    def estimate_s(self, cell):
+        """estimate_s of a cell, by its last result on this kind of GPU if there is one."""
+        found = [each["seconds"]["step_time"] for each in self.results_of(cell.name, "rlnumba") if "seconds" in each]
+        measured_s = statistics.median(found[-1]) if found else None
+        return estimate_s(cell, self.options, self.rates, self.options.peer, measured_s)
 
     def record(self, name, kind, found):
         """Add a line to the results."""
@@ -223,7 +232,7 @@ class Table:
 
     def take(self, cell, planned):
         """Measure a cell that fits, and record it; False if the budget has not the seconds that it takes, about."""
-        estimate = estimate_s(cell, self.options, self.rates, self.options.peer)
+        estimate = self.estimate_s(cell)
         before = self.before_start_s(cell)
         left = self.deadline - time.monotonic()
         if estimate + before > left:
@@ -249,9 +258,10 @@ class Table:
     def run(self, cells):
         """All cells that are not done, fit and have the time: how many are left for want of time."""
         try:
-            if self.machine.nbytes is not None and not self.is_done(CEILINGS, "gpu"):
+            if self.machine.nbytes is not None and not self.results_of(CEILINGS, "gpu"):
                 self.record(CEILINGS, "gpu", self.measured(CEILINGS, self.scratch, 120))
-            todo = [cell for cell in cells if self.options.again or not self.is_done(cell.name, self.kind)]
+            anywhere = self.options.anywhere
+            todo = [cell for cell in cells if self.options.again or not self.results_of(cell.name, self.kind, anywhere)]
             todo.sort(key=self.order)
             left = 0
             for cell in todo:
@@ -275,8 +285,8 @@ class Table:
         """Print each cell with what it needs and takes, about."""
         total = 0.0
         for cell in cells:
-            planned, estimate = self.plan(cell), estimate_s(cell, self.options, self.rates, self.options.peer)
-            done = ", done" if self.is_done(cell.name, self.kind) else ""
+            planned, estimate = self.plan(cell), self.estimate_s(cell)
+            done = ", done" if self.results_of(cell.name, self.kind, self.options.anywhere) else ""
             takes = f"{estimate:6.0f} s" if planned.fits else "does not fit"
             total += estimate if planned.fits and not done else 0.0
             print(f"{cell.name:40} {planned.needed / 2**30:7.1f} GiB {takes}{done}  {planned.keys}", flush=True)
@@ -298,6 +308,7 @@ def arguments_of(arguments=None):
     parser.add_argument("--cells", nargs="+", default=["*"], help="patterns of names, as a shell has them")
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything")
     parser.add_argument("--again", action="store_true", help="measure cells that are done once more")
+    parser.add_argument("--anywhere", action="store_true", help="skip cells that another kind of GPU has, too")
     parser.add_argument("--peer", choices=("transformers", "trl"), help="measure this instead")
     parser.add_argument("--list", action="store_true", help="print the cells and do nothing")
     parser.add_argument("--page", action="store_true", help="write the page and its picture from the results")

@@ -53,6 +53,29 @@ def test_cells_are_measured_once(table, tmp_path, capsys):
     assert len(taken) == 4 and "2 cells are left" in capsys.readouterr().out
 
 
+def test_cells_that_another_kind_of_gpu_has(table, tmp_path):
+    module, taken = table
+    cells = [str(tmp_path), *OPTIONS, "--dtype", "bfloat16", "--cells", "*_all_*", "--gpu-memory", "4", "--gpu-name"]
+    module.main([*cells, "small GPU"])
+    assert taken.pop() == "tiny_all_16x16+8_1gpu"
+    module.main([*cells, "other GPU", "--anywhere"])
+    assert taken.count("tiny_all_16x16+8_1gpu") == 0
+    module.main([*cells, "other GPU"])
+    assert taken.count("tiny_all_16x16+8_1gpu") == 1
+
+
+def test_an_estimate_is_the_last_measured_step(table, imported, tmp_path):  # noqa: F811
+    module, _ = table
+    options = module.arguments_of([str(tmp_path), *OPTIONS, "--cells", "*_all_*"])
+    module.main([str(tmp_path), *OPTIONS, "--cells", "*_all_*"])
+    (cell,) = module.cells_of(options)
+    measured = module.Table(options, module.Machine(options))
+    # A warm-up and two steps of 1.5 s, the median of 2.0 and 1.0.
+    assert measured.estimate_s(cell) == module.START_S + 3 * 1.5
+    other = imported("table_cell").Cell.of(cell.name.replace("_all_", "_lora_"))
+    assert measured.estimate_s(other) != measured.estimate_s(cell)
+
+
 def test_what_does_not_fit_is_recorded_and_does_not_run(table, tmp_path, capsys):
     module, taken = table
     gpu = ["--gpu-memory", "4", "--gpu-name", "small GPU"]
@@ -214,6 +237,13 @@ def test_long_steps_follow_a_short_one(table, imported, tmp_path, monkeypatch): 
     assert [line["warmup_tokens"] for line in lines] == [64]
     assert module.main([str(tmp_path), *OPTIONS, "--page", "--page-folder", str(tmp_path)]) == 0
     assert "after a step of 64 tokens" in (tmp_path / "table.md").read_text()
+
+
+def test_kernels_of_a_training_step(imported):  # noqa: F811
+    timeline = imported("training_timeline")
+    step = [(0, 10_000, "gemm"), (5_000, 20_000, "norm"), (30_000, 40_000, "gemm")]
+    assert timeline.busy_ms(step) == 0.03
+    assert timeline.by_name([step, step, []]) == [("gemm", 2, 0.02), ("norm", 1, 0.015)]
 
 
 def test_the_largest_kernels_of_a_step(imported):  # noqa: F811

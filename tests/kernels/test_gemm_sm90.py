@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from rlnumba.kernels.gemm import ops as gemm
-from rlnumba.kernels.gemm.reduction import ReducingLowRank, reduction_counters
+from rlnumba.kernels.gemm.reduction import ReducingLowRank, Reduction, reduction_counters
 from rlnumba.kernels.gemm.scheduler import GemmProblem
-from rlnumba.kernels.gemm.sm90 import LowRank, gemm_sm90_kernel, gemm_with_config
+from rlnumba.kernels.gemm.sm90 import LowRank, gemm_sm90_kernel, gemm_with_config, takes_reduction
 from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig, best_config
 from rlnumba.kernels.nn.swiglu import ACTIVATIONS, GELU_TANH, swiglu, swiglu_ref
 from rlnumba.runtime import device, dispatch
@@ -67,13 +67,17 @@ SIMULATED = [
 
 
 # With the first matrix of the low rank computed in the kernel, of rank 48, one adapter or three: one tile of it and
-# several, of eight rows, of panels; written by threads and by TMA, with a residual that TMA loads.
+# several, of eight rows, of panels; written by threads and by TMA, with a residual that TMA loads; of several tiles of
+# rows, of two warpgroups, the last of which has none.
 REDUCING = [
     (Sm90GemmConfig(16, 1, 2, "bfloat16", panels=2, residual=True, eight_rows=True, streams_b=True), 3, 24, 512, 3),
     (Sm90GemmConfig(32, 1, 2, "float16", panels=4, bias=True), 40, 72, 256, 1),
     (Sm90GemmConfig(64, 1, 4, "bfloat16", bias=True, residual=True), 40, 72, 136, 3),
     (Sm90GemmConfig(48, 1, 3, "bfloat16", swiglu=True, panels=2, eight_rows=True), 7, 40, 256, 1),
     (Sm90GemmConfig(128, 1, 2, "bfloat16", swiglu=True), 64, 88, 192, 1),
+    (Sm90GemmConfig(32, 1, 2, "bfloat16", panels=2), 150, 40, 128, 3),
+    (Sm90GemmConfig(128, 2, 3, "bfloat16", residual=True), 180, 136, 136, 3),
+    (Sm90GemmConfig(128, 2, 2, "bfloat16", swiglu=True), 140, 72, 128, 1),
 ]
 REDUCING = [(config._replace(low_rank=True, reduces=True), *case) for config, *case in REDUCING]
 
@@ -99,6 +103,22 @@ def test_the_low_rank_in_the_same_kernel(rng, config, m, n, k, adapters):
     if config.swiglu:
         assert_same_bits(*addends, f"activated by {config}")
     assert not device.to_host(current().own(reduction_counters)).any()
+
+
+def test_where_one_kernel_makes_both_products(monkeypatch):
+    """Of many rows where tiles of x A^T need no wave of blocks beyond those of C: 64 and 4 tiles of 132, 128 and 8."""
+    if device.name() != "cpu":
+        pytest.skip("of an H200, from the cpu device")
+    monkeypatch.setattr(device, "sm_count", lambda: 132)
+    bf16, (n, k) = device.dtype("bfloat16"), (1024, 2048)
+    weight, reduction = np.zeros((n, k), bf16), Reduction(np.zeros((16, k), bf16), np.ones(1, np.float32))
+
+    def takes(most_rows, m):
+        x, out, low_rank = np.zeros((m, k), bf16), np.zeros((m, n), bf16), (np.zeros((m, 16), bf16), None)
+        return takes_reduction(most_rows, x, weight, out, low_rank, reduction)
+
+    assert takes(64, 64) and not takes(64, 65)
+    assert takes(512, 65) and takes(512, 256) and not takes(512, 512)
 
 
 def check_swiglu(rng, config, m, n, k):
@@ -232,7 +252,7 @@ def test_a_low_rank_compiles_for_gpus(compile_offline, m, b_mn):
     assert not troubles, "\n".join(troubles)
 
 
-@pytest.mark.parametrize("m", [1, 64])
+@pytest.mark.parametrize("m", [1, 64, 256])
 @pytest.mark.parametrize("n, k, swiglu", [(6144, 4096, False), (12_288, 4096, True), (4096, 12_288, False)])
 def test_the_low_rank_in_the_same_kernel_compiles_for_gpus(compile_offline, m, n, k, swiglu):
     """The tiles for decode of Qwen3-8B, without a spill."""

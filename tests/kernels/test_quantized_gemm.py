@@ -459,15 +459,17 @@ def test_gpu_in_registers(rng, form, n, k, swiglu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["int4", "nf4", None])
 @pytest.mark.parametrize("n, k, swiglu", LAYERS)
-def test_gpu_reduction(rng, form, n, k, swiglu):
+def test_gpu_reduction(rng, monkeypatch, form, n, k, swiglu):
     """The kernel that writes x A^T, too, has the bits of three kernels, however often, and in what stream, it runs.
 
-    form None: a weight of 16 bits.
+    form None: a weight of 16 bits, of which one kernel takes more rows.
     """
+    monkeypatch.setattr(gemm, "MOST_REDUCED_ROWS", 512)
+    many = () if form else ((65, 1), (150, 3), (256, 1), (512, 3))
     weight, values = quantized(rng, form or "int4", (n, k), 64, BF16)
     weight, b = weight if form else values, device.asarray(matrix(rng, (n, 48), BF16))
     contexts = [Context(device.xp().cuda.Stream(non_blocking=True)) for _ in range(2)]
-    for m, adapters in ((1, 1), (7, 3), (8, 1), (9, 3), (17, 1), (64, 3)):
+    for m, adapters in ((1, 1), (7, 3), (8, 1), (9, 3), (17, 1), (64, 3), *many):
         x, residual = (device.asarray(matrix(rng, shape, BF16)) for shape in ((m, k), (m, n)))
         reduction = random_adapters(rng, adapters, 48 // adapters, k, m, BF16)
         expected_rank = device.xp().zeros((m, 48), x.dtype)

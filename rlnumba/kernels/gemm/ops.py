@@ -29,9 +29,10 @@ from rlnumba.kernels.cpu import gemm as cpu
 from rlnumba.kernels.gemm import cublas, simt
 from rlnumba.kernels.gemm import sm80 as gemm_sm80
 from rlnumba.kernels.gemm import sm90 as gemm_sm90
-from rlnumba.kernels.gemm.reduction import check_reduction, is_one_kernel
+from rlnumba.kernels.gemm.reduction import check_reduction
 from rlnumba.kernels.nn.lora import scale_adapters
 from rlnumba.kernels.nn.swiglu import check_activation, swiglu, swiglu_ref
+from rlnumba.kernels.ptx.wgmma import ROWS
 from rlnumba.runtime import device, dispatch
 
 # By device; the first is the default.
@@ -40,6 +41,8 @@ OFFERED = {"cpu": ("cpu",), "sim": ("native",), "shapes": ("native",), "cuda": (
 # a: (M, K), or (K, M) if a_mn; b: (N, K), or (K, N) if b_mn; out (M, N); bias (N,); residual (M, N), or out itself.
 BACKENDS = {"cpu": cpu.gemm, "cublas": cublas.gemm}
 FAMILIES = {"sm90": gemm_sm90.gemm, "sm80": gemm_sm80.gemm}
+# Rows of x up to which the first product of a low rank is part of the kernel that adds the second, on Hopper.
+MOST_REDUCED_ROWS = ROWS
 # Former names that stay accepted.
 ALIASES = {"numba": "native"}
 
@@ -133,8 +136,9 @@ def linear(x, weight, out, bias=None, residual=None, low_rank=None, reduction=No
         return
     gemm = _gemm(x, weight, out, k, bias, residual, low_rank)
     if reduction is not None:
-        if gemm is gemm_sm90.gemm and is_one_kernel(x, out, low_rank, reduction):
-            gemm_sm90.gemm_reducing(x, weight, out, low_rank, reduction, bias, residual)
+        operands = x, weight, out, low_rank, reduction, bias, residual
+        if gemm is gemm_sm90.gemm and gemm_sm90.takes_reduction(MOST_REDUCED_ROWS, *operands):
+            gemm_sm90.gemm_reducing(*operands)
             return
         reduce_rank(x, reduction, low_rank[0])
     if low_rank is not None and gemm is gemm_sm90.gemm:
@@ -165,7 +169,8 @@ def linear_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu", red
     if reduction is not None:
         check_reduction("linear_swiglu", reduction, low_rank, k)
     if m and n and _gemm(x, weight, out, k, residual=gate_up, low_rank=low_rank) is gemm_sm90.gemm:
-        if reduction is not None and not is_one_kernel(x, out, low_rank, reduction):
+        operands = x, weight, out, low_rank, reduction
+        if reduction is not None and not gemm_sm90.takes_reduction(MOST_REDUCED_ROWS, *operands, swiglu=True):
             reduce_rank(x, reduction, low_rank[0])
             reduction = None
         gemm_sm90.gemm_swiglu(x, weight, gate_up, out, low_rank, activation, reduction)

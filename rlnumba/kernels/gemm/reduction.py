@@ -1,11 +1,11 @@
-"""An adapter's first product, XA = s X A^T, in the kernel of few rows that adds its second: C = X W^T + XA B^T (sm_90).
+"""An adapter's first product, XA = s X A^T, in the kernel that adds its second: C = X W^T + XA B^T (sm_90).
 
 XA has few columns, so that one block computes them or a few, in a chain over K that may not be split. A kernel of its
 own would leave the other SMs idle, and take about as long as the sum over W. Here tiles of XA are tiles beside those of
 C, with the same main loop: one block computes them while the others add up X W^T. A block waits for XA where the low
 rank begins, after its first tile's sum over W:
 
-    arrived[0]    tiles of XA that are written: those that wait go on when it is their number
+    arrived[0]    warpgroups that have written their rows of a tile of XA: those that wait go on when all have
     arrived[1]    blocks that wait no more. The last one makes both 0, for the next kernel
 
 All blocks of the kernel have room on the GPU at once. Beside another stream's kernels only the first of them may run:
@@ -76,12 +76,9 @@ def check_reduction(op, reduction, low_rank, k):
         check(op, "reduction.adapter_ids", reduction.adapter_ids, (m,), I32)
 
 
-def is_one_kernel(x, out, low_rank, reduction):
-    """Whether the kernels of gemm/sm90.py, and those by packed weights, write XA of low_rank = (XA, B), too.
-
-    For x (M, K) and out (M, N) that they take with this low rank.
-    """
-    fits = len(x) <= ROWS and out.dtype == x.dtype and is_16_byte_aligned(reduction.a)
+def is_one_kernel(x, out, low_rank, reduction, most_rows=ROWS):
+    """Whether kernels that take x (M, K), out (M, N) and low_rank = (XA, B) can write XA, too; M up to most_rows."""
+    fits = len(x) <= most_rows and out.dtype == x.dtype and is_16_byte_aligned(reduction.a)
     # A pair of columns is one adapter's.
     return fits and low_rank[0].shape[1] // len(reduction.scales) % 2 == 0
 
@@ -103,21 +100,21 @@ def reduction_counters():
 
 @device_function
 def reduced_tiles(rank, columns):
-    """Tiles of XA."""
+    """Tiles of XA side by side."""
     return i32((rank + columns - 1) // columns)
 
 
 @device_function
-def wait_for_reduced(low_rank, tiles):
-    """Wait until all tiles of XA are written, for copies by TMA."""
-    semaphore_wait(low_rank.arrived, 0, tiles)
+def wait_for_reduced(low_rank, arrivals):
+    """Wait until so many warpgroups have written their rows of tiles of XA, for copies by TMA."""
+    semaphore_wait(low_rank.arrived, 0, arrivals)
 
 
 @device_function
-def wait_once_for_reduced(waits, low_rank, tiles):
+def wait_once_for_reduced(waits, low_rank, arrivals):
     """wait_for_reduced unless `waits` is 0, as it is once this has returned: the next call's `waits`."""
     if waits != 0:
-        wait_for_reduced(low_rank, tiles)
+        wait_for_reduced(low_rank, arrivals)
     return i32(0)
 
 
@@ -132,12 +129,15 @@ def leave_reduced(low_rank):
 
 @functools.cache
 def store_reduced_function(config):
-    """The device function by which a consumer warpgroup scales and writes a tile of XA, and counts it."""
+    """The device function by which a consumer warpgroup scales and writes its rows of a tile of XA, and counts them."""
     columns, pack_two, unpack_two = config.columns, cvt_pack(config.element), cvt_unpack(config.element)
 
     @device_function
-    def store_reduced(acc, low_rank, tile, row, m, lane, leader):
-        """acc: of rows `row` and row + 8, and of each eight columns the pair 2 (lane % 4) and the next."""
+    def store_reduced(acc, low_rank, tile, row, m, lane, leader, barrier=1):
+        """acc: of rows `row` and row + 8, and of each eight columns the pair 2 (lane % 4) and the next.
+
+        tile: among those side by side; barrier: the named barrier of the warpgroup.
+        """
         rank, width = i32(low_rank.rank), i32(low_rank.adapter_columns)
         for half in range(2):
             line = i32(row + half * 8)
@@ -158,7 +158,7 @@ def store_reduced_function(config):
                         if adapter < 0 or column < first or column >= i32(first + width):
                             low, high = np.float32(0.0), np.float32(0.0)
                         out[u32(column >> i32(1))] = pack_two(low, high)
-        sm90.named_barrier_sync(i32(1), i32(WARPGROUP))
+        sm90.named_barrier_sync(i32(barrier), i32(WARPGROUP))
         if leader:
             semaphore_add(low_rank.arrived, 0)
 

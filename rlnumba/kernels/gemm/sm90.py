@@ -1,7 +1,7 @@
 """GEMM on sm_90: C = A B^T, C = A B and C += A^T B, warp-specialised, persistent, one order over K.
 
 With a low rank, as of an adapter, C = A B^T + A' B'^T or A B + A' B': in the ring the stages of A' and B' follow those
-of A and B, into the same accumulators. With few rows A' may be a product of the same kernel (reduction.py).
+of A and B, into the same accumulators. In decode A' may be a product of the same kernel (reduction.py).
 
 Inputs float16 or bfloat16, accumulators float32, output in the inputs' type or float32. For linear A and B lie K-major,
 for linear_backward_input B lies MN-major, for linear_backward_weight both do.
@@ -25,6 +25,7 @@ import numpy as np
 from rlnumba.kernels.checks import unused
 from rlnumba.kernels.gemm.epilogue import addends, store_by_threads_function, store_by_tma_function
 from rlnumba.kernels.gemm.reduction import (
+    is_one_kernel,
     leave_reduced,
     reduced_tiles,
     reducing_operands,
@@ -69,8 +70,9 @@ LARGE_WEIGHT = 1 << 23
 
 # Tensor maps of A' and B', and the steps of their reduction.
 LowRank = namedtuple("LowRank", "a_map b_map rank")
-# The tiles of A' that a kernel computes before those of C, with so many stages each, and the ReducingLowRank.
-ReducedTiles = namedtuple("ReducedTiles", "tiles rounds low_rank")
+# The tiles of A' that a kernel computes before those of C, so many side by side, with so many stages each; the arrivals
+# when all are written, and the ReducingLowRank.
+ReducedTiles = namedtuple("ReducedTiles", "tiles across rounds arrivals low_rank")
 
 
 @functools.cache
@@ -130,10 +132,11 @@ def producer(config, load, before_wait):
     _, advance = ring(config.stages)
 
     @device_function
-    def load_reducing(target, reducing_map, tile, step, full):
+    def load_reducing(target, reducing_map, tile_column, step, full):
         """Load a stage of the adapter's A for a tile of A'."""
         for panel in range(panels):
-            sm90.tma_load_2d(target + panel * columns * LINE, reducing_map, step + panel * STEPS, tile * columns, full)
+            at, first_step = target + panel * columns * LINE, step + panel * STEPS
+            sm90.tma_load_2d(at, reducing_map, first_step, tile_column * columns, full)
 
     @device_function
     def produce(operand_map, low_rank_map, low_rank_step, nbytes, target, full, empty, shape, reduced):
@@ -157,6 +160,7 @@ def producer(config, load, before_wait):
         if reduces:
             reducing_map, waits = sm90.tensor_map_address(reduced.low_rank.reducing_map), i32(1)
             while index < reduced.tiles:
+                reduced_row = udiv(index, reduced.across)
                 step = i32(0)
                 while step < low_rank_step:
                     sm90.mbarrier_wait(empty + stage * MBARRIER_BYTES, parity)
@@ -164,9 +168,10 @@ def producer(config, load, before_wait):
                         sm90.mbarrier_expect_tx(full + stage * MBARRIER_BYTES, nbytes)
                         stage_full, boxes = full + stage * MBARRIER_BYTES, target + stage * stage_bytes
                         if is_weight:
-                            load_reducing(boxes, reducing_map, index, step, stage_full)
+                            reduced_column = i32(index - reduced_row * reduced.across)
+                            load_reducing(boxes, reducing_map, reduced_column, step, stage_full)
                         else:
-                            load(boxes, operand_map, i32(0), i32(0), step, stage_full, n)
+                            load(boxes, operand_map, reduced_row, i32(0), step, stage_full, n)
                     step = i32(step + steps)
                     stage, parity = advance(stage, parity)
                 index = i32(index + i32(cuda.gridDim.x))
@@ -182,7 +187,7 @@ def producer(config, load, before_wait):
                     # By all lanes: others than one that waits alone would go on without it, and come to wait for a
                     # phase of `empty` that is past. Together: the last one to leave makes the count 0.
                     if waits != 0 and step >= low_rank_step:
-                        wait_for_reduced(reduced.low_rank, reduced.tiles)
+                        wait_for_reduced(reduced.low_rank, reduced.arrivals)
                         sync_warp()
                         waits = i32(0)
                 if lane == 0:
@@ -291,7 +296,11 @@ def consumer_function(config):
             while index < reduced.tiles:
                 full, empty = base + layout.full, base + layout.empty
                 stage, parity = reduce(acc, a, b, full, empty, reduced.rounds, stage, parity, leader, i32(0))
-                store_reduced(acc, reduced.low_rank, index, i32(warp * i32(16) + (lane >> i32(2))), m, lane, leader)
+                reduced_row = udiv(index, reduced.across)
+                reduced_column = i32(index - reduced_row * reduced.across)
+                row = i32(reduced_row * rows + consumer * ROWS + warp * i32(16) + (lane >> i32(2)))
+                group = consumer + i32(1)
+                store_reduced(acc, reduced.low_rank, reduced_column, row, m, lane, leader, group)
                 index = i32(index + i32(cuda.gridDim.x))
             index = i32(index - reduced.tiles)
         while index < tiles:
@@ -370,8 +379,10 @@ def gemm_sm90_kernel(config):
         else:
             rank_a_map, rank_b_map = a_map, b_map
         if reduces:
-            first_tiles = reduced_tiles(i32(rank_operands.rank), i32(columns))
-            reduced = ReducedTiles(first_tiles, i32((k + steps - 1) // steps), rank_operands)
+            across = reduced_tiles(i32(rank_operands.rank), i32(columns))
+            first_tiles = i32(tiles_down * across)
+            arrivals = i32(first_tiles * consumers)
+            reduced = ReducedTiles(first_tiles, across, i32((k + steps - 1) // steps), arrivals, rank_operands)
         else:
             reduced = i32(0)
         shape = i32(tiles_down * tiles_across), tiles_down, tiles_across, rounds, i32(n)
@@ -416,8 +427,27 @@ def gemm_low_rank(a, b, out, low_rank, b_mn=False, add=False, bias=None, residua
     gemm_with_config(config, a, b, out, bias, residual, low_rank)
 
 
+def takes_reduction(most_rows, x, weight, out, low_rank, reduction, bias=None, residual=None, swiglu=False):
+    """Whether gemm_reducing, or gemm_swiglu, writes the A' of low_rank as well, instead of kernels of their own.
+
+    Of up to most_rows rows; with more than ROWS, of which A' has several tiles, where these need no further wave of
+    blocks.
+    """
+    if not is_one_kernel(x, out, low_rank, reduction, most_rows):
+        return False
+    if len(x) <= ROWS:
+        return True
+    problem = problem_of(x, out, False, False, False, bias, residual)
+    config = best_config(problem, device.sm_count(), swiglu, low_rank=True)
+    blocks = device.sm_count() * config.blocks_per_sm
+    columns = len(weight) // 2 if swiglu else len(weight)
+    tiles = -(-len(x) // config.rows) * -(-columns // config.tile_columns)
+    first = -(-len(x) // config.rows) * -(-len(reduction.a) // config.columns)
+    return -(-(tiles + first) // blocks) == -(-tiles // blocks)
+
+
 def gemm_reducing(x, weight, out, low_rank, reduction, bias=None, residual=None):
-    """gemm_low_rank of up to ROWS rows, whose A' is written first as the Reduction says."""
+    """gemm_low_rank whose A' is written first as the Reduction says, where takes_reduction says so."""
     problem = problem_of(x, out, False, False, False, bias, residual)
     config = best_config(problem, device.sm_count(), low_rank=True)._replace(reduces=True)
     gemm_with_config(config, x, weight, out, bias, residual, low_rank, reduction)
@@ -427,7 +457,7 @@ def gemm_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu", reduc
     """gate_up = X W^T (+ A' B'^T) and out = activation(gate) * up: the bits of gemm and swiglu.
 
     x (M, K), weight (2 F, K), gate_up (M, 2 F), out (M, F) and low_rank as gemm_with_config takes them. reduction: a
-    Reduction, of which A' is written first, of up to ROWS rows.
+    Reduction, of which A' is written first, where takes_reduction says so.
     """
     problem = problem_of(x, out, False, False, False, None, None)
     config = best_config(problem, device.sm_count(), True, low_rank is not None)
@@ -440,7 +470,7 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, low_rank=None,
 
     M, N and K > 0; M <= 8 if config.eight_rows. If config.swiglu: b (2 N, K), out (M, 2 N), and residual (M, N) is
     written. low_rank: (A', B') if config.low_rank; reduction: a Reduction, of which A' is written, if config.reduces,
-    for M <= ROWS, one consumer, and K-major operands.
+    for K-major operands.
     """
     m, n = residual.shape if config.swiglu else out.shape
     k = a.shape[0] if config.a_mn else a.shape[1]
@@ -452,7 +482,7 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, low_rank=None,
     tiles = -(-m // config.rows) * -(-n // config.tile_columns)
     if config.reduces:
         rank_operands = reducing_operands(low_rank, reduction, a_box, b_box, config.columns)
-        tiles += -(-len(reduction.a) // config.columns)
+        tiles += -(-m // config.rows) * -(-len(reduction.a) // config.columns)
     elif config.low_rank:
         rank_a, rank_b = low_rank
         rank_operands = LowRank(tensor_map(rank_a, *a_box), tensor_map(rank_b, *b_box), rank_a.shape[1])

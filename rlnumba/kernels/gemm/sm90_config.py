@@ -32,7 +32,7 @@ class Sm90GemmConfig(NamedTuple):
     up to eight rows, and A's box as many, which wgmma broadcasts; for one consumer and a K-major A. low_rank: a second
     pair of operands of few steps follows the first, whose product is added to the accumulators. streams_b: B is read
     once, and is the first to leave L2. activation: of the gate, one of kernels/nn/swiglu.py:ACTIVATIONS. reduces: the
-    kernel computes the first operand of the low rank (gemm/reduction.py); of up to ROWS rows.
+    kernel computes the first operand of the low rank (gemm/reduction.py).
     """
 
     columns: int

@@ -190,7 +190,7 @@ def page_of(cells, results):
             if rows:
                 lines += [f"## {count} x {gpu}\n", COLUMNS, "| --- |" + " --- |" * (COLUMNS.count("|") - 2), *rows, ""]
     if notes := sorted({each["note"] for each in good if "note" in each}):
-        lines += ["The peers:\n", *(f"- {note}" for note in notes), ""]
+        lines += ["What to know of some of them:\n", *(f"- {note}" for note in notes), ""]
     lines += [f"![Seconds of a step by phase, with the floor of each]({PICTURE})\n", *missing_lines(cells, of_cells)]
     lines += [
         "## How it was measured\n",

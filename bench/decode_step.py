@@ -16,14 +16,13 @@ import statistics
 import numpy as np
 from harness import copy_gbs, time_us
 from report import row
-from shapes import SHAPES, random_model
+from shapes import SHAPES, add_adapter, random_model
 from table_floor import Rates, Work, decode_steps_s
 
-from rlnumba.config import EngineConfig, LoraConfig, QuantizationConfig
+from rlnumba.config import EngineConfig, QuantizationConfig
 from rlnumba.engine import LLM, SamplingParams, core
 from rlnumba.engine.runner import WHOLE, Runner
 from rlnumba.kernels.quantized.formats import FORMATS
-from rlnumba.model.lora import Adapter
 from rlnumba.runtime import device
 
 WORKLOADS = ("1x1x128", "8x1x128", "64x1x100", "64x1x400", "64x8x2049")
@@ -70,7 +69,7 @@ def main():
     quantization = arguments.quantization and QuantizationConfig(type=arguments.quantization)
     model = random_model(arguments.shape, "bfloat16", layers=arguments.layers, quantization=quantization)
     if arguments.lora:
-        model.adapter = Adapter.new(model.config, LoraConfig(r=arguments.lora), model.dtype.name, "", 0)
+        add_adapter(model, arguments.lora)
     rates = Rates(bytes_per_s=copy_gbs() * 1e9)
     has_floor = not (quantization or arguments.layers or model.config.num_experts)
     for prompts, completions, length in arguments.workloads:

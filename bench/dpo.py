@@ -20,12 +20,11 @@ import time
 import numpy as np
 from grpo import synchronized
 from report import row
-from shapes import SHAPES, copy_of, random_model
+from shapes import SHAPES, add_adapter, copy_of, random_model
 from train import print_memory
 
-from rlnumba.config import DPOConfig, LoraConfig, SFTConfig
+from rlnumba.config import DPOConfig, SFTConfig
 from rlnumba.data import TokenSequence
-from rlnumba.model.lora import Adapter
 from rlnumba.runs.policy import Policy
 from rlnumba.runs.run_folder import Clock
 from rlnumba.runtime import device, memory
@@ -134,7 +133,7 @@ def main():
     on_gpu = device.select(arguments.device) == "cuda"
     model = random_model(arguments.shape, arguments.dtype)
     if arguments.lora:
-        model.adapter = Adapter.new(model.config, LoraConfig(r=arguments.lora), model.dtype.name, "", 0)
+        add_adapter(model, arguments.lora)
     for count, length in arguments.workloads or ([(8, 512), (4, 2048)] if on_gpu else [(2, 64)]):
         pairs = random_pairs(count, length, model.config.vocab_size)
         of_sft = measure_sft(model, pairs, arguments)

@@ -7,9 +7,11 @@ from multiprocessing import get_context
 
 import numpy as np
 
+from rlnumba.config import LoraConfig
 from rlnumba.kernels.nn.elementwise import cast
 from rlnumba.kernels.quantized.ops import quantize
 from rlnumba.model.config import LM_HEAD, ModelConfig
+from rlnumba.model.lora import Adapter
 from rlnumba.model.quantized.weights import QuantizedWeights
 from rlnumba.model.transformer import Transformer, save_model
 from rlnumba.model.weights import Weights
@@ -73,6 +75,11 @@ def shape_parser(description, shape="of the random weights"):
     parser.add_argument("--shape", choices=tuple(SHAPES), help=shape)
     parser.add_argument("--layers", type=int, help="of the random weights; default: the shape's")
     return parser
+
+
+def add_adapter(model, rank):
+    """Give a Transformer a new adapter of all linear layers, of a rank."""
+    model.adapter = Adapter.new(model.config, LoraConfig(r=rank), model.dtype.name, "", 0)
 
 
 def copy_of(model):

@@ -25,10 +25,9 @@ import shapes
 from report import row
 from tensor_parallel import on_engine
 
-from rlnumba.config import EngineConfig, LoraConfig
+from rlnumba.config import EngineConfig
 from rlnumba.engine import SamplingParams, core
 from rlnumba.engine.runner import MAX_IN_FLIGHT, WHOLE, Runner
-from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model
 from rlnumba.parallel.tensor_parallel import on_ranks
 from rlnumba.runtime import device
@@ -134,7 +133,7 @@ def profiled_alone(folder, arguments):
     device.select("cuda")
     model = load_model(folder)
     if arguments.lora:
-        model.adapter = Adapter.new(model.config, LoraConfig(r=arguments.lora), model.dtype.name, "", 0)
+        shapes.add_adapter(model, arguments.lora)
     return profiled(model, arguments)
 
 

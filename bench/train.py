@@ -18,14 +18,13 @@ import time
 import numpy as np
 from engine import FLOP_PER_S
 from report import row
-from shapes import SHAPES, random_model
+from shapes import SHAPES, add_adapter, random_model
 
-from rlnumba.config import LoraConfig, SFTConfig
+from rlnumba.config import SFTConfig
 from rlnumba.data import TokenSequence
 from rlnumba.kernels.nn.elementwise import fill
 from rlnumba.model.heads import HeadGradients, LogprobHead
 from rlnumba.model.layer_gradients import backward_and_update
-from rlnumba.model.lora import Adapter
 from rlnumba.model.transformer import load_model, packed_attention
 from rlnumba.runs.policy import Policy
 from rlnumba.runtime import device, memory
@@ -137,7 +136,7 @@ def main():
         max_grad_norm=0.0 if arguments.in_backward else 1.0, cuda_graphs=arguments.cuda_graphs,
     )  # fmt: skip
     if arguments.lora:
-        model.adapter = Adapter.new(model.config, LoraConfig(r=arguments.lora), model.dtype.name, "", 0)
+        add_adapter(model, arguments.lora)
     policy = Policy(model, train)
 
     def step():

@@ -15,12 +15,10 @@ from statistics import median
 from types import SimpleNamespace
 
 from report import row
-from shapes import random_model, shape_parser
+from shapes import add_adapter, random_model, shape_parser
 from shared_prefixes import GRPOStep
 from step_timeline import kernels_of
 
-from rlnumba.config import LoraConfig
-from rlnumba.model.lora import Adapter
 from rlnumba.runtime import device
 
 # Steps before the profile: the first compiles, the second captures graphs of small micro-batches, the third replays.
@@ -91,7 +89,7 @@ def main():
         parser.error("needs torch, for its profiler")
     model = random_model(arguments.shape, "bfloat16", layers=arguments.layers)
     if arguments.lora:
-        model.adapter = Adapter.new(model.config, LoraConfig(r=arguments.lora), model.dtype.name, "", 0)
+        add_adapter(model, arguments.lora)
     step = GRPOStep(model, "auto", arguments.batch, SimpleNamespace(common=0, tokens=arguments.tokens))
     with step.policy.context.use():
         for _ in range(WARMUP):

@@ -17,36 +17,35 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import cupy
 from harness import graph_time_us, random_array
-from packed_gemm import ROTATED, WEIGHTS, copies_of, outputs, random_weight
+from packed_gemm import ROTATED, copies_of, outputs, random_weight
 from report import row
+from shapes import SHAPES
 
 from rlnumba.kernels.gemm import ops as gemm
-from rlnumba.kernels.gemm.ops import reduce_rank
 from rlnumba.kernels.gemm.reduction import Reduction
 from rlnumba.kernels.quantized.formats import FORMATS
 from rlnumba.model.blocks.projection import multiply, multiply_swiglu
+from rlnumba.model.config import ModelConfig
 from rlnumba.runtime import device
 from rlnumba.runtime.arena import HeapAllocator
 from rlnumba.runtime.launch import pdl_scope
 
 ROWS = (1, 16, 64)
-SHAPES = {
-    "qwen3-8b": WEIGHTS,
-    "qwen3-4b": {
-        "qkv": (6144, 2560, False),
-        "o": (2560, 4096, False),
-        "gate-up": (19_456, 2560, True),
-        "down": (2560, 9728, False),
-    },
-    "qwen3-0.6b": {
-        "qkv": (4096, 1024, False),
-        "o": (1024, 2048, False),
-        "gate-up": (6144, 1024, True),
-        "down": (1024, 3072, False),
-    },
-}
+DENSE = "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"
 # Matrices that read the same input, each with an A of its own, and whether there is a residual.
 FUSED = {"qkv": (3, False), "o": (1, True), "gate-up": (2, False), "down": (1, True)}
+
+
+def products_of(shape):
+    """{name: (N, K, whether SwiGLU follows)} of a layer's products, of a name of shapes.py:SHAPES."""
+    config = ModelConfig.from_dict(SHAPES[shape])
+    hidden, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
+    return {
+        "qkv": ((heads + 2 * config.num_key_value_heads) * dim, hidden, False),
+        "o": (hidden, heads * dim, False),
+        "gate-up": (2 * config.intermediate_size, hidden, True),
+        "down": (hidden, config.intermediate_size, False),
+    }
 
 
 def times(form, name, sizes, rank, rows):
@@ -69,7 +68,7 @@ def times(form, name, sizes, rank, rows):
                 multiply(x, weight, outs[0], HeapAllocator(), None, residual, low_rank, reduction)
 
         def apart(weight, reduction, x=x, xa=xa, product=product):
-            reduce_rank(x, reduction, xa)
+            gemm.reduce_rank(x, reduction, xa)
             product(weight, (xa, b), None)
 
         pairs = list(zip(weights, reductions, strict=True))
@@ -88,7 +87,7 @@ def times(form, name, sizes, rank, rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen3-8b")
+    parser.add_argument("--shape", choices=DENSE, default="qwen3-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--forms", nargs="*", choices=("bfloat16", *FORMATS), default=("int4", "bfloat16"))
     options = parser.parse_args()
@@ -96,7 +95,7 @@ def main():
     # Measured whether or not decode steps of so many rows do it.
     gemm.MOST_REDUCED_ROWS = max(*options.rows, gemm.MOST_REDUCED_ROWS)
     for form in options.forms:
-        for name, sizes in SHAPES[options.shape].items():
+        for name, sizes in products_of(options.shape).items():
             times(form, name, sizes, options.rank, options.rows)
 
 

@@ -108,7 +108,7 @@ def test_the_low_rank_in_the_same_kernel(rng, config, m, n, k, adapters):
 def test_where_one_kernel_makes_both_products(monkeypatch):
     """Of many rows where tiles of x A^T need no wave of blocks beyond those of C: 64 and 4 tiles of 132, 128 and 8."""
     if device.name() != "cpu":
-        pytest.skip("of an H200, from the cpu device")
+        pytest.skip("counts the blocks of an H200, for arrays of the cpu device")
     monkeypatch.setattr(device, "sm_count", lambda: 132)
     bf16, (n, k) = device.dtype("bfloat16"), (1024, 2048)
     weight, reduction = np.zeros((n, k), bf16), Reduction(np.zeros((16, k), bf16), np.ones(1, np.float32))

@@ -111,11 +111,11 @@ def test_where_one_kernel_makes_both_products(monkeypatch):
         pytest.skip("counts the blocks of an H200, for arrays of the cpu device")
     monkeypatch.setattr(device, "sm_count", lambda: 132)
     bf16, (n, k) = device.dtype("bfloat16"), (1024, 2048)
-    weight, reduction = np.zeros((n, k), bf16), Reduction(np.zeros((16, k), bf16), np.ones(1, np.float32))
+    reduction = Reduction(np.zeros((16, k), bf16), np.ones(1, np.float32))
 
     def takes(most_rows, m):
         x, out, low_rank = np.zeros((m, k), bf16), np.zeros((m, n), bf16), (np.zeros((m, 16), bf16), None)
-        return takes_reduction(most_rows, x, weight, out, low_rank, reduction)
+        return takes_reduction(most_rows, x, out, low_rank, reduction)
 
     assert takes(64, 64) and not takes(64, 65)
     assert takes(512, 65) and takes(512, 256) and not takes(512, 512)

@@ -5,6 +5,7 @@ A warp has a head of q, k or v of a tile of tokens, as in the forward. What a co
 """
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,18 +38,31 @@ NEXT = 2
 CHILD_LINES = 8
 
 
+class Unit(NamedTuple):
+    """The device functions of a token of a head of q or k, or of v, and the sizes that they close over.
+
+    load, store, load_taps: of row_functions; load_gradient(gradients, t, unit, e, douts, at); compute_du(window, taps,
+    douts, du, values, sigmoids, unit, owned).
+    """
+
+    dim: int
+    width: int
+    columns: int
+    load: object
+    store: object
+    load_taps: object
+    load_gradient: object
+    compute_du: object
+
+
 @functools.cache
-def head_gradient_functions(heads, element, is_value, has_prefixes, access, tap_access):
-    """(compute_gradient, compute_last_rows): the device functions of the gradient of a head of q or k, or of v."""
+def unit_of(heads, element, is_value, access, tap_access):
+    """The Unit of a head of v, or of q or k."""
     key_heads, dim = heads.key_heads, heads.value_dim if is_value else heads.key_dim
     width, query_scale, zero, one = lane_width(dim), np.float32(heads.key_dim**-0.5), np.float32(0.0), np.float32(1.0)
-    columns, first_value, taps_size = heads.columns, 2 * key_heads, TAPS * width
-    rows, window_size, ahead_size = TAPS - 1 + NEXT, (TAPS - 1 + NEXT) * width, NEXT * width
-    before = TAPS - 1
-    before_size, both_size = before * width, 2 * before * width
+    first_value, any_value = 2 * key_heads, is_value or heads.key_dim == heads.value_dim
     load, store, load_taps, convolve, _, _ = row_functions(dim, element, access, tap_access)
     round_values = round_function(width, element)
-    any_value = is_value or heads.key_dim == heads.value_dim
 
     @device_function
     def load_gradient(gradients, t, unit, e, douts, at):
@@ -79,6 +93,21 @@ def head_gradient_functions(heads, element, is_value, has_prefixes, access, tap_
             s = sigmoids[i]
             dy = douts[i] if any_value and unit >= first_value else scale * (douts[i] - values[i] * removed)
             du[i] = dy * s * (one + du[i] * (one - s))
+
+    return Unit(dim, width, heads.columns, load, store, load_taps, load_gradient, compute_du)
+
+
+def units_of(heads, element, accesses):
+    """The Units of heads of q and k, and of v."""
+    return [unit_of(heads, element, is_value, accesses[is_value], accesses[2]) for is_value in (False, True)]
+
+
+@functools.cache
+def gradient_function(of_unit, has_prefixes):
+    """compute_gradient: the device function of the gradient of a tile's tokens of a head."""
+    dim, width, columns, load, store, load_taps, load_gradient, compute_du = of_unit
+    zero, taps_size, rows = np.float32(0.0), TAPS * width, TAPS - 1 + NEXT
+    window_size, ahead_size = rows * width, NEXT * width
 
     @device_function
     def compute_gradient(projected, conv, sequences, gradients, dprojected, sums, unit, first_token, first, lane):
@@ -147,31 +176,41 @@ def head_gradient_functions(heads, element, is_value, has_prefixes, access, tap_
                 load(projected, (t + NEXT) * columns + channel, window, (rows - 1) * width)
                 load_gradient(gradients, t + NEXT, unit, e, douts, (NEXT - 1) * width)
 
-    def row_function(index, is_own):
-        """The device function that adds what a row has of dx to the totals of a parent's last three rows.
+    return compute_gradient
 
-        The row is the parent's own, that of these three with this index, or a child's row `index`.
-        """
-        distance = index if is_own else index + before
 
-        @device_function
-        def add_row(window, taps, douts, totals, du, values, sigmoids, unit, owned):
-            """The row is the window's fourth; then window and douts go on to the next one."""
-            compute_du(window, taps, douts, du, values, sigmoids, unit, owned)
-            for row in range(before):
-                if 0 <= distance - row < TAPS:
-                    for i in range(width):
-                        at = row * width + i
-                        totals[at] = cuda.fma(taps[4 * i + TAPS - 1 - (distance - row)], du[i], totals[at])
-            for i in range((2 * before - 1) * width):
-                window[i] = window[i + width]
-            for i in range((before - 1) * width):
-                douts[i] = douts[i + width]
+@functools.cache
+def row_function(of_unit, distance):
+    """The device function that adds what a row has of dx to the totals of a parent's last three rows.
 
-        return add_row
+    distance: of the row from the first of these three; they are less than 3, a child's rows 3 and more.
+    """
+    width, before, compute_du = of_unit.width, TAPS - 1, of_unit.compute_du
 
-    own_0, own_1, own_2 = (row_function(index, True) for index in range(before))
-    of_child_0, of_child_1, of_child_2 = (row_function(index, False) for index in range(before))
+    @device_function
+    def add_row(window, taps, douts, totals, du, values, sigmoids, unit, owned):
+        """The row is the window's fourth; then window and douts go on to the next one."""
+        compute_du(window, taps, douts, du, values, sigmoids, unit, owned)
+        for row in range(before):
+            if 0 <= distance - row < TAPS:
+                for i in range(width):
+                    at = row * width + i
+                    totals[at] = cuda.fma(taps[4 * i + TAPS - 1 - (distance - row)], du[i], totals[at])
+        for i in range((2 * before - 1) * width):
+            window[i] = window[i + width]
+        for i in range((before - 1) * width):
+            douts[i] = douts[i + width]
+
+    return add_row
+
+
+@functools.cache
+def last_rows_function(of_unit):
+    """compute_last_rows: the device function of what a warp has of dx of a parent's last three rows, of a head."""
+    dim, width, columns, load, _, load_taps, load_gradient, _ = of_unit
+    before, taps_size, zero = TAPS - 1, TAPS * width, np.float32(0.0)
+    before_size, both_size = before * width, 2 * before * width
+    own_0, own_1, own_2, of_child_0, of_child_1, of_child_2 = (row_function(of_unit, row) for row in range(2 * before))
 
     @device_function
     def compute_last_rows(projected, conv, sequences, gradients, totals, b, unit, first, line, lane):
@@ -221,7 +260,7 @@ def head_gradient_functions(heads, element, is_value, has_prefixes, access, tap_
                     of_child_2(window, taps, douts, totals, du, values, sigmoids, unit, owned)
             number, child = number + 1, next_child(parents, b, child + 1)
 
-    return compute_gradient, compute_last_rows
+    return compute_last_rows
 
 
 @specialize
@@ -230,8 +269,7 @@ def delta_rule_inputs_gradient_kernel(heads, element, accesses, has_prefixes=Fal
     heads = DeltaRuleHeads(*heads)
     key_heads, key_dim, value_dim = heads.key_heads, heads.key_dim, heads.value_dim
     units, keys, same_dim = 2 * key_heads + heads.value_heads, key_heads * key_dim, key_dim == value_dim
-    of_key, _ = head_gradient_functions(heads, element, False, has_prefixes, accesses[0], accesses[2])
-    of_value, _ = head_gradient_functions(heads, element, True, has_prefixes, accesses[1], accesses[2])
+    of_key, of_value = (gradient_function(each, has_prefixes) for each in units_of(heads, element, accesses))
     key_width, value_width = lane_width(key_dim), lane_width(value_dim)
     size = TAPS * max(key_width, value_width)
 
@@ -266,8 +304,7 @@ def last_rows_gradient_kernel(heads, element, accesses):
     heads = DeltaRuleHeads(*heads)
     key_heads, key_dim, value_dim = heads.key_heads, heads.key_dim, heads.value_dim
     keys, same_dim, columns, before = key_heads * key_dim, key_dim == value_dim, heads.columns, TAPS - 1
-    _, of_key = head_gradient_functions(heads, element, False, True, accesses[0], accesses[2])
-    _, of_value = head_gradient_functions(heads, element, True, True, accesses[1], accesses[2])
+    of_key, of_value = (last_rows_function(each) for each in units_of(heads, element, accesses))
     key_width, value_width = lane_width(key_dim), lane_width(value_dim)
     size, most = before * max(key_width, value_width), before * max(key_dim, value_dim)
 

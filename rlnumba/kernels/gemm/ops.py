@@ -136,9 +136,9 @@ def linear(x, weight, out, bias=None, residual=None, low_rank=None, reduction=No
         return
     gemm = _gemm(x, weight, out, k, bias, residual, low_rank)
     if reduction is not None:
-        operands = x, weight, out, low_rank, reduction, bias, residual
-        if gemm is gemm_sm90.gemm and gemm_sm90.takes_reduction(MOST_REDUCED_ROWS, *operands):
-            gemm_sm90.gemm_reducing(*operands)
+        operands = out, low_rank, reduction, bias, residual
+        if gemm is gemm_sm90.gemm and gemm_sm90.takes_reduction(MOST_REDUCED_ROWS, x, *operands):
+            gemm_sm90.gemm_reducing(x, weight, *operands)
             return
         reduce_rank(x, reduction, low_rank[0])
     if low_rank is not None and gemm is gemm_sm90.gemm:
@@ -169,7 +169,7 @@ def linear_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu", red
     if reduction is not None:
         check_reduction("linear_swiglu", reduction, low_rank, k)
     if m and n and _gemm(x, weight, out, k, residual=gate_up, low_rank=low_rank) is gemm_sm90.gemm:
-        operands = x, weight, out, low_rank, reduction
+        operands = x, out, low_rank, reduction
         if reduction is not None and not gemm_sm90.takes_reduction(MOST_REDUCED_ROWS, *operands, swiglu=True):
             reduce_rank(x, reduction, low_rank[0])
             reduction = None

@@ -427,7 +427,12 @@ def gemm_low_rank(a, b, out, low_rank, b_mn=False, add=False, bias=None, residua
     gemm_with_config(config, a, b, out, bias, residual, low_rank)
 
 
-def takes_reduction(most_rows, x, weight, out, low_rank, reduction, bias=None, residual=None, swiglu=False):
+def tiles_of(config, m, n, columns):
+    """Tiles of a matrix (m, n), of which one has so many columns."""
+    return -(-m // config.rows) * -(-n // columns)
+
+
+def takes_reduction(most_rows, x, out, low_rank, reduction, bias=None, residual=None, swiglu=False):
     """Whether gemm_reducing, or gemm_swiglu, writes the A' of low_rank as well, instead of kernels of their own.
 
     Of up to most_rows rows; with more than ROWS, of which A' has several tiles, where these need no further wave of
@@ -440,9 +445,8 @@ def takes_reduction(most_rows, x, weight, out, low_rank, reduction, bias=None, r
     problem = problem_of(x, out, False, False, False, bias, residual)
     config = best_config(problem, device.sm_count(), swiglu, low_rank=True)
     blocks = device.sm_count() * config.blocks_per_sm
-    columns = len(weight) // 2 if swiglu else len(weight)
-    tiles = -(-len(x) // config.rows) * -(-columns // config.tile_columns)
-    first = -(-len(x) // config.rows) * -(-len(reduction.a) // config.columns)
+    tiles = tiles_of(config, *out.shape, config.tile_columns)
+    first = tiles_of(config, len(x), len(reduction.a), config.columns)
     return -(-(tiles + first) // blocks) == -(-tiles // blocks)
 
 
@@ -479,10 +483,10 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, low_rank=None,
     a_box = *(panels if config.eight_rows else ()), a_rows, 64
     b_box = *(() if config.swiglu else panels), 64 if config.b_mn else config.tile_columns, 64
     rank_operands = 0
-    tiles = -(-m // config.rows) * -(-n // config.tile_columns)
+    tiles = tiles_of(config, m, n, config.tile_columns)
     if config.reduces:
         rank_operands = reducing_operands(low_rank, reduction, a_box, b_box, config.columns)
-        tiles += -(-m // config.rows) * -(-len(reduction.a) // config.columns)
+        tiles += tiles_of(config, m, len(reduction.a), config.columns)
     elif config.low_rank:
         rank_a, rank_b = low_rank
         rank_operands = LowRank(tensor_map(rank_a, *a_box), tensor_map(rank_b, *b_box), rank_a.shape[1])

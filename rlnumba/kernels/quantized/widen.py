@@ -12,14 +12,14 @@ nf4 has float32 levels, from a table in shared memory, and scales; its products 
 """
 
 import functools
+import operator
 from typing import NamedTuple
 
 import numpy as np
 
 from rlnumba.kernels.ptx.instruction import instruction
 from rlnumba.kernels.ptx.shared_memory import load_function
-from rlnumba.kernels.ptx.warp import PTX_TYPES, cvt_pack, device_function
-from rlnumba.runtime import device
+from rlnumba.kernels.ptx.warp import PTX_TYPES, cvt_pack, cvt_unpack, device_function
 
 i32 = np.int32
 
@@ -30,12 +30,12 @@ LEVEL_SHIFT = 7
 
 def _on_pairs(name, element, compute):
     """The instruction `name` on pairs of 16 bits in int32 words, from its float32 twin."""
-    dtype = device.DTYPES[element]
+    pack, unpack = cvt_pack(element), cvt_unpack(element)
 
     @instruction(f"{name}.rn.{PTX_TYPES[element]}x2 $0, $1, $2;", "rr", "r", effects=False)
     def on_pairs(x, y):
-        x, y = (np.array([word]).astype(np.int32).view(dtype).astype(np.float32) for word in (x, y))
-        return compute(x, y).astype(dtype).view(np.int32)[0]
+        (x_low, x_high), (y_low, y_high) = unpack(x), unpack(y)
+        return pack(compute(x_low, y_low), compute(x_high, y_high))
 
     return on_pairs
 
@@ -43,13 +43,13 @@ def _on_pairs(name, element, compute):
 @functools.cache
 def mul_pair(element):
     """mul_pair(element)(x, y): the products of two pairs, int32 words."""
-    return _on_pairs("mul", element, np.multiply)
+    return _on_pairs("mul", element, operator.mul)
 
 
 @functools.cache
 def sub_pair(element):
     """sub_pair(element)(x, y): the differences of two pairs, int32 words."""
-    return _on_pairs("sub", element, np.subtract)
+    return _on_pairs("sub", element, operator.sub)
 
 
 def _twice(bits):

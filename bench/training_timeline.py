@@ -1,6 +1,7 @@
 """Where the time of a training step goes: all launches of each kernel together, and how long the GPU waits.
 
     python bench/training_timeline.py --shape qwen3-0.6b
+    python bench/training_timeline.py --shape qwen3-0.6b --unshared
     python bench/training_timeline.py --shape qwen3.5-4b --layers 8 --batch 8 8 1024 512 --lora 16
 
 The training phase of a GRPO step on random tokens and random weights, as shared_prefixes.py has it; a shape that does
@@ -81,6 +82,7 @@ def main():
     parser.add_argument("--batch", type=int, nargs=4, default=(8, 8, 128, 512), help="as of shared_prefixes.py")
     parser.add_argument("--tokens", type=int, default=40960, help="of a micro-batch, at most")
     parser.add_argument("--lora", type=int, help="rank of an adapter of all linear layers, which alone is trained")
+    parser.add_argument("--unshared", action="store_true", help="each completion has its prompt, not a group one")
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
     if device.select(arguments.device) != "cuda":
@@ -90,14 +92,17 @@ def main():
     model = random_model(arguments.shape, "bfloat16", layers=arguments.layers)
     if arguments.lora:
         add_adapter(model, arguments.lora)
-    step = GRPOStep(model, "auto", arguments.batch, SimpleNamespace(common=0, tokens=arguments.tokens))
+    shares, limits = "never" if arguments.unshared else "auto", SimpleNamespace(common=0, tokens=arguments.tokens)
+    step = GRPOStep(model, shares, arguments.batch, limits)
     with step.policy.context.use():
         for _ in range(WARMUP):
             step.take()
         steps = profiled(step, arguments.repeat)
     layers = f", {arguments.layers} layers" if arguments.layers else ""
     adapter = f", adapter of rank {arguments.lora}" if arguments.lora else ""
-    print_rows("{}{}{}, {} x {}, {} + {} tokens".format(arguments.shape, layers, adapter, *arguments.batch), steps)
+    prompts = ", each with its prompt" if arguments.unshared else ""
+    batch = "{} x {}, {} + {} tokens".format(*arguments.batch)
+    print_rows(f"{arguments.shape}{layers}{adapter}, {batch}{prompts}", steps)
 
 
 if __name__ == "__main__":

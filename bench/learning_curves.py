@@ -55,17 +55,22 @@ def adapter_runs(folder):
     return {form: runs for form, runs in found.items() if runs}
 
 
+def gsm8k_grpo_runs(folder):
+    """{seed: rows} of GRPO in `gsm8k`."""
+    names = names_in(folder, "gsm8k-grpo-*")
+    return {int(name.rpartition("-")[2]): rows_of(folder, name) for name in names}
+
+
 def sft_accuracy(folder):
     """[(supervised step, held-out accuracy)] of `gsm8k`, of those that are there."""
     found = dict(zip(*points(rows_of(folder, "gsm8k-sft"), "accuracy"), strict=True))
     for path in folder.glob("gsm8k-eval-*/metrics.json"):
         found[int(path.parent.name.rpartition("-")[2])] = json.loads(path.read_text())["eval_reward"]
-    steps, values = (
-        points(rows_of(folder, "gsm8k-sft"), "loss")[0],
-        points(rows_of(folder, "gsm8k-grpo"), "eval_reward"),
-    )
-    if steps and values[0][:1] == [0]:
-        found[steps[-1]] = values[1][0]
+    steps = points(rows_of(folder, "gsm8k-sft"), "loss")[0]
+    for rows in gsm8k_grpo_runs(folder).values():
+        before, values = points(rows, "eval_reward")
+        if steps and before[:1] == [0]:
+            found[steps[-1]] = values[0]
     return sorted(found.items())
 
 
@@ -146,14 +151,19 @@ def print_gsm8k(folder):
     accuracy = sft_accuracy(folder)
     if accuracy:
         row("GSM8K, supervised: steps and accuracy", ", ".join(f"{step}: {each:.4f}" for step, each in accuracy))
-    rows = rows_of(folder, "gsm8k-grpo")
-    steps, values = points(rows, "eval_reward")
-    if steps:
+    runs, last = gsm8k_grpo_runs(folder), []
+    for seed, rows in runs.items():
+        steps, values = points(rows, "eval_reward")
+        if not steps:
+            continue
+        last.append(values[-1])
         best = max(values)
         value = f"held-out accuracy {values[0]:.4f} to {values[-1]:.4f} after {steps[-1]} steps, at most {best:.4f}"
         times = points(rows, "step_time")[1]
         value += f"; {statistics.median(times):.3f} s a step, {sum(times):.0f} s" if times else ""
-        row("GSM8K, GRPO", value)
+        row(f"GSM8K, GRPO, seed {seed}", value)
+    if len(last) > 1:
+        row("GSM8K, GRPO, after the last step", spread(last))
 
 
 def panel(axis, title, label, **keys):
@@ -174,6 +184,17 @@ def curve(axis, found, window=1, **style):
         axis.plot(found[0], smooth(found[1], window), **style)
 
 
+def curves_of_seeds(axis, runs, metric, window=1, **style):
+    """A thin line for each of {seed: rows}, and their mean as far as all seeds go."""
+    found = [points(rows, metric) for rows in runs.values()]
+    if len(found) > 1:
+        for each in found:
+            curve(axis, each, window, color=style["color"], alpha=0.35, linewidth=0.8)
+    steps = min((steps for steps, _ in found), key=len, default=[])
+    values = [values[: len(steps)] for _, values in found]
+    curve(axis, (steps, list(map(statistics.mean, zip(*values, strict=True)))), window, **style)
+
+
 def adapters_figure(folder):
     """Reward of the steps and held-out accuracy, a thin line a seed and their mean."""
     from rlnumba.reporting.plots import COLORS
@@ -182,14 +203,7 @@ def adapters_figure(folder):
     for color, (form, runs) in zip(COLORS, adapter_runs(folder).items(), strict=False):
         label = f"{form}, {len(runs)} seed{'s' * (len(runs) > 1)}"
         for axis, metric, window in ((reward, "reward", 9), (accuracy, "eval_reward", 1)):
-            found = [points(rows, metric) for rows in runs.values()]
-            for each in found:
-                curve(axis, each, window, color=color, alpha=0.35, linewidth=0.8)
-            # As far as all seeds go.
-            steps = min((steps for steps, _ in found), key=len)
-            values = [values[: len(steps)] for _, values in found]
-            mean = list(map(statistics.mean, zip(*values, strict=True)))
-            curve(axis, (steps, mean), window, color=color, linewidth=2, label=label)
+            curves_of_seeds(axis, runs, metric, window, color=color, linewidth=2, label=label)
     panel(reward, "reward of the completions of a step", "step", ylim=(0, 1))
     panel(accuracy, "right answers to held-out questions, greedy", "step", ylim=(0, 1))
     return figure
@@ -212,7 +226,7 @@ def distill_figure(folder):
 
 
 def gsm8k_figure(folder):
-    """Loss and accuracy of the supervised run, then reward and accuracy of GRPO."""
+    """Loss and accuracy of the supervised run, then reward and accuracy of GRPO, a thin line a seed and their mean."""
     from rlnumba.reporting.plots import COLORS
 
     figure, (loss, supervised, grpo) = panels(3)
@@ -224,10 +238,11 @@ def gsm8k_figure(folder):
     accuracy = sft_accuracy(folder)
     curve(supervised, tuple(zip(*accuracy, strict=True)) or ([], []), **dots)
     panel(supervised, "supervised: right answers, held out, greedy", "step", ylim=(0, None))
-    rows = rows_of(folder, "gsm8k-grpo")
-    curve(grpo, points(rows, "reward"), 9, color=COLORS[0], label="reward of a step, temperature 1")
-    curve(grpo, points(rows, "eval_reward"), **dots, label="held out, greedy")
-    panel(grpo, "GRPO: right answers", "step", ylim=(0, None))
+    runs = gsm8k_grpo_runs(folder)
+    curves_of_seeds(grpo, runs, "reward", 9, color=COLORS[0], label="reward of a step, temperature 1")
+    curves_of_seeds(grpo, runs, "eval_reward", **dots, label="held out, greedy")
+    of_seeds = f", the mean of {len(runs)} seeds" if len(runs) > 1 else ""
+    panel(grpo, f"GRPO: right answers{of_seeds}", "step", ylim=(0, None))
     return figure
 
 

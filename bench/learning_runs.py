@@ -16,8 +16,8 @@ other begins. Held-out accuracy is that of greedy answers. --steps and --batch m
 within the noise of seeds. `distill` trains all weights by GRPO, then distils this model into the one that it began
 with, and by `[teacher]` in GRPO; beside them the model is its own teacher, which sees the solved problem (SDFT, SDPO):
 as it was before training, with the reverse KL (self) and with the Jensen-Shannon divergence (self-jsd), and as a moving
-average (self-ema). `gsm8k` trains on the worked answers, then by GRPO
-on the numbers, each for at most --sft-seconds and --grpo-seconds.
+average (self-ema). `gsm8k` trains on the worked answers, then by GRPO on the numbers, of the seeds --seeds, each for at
+most --sft-seconds and --grpo-seconds; with --gpus the runs of seeds take turns at these.
 """
 
 import argparse
@@ -52,7 +52,9 @@ class TimeLimit:
 
 class Job(NamedTuple):
     """A command of rlnumba in FOLDER/name. after: the name of the job whose result it reads, or None. until: when it
-    has to end (time.monotonic). result: a path in FOLDER that is there when the job is done."""
+    has to end (time.monotonic). result: a path in FOLDER that is there when the job is done. gpu: its number, or None
+    for all that are visible.
+    """
 
     name: str
     command: str
@@ -61,6 +63,7 @@ class Job(NamedTuple):
     after: str | None
     until: float
     result: str
+    gpu: int | None = None
 
     def arguments(self):
         """The command line: list of str."""
@@ -91,6 +94,8 @@ def start(job, folder):
         file.write(shlex.join(["rlnumba", *job.arguments()]) + "\n")
         file.flush()
         environment = os.environ | {UNTIL: str(job.until)}
+        if job.gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = str(job.gpu)
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
@@ -252,23 +257,23 @@ def sft_jobs(arguments, until):
         "train.save_total_limit": None,
     }
     sft = training(arguments, "gsm8k-sft", "sft", EXAMPLES / "sft.toml", options, until=until)
-    return [sft, evaluation(arguments, 0, arguments.model, data | sampling)]
+    return [sft._replace(gpu=gpu_of(arguments, 0)), evaluation(arguments, 0, arguments.model, data | sampling)]
 
 
 def evaluation(arguments, step, model, options):
     """The Job that evaluates a folder of the model after so many supervised steps."""
     name = f"gsm8k-eval-{step}"
     options = {"trainer": "grpo", "dtype": arguments.dtype, "model": model, "output": arguments.output / name} | options
-    return Job(name, "eval", EXAMPLES / "gsm8k_grpo.toml", options, None, arguments.until, f"{name}/metrics.json")
+    config, result = EXAMPLES / "gsm8k_grpo.toml", f"{name}/metrics.json"
+    return Job(name, "eval", config, options, None, arguments.until, result, gpu_of(arguments, -1))
 
 
 def grpo_jobs(arguments, until):
-    """GRPO from the supervised model, and the accuracy of the checkpoints on the way to it."""
+    """GRPO from the supervised model, a run a seed, and the accuracy of the checkpoints on the way to it."""
     data, sampling = gsm8k_options(arguments)
     options = data | sampling
     own = {
         "model": arguments.output / "gsm8k-sft" / "final",
-        "seed": 0,
         "train.max_steps": arguments.steps,
         "train.learning_rate": arguments.learning_rate,
         "train.eval_on_start": True,
@@ -277,7 +282,10 @@ def grpo_jobs(arguments, until):
         "train.log_completions": False,
         "train.num_completions_to_print": None,
     }
-    jobs = [training(arguments, "gsm8k-grpo", "grpo", EXAMPLES / "gsm8k_grpo.toml", options | own, until=until)]
+    config, jobs = EXAMPLES / "gsm8k_grpo.toml", []
+    for index, seed in enumerate(arguments.seeds):
+        job = training(arguments, f"gsm8k-grpo-{seed}", "grpo", config, options | own | {"seed": seed}, until=until)
+        jobs.append(job._replace(gpu=gpu_of(arguments, index)))
     folders = (arguments.output / "gsm8k-sft" / "checkpoints").glob("step-*")
     steps = sorted(int(folder.name.removeprefix("step-")) for folder in folders)
     # The last one's accuracy is that of GRPO's step 0.
@@ -285,6 +293,11 @@ def grpo_jobs(arguments, until):
         model = arguments.output / "gsm8k-sft" / "checkpoints" / f"step-{step}"
         jobs.append(evaluation(arguments, step, model, options))
     return jobs
+
+
+def gpu_of(arguments, index):
+    """The GPU of the index-th run among --gpus, or None without that option."""
+    return arguments.gpus[index % len(arguments.gpus)] if arguments.gpus else None
 
 
 def gsm8k(arguments):
@@ -298,7 +311,7 @@ def gsm8k(arguments):
     done = run_jobs(arguments.output, sft_jobs(arguments, until), at_once=2)
     if "gsm8k-sft" in done:
         until = min(arguments.until, time.monotonic() + arguments.grpo_seconds)
-        run_jobs(arguments.output, grpo_jobs(arguments, until), at_once=2)
+        run_jobs(arguments.output, grpo_jobs(arguments, until), at_once=len(arguments.seeds) + 1)
     print_gsm8k(arguments.output)
 
 
@@ -336,6 +349,8 @@ def parse(arguments=None):
     parts["distill"].add_argument("--learning-rate", type=float, default=3e-5, help="of distillation; GRPO's is 1e-5")
     part = parts["gsm8k"]
     part.add_argument("--data", type=Path, required=True)
+    part.add_argument("--seeds", type=int, nargs="+", default=[0], help="of GRPO")
+    part.add_argument("--gpus", type=int, nargs="+", help="their numbers, which the runs take turns at")
     part.add_argument("--learning-rate", type=float, default=1e-5, help="of GRPO")
     part.add_argument("--tokens", type=int, default=256, help="most of a completion")
     part.add_argument("--eval-rows", type=int, default=640)

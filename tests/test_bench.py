@@ -161,14 +161,16 @@ def learning_jobs(learning_runs, folder):
     (folder / "gsm8k-sft" / "checkpoints" / "step-100").mkdir()
     jobs = learning_runs.adapter_jobs(learning_runs.parse(["adapters", *given, "--types", "int4", "--seeds", "3", "4"]))
     jobs += learning_runs.distill_jobs(learning_runs.parse(["distill", *given]))
-    arguments = learning_runs.parse(["gsm8k", *given, "--data", str(folder), "--batch", "48"])
+    options = ["--data", str(folder), "--batch", "48", "--seeds", "3", "4", "5", "--gpus", "0", "2"]
+    arguments = learning_runs.parse(["gsm8k", *given, *options])
     return jobs + learning_runs.sft_jobs(arguments, 1.0) + learning_runs.grpo_jobs(arguments, 2.0)
 
 
 def test_runs_of_the_learning_curves_are_runs_of_rlnumba(imported, tmp_path):
     learning_runs = imported("learning_runs")
-    runs = {}
+    runs, gpus = {}, {}
     for job in learning_jobs(learning_runs, tmp_path):
+        gpus[job.name] = job.gpu
         options = parse_overrides(job.arguments()[3:])
         if job.command == "eval":
             options = [(name, text) for name, text in options if name not in ("trainer", "output", "dtype")]
@@ -182,10 +184,24 @@ def test_runs_of_the_learning_curves_are_runs_of_rlnumba(imported, tmp_path):
     assert distill.teacher.model == f"{grpo.output_dir}/final" and own.train.sync_ref_model
     assert grpo.train.per_device_train_batch_size == distill.train.per_device_train_batch_size == 128
     # Both phases of GSM8K have the same prompts; the checkpoints of the first are evaluated but for the last.
-    sft, grpo = runs["gsm8k-sft"], runs["gsm8k-grpo"]
+    sft, grpo = runs["gsm8k-sft"], runs["gsm8k-grpo-4"]
     assert sft.data.prompt_template == grpo.data.prompt_template and grpo.model == f"{sft.output_dir}/final"
     assert grpo.train.per_device_train_batch_size * grpo.train.gradient_accumulation_steps == 48
     assert runs["gsm8k-eval-20"].model.endswith("step-20") and "gsm8k-eval-100" not in runs
+    # Its seeds take turns at the GPUs.
+    assert [runs[f"gsm8k-grpo-{seed}"].seed for seed in (3, 4, 5)] == [3, 4, 5]
+    assert [gpus[f"gsm8k-grpo-{seed}"] for seed in (3, 4, 5)] == [0, 2, 0] and gpus["adapter-bf16-3"] is None
+
+
+def test_a_learning_run_sees_its_gpu_alone(imported, tmp_path, monkeypatch):
+    learning_runs = imported("learning_runs")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    seen = []
+    monkeypatch.setattr(learning_runs.subprocess, "Popen", lambda command, env, **_: seen.append(env))
+    for job in learning_jobs(learning_runs, tmp_path):
+        if job.name in ("adapter-bf16-3", "gsm8k-grpo-4"):
+            learning_runs.start(job, tmp_path)
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in seen] == ["0,2", "2"]
 
 
 def test_learning_runs_wait_for_one_another_and_end_in_time(imported, tmp_path, monkeypatch, capsys):
@@ -249,7 +265,8 @@ def test_curves_of_learning_runs(imported, tmp_path, capsys):
             write_metrics(tmp_path, f"adapter-{form}-{seed}", values, **apart)
     write_metrics(tmp_path, "arithmetic-grpo", [0.0, 0.2, 0.5, 0.6])
     write_metrics(tmp_path, "arithmetic-self", [0.0, 0.55, 0.58])
-    write_metrics(tmp_path, "gsm8k-grpo", [0.04, 0.05], step_time=1.0)
+    write_metrics(tmp_path, "gsm8k-grpo-0", [0.04, 0.05], step_time=1.0)
+    write_metrics(tmp_path, "gsm8k-grpo-1", [0.04, 0.07, 0.06], step_time=1.0)
     (tmp_path / "gsm8k-sft").mkdir()
     sft = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
     (tmp_path / "gsm8k-sft" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sft))
@@ -270,6 +287,8 @@ def test_curves_of_learning_runs(imported, tmp_path, capsys):
     assert "-0.240 ± 0.029 (standard error); beyond" in lines["| accuracy on int4 less that on bf16"]
     assert "90% of GRPO's after 100.0 tokens; 100% of GRPO's never" in lines["| its own teacher, as it was"]
     assert "0: 0.0100, 3: 0.0400" in lines["| GSM8K, supervised: steps and accuracy"]
+    assert "0.0400 to 0.0600 after 2 steps, at most 0.0700" in lines["| GSM8K, GRPO, seed 1"]
+    assert "0.055 ± 0.007 (2 seeds)" in lines["| GSM8K, GRPO, after the last step"]
     # What is kept says the same.
     learning_runs.main(learning_runs.parse(["draw", str(kept)]))
     assert capsys.readouterr().out.replace(str(kept), f"{tmp_path} --keep {kept}") == found

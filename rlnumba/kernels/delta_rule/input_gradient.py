@@ -38,7 +38,7 @@ NEXT = 2
 CHILD_LINES = 8
 
 
-class Unit(NamedTuple):
+class HeadFunctions(NamedTuple):
     """The device functions of a token of a head of q or k, or of v, and the sizes that they close over.
 
     load, store, load_taps: of row_functions; load_gradient(gradients, t, unit, e, douts, at); compute_du(window, taps,
@@ -56,8 +56,8 @@ class Unit(NamedTuple):
 
 
 @functools.cache
-def unit_of(heads, element, is_value, access, tap_access):
-    """The Unit of a head of v, or of q or k."""
+def head_functions(heads, element, is_value, access, tap_access):
+    """The HeadFunctions of v, or of q and k."""
     key_heads, dim = heads.key_heads, heads.value_dim if is_value else heads.key_dim
     width, query_scale, zero, one = lane_width(dim), np.float32(heads.key_dim**-0.5), np.float32(0.0), np.float32(1.0)
     first_value, any_value = 2 * key_heads, is_value or heads.key_dim == heads.value_dim
@@ -94,18 +94,18 @@ def unit_of(heads, element, is_value, access, tap_access):
             dy = douts[i] if any_value and unit >= first_value else scale * (douts[i] - values[i] * removed)
             du[i] = dy * s * (one + du[i] * (one - s))
 
-    return Unit(dim, width, heads.columns, load, store, load_taps, load_gradient, compute_du)
+    return HeadFunctions(dim, width, heads.columns, load, store, load_taps, load_gradient, compute_du)
 
 
-def units_of(heads, element, accesses):
-    """The Units of heads of q and k, and of v."""
-    return [unit_of(heads, element, is_value, accesses[is_value], accesses[2]) for is_value in (False, True)]
+def of_both_dims(heads, element, accesses):
+    """The HeadFunctions of q and k, and those of v."""
+    return [head_functions(heads, element, is_value, accesses[is_value], accesses[2]) for is_value in (False, True)]
 
 
 @functools.cache
-def gradient_function(of_unit, has_prefixes):
+def gradient_function(functions, has_prefixes):
     """compute_gradient: the device function of the gradient of a tile's tokens of a head."""
-    dim, width, columns, load, store, load_taps, load_gradient, compute_du = of_unit
+    dim, width, columns, load, store, load_taps, load_gradient, compute_du = functions
     zero, taps_size, rows = np.float32(0.0), TAPS * width, TAPS - 1 + NEXT
     window_size, ahead_size = rows * width, NEXT * width
 
@@ -180,12 +180,12 @@ def gradient_function(of_unit, has_prefixes):
 
 
 @functools.cache
-def row_function(of_unit, distance):
+def row_function(functions, distance):
     """The device function that adds what a row has of dx to the totals of a parent's last three rows.
 
     distance: of the row from the first of these three; they are less than 3, a child's rows 3 and more.
     """
-    width, before, compute_du = of_unit.width, TAPS - 1, of_unit.compute_du
+    width, before, compute_du = functions.width, TAPS - 1, functions.compute_du
 
     @device_function
     def add_row(window, taps, douts, totals, du, values, sigmoids, unit, owned):
@@ -205,12 +205,14 @@ def row_function(of_unit, distance):
 
 
 @functools.cache
-def last_rows_function(of_unit):
+def last_rows_function(functions):
     """compute_last_rows: the device function of what a warp has of dx of a parent's last three rows, of a head."""
-    dim, width, columns, load, _, load_taps, load_gradient, _ = of_unit
+    dim, width, columns, load, _, load_taps, load_gradient, _ = functions
     before, taps_size, zero = TAPS - 1, TAPS * width, np.float32(0.0)
     before_size, both_size = before * width, 2 * before * width
-    own_0, own_1, own_2, of_child_0, of_child_1, of_child_2 = (row_function(of_unit, row) for row in range(2 * before))
+    own_0, own_1, own_2, of_child_0, of_child_1, of_child_2 = (
+        row_function(functions, row) for row in range(2 * before)
+    )
 
     @device_function
     def compute_last_rows(projected, conv, sequences, gradients, totals, b, unit, first, line, lane):
@@ -269,7 +271,7 @@ def delta_rule_inputs_gradient_kernel(heads, element, accesses, has_prefixes=Fal
     heads = DeltaRuleHeads(*heads)
     key_heads, key_dim, value_dim = heads.key_heads, heads.key_dim, heads.value_dim
     units, keys, same_dim = 2 * key_heads + heads.value_heads, key_heads * key_dim, key_dim == value_dim
-    of_key, of_value = (gradient_function(each, has_prefixes) for each in units_of(heads, element, accesses))
+    of_key, of_value = (gradient_function(each, has_prefixes) for each in of_both_dims(heads, element, accesses))
     key_width, value_width = lane_width(key_dim), lane_width(value_dim)
     size = TAPS * max(key_width, value_width)
 
@@ -304,7 +306,7 @@ def last_rows_gradient_kernel(heads, element, accesses):
     heads = DeltaRuleHeads(*heads)
     key_heads, key_dim, value_dim = heads.key_heads, heads.key_dim, heads.value_dim
     keys, same_dim, columns, before = key_heads * key_dim, key_dim == value_dim, heads.columns, TAPS - 1
-    of_key, of_value = (last_rows_function(each) for each in units_of(heads, element, accesses))
+    of_key, of_value = (last_rows_function(each) for each in of_both_dims(heads, element, accesses))
     key_width, value_width = lane_width(key_dim), lane_width(value_dim)
     size, most = before * max(key_width, value_width), before * max(key_dim, value_dim)
 

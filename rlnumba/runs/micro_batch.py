@@ -158,6 +158,8 @@ class MicroBatch:
             # A padding sequence has no descendants.
             first = len(sequences["cu_seqlens"]) - len(ends)
             sequences["query_bounds"][first:] += ends - sequences["cu_seqlens"][first - 1]
+            count = len(self.sequences["order"])
+            sequences["order"][count:] = np.arange(count, num_sequences)
         tokens = {name: _extended(array, num_tokens, 0) for name, array in self.tokens.items()}
         others = dict(self.others)
         if "routed_experts" in others:
@@ -186,7 +188,7 @@ class MicroBatch:
         own = [node.end - node.start for node in nodes]
         prefixes = PackedPrefixes.of(own, parents)
         added = {"cu_seqlens": np.append(0, np.cumsum(own)).astype(np.int32), "query_bounds": prefixes.query_bounds}
-        added |= {"parents": prefixes.parents, "prefix_lens": prefixes.lengths}
+        added |= {"parents": prefixes.parents, "prefix_lens": prefixes.lengths, "order": prefixes.order}
         kept, places = tree.places()
         return replace(
             self, tokens={name: array[kept] for name, array in self.tokens.items()},
@@ -242,7 +244,7 @@ class DeviceBatch:
             written = results["aux_loss"], results["expert_rows"]
             of_policy["router"] = RouterArrays(arrays["num_tokens"], arrays["router_weight"], *written)
         if "parents" in arrays:
-            names = ("parents", "prefix_lens", "query_bounds")
+            names = ("parents", "prefix_lens", "query_bounds", "order")
             sizes = micro_batch.max_queries, micro_batch.levels
             of_policy["prefixes"] = PackedPrefixes(*(arrays[name] for name in names), *sizes)
         targets = TargetBatch(**of_policy, max_seqlen=micro_batch.max_seqlen, every_row=micro_batch.is_padded)

@@ -103,12 +103,12 @@ def test_kernels_compile(compile_offline, config):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
     x, f, i, m = "int32[:,:,::1]", "float32[::1]", "int32[::1]", "uint8[::1]"
-    rows = [x, x, "float32[:,::1]", i, "int32", f, i, i]
+    rows = [x, x, "float32[:,::1]", i, f, i, i]
     troubles = compile_offline(attention_rows_kernel(config), rows, (9, 0, "a"))
     batch, dq = tuple_type(BackwardBatch, i, "int64", "int64"), tuple_type(DqSums, i, i, f)
     gemms = [m, m, m, m, f, batch, "float32", dq, x, x]
     troubles += compile_offline(attention_backward_kernel(config), gemms, (9, 0, "a"))
-    troubles += compile_offline(attention_round_dq_kernel(config), [f, i, "int32", "float32", x], (9, 0, "a"))
+    troubles += compile_offline(attention_round_dq_kernel(config), [f, i, "float32", x], (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 
 

@@ -72,8 +72,8 @@ class Case:
     def sequences(self):
         prefixes = PackedPrefixes.of(self.lengths, self.parents)
         assert prefixes.lengths.tolist() == self.prefix_lens
-        arrays = (device.asarray(array) for array in prefixes[:3])
-        prefixes = PackedPrefixes(*arrays, *prefixes[3:])
+        arrays = (device.asarray(array) for array in prefixes[:4])
+        prefixes = PackedPrefixes(*arrays, *prefixes[4:])
         return PackedSequences(device.asarray(bounds(self.lengths)), max(self.lengths), self.window, prefixes)
 
     @property
@@ -204,16 +204,16 @@ def test_sm90_kernels_compile(compile_offline, head_dim, nested, window):
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
     prefixes = PackedPrefixes.of([16, 16, 1], [-1, 0, 1 if nested else 0])
-    config = AttentionBackwardConfig(head_dim, "bfloat16", window=window, prefixes=True, nested=nested)
+    config = AttentionBackwardConfig(head_dim, "bfloat16", window=window, prefixes=True)
     x, f, i, m = "int32[:,:,::1]", "float32[::1]", "int32[::1]", "uint8[::1]"
-    families, dq = tuple_type(Families, i, i, i), tuple_type(DqSums, i, i, f)
-    of_rows = tuple_type(PlacedFamilies, i, i, i, i) if window else families
-    rows = [x, x, "float32[:,::1]", of_rows, "int32", f, i, i]
+    families, dq = tuple_type(Families, i, i, i, i), tuple_type(DqSums, i, i, f)
+    of_rows = tuple_type(PlacedFamilies, i, i, i, i, i) if window else families
+    rows = [x, x, "float32[:,::1]", of_rows, f, i, i]
     troubles = compile_offline(attention_rows_kernel(config), rows, (9, 0, "a"))
     batch = tuple_type(BackwardBatch, families, "int64", "int64")
     gemms = [m, m, m, m, f, batch, "float32", dq, x, x]
     troubles += compile_offline(attention_backward_kernel(config), gemms, (9, 0, "a"))
-    troubles += compile_offline(attention_round_dq_kernel(config), [f, families, "int32", "float32", x], (9, 0, "a"))
+    troubles += compile_offline(attention_round_dq_kernel(config), [f, families, "float32", x], (9, 0, "a"))
     forward = attention_sm90_kernel(
         attention_config(head_dim, "bfloat16", 2).with_window(window).with_prefixes(prefixes)
     )

@@ -207,7 +207,7 @@ class Tree:
     def prefixes(self):
         """The PackedPrefixes on the device."""
         found = PackedPrefixes.of(self.own, self.parents)
-        return PackedPrefixes(*map(device.asarray, found[:3]), *found[3:])
+        return PackedPrefixes(*map(device.asarray, found[:4]), *found[4:])
 
     def summed(self, array):
         """The sums over the rows of the whole sequences that are the same row."""

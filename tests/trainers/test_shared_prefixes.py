@@ -269,7 +269,7 @@ def test_operators_of_linear_attention_are_planned(monkeypatch):
     with shapes_only(device.GPUS["h200"]):
         bfloat16, empty = device.dtype("bfloat16"), device.xp().empty
         tokens, gradients = (empty_tokens(count, heads, bfloat16, empty, each) for each in (np.float16, bfloat16))
-        prefixes = PackedPrefixes(*(empty(sequences + i, np.int32) for i in (0, 0, 1)), 64 + 40 * 3)
+        prefixes = PackedPrefixes(*(empty(sequences + i, np.int32) for i in (0, 0, 1, 0)), 64 + 40 * 3)
         arguments = empty(tokens.v.shape, bfloat16), tokens, empty(sequences + 1, np.int32), gradients, prefixes
         kind = type(device.xp())
         monkeypatch.setattr(kind, "empty", lambda _, *sizes: found.append(empty(*sizes)) or found[-1])

@@ -94,7 +94,7 @@ def check_prefixes(op, sequences, q, k):
     if not supports_prefixes(q.dtype.name, q.shape[2], q.shape[1] // k.shape[1]):
         raise ValueError(f"{op}: prefixes need the cpu device, or the sm90 kernels")
     count = len(sequences.cu_seqlens) - 1
-    for name, length in (("parents", count), ("lengths", count), ("query_bounds", count + 1)):
+    for name, length in (("parents", count), ("lengths", count), ("query_bounds", count + 1), ("order", count)):
         check(op, f"prefixes.{name}", getattr(sequences.prefixes, name), (length,), I32)
 
 

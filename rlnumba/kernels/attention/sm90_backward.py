@@ -48,7 +48,9 @@ With prefixes a block owns keys of a sequence's own rows as before, and its quer
 sequence's descendants follow, each of which sees all of its keys. So of a row of a child there are two sums of dq: that
 over its own keys, and that over its parent's, in the tiles of the parent's queries; with nested prefixes there is one
 more for each further ancestor. The last kernel adds them, from the row's own sequence to the root. Tiles of rows,
-semaphores and sums are found by query_bounds, in which such a row is as often.
+semaphores and sums are found by query_bounds, in which such a row is as often; its lse and delta are computed once, and
+written to the tiles of each. A prompt's first keys may have a hundred times the steps of a completion's, so chains come
+in the order of PackedPrefixes, those with the most queries first, and their key tiles ahead of all others.
 
 With a window as well, queries come with positions, counted as the rows of the block's sequence are, and masks compare
 these. A block whose window ends inside its sequence's own rows stops there; another one visits all descendants' rows.
@@ -68,6 +70,7 @@ from rlnumba.kernels.attention.sm90_backward_mainloop import (
     BEHIND,
     LOG2_E,
     QUERIES,
+    QUERY_BITS,
     AttentionBackwardConfig,
     consumer_function,
     dq_row_offset_function,
@@ -96,10 +99,10 @@ ROWS_IN_FLIGHT = 4
 MORE_SUM_ROWS = 9
 # Sequences (cu_seqlens, or Families), query heads, and the bound of a sequence's length.
 BackwardBatch = namedtuple("BackwardBatch", "sequences heads max_seqlen")
-# Sequences with PackedPrefixes: own rows, parents, and the queries of own keys.
-Families = namedtuple("Families", "cu_seqlens parents query_bounds")
+# Sequences with PackedPrefixes: own rows, and of these prefixes what the kernels read.
+Families = namedtuple("Families", "cu_seqlens parents query_bounds order")
 # The same, and the lengths of prefixes.
-PlacedFamilies = namedtuple("PlacedFamilies", "cu_seqlens parents query_bounds lengths")
+PlacedFamilies = namedtuple("PlacedFamilies", "cu_seqlens parents query_bounds order lengths")
 # The sums of dq, the semaphores that order their addition, and the counter from which blocks draw tiles of keys.
 DqSums = namedtuple("DqSums", "work_counter semaphores sums")
 
@@ -121,60 +124,119 @@ def rows_function(config):
     return query_rows
 
 
+@device_function
+def first_tile(first_row, sequence):
+    """The first tile of a sequence whose rows begin with first_row, among those of all sequences."""
+    return i32(udiv(first_row, QUERIES) + sequence)
+
+
+@functools.cache
+def own_tile_function(config):
+    """The device function that finds a tile of QUERIES own rows; a sequence begins with a new tile."""
+    prefixes = config.prefixes
+
+    @device_function
+    def own_tile(sequences, tile):
+        """(sequence, first row, end of the sequence's own rows); first row >= end: the tile has no rows."""
+        bounds = sequences
+        if prefixes:
+            bounds = sequences.cu_seqlens
+        sequence, end = i32(0), i32(bounds.shape[0] - 1)
+        while end - sequence > 1:
+            middle = (sequence + end) >> i32(1)
+            if first_tile(bounds[np.uint32(middle)], middle) <= tile:
+                sequence = middle
+            else:
+                end = middle
+        start, end = bounds[sequence], bounds[sequence + 1]
+        return sequence, i32(start + (tile - first_tile(start, sequence)) * i32(QUERIES)), i32(end)
+
+    return own_tile
+
+
 @specialize
 def attention_rows_kernel(config):
     """The kernel of an AttentionBackwardConfig that prepares lse, delta and the semaphores."""
     element, dq_parts, words, query_rows = config.element, config.dq_parts, config.head_dim // 2, rows_function(config)
     words_per_lane = -(-words // 32)
-    loads = ROWS_IN_FLIGHT * words_per_lane
+    loads, prefixes = ROWS_IN_FLIGHT * words_per_lane, config.prefixes
     unpack, has_positions, words_of_row = cvt_unpack(element), config.has_positions, config.row_words
+    own_tile = own_tile_function(config)
 
     @device_function
-    def row_position(sequences, sequence, row):
-        """The position of a row of a sequence or its descendants, counted as the sequence's rows are."""
-        owner, end = i32(sequence), i32(sequences.cu_seqlens.shape[0] - 1)
-        # The last sequence that begins at the row or before it.
-        while end - owner > 1:
-            middle = (owner + end) // i32(2)
-            if sequences.cu_seqlens[middle] <= row:
-                owner = i32(middle)
+    def put(rows, tile, row, of_row):
+        """of_row: lse, delta and the position of a row of a tile, which is counted over the heads of all tiles."""
+        first = tile * (words_of_row * QUERIES) + row
+        rows[first], rows[first + QUERIES] = of_row[0], of_row[1]
+        if has_positions:
+            rows[first + 2 * QUERIES] = of_row[2]
+
+    @device_function
+    def begin_tile(semaphores, tile):
+        """Clear a tile's semaphores."""
+        for part in range(dq_parts):
+            semaphores[tile * dq_parts + part] = 0
+
+    @device_function
+    def end_tile(rows, tile, row, of_row):
+        """Put what is beyond the end to the rows of a tile from `row` on."""
+        of_row[0], of_row[1], of_row[2] = f32(math.inf), f32(0.0), f32(0.0)
+        for each in range(row, QUERIES):
+            put(rows, tile, each, of_row)
+
+    @device_function
+    def put_everywhere(rows, semaphores, sequences, sequence, token, place, of_row):
+        """Put what a row has to its tile of its own sequence, and to those of its ancestors. place: (head, heads)."""
+        head, heads = place
+        owner, row_lse, delta = i32(sequence), of_row[0], of_row[1]
+        while sequence >= 0:
+            start, end, first_query = query_rows(sequences, sequence)
+            query = i32(token - start)
+            row = query & i32(QUERIES - 1)
+            tile = i64(first_tile(first_query, sequence) + (query >> i32(QUERY_BITS))) * heads + head
+            of_row[0], of_row[1] = row_lse, delta
+            if has_positions:
+                own_start = sequences.cu_seqlens[owner] - sequences.lengths[owner]
+                of_row[2] = f32(token - own_start + start - sequences.lengths[sequence])
+            put(rows, tile, row, of_row)
+            if row == 0:
+                begin_tile(semaphores, tile)
+            if token == end - 1:
+                end_tile(rows, tile, row + 1, of_row)
+            if prefixes:
+                sequence = i32(sequences.parents[sequence])
             else:
-                end = i32(middle)
-        start = sequences.cu_seqlens[owner] - sequences.lengths[owner]
-        return i32(row - start + sequences.cu_seqlens[sequence] - sequences.lengths[sequence])
+                sequence = i32(-1)
 
     @cuda.jit
-    def attention_rows_kernel(dout, out, lse, sequences, query_tiles, rows, semaphores, work_counter):
+    def attention_rows_kernel(dout, out, lse, sequences, rows, semaphores, work_counter):
         """rows[t, h] = (lse, delta) of the rows of query tile t and head h; lse times log2(e), infinity beyond the end.
 
-        With a window and prefixes positions follow, as floats. dout, out (N, H, E / 2): pairs of elements.
-        query_tiles: of the longest sequence. A block owns a tile of a head and clears its semaphores; a warp owns
-        ROWS_IN_FLIGHT rows at a time, a lane every 32nd pair, summed by a butterfly.
+        With a window and prefixes positions follow, as floats. dout, out (N, H, E / 2): pairs of elements. A block owns
+        a tile of own rows of a head, and writes what these have wherever they are queries: there the first row of a
+        tile clears its semaphores, and the last one of all adds what is beyond the end. A warp owns ROWS_IN_FLIGHT rows
+        at a time, a lane every 32nd pair, summed by a butterfly.
         """
-        heads = out.shape[1]
-        head, sequence = cuda.blockIdx.y, udiv(cuda.blockIdx.x, query_tiles)
-        start, end, first_query = query_rows(sequences, sequence)
-        query_tile = i32(i32(cuda.blockIdx.x) - sequence * query_tiles)
-        first = start + query_tile * i32(QUERIES)
-        tile = i64(first_query // QUERIES + sequence + query_tile) * heads + head
-        thread = cuda.threadIdx.x
-        if thread == 0 and head == 0 and cuda.blockIdx.x == 0:
+        heads = i32(out.shape[1])
+        head, tile, thread = i32(cuda.blockIdx.y), i32(cuda.blockIdx.x), i32(cuda.threadIdx.x)
+        if thread == 0 and head == 0 and tile == 0:
             work_counter[0] = 0
+        sequence, first, end = own_tile(sequences, tile)
         if first >= end:
             return
-        if thread < dq_parts:
-            semaphores[tile * dq_parts + thread] = 0
-        lane = thread % 32
-        sums = cuda.local.array(ROWS_IN_FLIGHT, np.float32)
+        lane = thread & i32(31)
+        sums, of_row = cuda.local.array(ROWS_IN_FLIGHT, np.float32), cuda.local.array(3, np.float32)
         dout_words = cuda.local.array(loads, np.int32)
         out_words = cuda.local.array(loads, np.int32)
-        for r in range(thread // 32 * ROWS_IN_FLIGHT, QUERIES, 4 * ROWS_IN_FLIGHT):
+        for r in range((thread >> i32(5)) * ROWS_IN_FLIGHT, QUERIES, 4 * ROWS_IN_FLIGHT):
             for i in range(ROWS_IN_FLIGHT):
                 token = min(first + r + i, end - 1)
                 for w in range(words_per_lane):
                     word = min(lane + w * 32, words - 1)
                     dout_words[i * words_per_lane + w] = dout[token, head, word]
                     out_words[i * words_per_lane + w] = out[token, head, word]
+            own_row = i32(first + r + lane)
+            row_lse = lse[head, min(own_row, end - 1)] if lane < ROWS_IN_FLIGHT else f32(0.0)
             for i in range(ROWS_IN_FLIGHT):
                 sums[i] = f32(0.0)
                 for w in range(words_per_lane):
@@ -182,16 +244,13 @@ def attention_rows_kernel(config):
                         dout_low, dout_high = unpack(dout_words[i * words_per_lane + w])
                         out_low, out_high = unpack(out_words[i * words_per_lane + w])
                         sums[i] += dout_low * out_low + dout_high * out_high
+            of_row[0], of_row[2] = row_lse * LOG2_E, f32(0.0)
             for i in range(ROWS_IN_FLIGHT):
                 delta = warp_sum(sums[i])
                 if lane == i:
-                    is_valid = first + r + i < end
-                    row_lse = lse[head, min(first + r + i, end - 1)] * LOG2_E
-                    rows[tile * words_of_row * QUERIES + r + i] = row_lse if is_valid else f32(math.inf)
-                    rows[(tile * words_of_row + 1) * QUERIES + r + i] = delta if is_valid else f32(0.0)
-                    if has_positions:
-                        position = row_position(sequences, sequence, i32(min(first + r + i, end - 1)))
-                        rows[(tile * words_of_row + 2) * QUERIES + r + i] = f32(position)
+                    of_row[1] = delta
+            if lane < ROWS_IN_FLIGHT and own_row < end:
+                put_everywhere(rows, semaphores, sequences, sequence, own_row, (head, heads), of_row)
 
     return attention_rows_kernel
 
@@ -214,10 +273,17 @@ def schedule_function(config):
         work_index -= first_chain * key_tiles
         chain = first_chain + work_index % together
         sequence, kv_head = chain // kv_heads, i32(chain % kv_heads)
+        if prefixes:
+            sequence = sequences.order[sequence]
         start = cu_seqlens[sequence]
         length = min(cu_seqlens[sequence + 1] - start, i32(max_seqlen))
+        own_tiles, place = i32((length + (keys - 1)) // keys), i32(work_index // together)
         # Counted from the sequence's end, so that of all sequences the blocks with the most steps come first.
-        key_tile = i32((length + (keys - 1)) // keys - key_tiles + work_index // together)
+        key_tile = i32(own_tiles - key_tiles + place)
+        if prefixes:
+            # All of descendants' queries see the keys of each tile.
+            if sequences.query_bounds[sequence + 1] - sequences.query_bounds[sequence] > length:
+                key_tile = place if place < own_tiles else i32(-1)
         return sequence, kv_head, key_tile, start, length
 
     return schedule
@@ -345,87 +411,88 @@ def attention_round_dq_kernel(config):
     in_flight = 1 if config.prefixes and config.wide else ROWS_IN_FLIGHT
     loads = 4 * in_flight * words_per_lane
     pack, dq_row_offset = cvt_pack(config.element), dq_row_offset_function(config)
-    load_four, _ = vector_access(4, 4)
-    prefixes, nested, query_rows = config.prefixes, config.nested, rows_function(config)
+    (load_two, _), (load_four, _) = vector_access(2, 2), vector_access(4, 4)
+    prefixes, query_rows, own_tile = config.prefixes, rows_function(config), own_tile_function(config)
 
     @device_function
-    def parents_sum(dq_sums, sequences, parent, row, head, heads, word):
-        """The index, in the sums over an ancestor's keys, of a pair of columns of dq of a descendant's row."""
-        start, end, first_query = query_rows(sequences, parent)
+    def place_of_row(start, end, first_query, sequence, row, place):
+        """Where a row's sums of dq over a sequence's keys begin, and the rows that its tile of them has.
+
+        start, end, first_query: of query_rows; place: (head, heads). The tile's rows are in blocks of eight columns.
+        """
+        head, heads = place
         query = i32(row - start)
         tile_query = query & i32(-QUERIES)
         sum_rows = dq_sum_rows(i32(min(end - start - tile_query, QUERIES)))
-        first_sum = (i64(first_query + tile_query + parent * MORE_SUM_ROWS) * heads + i64(head) * sum_rows) * (
-            parts * row_size
-        )
+        first_sum = i64(first_query + tile_query + sequence * MORE_SUM_ROWS) * heads + i64(head) * sum_rows
+        return first_sum * (parts * row_size) + dq_row_offset(i32(query - tile_query), i32(0)), sum_rows
+
+    @device_function
+    def offset_of_word(word, sum_rows):
+        """From a row's first sum to those of a pair of columns, and of the same pair eight rows below."""
         unit = word // i32(words)
         word -= unit * i32(words)
-        offset = i32(
-            (unit >> i32(1)) * sum_rows * i32(row_size) + dq_row_offset(i32(query - tile_query), unit & i32(1))
-        )
-        return first_sum + i32(offset + (word >> i32(2)) * i32(32) + (word & i32(3)) * i32(4))
+        of_unit = i32((unit >> i32(1)) * sum_rows * i32(row_size) + dq_row_offset(i32(0), unit & i32(1)))
+        return i32(of_unit + (word >> i32(2)) * i32(32) + (word & i32(3)) * i32(4))
 
-    @cuda.jit
-    def attention_round_dq_kernel(dq_sums, sequences, query_tiles, scale, dq):
-        """dq (N, H, E / 2, pairs of elements) = scale times its sums; a block owns a tile of a head.
-
-        query_tiles: of the longest sequence. A warp owns in_flight rows g of each 16 at a time, and g + 8, which
-        lie beside them; a lane every 32nd pair of columns.
-        """
-        heads, head, sequence = dq.shape[1], cuda.blockIdx.y, udiv(cuda.blockIdx.x, query_tiles)
-        start, end, first_query = query_rows(sequences, sequence)
-        tile_query = i32(i32(cuda.blockIdx.x) - sequence * query_tiles) * i32(QUERIES)
-        first = start + tile_query
-        if first >= end:
-            return
-        valid_queries = i32(min(end - first, QUERIES))
-        lane, warp = i32(cuda.threadIdx.x) & i32(31), i32(cuda.threadIdx.x) >> i32(5)
-        sum_rows = dq_sum_rows(valid_queries)
-        first_sum = (i64(first_query + tile_query + sequence * MORE_SUM_ROWS) * heads + i64(head) * sum_rows) * (
-            parts * row_size
-        )
-        parent = i32(-1)
-        if prefixes:
-            # Rows of descendants are written by their own blocks.
-            valid_queries = i32(min(sequences.cu_seqlens[sequence + 1] - first, QUERIES))
-            if valid_queries <= 0:
-                return
-            parent = sequences.parents[sequence]
-        sums = cuda.local.array(loads, np.float32)
-        for pair in range(warp * in_flight, QUERIES // 2, 4 * in_flight):
-            # in_flight divides 8: all rows are of the same 16.
-            row = i32((i32(pair) >> i32(3)) * i32(16) + (i32(pair) & i32(7)))
-            for i in range(in_flight):
-                summed_row = i32(row + i32(i)) if row + i < valid_queries else i32(0)
+    @device_function
+    def add_ancestor(sums, of_ancestor, dq_sums, sequences, ancestor, rows, place, lane):
+        """Add the sums over an ancestor's keys. rows: (the first of in_flight rows, the end of what there is)."""
+        start, end, first_query = query_rows(sequences, ancestor)
+        first_row, end_row = rows
+        for i in range(in_flight):
+            for half in range(2):
+                row = i32(min(first_row + i + half * 8, end_row - 1))
+                first_sum, sum_rows = place_of_row(start, end, first_query, ancestor, row, place)
                 for w in range(words_per_lane):
                     word = i32(min(i32(lane + w * 32), i32(row_words - 1)))
-                    unit = word // i32(words)
-                    word -= unit * i32(words)
-                    offset = i32((unit >> i32(1)) * sum_rows * i32(row_size) + dq_row_offset(summed_row, unit & i32(1)))
-                    offset += (word >> i32(2)) * i32(32) + (word & i32(3)) * i32(4)
-                    load_four(dq_sums, first_sum + offset, sums, (i * words_per_lane + w) * 4)
+                    at = (i * words_per_lane + w) * 4 + 2 * half
+                    load_two(dq_sums, first_sum + offset_of_word(word, sum_rows), of_ancestor, at)
+        for i in range(loads):
+            sums[i] += of_ancestor[i]
+
+    @cuda.jit
+    def attention_round_dq_kernel(dq_sums, sequences, scale, dq):
+        """dq (N, H, E / 2, pairs of elements) = scale times its sums; a block owns a tile of own rows of a head.
+
+        A warp owns in_flight rows g of each 16 at a time, and g + 8, which lie beside them; a lane every 32nd pair of
+        columns.
+        """
+        heads, head, tile = dq.shape[1], i32(cuda.blockIdx.y), i32(cuda.blockIdx.x)
+        sequence, first, own_end = own_tile(sequences, tile)
+        if first >= own_end:
+            return
+        start, end, first_query = query_rows(sequences, sequence)
+        lane, warp = i32(cuda.threadIdx.x) & i32(31), i32(cuda.threadIdx.x) >> i32(5)
+        parent = i32(-1)
+        if prefixes:
+            parent = i32(sequences.parents[sequence])
+        sums = cuda.local.array(loads, np.float32)
+        of_ancestor = cuda.local.array(loads if prefixes else 1, np.float32)
+        for pair in range(warp * in_flight, QUERIES // 2, 4 * in_flight):
+            # in_flight divides 8: all rows are of the same 16.
+            row = i32(first + (i32(pair) >> i32(3)) * i32(16) + (i32(pair) & i32(7)))
+            for i in range(in_flight):
+                summed_row = i32(row + i32(i)) if row + i < own_end else i32(first)
+                first_sum, sum_rows = place_of_row(start, end, first_query, sequence, summed_row, (head, heads))
+                for w in range(words_per_lane):
+                    word = i32(min(i32(lane + w * 32), i32(row_words - 1)))
+                    place = first_sum + offset_of_word(word, sum_rows)
+                    load_four(dq_sums, place, sums, (i * words_per_lane + w) * 4)
+            if prefixes:
+                ancestor = parent
+                while ancestor >= 0:
+                    rows = row, own_end
+                    add_ancestor(sums, of_ancestor, dq_sums, sequences, ancestor, rows, (head, heads), lane)
+                    ancestor = i32(sequences.parents[ancestor])
             for i in range(in_flight):
                 for w in range(words_per_lane):
                     word, j = i32(lane + w * 32), (i * words_per_lane + w) * 4
                     if word < row_words:
                         for half in range(2):
-                            if row + i + half * 8 < valid_queries:
-                                low, high = sums[j + 2 * half], sums[j + 2 * half + 1]
-                                if nested:
-                                    row_of_dq, ancestor = i32(first + row + i + half * 8), parent
-                                    while ancestor >= 0:
-                                        place = parents_sum(dq_sums, sequences, ancestor, row_of_dq, head, heads, word)
-                                        low += dq_sums[place]
-                                        high += dq_sums[place + 1]
-                                        ancestor = sequences.parents[ancestor]
-                                elif prefixes:
-                                    if parent >= 0:
-                                        row_of_dq = i32(first + row + i + half * 8)
-                                        place = parents_sum(dq_sums, sequences, parent, row_of_dq, head, heads, word)
-                                        low += dq_sums[place]
-                                        high += dq_sums[place + 1]
-                                low, high = low * scale, high * scale
-                                dq[first + row + i + half * 8, head, word] = pack(low, high)
+                            if row + i + half * 8 < own_end:
+                                low, high = sums[j + 2 * half] * scale, sums[j + 2 * half + 1] * scale
+                                dq[row + i + half * 8, head, word] = pack(low, high)
 
     return attention_round_dq_kernel
 
@@ -461,38 +528,35 @@ def attention_backward_sm90(dout, inputs, out, lse, sequences, scale, gradients,
         return
     config = config or AttentionBackwardConfig(head_dim, q.dtype.name)
     config = config._replace(window=window)
-    xp, queries, bounds, max_queries = device.xp(), tokens, cu_seqlens, max_seqlen
+    xp, queries, bounds = device.xp(), tokens, cu_seqlens
     of_rows = bounds
     if prefixes is not None:
         # A row is a query of its own sequence's keys, and of its ancestors'.
-        config = config._replace(prefixes=True, nested=prefixes.levels > 2)
-        queries, max_queries = prefixes.levels * tokens, prefixes.max_queries
-        bounds = of_rows = Families(cu_seqlens, prefixes.parents, prefixes.query_bounds)
+        config, queries = config._replace(prefixes=True), prefixes.levels * tokens
+        bounds = of_rows = Families(cu_seqlens, prefixes.parents, prefixes.query_bounds, prefixes.order)
         if config.has_positions:
             of_rows = PlacedFamilies(*bounds, prefixes.lengths)
             if tokens > BEHIND:
                 raise ValueError(f"attention_backward: with prefixes and a window at most {BEHIND} rows, got {tokens}")
-    tiles = query_tiles_of(queries, count)
+    tiles, own_tiles = query_tiles_of(queries, count), query_tiles_of(tokens, count)
     rows = xp.empty(tiles * heads * config.row_words * QUERIES, np.float32)
     semaphores = xp.empty(tiles * heads * config.dq_parts, np.int32)
     work_counter = xp.empty(1, np.int32)
     dq_sums = xp.empty(dq_sums_nbytes(queries, count, heads, head_dim) // 4, np.float32)
-    query_tiles, row_tiles = -(-max_queries // QUERIES), -(-max_seqlen // QUERIES)
     key_tiles = -(-max_seqlen // config.keys)
     # The first kernel is one for all windows, and the last one has none.
-    of_queries = config._replace(window=int(config.has_positions), nested=False)
     launch(
-        attention_rows_kernel(of_queries), (query_tiles * count, heads), 128,
-        dout.view(np.int32), out.view(np.int32), lse, of_rows, np.int32(query_tiles), rows, semaphores, work_counter,
+        attention_rows_kernel(config._replace(window=int(config.has_positions))), (own_tiles, heads), 128,
+        dout.view(np.int32), out.view(np.int32), lse, of_rows, rows, semaphores, work_counter,
     )  # fmt: skip
     q_map, dout_map = (tensor_map(x, QUERIES, 1, 64) for x in (q, dout))
     k_map, v_map = (tensor_map(x, config.keys, 1, 64) for x in (k, v))
     launch(
-        attention_backward_kernel(config._replace(nested=False)), kv_heads * count * key_tiles, 3 * WARPGROUP,
+        attention_backward_kernel(config), kv_heads * count * key_tiles, 3 * WARPGROUP,
         q_map, k_map, v_map, dout_map, rows, BackwardBatch(bounds, heads, max_seqlen), float(scale),
         DqSums(work_counter, semaphores, dq_sums), dk.view(np.int32), dv.view(np.int32), shared=config.layout.nbytes,
     )  # fmt: skip
     launch(
-        attention_round_dq_kernel(config._replace(window=0)), (row_tiles * count, heads), 128,
-        dq_sums, bounds, np.int32(row_tiles), float(scale), dq.view(np.int32),
+        attention_round_dq_kernel(config._replace(window=0)), (own_tiles, heads), 128,
+        dq_sums, bounds, float(scale), dq.view(np.int32),
     )  # fmt: skip

@@ -20,7 +20,8 @@ from rlnumba.runtime.device import cuda
 i32, f32 = np.int32, np.float32
 
 # Queries of a step; bytes of a TMA box of them, of their lse or delta, and of what they exchange with the block's keys.
-QUERIES = 64
+QUERY_BITS = 6
+QUERIES = 1 << QUERY_BITS
 QUERY_BOX = QUERIES * LINE
 ROW_BYTES = 4 * QUERIES
 SCORE_BYTES = 2 * QUERIES * 128
@@ -37,7 +38,7 @@ class AttentionBackwardConfig(NamedTuple):
 
     prefetch_scores: S^T of the next step is started before the wait for dq of this one (heads up to 128). chains: how
     many KV heads of sequences are worked on at the same time; on 132 SMs, 32 of them means four blocks of each.
-    window: of sequences.py. prefixes: packed sequences may have PackedPrefixes. nested: parents may have parents.
+    window: of sequences.py. prefixes: packed sequences may have PackedPrefixes.
     """
 
     head_dim: int
@@ -46,7 +47,6 @@ class AttentionBackwardConfig(NamedTuple):
     chains: int = 32
     window: int = 0
     prefixes: bool = False
-    nested: bool = False
 
     @property
     def has_positions(self):

@@ -459,12 +459,11 @@ def test_gpu_in_registers(rng, form, n, k, swiglu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["int4", "nf4", None])
 @pytest.mark.parametrize("n, k, swiglu", LAYERS)
-def test_gpu_reduction(rng, monkeypatch, form, n, k, swiglu):
+def test_gpu_reduction(rng, form, n, k, swiglu):
     """The kernel that writes x A^T, too, has the bits of three kernels, however often, and in what stream, it runs.
 
     form None: a weight of 16 bits, of which one kernel takes more rows.
     """
-    monkeypatch.setattr(gemm, "MOST_REDUCED_ROWS", 512)
     many = () if form else ((65, 1), (150, 3), (256, 1), (512, 3))
     weight, values = quantized(rng, form or "int4", (n, k), 64, BF16)
     weight, b = weight if form else values, device.asarray(matrix(rng, (n, 48), BF16))

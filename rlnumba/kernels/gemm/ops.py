@@ -32,7 +32,6 @@ from rlnumba.kernels.gemm import sm90 as gemm_sm90
 from rlnumba.kernels.gemm.reduction import check_reduction
 from rlnumba.kernels.nn.lora import scale_adapters
 from rlnumba.kernels.nn.swiglu import check_activation, swiglu, swiglu_ref
-from rlnumba.kernels.ptx.wgmma import ROWS
 from rlnumba.runtime import device, dispatch
 
 # By device; the first is the default.
@@ -41,8 +40,8 @@ OFFERED = {"cpu": ("cpu",), "sim": ("native",), "shapes": ("native",), "cuda": (
 # a: (M, K), or (K, M) if a_mn; b: (N, K), or (K, N) if b_mn; out (M, N); bias (N,); residual (M, N), or out itself.
 BACKENDS = {"cpu": cpu.gemm, "cublas": cublas.gemm}
 FAMILIES = {"sm90": gemm_sm90.gemm, "sm80": gemm_sm80.gemm}
-# Rows of x up to which the first product of a low rank is part of the kernel that adds the second, on Hopper.
-MOST_REDUCED_ROWS = ROWS
+# Rows of x up to which the first product of a low rank may be part of the kernel that adds the second, on Hopper.
+MOST_REDUCED_ROWS = 512
 # Former names that stay accepted.
 ALIASES = {"numba": "native"}
 

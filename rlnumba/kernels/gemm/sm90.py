@@ -444,10 +444,11 @@ def takes_reduction(most_rows, x, out, low_rank, reduction, bias=None, residual=
         return True
     problem = problem_of(x, out, False, False, False, bias, residual)
     config = best_config(problem, device.sm_count(), swiglu, low_rank=True)
-    blocks = device.sm_count() * config.blocks_per_sm
+    of_wave = device.sm_count() * config.blocks_per_sm
     tiles = tiles_of(config, *out.shape, config.tile_columns)
-    first = tiles_of(config, len(x), len(reduction.a), config.columns)
-    return -(-(tiles + first) // blocks) == -(-tiles // blocks)
+    with_first = tiles + tiles_of(config, len(x), len(reduction.a), config.columns)
+    waves, waves_with_first = (-(-count // of_wave) for count in (tiles, with_first))
+    return waves_with_first == waves
 
 
 def gemm_reducing(x, weight, out, low_rank, reduction, bias=None, residual=None):

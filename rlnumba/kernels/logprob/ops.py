@@ -187,20 +187,24 @@ def _run_on_rows(run, selected, inputs, outputs, rows_at_once, clear=True):
 
 
 def _run_on_copies(run, rows, inputs, outputs):
-    """run on copies of the given `rows` (M,) int32. The first input is the hidden states."""
+    """run on copies of the given `rows` (M,) int32."""
 
     def empty(array):
         return None if array is None else device.xp().empty((len(rows), *array.shape[1:]), array.dtype)
 
-    hidden, *others = inputs
-    gathered, results = empty(hidden), [empty(array) for array in outputs]
-    gather_rows(hidden, rows, gathered)
-    run(gathered, *(None if array is None else array[rows] for array in others), *results)
+    gathered, results = [empty(array) for array in inputs], [empty(array) for array in outputs]
+    for array, copy in zip(inputs, gathered, strict=True):
+        if array is not None:
+            gather_rows(_as_floats(array), rows, _as_floats(copy))
+    run(*gathered, *results)
     for array, result in zip(outputs, results, strict=True):
-        if array is not None and array.ndim == 2:
-            scatter_rows(result, rows, array)
-        elif array is not None:
-            array[rows] = result
+        if array is not None:
+            scatter_rows(_as_floats(result), rows, _as_floats(array))
+
+
+def _as_floats(array):
+    """An array of rows that operators copy bit for bit: matrices of floats as they are, others as float32."""
+    return array if array.ndim == 2 and array.dtype.kind != "i" else array.reshape(len(array), -1).view(np.float32)
 
 
 def _check_linear(op, hidden, weight, ids, temperature):

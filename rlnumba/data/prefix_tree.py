@@ -11,6 +11,7 @@ run that has targets of one sequence is shared with others that have none there,
 conversations that go on from it.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +50,11 @@ class PrefixNode:
         return self.end - self.start + sum(child.num_tokens for child in self.children)
 
     @property
+    def levels(self):
+        """Nodes from this one to a leaf, at most: int."""
+        return 1 + max((child.levels for child in self.children), default=0)
+
+    @property
     def leaves(self):
         """The nodes without children at or below this one: list."""
         return [leaf for child in self.children for leaf in child.leaves] if self.children else [self]
@@ -62,15 +68,13 @@ class PrefixTree:
     """
 
     def __init__(self, token_ids, cu_seqlens, rows, sharing):
-        self.multiple, self.starts = sharing.multiple, np.asarray(cu_seqlens[:-1], np.int64)
-        self.lengths = np.diff(cu_seqlens).astype(np.int64)
-        self.sequences = np.split(token_ids, cu_seqlens[1:-1])
-        rows = np.sort(rows)
-        of_sequences = np.split(rows, np.searchsorted(rows, cu_seqlens[1:-1]))
-        self.targets = [found - start for found, start in zip(of_sequences, self.starts, strict=True)]
-        self.limits = sharing.limits(self.lengths)
+        rows, lengths = np.sort(rows), np.diff(cu_seqlens).astype(np.int64)
+        # Numbers of Python, of which a tree takes a few thousand, one by one.
+        ends, self.multiple = cu_seqlens.tolist(), sharing.multiple
+        self.starts, self.lengths, self.limits = ends[:-1], lengths.tolist(), sharing.limits(lengths).tolist()
+        self.sequences, self.targets = _parts(token_ids, ends), _parts(rows, np.searchsorted(rows, cu_seqlens).tolist())
         self.roots = self._grow(range(len(self.sequences)), 0)
-        if sharing.levels < ANY_LEVELS:
+        if max((root.levels for root in self.roots), default=0) > sharing.levels:
             self.roots = [each for root in self.roots for each in self._flattened(root, 0, sharing.levels)]
 
     @property
@@ -95,14 +99,16 @@ class PrefixTree:
 
     def places(self):
         """(rows of the sequences that the nodes have, in their order (M,); which of these each row is (N,)): int64."""
-        kept, places = [], np.empty(int(self.lengths.sum()), np.int64)
+        kept, places = [], np.empty(sum(self.lengths), np.int64)
         first = 0
         for node in self.packed()[0]:
-            size = node.end - node.start
-            kept.append(self.starts[node.members[0]] + np.arange(node.start, node.end))
+            numbers = np.arange(first, first + node.end - node.start)
+            start = self.starts[node.members[0]]
+            kept.append(np.arange(start + node.start, start + node.end))
             for member in node.members:
-                places[self.starts[member] + node.start :][:size] = first + np.arange(size)
-            first += size
+                start = self.starts[member]
+                places[start + node.start : start + node.end] = numbers
+            first += len(numbers)
         return np.concatenate(kept), places
 
     def _grow(self, members, start):
@@ -121,7 +127,7 @@ class PrefixTree:
             shared, alone = sorted(late + early[:1]), early[1:]
             if len(shared) == 1:
                 shared, alone = [], group
-            nodes += [PrefixNode([i], start, int(self.lengths[i]), []) for i in alone]
+            nodes += [PrefixNode([i], start, self.lengths[i], []) for i in alone]
             if shared:
                 end = self._common_end(shared, start, sorted(first_targets[i] for i in shared)[1])
                 nodes.append(PrefixNode(shared, start, end, self._grow(shared, end)))
@@ -129,13 +135,13 @@ class PrefixTree:
 
     def _next_target(self, sequence, start):
         """The first row at `start` or later of a sequence that predicts a target, else its length."""
-        targets = self.targets[sequence]
-        index = np.searchsorted(targets, start)
-        return int(targets[index]) if index < len(targets) else int(self.lengths[sequence])
+        targets, begin = self.targets[sequence], self.starts[sequence]
+        index = targets.searchsorted(begin + start)
+        return int(targets[index]) - begin if index < len(targets) else self.lengths[sequence]
 
     def _common_end(self, members, start, limit):
         """The end of what these sequences have in common from `start` on, at most `limit`: int."""
-        limit = min(limit, *(int(self.limits[i]) for i in members))
+        limit = min(limit, *(self.limits[i] for i in members))
         first = self.sequences[members[0]]
         for i in members[1:]:
             differs = self.sequences[i][start:limit] != first[start:limit]
@@ -153,3 +159,8 @@ class PrefixTree:
         shared = PrefixNode(node.members, start, node.end, sorted(below, key=lambda each: each.members[0]))
         apart = [each for child in node.children for each in self._flattened(child, start, levels)]
         return [shared] if shared.num_tokens <= sum(each.num_tokens for each in apart) else apart
+
+
+def _parts(array, bounds):
+    """The parts of an array between neighbouring bounds: list."""
+    return [array[start:end] for start, end in itertools.pairwise(bounds)]

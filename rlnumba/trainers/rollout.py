@@ -11,7 +11,7 @@ nor what an environment has put between the turns of an episode.
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -398,11 +398,11 @@ class Rollouts:
         shared = np.zeros_like(self.prompt_lengths)
         if (self.num_rows > 1).any() or len(self.drawn):
             return shared
-        starts = np.cumsum(self.lengths) - self.lengths
-        limits = sharing.limits(self.prompt_lengths)
-        for i in range(1, len(shared)):
-            own, before = (self.token_ids[starts[j] : starts[j] + limits[j]] for j in (i, i - 1))
-            shared[i] = limits[i] if np.array_equal(own, before) else 0
+        starts, limits = np.cumsum(self.lengths) - self.lengths, sharing.limits(self.prompt_lengths)
+        bounds = zip(starts.tolist(), (starts + limits).tolist(), strict=True)
+        firsts = [self.token_ids[start:end].tobytes() for start, end in bounds]
+        is_shared = np.array([own == before for before, own in pairwise(firsts)], bool)
+        shared[1:] = np.where(is_shared, limits[1:], 0)
         return shared
 
     @property

@@ -4,8 +4,8 @@ import pytest
 from rlnumba.kernels.gemm import ops as gemm
 from rlnumba.kernels.gemm.reduction import ReducingLowRank, Reduction, reduction_counters
 from rlnumba.kernels.gemm.scheduler import GemmProblem
-from rlnumba.kernels.gemm.sm90 import LowRank, gemm_sm90_kernel, gemm_with_config, takes_reduction
-from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig, best_config
+from rlnumba.kernels.gemm.sm90 import LowRank, gemm_sm90_kernel, gemm_with_config, reducing_config
+from rlnumba.kernels.gemm.sm90_config import Sm90GemmConfig, best_config, with_own_rank
 from rlnumba.kernels.nn.swiglu import ACTIVATIONS, GELU_TANH, swiglu, swiglu_ref
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.arguments import tuple_type
@@ -79,46 +79,56 @@ REDUCING = [
     (Sm90GemmConfig(128, 2, 3, "bfloat16", residual=True), 180, 136, 136, 3),
     (Sm90GemmConfig(128, 2, 2, "bfloat16", swiglu=True), 140, 72, 128, 1),
 ]
-REDUCING = [(config._replace(low_rank=True, reduces=True), *case) for config, *case in REDUCING]
+REDUCING = [(config._replace(low_rank=True), *case) for config, *case in REDUCING]
 
 
 @pytest.mark.parametrize("config, m, n, k, adapters", REDUCING)
+@pytest.mark.parametrize("is_own", [False, True], ids=["tiles", "own"])
 @pytest.mark.sim
 @pytest.mark.sm90
-def test_the_low_rank_in_the_same_kernel(rng, config, m, n, k, adapters):
-    """The bits of a product, scale_adapters of it, and a GEMM with their low rank."""
+def test_the_low_rank_in_the_same_kernel(rng, config, m, n, k, adapters, is_own):
+    """The bits of a product, scale_adapters of it, and a GEMM with their low rank; of tiles of it, or each block's own.
+
+    Of a rank of 40 with one adapter, whose last columns of 48 are none.
+    """
+    rank = 40 if is_own and adapters == 1 else 48
+    fused = with_own_rank(config, rank) if is_own else config._replace(reduces=True)
     rows = 2 * n if config.swiglu else n
     x, weight, b, residual, bias = (
-        device.asarray(matrix(rng, shape, config.element)) for shape in ((m, k), (rows, k), (rows, 48), (m, n), n)
+        device.asarray(matrix(rng, shape, config.element)) for shape in ((m, k), (rows, k), (rows, rank), (m, n), n)
     )
-    reduction = random_adapters(rng, adapters, 48 // adapters, k, m, config.element)
-    found, expected = device.xp().full((m, 48), np.nan, x.dtype), reduced(x, reduction)
+    reduction = random_adapters(rng, adapters, rank // adapters, k, m, config.element)
+    found, expected = device.xp().full((m, rank), np.nan, x.dtype), reduced(x, reduction)
     outs = [device.xp().full((m, rows), np.nan, x.dtype) for _ in range(2)]
     addends = [residual.copy() if config.residual or config.swiglu else None for _ in range(2)]
     bias = bias if config.bias else None
-    gemm_with_config(config, x, weight, outs[0], bias, addends[0], (found, b), reduction)
-    gemm_with_config(config._replace(reduces=False), x, weight, outs[1], bias, addends[1], (expected, b))
-    assert_same_bits(found, expected, f"x A^T of {config}")
-    assert_same_bits(*outs, f"{config}")
+    gemm_with_config(fused, x, weight, outs[0], bias, addends[0], (found, b), reduction)
+    gemm_with_config(config, x, weight, outs[1], bias, addends[1], (expected, b))
+    assert_same_bits(found, expected, f"x A^T of {fused}")
+    assert_same_bits(*outs, f"{fused}")
     if config.swiglu:
         assert_same_bits(*addends, f"activated by {config}")
     assert not device.to_host(current().own(reduction_counters)).any()
 
 
 def test_where_one_kernel_makes_both_products(monkeypatch):
-    """Of many rows where tiles of x A^T need no wave of blocks beyond those of C: 64 and 4 tiles of 132, 128 and 8."""
+    """Blocks compute up to 48 columns of x A^T themselves. Tiles of more are those of one kernel for up to 64 rows, and
+    for many where they need no wave of blocks beyond those of C: 64 and 4 tiles of 132, 128 and 8."""
     if device.name() != "cpu":
         pytest.skip("counts the blocks of an H200, for arrays of the cpu device")
     monkeypatch.setattr(device, "sm_count", lambda: 132)
     bf16, (n, k) = device.dtype("bfloat16"), (1024, 2048)
-    reduction = Reduction(np.zeros((16, k), bf16), np.ones(1, np.float32))
 
-    def takes(most_rows, m):
-        x, out, low_rank = np.zeros((m, k), bf16), np.zeros((m, n), bf16), (np.zeros((m, 16), bf16), None)
-        return takes_reduction(most_rows, x, out, low_rank, reduction)
+    def chosen(most_rows, m, rank):
+        reduction = Reduction(np.zeros((rank, k), bf16), np.ones(1, np.float32))
+        x, out, low_rank = np.zeros((m, k), bf16), np.zeros((m, n), bf16), (np.zeros((m, rank), bf16), None)
+        return reducing_config(most_rows, x, out, low_rank, reduction)
 
-    assert takes(64, 64) and not takes(64, 65)
-    assert takes(512, 65) and takes(512, 256) and not takes(512, 512)
+    assert chosen(64, 64, 64).reduces and chosen(64, 65, 64) is None
+    assert chosen(512, 65, 64).reduces and chosen(512, 256, 64).reduces and chosen(512, 512, 64) is None
+    for m, rank, own_rank in ((1, 8, 16), (64, 16, 16), (256, 48, 48), (512, 34, 48)):
+        assert chosen(512, m, rank).own_rank == own_rank and not chosen(512, m, rank).reduces
+    assert chosen(512, 513, 16) is None
 
 
 def check_swiglu(rng, config, m, n, k):
@@ -222,7 +232,7 @@ def types_of(config):
     """Types of gemm_sm90_kernel's arguments, without bias and residual."""
     tensor_map, nothing, pairs, number = "uint8[::1]", "int32[::1]", "int32[:,::1]", "int64"
     rank_operands = tuple_type(LowRank, tensor_map, tensor_map, number) if config.low_rank else number
-    if config.reduces:
+    if config.reduces or config.own_rank:
         arrays = pairs, "float32[::1]", nothing, number, nothing
         rank_operands = tuple_type(ReducingLowRank, tensor_map, tensor_map, number, tensor_map, *arrays)
     staged = [tensor_map, tensor_map if config.swiglu else nothing]
@@ -254,12 +264,14 @@ def test_a_low_rank_compiles_for_gpus(compile_offline, m, b_mn):
 
 @pytest.mark.parametrize("m", [1, 64, 256])
 @pytest.mark.parametrize("n, k, swiglu", [(6144, 4096, False), (12_288, 4096, True), (4096, 12_288, False)])
-def test_the_low_rank_in_the_same_kernel_compiles_for_gpus(compile_offline, m, n, k, swiglu):
+@pytest.mark.parametrize("is_own", [False, True], ids=["tiles", "own"])
+def test_the_low_rank_in_the_same_kernel_compiles_for_gpus(compile_offline, m, n, k, swiglu, is_own):
     """The tiles for decode of Qwen3-8B, without a spill."""
     if device.name() != "cpu":
         pytest.skip("compiles without a GPU, from the cpu device")
     problem = GemmProblem(m, n, k, "bfloat16", False, False, "same", residual=n == 4096)
-    config = best_config(problem, 132, swiglu, low_rank=True)._replace(reduces=True)
+    config = best_config(problem, 132, swiglu, low_rank=True)
+    config = with_own_rank(config, 48) if is_own else config._replace(reduces=True)
     troubles = compile_offline(gemm_sm90_kernel(config), types_of(config), (9, 0, "a"))
     assert not troubles, "\n".join(troubles)
 

@@ -416,7 +416,7 @@ def attention_round_dq_kernel(config):
 
     @device_function
     def place_of_row(start, end, first_query, sequence, row, place):
-        """Where a row's sums of dq over a sequence's keys begin, and the rows that its tile of them has.
+        """(the index of the first of a row's sums of dq over a sequence's keys, the rows that its tile of them has).
 
         start, end, first_query: of query_rows; place: (head, heads). The tile's rows are in blocks of eight columns.
         """

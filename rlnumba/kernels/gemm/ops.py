@@ -135,10 +135,11 @@ def linear(x, weight, out, bias=None, residual=None, low_rank=None, reduction=No
         return
     gemm = _gemm(x, weight, out, k, bias, residual, low_rank)
     if reduction is not None:
-        operands = out, low_rank, reduction, bias, residual
-        if gemm is gemm_sm90.gemm and gemm_sm90.takes_reduction(MOST_REDUCED_ROWS, x, *operands):
-            gemm_sm90.gemm_reducing(x, weight, *operands)
-            return
+        if gemm is gemm_sm90.gemm:
+            config = gemm_sm90.reducing_config(MOST_REDUCED_ROWS, x, out, low_rank, reduction, bias, residual)
+            if config is not None:
+                gemm_sm90.gemm_with_config(config, x, weight, out, bias, residual, low_rank, reduction)
+                return
         reduce_rank(x, reduction, low_rank[0])
     if low_rank is not None and gemm is gemm_sm90.gemm:
         gemm_sm90.gemm_low_rank(x, weight, out, low_rank, bias=bias, residual=residual)
@@ -168,11 +169,14 @@ def linear_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu", red
     if reduction is not None:
         check_reduction("linear_swiglu", reduction, low_rank, k)
     if m and n and _gemm(x, weight, out, k, residual=gate_up, low_rank=low_rank) is gemm_sm90.gemm:
-        operands = x, out, low_rank, reduction
-        if reduction is not None and not gemm_sm90.takes_reduction(MOST_REDUCED_ROWS, *operands, swiglu=True):
+        if reduction is not None:
+            config = gemm_sm90.reducing_config(MOST_REDUCED_ROWS, x, out, low_rank, reduction, swiglu=True)
+            if config is not None:
+                config = config._replace(activation=activation)
+                gemm_sm90.gemm_with_config(config, x, weight, gate_up, None, out, low_rank, reduction)
+                return
             reduce_rank(x, reduction, low_rank[0])
-            reduction = None
-        gemm_sm90.gemm_swiglu(x, weight, gate_up, out, low_rank, activation, reduction)
+        gemm_sm90.gemm_swiglu(x, weight, gate_up, out, low_rank, activation)
     else:
         linear(x, weight, gate_up, low_rank=low_rank, reduction=reduction)
         swiglu(gate_up, out, activation)

@@ -1,9 +1,14 @@
 """An adapter's first product, XA = s X A^T, in the kernel that adds its second: C = X W^T + XA B^T (sm_90).
 
 XA has few columns, so that one block computes them or a few, in a chain over K that may not be split. A kernel of its
-own would leave the other SMs idle, and take about as long as the sum over W. Here tiles of XA are tiles beside those of
-C, with the same main loop: one block computes them while the others add up X W^T. A block waits for XA where the low
-rank begins, after its first tile's sum over W:
+own would leave the other SMs idle, and take about as long as the sum over W. There are two ways:
+
+Of up to 48 columns each block of a 16-bit GEMM computes what its own rows have. A's rows lie behind those of W in a
+stage, so that one wgmma has the sums of both, and XA becomes the second product's operand in registers. It is computed
+by as many blocks as there are tiles of C side by side, and no block waits for another.
+
+Else tiles of XA are tiles beside those of C, with the same main loop: one block computes them while the others add up
+X W^T. A block waits for XA where the low rank begins, after its first tile's sum over W:
 
     arrived[0]    warpgroups that have written their rows of a tile of XA: those that wait go on when all have
     arrived[1]    blocks that wait no more. The last one makes both 0, for the next kernel
@@ -128,9 +133,64 @@ def leave_reduced(low_rank):
 
 
 @functools.cache
+def scale_function(element):
+    """(factor_of, scaled): the device functions that make pairs of XA from their sums, by a ReducingLowRank."""
+    pack_two, unpack_two = cvt_pack(element), cvt_unpack(element)
+
+    @device_function
+    def factor_of(low_rank, line):
+        """(scale, first column, end) of a row's adapter: columns of XA; (0, 0, 0) for a row that has none."""
+        adapter, width = i32(0), i32(low_rank.adapter_columns)
+        if low_rank.adapter_ids.shape[0] > 0:
+            adapter = low_rank.adapter_ids[u32(line)]
+        if adapter < 0:
+            return np.float32(0.0), i32(0), i32(0)
+        return low_rank.scales[u32(adapter)], i32(adapter * width), i32(adapter * width + width)
+
+    @device_function
+    def scaled(low, high, column, factor):
+        """Two neighbouring sums from `column` on as words of 16 bits; factor: of factor_of."""
+        scale, first, end = factor
+        low, high = unpack_two(pack_two(low, high))
+        low, high = low * scale, high * scale
+        # Other adapters' values may be NaN, and are left out. A pair is one adapter's.
+        if column < first or column >= end:
+            low, high = np.float32(0.0), np.float32(0.0)
+        return pack_two(low, high)
+
+    return factor_of, scaled
+
+
+@functools.cache
+def own_rank_function(config):
+    """The device function by which a consumer warpgroup has its rows of XA as the A of wgmma in registers."""
+    columns, blocks = config.columns, config.own_rank // 8
+    factor_of, scaled = scale_function(config.element)
+
+    @device_function
+    def own_rank(words, acc, low_rank, row, m, lane, stores):
+        """words: of STEPS columns; acc: the sums of a tile, then those of XA; stores: XA is written, too."""
+        for i in range(STEPS // 4):
+            words[i] = i32(0)
+        rank = i32(low_rank.rank)
+        for half in range(2):
+            line = i32(row + half * 8)
+            if line < m:
+                factor = factor_of(low_rank, line)
+                for block in range(blocks):
+                    column, i = i32(block * 8 + (lane & i32(3)) * i32(2)), columns // 2 + block * 4 + half * 2
+                    word = scaled(acc[i], acc[i + 1], column, factor)
+                    words[block // 2 * 4 + block % 2 * 2 + half] = word
+                    if stores and column < rank:
+                        low_rank.xa[u32(line), u32(column >> i32(1))] = word
+
+    return own_rank
+
+
+@functools.cache
 def store_reduced_function(config):
     """The device function by which a consumer warpgroup scales and writes its rows of a tile of XA, and counts them."""
-    columns, pack_two, unpack_two = config.columns, cvt_pack(config.element), cvt_unpack(config.element)
+    columns, (factor_of, scaled) = config.columns, scale_function(config.element)
 
     @device_function
     def store_reduced(acc, low_rank, tile, row, m, lane, leader, barrier=1):
@@ -138,26 +198,16 @@ def store_reduced_function(config):
 
         tile: among those side by side; barrier: the named barrier of the warpgroup.
         """
-        rank, width = i32(low_rank.rank), i32(low_rank.adapter_columns)
+        rank = i32(low_rank.rank)
         for half in range(2):
             line = i32(row + half * 8)
             if line < m:
-                adapter = i32(0)
-                if low_rank.adapter_ids.shape[0] > 0:
-                    adapter = low_rank.adapter_ids[u32(line)]
-                factor = low_rank.scales[u32(adapter)] if adapter >= 0 else np.float32(0.0)
-                first = i32(adapter * width)
-                out = low_rank.xa[u32(line)]
+                factor, out = factor_of(low_rank, line), low_rank.xa[u32(line)]
                 for block in range(columns // 8):
                     column = i32(tile * columns + block * 8 + (lane & i32(3)) * i32(2))
                     if column < rank:
                         i = block * 4 + half * 2
-                        low, high = unpack_two(pack_two(acc[i], acc[i + 1]))
-                        low, high = low * factor, high * factor
-                        # Other adapters' values may be NaN, and are left out. A pair is one adapter's.
-                        if adapter < 0 or column < first or column >= i32(first + width):
-                            low, high = np.float32(0.0), np.float32(0.0)
-                        out[u32(column >> i32(1))] = pack_two(low, high)
+                        out[u32(column >> i32(1))] = scaled(acc[i], acc[i + 1], column, factor)
         sm90.named_barrier_sync(i32(barrier), i32(WARPGROUP))
         if leader:
             semaphore_add(low_rank.arrived, 0)

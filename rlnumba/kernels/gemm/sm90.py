@@ -27,13 +27,14 @@ from rlnumba.kernels.gemm.epilogue import addends, store_by_threads_function, st
 from rlnumba.kernels.gemm.reduction import (
     is_one_kernel,
     leave_reduced,
+    own_rank_function,
     reduced_tiles,
     reducing_operands,
     store_reduced_function,
     wait_for_reduced,
 )
 from rlnumba.kernels.gemm.scheduler import problem_of, tile_coordinates
-from rlnumba.kernels.gemm.sm90_config import best_config
+from rlnumba.kernels.gemm.sm90_config import best_config, with_own_rank
 from rlnumba.kernels.ptx import sm90
 from rlnumba.kernels.ptx.shared_memory import BOX_BYTES, LINE
 from rlnumba.kernels.ptx.warp import (
@@ -78,7 +79,7 @@ ReducedTiles = namedtuple("ReducedTiles", "tiles across rounds arrivals low_rank
 @functools.cache
 def load_functions(config):
     """(load_a, load_b): the device functions that load the boxes of a tile and a stage to `target`."""
-    columns, panels, rows, tile_columns = config.columns, config.panels, config.rows, config.tile_columns
+    columns, panels, rows, tile_columns = config.product_columns, config.panels, config.rows, config.tile_columns
     a_mn, b_mn, swiglu = config.a_mn, config.b_mn, config.swiglu
     consumers, eight_rows = config.consumers, config.eight_rows
     # All panels in one box, which takes whole panels: those of a low rank are not.
@@ -105,7 +106,7 @@ def load_functions(config):
         """Load a stage of B by TMA: the boxes of a tile from `step` of K on."""
         first_column = tile_column * tile_columns
         if b_mn:
-            for box in range(columns // 64):
+            for box in range(tile_columns // 64):
                 load_b_2d(target + box * BOX_BYTES, b, first_column + box * 64, step, full)
         elif swiglu:
             for panel in range(panels):
@@ -128,14 +129,17 @@ def producer(config, load, before_wait):
     """
     stage_bytes, steps, low_rank, reduces = config.stage_bytes, config.steps, config.low_rank, config.reduces
     panels, columns, is_weight = config.panels, config.columns, before_wait
-    waits_for_reduced = reduces and not before_wait
+    waits_for_reduced, panel_bytes = reduces and not is_weight, config.product_columns * LINE
+    # Stages of a weight end with the adapter's A, but those of the low rank; there consumers have A' in registers.
+    loads_adapter, has_no_rank = config.own_rank > 0 and is_weight, config.own_rank > 0 and not is_weight
+    adapter_bytes = panels * config.own_rank * LINE if loads_adapter else 0
     _, advance = ring(config.stages)
 
     @device_function
     def load_reducing(target, reducing_map, tile_column, step, full):
         """Load a stage of the adapter's A for a tile of A'."""
         for panel in range(panels):
-            at, first_step = target + panel * columns * LINE, step + panel * STEPS
+            at, first_step = target + panel * panel_bytes, step + panel * STEPS
             sm90.tma_load_2d(at, reducing_map, first_step, tile_column * columns, full)
 
     @device_function
@@ -143,7 +147,7 @@ def producer(config, load, before_wait):
         """nbytes: of the boxes of a stage; target: where those of the first stage belong.
 
         low_rank_step: the step of the reduction with which low_rank_map begins. reduced: a ReducedTiles if the config
-        reduces, else of no use.
+        reduces, the low rank's operands if it has own_rank, else of no use.
         """
         tiles, tiles_down, tiles_across, rounds, n = shape
         lane = i32(cuda.threadIdx.x) & i32(31)
@@ -157,6 +161,8 @@ def producer(config, load, before_wait):
                 if low_rank:
                     sm90.prefetch_tensor_map(low_rank_map)
             griddepcontrol_wait()
+        if loads_adapter:
+            adapter_map = sm90.tensor_map_address(reduced.reducing_map)
         if reduces:
             reducing_map, waits = sm90.tensor_map_address(reduced.low_rank.reducing_map), i32(1)
             while index < reduced.tiles:
@@ -191,14 +197,20 @@ def producer(config, load, before_wait):
                         sync_warp()
                         waits = i32(0)
                 if lane == 0:
-                    sm90.mbarrier_expect_tx(full + stage * MBARRIER_BYTES, nbytes)
                     stage_full = full + stage * MBARRIER_BYTES
                     boxes = target + stage * stage_bytes
                     if low_rank and step >= low_rank_step:
                         of_rank = i32(step - low_rank_step)
-                        load(boxes, low_rank_map, tile_row, tile_column, of_rank, stage_full, n)
+                        if has_no_rank:
+                            sm90.mbarrier_arrive(stage_full)
+                        else:
+                            sm90.mbarrier_expect_tx(stage_full, i32(nbytes - adapter_bytes))
+                            load(boxes, low_rank_map, tile_row, tile_column, of_rank, stage_full, n)
                     else:
+                        sm90.mbarrier_expect_tx(stage_full, nbytes)
                         load(boxes, operand_map, tile_row, tile_column, step, stage_full, n)
+                        if loads_adapter:
+                            load_reducing(boxes + columns * LINE, adapter_map, i32(0), step, stage_full)
                 step = i32(step + steps)
                 stage, parity = advance(stage, parity)
             index = i32(index + i32(cuda.gridDim.x))
@@ -249,7 +261,8 @@ def consumer_function(config):
     tile_columns, staged_columns = config.tile_columns, config.staged_columns
     a_bytes, staged_bytes, prefetched_columns = config.a_bytes, config.staged_bytes, config.prefetched_columns
     prefetches, layout = config.prefetches, config.layout
-    accumulators, residual_words = columns // 2, columns // 4 if config.residual and not prefetches else 1
+    product_columns = config.product_columns
+    accumulators, residual_words = product_columns // 2, columns // 4 if config.residual and not prefetches else 1
     load_residual, prefetch, add_addends = addends(config)
     if staged_columns:
         store_by_tma = store_by_tma_function(config)
@@ -258,7 +271,11 @@ def consumer_function(config):
 
     a_kind, b_kind = "mn" if config.a_mn else "k", "mn" if config.b_mn else "k"
     operands = a_kind, b_kind, None, WgmmaLayout(broadcast=config.eight_rows)
-    start = wgmma_async(columns, config.element, config.steps // 16, *operands)
+    start = wgmma_async(product_columns, config.element, config.steps // 16, *operands)
+    add_low_rank = wgmma_async(columns, config.element, STEPS // 16, "registers", "k", True)
+    wait_low_rank, (_, advance) = wgmma_wait_group(columns // 2, 0, STEPS // 4), ring(config.stages)
+    has_own_rank, own_rank = config.own_rank > 0, own_rank_function(config)
+    rank_word_count = STEPS // 4 if has_own_rank else 1
 
     @device_function
     def each_round(done, rounds, leader, part):
@@ -270,15 +287,15 @@ def consumer_function(config):
     def nothing_more(done, rounds, leader, part):
         pass
 
-    main_loop = main_loop_function(columns, config.stages, config.stage_bytes, start, each_round)
+    main_loop = main_loop_function(product_columns, config.stages, config.stage_bytes, start, each_round)
     reduce = main_loop_function(columns, config.stages, config.stage_bytes, start, nothing_more)
-    store_reduced, reduces = store_reduced_function(config), config.reduces
+    store_reduced, reduces, stage_bytes = store_reduced_function(config), config.reduces, config.stage_bytes
 
     @device_function
     def consume(base, consumer, thread, c, residual, bias, m, shape, reduced):
         """Compute and store this block's tiles; shape: (tiles, tiles down, across, stages of a tile, n).
 
-        c, residual: addresses of tensor maps if the output is staged, else arrays.
+        c, residual: addresses of tensor maps if the output is staged, else arrays. reduced: as a producer's.
         """
         tiles, tiles_down, tiles_across, rounds, n = shape
         lane, warp, leader = thread & i32(31), (thread >> i32(5)) & i32(3), (thread & i32(127)) == 0
@@ -287,6 +304,7 @@ def consumer_function(config):
         a, b = base + consumer * BOX_BYTES, base + a_bytes
         acc = cuda.local.array(accumulators, np.float32)
         words = cuda.local.array(residual_words, np.int32)
+        rank_words = cuda.local.array(rank_word_count, np.int32)
         for i in range(accumulators):
             acc[i] = np.float32(0.0)
         stage, parity = FIRST_FULL
@@ -313,7 +331,18 @@ def consumer_function(config):
             load_residual(words, residual, row, pair, m, n)
             part = c if prefetched_columns else residual, first_row, tile_column, staged, prefetched
             full, empty = base + layout.full, base + layout.empty
-            stage, parity = main_loop(acc, a, b, full, empty, rounds, stage, parity, leader, part)
+            if has_own_rank:
+                # The last stage has B' alone, whose A' these rows have then.
+                stage, parity = main_loop(acc, a, b, full, empty, rounds - i32(1), stage, parity, leader, part)
+                own_rank(rank_words, acc, reduced, row, m, lane, tile_column == 0)
+                sm90.mbarrier_wait(full + stage * MBARRIER_BYTES, parity)
+                add_low_rank(acc, rank_words, smem_descriptor(b + stage * stage_bytes))
+                wait_low_rank(acc, rank_words)
+                if leader:
+                    sm90.mbarrier_arrive(empty + stage * MBARRIER_BYTES)
+                stage, parity = advance(stage, parity)
+            else:
+                stage, parity = main_loop(acc, a, b, full, empty, rounds, stage, parity, leader, part)
             if prefetches:
                 sm90.mbarrier_wait(prefetched, prefetched_parity)
                 prefetched_parity ^= i32(1)
@@ -339,9 +368,9 @@ def gemm_sm90_kernel(config):
     rows, tile_columns, steps, consumers = config.rows, config.tile_columns, config.steps, config.consumers
     layout, a_bytes, b_bytes, low_rank = config.layout, config.a_bytes, config.b_bytes, config.low_rank
     staged, residual_by_tma = config.staged_columns > 0, config.residual or config.swiglu
-    columns, reduces = config.columns, config.reduces
+    columns, reduces, own_rank = config.columns, config.reduces, config.own_rank
     # The producer's registers go to consumers whose accumulators need them.
-    reallocates_registers = config.columns > 128
+    reallocates_registers = config.product_columns > 128
     init_ring, _ = ring(config.stages)
     load_a, load_b = load_functions(config)
     # A K-major B is a weight; the gradient of one has no operand that is older than the kernels ahead.
@@ -353,10 +382,10 @@ def gemm_sm90_kernel(config):
     def gemm_sm90_kernel(a_map, b_map, rank_operands, c, residual, bias, m, n, k, a_stage_bytes):
         """C (m, n) from A and B with k steps of reduction; with SwiGLU, C (m, 2 n), and `residual` (m, n) is written.
 
-        rank_operands: a LowRank if config.low_rank, a ReducingLowRank if config.reduces, else of no use. c, residual:
-        tensor maps if the config stages the output, else arrays (m, n / 2) of pairs of 16 bits. bias (n / 2): pairs,
-        too. Arrays that the config does not use have no elements. a_stage_bytes: of A's boxes of one stage. Shared
-        memory: Sm90GemmConfig.layout.
+        rank_operands: a LowRank if config.low_rank, a ReducingLowRank if the kernel computes its A', else of no use. c,
+        residual: tensor maps if the config stages the output, else arrays (m, n / 2) of pairs of 16 bits. bias (n / 2):
+        pairs, too. Arrays that the config does not use have no elements. a_stage_bytes: of A's boxes of one stage.
+        Shared memory: Sm90GemmConfig.layout.
         """
         thread = i32(cuda.threadIdx.x)
         warpgroup = sm90.warp_uniform(thread >> i32(7))
@@ -383,6 +412,8 @@ def gemm_sm90_kernel(config):
             first_tiles = i32(tiles_down * across)
             arrivals = i32(first_tiles * consumers)
             reduced = ReducedTiles(first_tiles, across, i32((k + steps - 1) // steps), arrivals, rank_operands)
+        elif own_rank:
+            reduced = rank_operands
         else:
             reduced = i32(0)
         shape = i32(tiles_down * tiles_across), tiles_down, tiles_across, rounds, i32(n)
@@ -432,50 +463,41 @@ def tiles_of(config, m, n, columns):
     return -(-m // config.rows) * -(-n // columns)
 
 
-def takes_reduction(most_rows, x, out, low_rank, reduction, bias=None, residual=None, swiglu=False):
-    """Whether gemm_reducing, or gemm_swiglu, writes the A' of low_rank as well, instead of kernels of their own.
+def reducing_config(most_rows, x, out, low_rank, reduction, bias=None, residual=None, swiglu=False):
+    """The config of the kernel that computes the A' of low_rank, too, for up to most_rows rows; None: there is none.
 
-    Of up to most_rows rows; with more than ROWS, of which A' has several tiles, where these need no further wave of
-    blocks.
+    Each block does it for its own rows, unless A' has too many columns. Else A' has tiles; with more than ROWS rows it
+    has several, which may not need a further wave of blocks.
     """
     if not is_one_kernel(x, out, low_rank, reduction, most_rows):
-        return False
-    if len(x) <= ROWS:
-        return True
+        return None
     problem = problem_of(x, out, False, False, False, bias, residual)
     config = best_config(problem, device.sm_count(), swiglu, low_rank=True)
+    if own := with_own_rank(config, len(reduction.a)):
+        return own
     of_wave = device.sm_count() * config.blocks_per_sm
     tiles = tiles_of(config, *out.shape, config.tile_columns)
     with_first = tiles + tiles_of(config, len(x), len(reduction.a), config.columns)
     waves, waves_with_first = (-(-count // of_wave) for count in (tiles, with_first))
-    return waves_with_first == waves
+    return config._replace(reduces=True) if len(x) <= ROWS or waves_with_first == waves else None
 
 
-def gemm_reducing(x, weight, out, low_rank, reduction, bias=None, residual=None):
-    """gemm_low_rank whose A' is written first as the Reduction says, where takes_reduction says so."""
-    problem = problem_of(x, out, False, False, False, bias, residual)
-    config = best_config(problem, device.sm_count(), low_rank=True)._replace(reduces=True)
-    gemm_with_config(config, x, weight, out, bias, residual, low_rank, reduction)
-
-
-def gemm_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu", reduction=None):
+def gemm_swiglu(x, weight, gate_up, out, low_rank=None, activation="silu"):
     """gate_up = X W^T (+ A' B'^T) and out = activation(gate) * up: the bits of gemm and swiglu.
 
-    x (M, K), weight (2 F, K), gate_up (M, 2 F), out (M, F) and low_rank as gemm_with_config takes them. reduction: a
-    Reduction, of which A' is written first, where takes_reduction says so.
+    x (M, K), weight (2 F, K), gate_up (M, 2 F), out (M, F) and low_rank as gemm_with_config takes them.
     """
     problem = problem_of(x, out, False, False, False, None, None)
-    config = best_config(problem, device.sm_count(), True, low_rank is not None)
-    config = config._replace(activation=activation, reduces=reduction is not None)
-    gemm_with_config(config, x, weight, gate_up, residual=out, low_rank=low_rank, reduction=reduction)
+    config = best_config(problem, device.sm_count(), True, low_rank is not None)._replace(activation=activation)
+    gemm_with_config(config, x, weight, gate_up, residual=out, low_rank=low_rank)
 
 
 def gemm_with_config(config, a, b, out, bias=None, residual=None, low_rank=None, reduction=None):
     """gemm by the kernel of `config`. Rows of all matrices are multiples of 16 bytes long.
 
     M, N and K > 0; M <= 8 if config.eight_rows. If config.swiglu: b (2 N, K), out (M, 2 N), and residual (M, N) is
-    written. low_rank: (A', B') if config.low_rank; reduction: a Reduction, of which A' is written, if config.reduces,
-    for K-major operands.
+    written. low_rank: (A', B') if config.low_rank; reduction: a Reduction, of which A' is written, if config.reduces or
+    own_rank, for K-major operands.
     """
     m, n = residual.shape if config.swiglu else out.shape
     k = a.shape[0] if config.a_mn else a.shape[1]
@@ -488,6 +510,8 @@ def gemm_with_config(config, a, b, out, bias=None, residual=None, low_rank=None,
     if config.reduces:
         rank_operands = reducing_operands(low_rank, reduction, a_box, b_box, config.columns)
         tiles += tiles_of(config, m, len(reduction.a), config.columns)
+    elif config.own_rank:
+        rank_operands = reducing_operands(low_rank, reduction, a_box, b_box, config.own_rank)
     elif config.low_rank:
         rank_a, rank_b = low_rank
         rank_operands = LowRank(tensor_map(rank_a, *a_box), tensor_map(rank_b, *b_box), rank_a.shape[1])

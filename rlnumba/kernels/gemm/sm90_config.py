@@ -15,6 +15,8 @@ LONG_CHAIN = 4096
 # Steps of a sum that takes as long as L2 takes to add it to C: 1.2 TB/s of what is added. H200, 151,936 x 1024 += 768
 # steps: 555 us, and 516 where a quarter of C is loaded and stored instead; 1,536 steps: 771 and 795.
 FEW_STEPS = 1024
+# Columns of a wgmma, at most; those of them for a low rank, fewer than B' has in its stage, whose rest is zeros.
+MOST_COLUMNS, MOST_OWN_RANK = 256, 48
 # Shared memory that a block may use, less what aligning its start costs.
 SHARED_LIMIT = 227 * 1024 - SWIZZLE_ALIGNMENT
 
@@ -31,8 +33,9 @@ class Sm90GemmConfig(NamedTuple):
     whose sum is stored; the others are added by TMA in L2. 0, staged_columns, twice as many, or all. eight_rows: C has
     up to eight rows, and A's box as many, which wgmma broadcasts; for one consumer and a K-major A. low_rank: a second
     pair of operands of few steps follows the first, whose product is added to the accumulators. streams_b: B is read
-    once, and is the first to leave L2. activation: of the gate, one of kernels/nn/swiglu.py:ACTIVATIONS. reduces: the
-    kernel computes the first operand of the low rank (gemm/reduction.py).
+    once, and is the first to leave L2. activation: of the gate, one of kernels/nn/swiglu.py:ACTIVATIONS. reduces: tiles
+    of the kernel compute the first operand of the low rank, and own_rank, the number of its columns, a multiple of 16:
+    each block computes those of its own rows beside its tile (gemm/reduction.py).
     """
 
     columns: int
@@ -52,6 +55,12 @@ class Sm90GemmConfig(NamedTuple):
     streams_b: bool = False
     activation: str = "silu"
     reduces: bool = False
+    own_rank: int = 0
+
+    @property
+    def product_columns(self):
+        """Columns of B in a stage: those of the tile, and of the adapter whose product is computed beside it."""
+        return self.columns + self.own_rank
 
     @property
     def rows(self):
@@ -96,7 +105,7 @@ class Sm90GemmConfig(NamedTuple):
     @property
     def b_bytes(self):
         """Bytes of B in a stage."""
-        return self.panels * self.columns * LINE
+        return self.panels * self.product_columns * LINE
 
     @property
     def stage_bytes(self):
@@ -174,6 +183,20 @@ def few_rows_config(m, n, k, sm_count, fixed, swiglu):
         columns = min(widths, key=lambda columns: round(1 - filled(columns) / math.ceil(filled(columns)), 1))
         most_panels = 4 if columns == 32 and eight else 2 if eight or columns != 64 else 1
     return with_stages(Sm90GemmConfig(columns, 1, 2, *fixed, eight_rows=eight, streams_b=True), most_panels, k)
+
+
+def with_own_rank(config, rank):
+    """The config whose blocks compute so many columns of the low rank's first operand themselves, or None.
+
+    None where they are too many: beside the tile's they are columns of one wgmma.
+    """
+    own_rank = -(-rank // 16) * 16
+    if own_rank > MOST_OWN_RANK or config.columns + own_rank > MOST_COLUMNS:
+        return None
+    config = config._replace(own_rank=own_rank)
+    while config.layout.nbytes > SHARED_LIMIT:
+        config = config._replace(stages=config.stages - 1)
+    return config if config.stages > 1 else None
 
 
 @functools.cache

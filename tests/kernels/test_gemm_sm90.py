@@ -112,14 +112,14 @@ def test_the_low_rank_in_the_same_kernel(rng, config, m, n, k, adapters, is_own)
 
 
 def test_where_one_kernel_makes_both_products(monkeypatch):
-    """Blocks compute up to 48 columns of x A^T themselves. Tiles of more are those of one kernel for up to 64 rows, and
-    for many where they need no wave of blocks beyond those of C: 64 and 4 tiles of 132, 128 and 8."""
+    """Blocks of one wave compute up to 48 columns of x A^T themselves. Tiles of more, or of several waves, are those of
+    one kernel for up to 64 rows, and for many where they need no further wave: 64 and 4 tiles of 132, 128 and 8."""
     if device.name() != "cpu":
         pytest.skip("counts the blocks of an H200, for arrays of the cpu device")
     monkeypatch.setattr(device, "sm_count", lambda: 132)
-    bf16, (n, k) = device.dtype("bfloat16"), (1024, 2048)
+    bf16, k = device.dtype("bfloat16"), 2048
 
-    def chosen(most_rows, m, rank):
+    def chosen(most_rows, m, rank, n=1024):
         reduction = Reduction(np.zeros((rank, k), bf16), np.ones(1, np.float32))
         x, out, low_rank = np.zeros((m, k), bf16), np.zeros((m, n), bf16), (np.zeros((m, rank), bf16), None)
         return reducing_config(most_rows, x, out, low_rank, reduction)
@@ -129,6 +129,7 @@ def test_where_one_kernel_makes_both_products(monkeypatch):
     for m, rank, own_rank in ((1, 8, 16), (64, 16, 16), (256, 48, 48), (512, 34, 48)):
         assert chosen(512, m, rank).own_rank == own_rank and not chosen(512, m, rank).reduces
     assert chosen(512, 513, 16) is None
+    assert chosen(512, 64, 16, 19_456).reduces and chosen(512, 256, 16, 19_456).reduces
 
 
 def check_swiglu(rng, config, m, n, k):

@@ -25,6 +25,7 @@ from rlnumba.kernels.logprob import IGNORED, chunked, slices
 from rlnumba.kernels.logprob import sm90 as logprob_sm90
 from rlnumba.kernels.logprob.terms import ALL_TOKENS, KeptTokens, LogprobOutputs, LossGradients
 from rlnumba.kernels.nn.elementwise import fill, gather_rows, scatter_rows
+from rlnumba.kernels.nn.embedding import MANY_ROWS
 from rlnumba.runtime import device, dispatch
 from rlnumba.runtime.launch import DEBUG
 
@@ -200,6 +201,14 @@ def _run_on_copies(run, rows, inputs, outputs):
     for array, result in zip(outputs, results, strict=True):
         if array is not None:
             scatter_rows(_as_floats(result), rows, _as_floats(array))
+
+
+def launch_copies():
+    """Launch the kernels that copy numbers of rows, of few rows and of many, for a list of what a run launches."""
+    for count in (1, MANY_ROWS):
+        numbers, rows = device.xp().empty((count, 1), np.float32), device.xp().empty(count, np.int32)
+        gather_rows(numbers, rows, numbers)
+        scatter_rows(numbers, rows, numbers)
 
 
 def _as_floats(array):

@@ -11,6 +11,7 @@ import numpy as np
 
 from rlnumba.data.files import sampled_rows
 from rlnumba.engine import kernel_list
+from rlnumba.kernels.logprob.ops import launch_copies
 from rlnumba.kernels.nn.elementwise import accumulate
 from rlnumba.kernels.peer.checksum import BLOCKS, checksum
 from rlnumba.model.lora import lora_of_run
@@ -61,6 +62,8 @@ def list_signatures(run, properties):
                     # A step launches it from its second micro-batch on.
                     accumulate(policy.grads.lm_head, policy.grads.lm_head)
                 launch(step.calls(policy, critic))
+                # Which rows have no gradient, and are left out, only the device knows.
+                launch_copies()
             if step.rehearse is not None:
                 # Some layers do not stand for all in a run that recomputes the first layers alone.
                 some = config if train.recompute_num_layers else kernel_list.short(config)

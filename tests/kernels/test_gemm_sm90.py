@@ -119,8 +119,8 @@ def test_where_one_kernel_makes_both_products(monkeypatch):
     monkeypatch.setattr(device, "sm_count", lambda: 132)
     bf16, k = device.dtype("bfloat16"), 2048
 
-    def chosen(most_rows, m, rank, n=1024):
-        reduction = Reduction(np.zeros((rank, k), bf16), np.ones(1, np.float32))
+    def chosen(most_rows, m, rank, n=1024, ids=None):
+        reduction = Reduction(np.zeros((rank, k), bf16), np.ones(1, np.float32), ids)
         x, out, low_rank = np.zeros((m, k), bf16), np.zeros((m, n), bf16), (np.zeros((m, rank), bf16), None)
         return reducing_config(most_rows, x, out, low_rank, reduction)
 
@@ -129,6 +129,7 @@ def test_where_one_kernel_makes_both_products(monkeypatch):
     for m, rank, own_rank in ((1, 8, 16), (64, 16, 16), (256, 48, 48), (512, 34, 48)):
         assert chosen(512, m, rank).own_rank == own_rank and not chosen(512, m, rank).reduces
     assert chosen(512, 513, 16) is None
+    assert chosen(512, 64, 16, ids=np.zeros(64, np.int32)).reduces
     assert chosen(512, 64, 16, 19_456).reduces and chosen(512, 256, 16, 19_456).reduces
 
 

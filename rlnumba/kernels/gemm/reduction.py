@@ -3,9 +3,10 @@
 XA has few columns, so that one block computes them or a few, in a chain over K that may not be split. A kernel of its
 own would leave the other SMs idle, and take about as long as the sum over W. There are two ways:
 
-Of up to 48 columns each block of a 16-bit GEMM computes what its own rows have. A's rows lie behind those of W in a
-stage, so that one wgmma has the sums of both, and XA becomes the second product's operand in registers. It is computed
-by as many blocks as there are tiles of C side by side, and no block waits for another.
+Of one adapter, up to 48 columns, each block of a 16-bit GEMM computes what its own rows have. A's rows lie behind those
+of W in a stage, so that one wgmma has the sums of both, and XA becomes the second product's operand in registers. It is
+computed by as many blocks as there are tiles of C side by side, and no block waits for another. A kernel has a number
+of such columns; adapters that come and go beside others need no kernels of their own.
 
 Else tiles of XA are tiles beside those of C, with the same main loop: one block computes them while the others add up
 X W^T. A block waits for XA where the low rank begins, after its first tile's sum over W:

@@ -114,8 +114,7 @@ class MicroBatchGraphs:
         if micro_batch.is_padded:
             # A graph cannot wait for other ranks between its forward and its backward.
             policy.begin_gradients()
-            lengths = micro_batch.max_seqlen, micro_batch.max_queries, micro_batch.levels
-            shapes = *(tuple(layout.items()) for layout in layouts), *lengths
+            shapes = *(tuple(layout.items()) for layout in layouts), micro_batch.max_seqlen, micro_batch.levels
             bucket = self._bucket((function, constants, shapes, policy.gradients.are_zero), layouts)
         else:
             bucket = ShapeBucket(*layouts)

@@ -87,8 +87,8 @@ class MicroBatch:
 
     tokens: input_ids, position_ids (N,). targets: rows, target_ids and what else there is of each target, (T, ...).
     sequences: cu_seqlens (B + 1,), other bounds (B + 1,), and what there is of each sequence, (B,). others: arrays of
-    any shape. max_seqlen: at least the longest sequence's length. num_targets: those that are not padding. max_queries
-    and levels: of PackedPrefixes, 0 without prefixes.
+    any shape. max_seqlen: at least the longest sequence's length. num_targets: those that are not padding. levels:
+    those of PackedPrefixes, 0 without prefixes.
     """
 
     tokens: dict
@@ -98,7 +98,6 @@ class MicroBatch:
     num_targets: int
     others: dict = field(default_factory=dict)
     is_padded: bool = False
-    max_queries: int = 0
     levels: int = 0
 
     @staticmethod
@@ -166,10 +165,7 @@ class MicroBatch:
             # Padding has its own.
             others["routed_experts"] = _extended(others["routed_experts"], num_tokens, -1, axis=1)
         arrays = {"tokens": tokens, "targets": targets, "sequences": sequences, "others": others}
-        max_queries = seqlen_bucket_of(self.max_queries) if self.max_queries else 0
-        return replace(
-            self, **arrays, max_seqlen=seqlen_bucket_of(self.max_seqlen), max_queries=max_queries, is_padded=True
-        )
+        return replace(self, **arrays, max_seqlen=seqlen_bucket_of(self.max_seqlen), is_padded=True)
 
     def sharing_prefixes(self, sharing):
         """This one with what several sequences begin with once, as a sequence of its own ahead of them: MicroBatch.
@@ -193,7 +189,7 @@ class MicroBatch:
         return replace(
             self, tokens={name: array[kept] for name, array in self.tokens.items()},
             targets=self.targets | {"rows": places[old_rows].astype(np.int32)}, sequences=self.sequences | added,
-            max_seqlen=max(own), max_queries=prefixes.max_queries, levels=prefixes.levels,
+            max_seqlen=max(own), levels=prefixes.levels,
         )  # fmt: skip
 
     def to_device(self):
@@ -245,7 +241,6 @@ class DeviceBatch:
             of_policy["router"] = RouterArrays(arrays["num_tokens"], arrays["router_weight"], *written)
         if "parents" in arrays:
             names = ("parents", "prefix_lens", "query_bounds", "order")
-            sizes = micro_batch.max_queries, micro_batch.levels
-            of_policy["prefixes"] = PackedPrefixes(*(arrays[name] for name in names), *sizes)
+            of_policy["prefixes"] = PackedPrefixes(*(arrays[name] for name in names), micro_batch.levels)
         targets = TargetBatch(**of_policy, max_seqlen=micro_batch.max_seqlen, every_row=micro_batch.is_padded)
         return DeviceBatch(targets, arrays)

@@ -269,7 +269,7 @@ def test_operators_of_linear_attention_are_planned(monkeypatch):
     with shapes_only(device.GPUS["h200"]):
         bfloat16, empty = device.dtype("bfloat16"), device.xp().empty
         tokens, gradients = (empty_tokens(count, heads, bfloat16, empty, each) for each in (np.float16, bfloat16))
-        prefixes = PackedPrefixes(*(empty(sequences + i, np.int32) for i in (0, 0, 1, 0)), 64 + 40 * 3)
+        prefixes = PackedPrefixes(*(empty(sequences + i, np.int32) for i in (0, 0, 1, 0)))
         arguments = empty(tokens.v.shape, bfloat16), tokens, empty(sequences + 1, np.int32), gradients, prefixes
         kind = type(device.xp())
         monkeypatch.setattr(kind, "empty", lambda _, *sizes: found.append(empty(*sizes)) or found[-1])
@@ -364,7 +364,7 @@ def test_what_gpus_share(rng, monkeypatch, levels, windows):
     assert [batch.levels for batch in found] == [0, 0, levels, levels if windows else 0, 3]
     plain, without = found[0], [batch for batch, rule in zip(found, (None, *rules), strict=False) if rule is None]
     for batch in without:
-        assert "parents" not in batch.sequences and batch.max_queries == 0
+        assert "parents" not in batch.sequences and batch.levels == 0
         for name in ("input_ids", "position_ids"):
             np.testing.assert_array_equal(batch.tokens[name], plain.tokens[name])
         np.testing.assert_array_equal(batch.targets["rows"], plain.targets["rows"])

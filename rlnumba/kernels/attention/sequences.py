@@ -24,15 +24,14 @@ class PackedPrefixes(NamedTuple):
     PREFIX_MULTIPLE; 0 without a parent. The position of a sequence's first own row is the length of its prefix.
     query_bounds (B + 1,): of the rows whose queries see a sequence's own keys, from 0 on; they are its own rows and
     those of its descendants, which are the next sequences. order (B,): the sequences, those with the most such queries
-    first. max_queries: at least the most of one sequence. levels: at least how many sequences a row's keys are of, its
-    own and all before it, 2 where no parent has a parent.
+    first. levels: at least how many sequences a row's keys are of, its own and all before it, 2 where no parent has a
+    parent.
     """
 
     parents: object
     lengths: object
     query_bounds: object
     order: object
-    max_queries: int
     levels: int = 2
 
     @staticmethod
@@ -49,8 +48,7 @@ class PackedPrefixes(NamedTuple):
                 queries[parents[sequence]] += queries[sequence]
         query_bounds = np.append(0, np.cumsum(queries)).astype(np.int32)
         order = np.argsort(-queries, kind="stable").astype(np.int32)
-        sizes = int(queries.max(initial=0)), int(levels.max(initial=2))
-        return PackedPrefixes(np.array(parents, np.int32), prefix_lens, query_bounds, order, *sizes)
+        return PackedPrefixes(np.array(parents, np.int32), prefix_lens, query_bounds, order, int(levels.max(initial=2)))
 
 
 class PackedSequences(NamedTuple):

@@ -185,6 +185,7 @@ def few_rows_config(m, n, k, sm_count, fixed, swiglu):
     return with_stages(Sm90GemmConfig(columns, 1, 2, *fixed, eight_rows=eight, streams_b=True), most_panels, k)
 
 
+@functools.cache
 def with_own_rank(config, rank):
     """The config whose blocks compute so many columns of the low rank's first operand themselves, or None.
 

@@ -90,7 +90,13 @@ def test_what_neighbours_begin_with_is_there_once(rng):
     saved = rollouts.shared_lengths(SHARING)
     assert saved.tolist() == [0, 32, 32, 0, 0, 0, 16, 16, 0, 0, 32]
     assert shared.cost(config) == cost_of(rollouts.lengths, config) - cost_of(saved, config)
+    # Those whose keys the most queries see: 100 rows that stand alone, then prompts with all of their completions.
+    queries = np.diff(shared.sequences["query_bounds"])
+    assert shared.sequences["order"].tolist() == sorted(range(14), key=lambda sequence: -queries[sequence])
+    assert [int(queries[sequence]) for sequence in shared.sequences["order"][:3]] == [100, 79, 58]
     padded = shared.padded()
+    assert padded.sequences["order"][:14].tolist() == shared.sequences["order"].tolist()
+    assert sorted(padded.sequences["order"]) == list(range(len(padded.sequences["parents"])))
     assert padded.sequences["parents"][len(parents) :].tolist() == [-1] * (len(padded.sequences["parents"]) - 14)
 
 

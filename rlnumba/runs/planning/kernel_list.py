@@ -62,8 +62,6 @@ def list_signatures(run, properties):
                     # A step launches it from its second micro-batch on.
                     accumulate(policy.grads.lm_head, policy.grads.lm_head)
                 launch(step.calls(policy, critic))
-                # Which rows have no gradient, and are left out, only the device knows.
-                launch_copies()
             if step.rehearse is not None:
                 # Some layers do not stand for all in a run that recomputes the first layers alone.
                 some = config if train.recompute_num_layers else kernel_list.short(config)
@@ -71,6 +69,8 @@ def list_signatures(run, properties):
                 with policy.context.use():
                     for rollouts, every_form in other_rollouts(planner.trainer, train, step.prompts):
                         launch(step.rehearse(policy, critic, rollouts, every_form))
+                    # Rows of groups with equal rewards have no gradient. Which ones, only the device knows.
+                    launch_copies()
             if train.chooses_activations:
                 # The modes "full" and "minimal" have the same kernels, and "selective" has one of its own.
                 selective = replace(run, train=replace(train, activation_memory="selective"))
